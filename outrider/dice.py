@@ -1,0 +1,131 @@
+"""Every random draw of the project: uniforms keyed by request seed, step, purpose and slot, never by position alone."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Purpose = Literal["draft", "accept", "recover"]
+_PURPOSES: dict[Purpose, int] = {"draft": 0, "accept": 1, "recover": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """Whose draws a call makes: one entry per row.
+
+    Attributes:
+        requests: Index into the batch that the dice was begun with.
+        slots: A number that the request uses once per step and purpose; a node or depth.
+        purpose: What the draw decides. Streams of different purposes are independent.
+        active: Rows whose outcome matters; None means all. The others return an arbitrary valid value.
+    """
+
+    requests: Int[np.ndarray, " n"]
+    slots: Int[np.ndarray, " n"]
+    purpose: Purpose
+    active: Bool[Tensor, " n"] | None = None
+
+
+class Dice(Protocol):
+    """The source of all randomness of one step of a batch of requests.
+
+    `accept` and `pick` are all that a rule may use, so that an enumerating dice can walk every outcome of the code
+    that runs in production.
+    """
+
+    def accept(self, probability: Float[Tensor, " n"], draws: Draws) -> Bool[Tensor, " n"]:
+        """Independent biased coins; a probability of 0 never lands, 1 always does, and neither is a draw."""
+        ...
+
+    def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
+        """Index in proportion to the weights of each row; weights need no normalising."""
+        ...
+
+    def pick_many(
+        self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
+    ) -> Int[Tensor, "n count"]:
+        """`count` indices per row in drawing order, using slots `slot .. slot + count - 1`."""
+        ...
+
+    def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
+        """Standard Gumbel noise, using one stream per slot."""
+        ...
+
+
+def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """The index where the running sum of the weights first exceeds the uniform's share of their total, in float64.
+
+    A weight of zero is never returned, whatever the rounding.
+
+    Example:
+        >>> inverse_cdf(torch.tensor([[0.0, 1.0, 3.0]]), torch.tensor([0.3]))
+        tensor([2])
+    """
+    running = weights.cumsum(-1, dtype=torch.float64)
+    total = running[:, -1:]
+    share = torch.minimum(uniforms.to(torch.float64)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(running, share, right=True).squeeze(-1)
+
+
+class PhiloxDice:
+    """The production dice: NumPy's counter-based Philox, one stream per (seed, step, purpose).
+
+    The k-th number of a stream belongs to slot k, so a request's draws depend on its own seed and step and on nothing
+    else in the batch.
+
+    Args:
+        seeds: One per request of the batch.
+        steps: How many steps each request has made before.
+
+    Example:
+        >>> draws = Draws(requests=np.array([0]), slots=np.array([3]), purpose="accept")
+        >>> alone = PhiloxDice(seeds=[7], steps=[2]).accept(torch.tensor([0.5]), draws)
+        >>> in_a_batch = PhiloxDice(seeds=[7, 8], steps=[2, 0]).accept(torch.tensor([0.5]), draws)
+        >>> bool(alone == in_a_batch)
+        True
+    """
+
+    def __init__(self, seeds: list[int], steps: list[int]) -> None:
+        self._keys = list(zip(seeds, steps, strict=True))
+        self._streams: dict[tuple[int, int], Float[np.ndarray, " numbers"]] = {}
+
+    def _generator(self, request: int, purpose: int, stream: int) -> np.random.Generator:
+        seed, step = self._keys[request]
+        return np.random.Generator(np.random.Philox(key=seed, counter=[0, stream, purpose, step]))
+
+    def _uniform(self, request: int, slot: int, purpose: Purpose) -> float:
+        kind = _PURPOSES[purpose]
+        stream = self._streams.get((request, kind))
+        if stream is None or len(stream) <= slot:
+            size = 16 if stream is None else max(2 * len(stream), slot + 1)
+            stream = self._streams[request, kind] = self._generator(request, kind, 0).random(size)
+        return float(stream[slot])
+
+    def _uniforms(self, draws: Draws, device: torch.device, offset: int = 0) -> Float[Tensor, " n"]:
+        pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)
+        numbers = [self._uniform(request, slot + offset, draws.purpose) for request, slot in pairs]
+        return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+
+    def accept(self, probability: Float[Tensor, " n"], draws: Draws) -> Bool[Tensor, " n"]:
+        return self._uniforms(draws, probability.device) < probability
+
+    def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
+        return inverse_cdf(weights, self._uniforms(draws, weights.device))
+
+    def pick_many(
+        self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
+    ) -> Int[Tensor, "n count"]:
+        chosen = []
+        for k in range(count):
+            chosen.append(inverse_cdf(weights, self._uniforms(draws, weights.device, offset=k)))
+            if not replace:
+                weights = weights.scatter(1, chosen[-1][:, None], 0.0)
+        return torch.stack(chosen, 1)
+
+    def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
+        pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)
+        kind = _PURPOSES[draws.purpose]
+        return torch.from_numpy(np.stack([self._generator(r, kind, 1 + s).gumbel(size=size) for r, s in pairs]))

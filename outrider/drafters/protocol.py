@@ -1,0 +1,91 @@
+"""What the loop asks of a drafter: guesses at the root, guesses at new nodes, and to be told what survived."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.types import Request, Running
+
+Rows = Literal["sampled", "point", "marginal"]
+"""What a drafter's guesses are: a distribution after each prefix, one token, or a distribution per position."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guess:
+    """What may follow each of n nodes: either raw logits, or one token (-1: nothing to propose)."""
+
+    logits: Float[Tensor, "n vocab"] | None = None
+    tokens: Int[np.ndarray, " n"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """New draft nodes that are to be expanded, over all requests.
+
+    Attributes:
+        owners: Index of each node's request in the batch; ascending.
+        nodes: Number of the node within its request's growing tree; the root is 0. Numbers follow growth order.
+        parents: Number of its parent.
+        depths: Distance from the root.
+        tokens: Its token, on the drafter's device.
+    """
+
+    owners: Int[np.ndarray, " n"]
+    nodes: Int[np.ndarray, " n"]
+    parents: Int[np.ndarray, " n"]
+    depths: Int[np.ndarray, " n"]
+    tokens: Int[Tensor, " n"]
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Immutable: what belongs to one request is the value that `open` returns, kept by the loop in
+    `Running.drafter_state` and passed back; it may change in place.
+
+    Attributes:
+        rows: What its guesses are.
+        context_pure: Whether a guess depends on the tokens alone.
+        taps: Which hidden states of the target `observe` wants.
+        max_context: Longest context, in tokens, in which it can still guess; None has no end.
+    """
+
+    @property
+    def rows(self) -> Rows: ...
+    @property
+    def context_pure(self) -> bool: ...
+    @property
+    def taps(self) -> tuple[int, ...]: ...
+    @property
+    def max_context(self) -> int | None: ...
+
+    def open(self, request: Request) -> object:
+        """State for a new request."""
+        ...
+
+    def begin(self, states: Sequence[Running]) -> Guess:
+        """Guess what follows the anchor, `state.tokens[-1]`, of each request."""
+        ...
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        """Guess what follows each node of the frontier, in one batched call."""
+        ...
+
+    def observe(
+        self,
+        states: Sequence[Running],
+        tokens: Sequence[Sequence[int]],
+        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
+    ) -> None:
+        """Learn the newest positions whose target state is known: after prefill and commit, all but the anchor."""
+        ...
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        """Per request, the tree numbers of the nodes that were accepted; called before `state.tokens` grows."""
+        ...
+
+    def close(self, state: object) -> None:
+        """Give back what `open` took."""
+        ...

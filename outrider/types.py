@@ -1,0 +1,218 @@
+"""The values that pass between rooms: sampling settings, requests, drafts, verdicts, steps. No models, no policy."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic"]
+"""How the children of a node were chosen; what a verifier may assume about them."""
+
+Processor = Callable[[Tensor, Tensor], Tensor]
+"""A stateless transformers `LogitsProcessor`: `(input_ids [1, n], scores [1, vocab]) -> scores [1, vocab]`."""
+
+
+class InputError(ValueError):
+    """Something that a person typed is wrong; the message says what was given, what is allowed, what to do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn from the target's logits; the names and meanings are vLLM's.
+
+    Attributes:
+        temperature: Divides the logits; 0 means greedy.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the smallest set of most likely tokens whose mass reaches this, in (0, 1].
+        min_p: Drop tokens less likely than this share of the most likely one, in [0, 1].
+        repetition_penalty: Divides positive and multiplies negative logits of tokens in the prompt or the output.
+        frequency_penalty: Subtracted once for each time that the token stands in the output.
+        presence_penalty: Subtracted once if the token stands in the output.
+        logit_bias: Added to the logits of these token ids.
+        processors: Stateless transformers logits processors, applied per node with that node's own prefix.
+        seed: Seed of this request's draws; None takes one from the engine.
+
+    Example:
+        >>> Sampling(temperature=-0.5)
+        Traceback (most recent call last):
+        ...
+        outrider.types.InputError: temperature must be >= 0 (0 means greedy), got -0.5
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    processors: Sequence[Processor] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        checks = [
+            (self.temperature >= 0, "temperature must be >= 0 (0 means greedy)", self.temperature),
+            (self.top_k >= 0, "top_k must be >= 0 (0 keeps all tokens)", self.top_k),
+            (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
+            (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
+            (self.repetition_penalty > 0, "repetition_penalty must be > 0 (1 means none)", self.repetition_penalty),
+            (self.seed is None or self.seed >= 0, "seed must be >= 0", self.seed),
+        ]
+        for fine, rule, given in checks:
+            if not fine:
+                raise InputError(f"{rule}, got {given}")
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether a row depends on the tokens before it, beyond the logits."""
+        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
+        return penalties or bool(self.processors)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked: continue `prompt`, drawing as `sampling` says, until an end.
+
+    Attributes:
+        id: Unique name within an engine.
+        prompt: Token ids, at least one.
+        max_new_tokens: Most tokens to emit, at least one.
+        sampling: How tokens are drawn; its seed is set.
+        eos_ids: Token ids that end the output; the ending token is kept in `tokens`.
+        stop: Strings that end the output; the text ends before the first of them.
+        logprobs: Whether to record the log-softmax of the raw target logits of each emitted token.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    eos_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
+
+
+@dataclass(kw_only=True)
+class Running:
+    """A request under way, owned and changed in place by the loop.
+
+    Attributes:
+        request: What was asked.
+        tokens: Committed tokens, the prompt included; the target has digested all but the newest, the anchor.
+        slot: The target's slot.
+        drafter_state: What the drafter's `open` returned.
+        length_state: What the length policy's `open` returned.
+        num_steps: Steps made; part of the key of every draw.
+    """
+
+    request: Request
+    tokens: list[int]
+    slot: int
+    drafter_state: object = None
+    length_state: object = None
+    num_steps: int = 0
+
+    @property
+    def output(self) -> list[int]:
+        """Tokens emitted so far."""
+        return self.tokens[len(self.request.prompt) :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """One token tree per request, packed: the nodes of request r are `offsets[r] : offsets[r + 1]`, its root first.
+
+    A root holds the request's anchor, its newest committed token, and is not itself a draft token. Parents stand
+    before their children. Topology lives on the host (NumPy), tokens and rows on the device.
+
+    Attributes:
+        tokens: Token id of each node.
+        parents: Packed index of each node's parent; -1 for roots.
+        depths: Distance from the root.
+        offsets: Where each request's nodes begin; the last entry is the number of nodes.
+        first_child: `links[first_child[n] : first_child[n + 1]]` are the children of n in drawing order.
+        links: Packed child indices; iid draws of one token repeat its node.
+        rows: The rows that sampled children were REALLY drawn from; None where nothing was sampled.
+        row_of: Per node, the index in `rows` that its children were drawn from; -1 where they were chosen, not
+            drawn, or where there are none. A chosen child is a point mass.
+        structure: How the children were drawn.
+    """
+
+    tokens: Int[Tensor, " nodes"]
+    parents: Int[np.ndarray, " nodes"]
+    depths: Int[np.ndarray, " nodes"]
+    offsets: Int[np.ndarray, " bounds"]
+    first_child: Int[np.ndarray, " node_bounds"]
+    links: Int[np.ndarray, " links"]
+    rows: Float[Tensor, "drawn vocab"] | None
+    row_of: Int[np.ndarray, " nodes"]
+    structure: Structure
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.offsets) - 1
+
+    def num_draft_tokens(self, request: int) -> int:
+        """Drafted tokens of one request: its nodes without the root."""
+        return int(self.offsets[request + 1] - self.offsets[request]) - 1
+
+    @property
+    def branches(self) -> bool:
+        """Whether any node has more than one child."""
+        return bool((np.diff(self.first_child) > 1).any())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Which nodes survive, and what follows them.
+
+    Attributes:
+        paths: Packed node indices of each request's accepted path in order, without the root, padded with -1.
+        num_accepted: Length of each path.
+        next_tokens: The recovered token (after a rejection) or the bonus token (after none).
+    """
+
+    paths: Int[Tensor, "requests depth"]
+    num_accepted: Int[Tensor, " requests"]
+    next_tokens: Int[Tensor, " requests"]
+
+
+@dataclass(kw_only=True)
+class Timing:
+    """Seconds of one iteration of the loop, shared by the steps of all its requests; filled in as it goes."""
+
+    target: float = 0.0
+    drafter: float = 0.0
+    rows: float = 0.0
+    verify: float = 0.0
+    commit: float = 0.0
+    replay: float = 0.0
+    rest: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return sum(vars(self).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One draft-verify-commit cycle of one request.
+
+    Attributes:
+        num_draft_tokens: Nodes drafted, the root not counted.
+        num_accepted_tokens: Nodes on the accepted path (before any end-of-sequence cut).
+        tokens: What was emitted: accepted tokens and the next one, cut where the request ended.
+        timing: The iteration's shared clock.
+        num_requests: How many requests shared the iteration.
+    """
+
+    request: str
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    tokens: tuple[int, ...]
+    timing: Timing
+    num_requests: int
