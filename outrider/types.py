@@ -123,6 +123,33 @@ class Running:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Guess:
+    """What may follow each of n nodes: either raw logits, or one token (-1: nothing to propose)."""
+
+    logits: Float[Tensor, "n vocab"] | None = None
+    tokens: Int[np.ndarray, " n"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """New draft nodes that are to be expanded, over all requests.
+
+    Attributes:
+        owners: Index of each node's request in the batch; ascending.
+        nodes: Number of the node within its request's growing tree; the root is 0. Numbers follow growth order.
+        parents: Number of its parent.
+        depths: Distance from the root.
+        tokens: Its token, on the drafter's device.
+    """
+
+    owners: Int[np.ndarray, " n"]
+    nodes: Int[np.ndarray, " n"]
+    parents: Int[np.ndarray, " n"]
+    depths: Int[np.ndarray, " n"]
+    tokens: Int[Tensor, " n"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Draft:
     """One token tree per request, packed: the nodes of request r are `offsets[r] : offsets[r + 1]`, its root first.
 
@@ -216,3 +243,4 @@ class Step:
     tokens: tuple[int, ...]
     timing: Timing
     num_requests: int
+    logprobs: tuple[float, ...] | None = None

@@ -1,44 +1,15 @@
 """What the loop asks of a drafter: guesses at the root, guesses at new nodes, and to be told what survived."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, Protocol
 
-import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from outrider.types import Request, Running
+from outrider.types import Frontier, Guess, Request, Running
 
 Rows = Literal["sampled", "point", "marginal"]
 """What a drafter's guesses are: a distribution after each prefix, one token, or a distribution per position."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guess:
-    """What may follow each of n nodes: either raw logits, or one token (-1: nothing to propose)."""
-
-    logits: Float[Tensor, "n vocab"] | None = None
-    tokens: Int[np.ndarray, " n"] | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Frontier:
-    """New draft nodes that are to be expanded, over all requests.
-
-    Attributes:
-        owners: Index of each node's request in the batch; ascending.
-        nodes: Number of the node within its request's growing tree; the root is 0. Numbers follow growth order.
-        parents: Number of its parent.
-        depths: Distance from the root.
-        tokens: Its token, on the drafter's device.
-    """
-
-    owners: Int[np.ndarray, " n"]
-    nodes: Int[np.ndarray, " n"]
-    parents: Int[np.ndarray, " n"]
-    depths: Int[np.ndarray, " n"]
-    tokens: Int[Tensor, " n"]
 
 
 class Drafter(Protocol):

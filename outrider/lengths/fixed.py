@@ -1,0 +1,39 @@
+"""Fixed length: the same number of tokens at every step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.types import InputError, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """Draft `num_speculative_tokens` deep, or as deep as there is room.
+
+    References:
+        Leviathan et al. 2023, where it is called gamma. https://arxiv.org/abs/2211.17192
+    """
+
+    num_speculative_tokens: int = 5
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise InputError(
+                f"num_speculative_tokens must be >= 1, got {self.num_speculative_tokens}; use drafter none"
+            )
+
+    def open(self) -> None:
+        return None
+
+    def limit(self, state: object) -> int:
+        return self.num_speculative_tokens
+
+    def more(self, states: Sequence[object], owners: Int[np.ndarray, " n"], rows: Float[Tensor, "n vocab"]) -> None:
+        return None
+
+    def update(self, state: object, step: Step) -> None:
+        return None

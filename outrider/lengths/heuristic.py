@@ -1,0 +1,52 @@
+"""Heuristic length: longer after a step where everything was accepted, shorter after any other."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.types import InputError, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Heuristic:
+    """Start at `num_speculative_tokens`; add `grow` after full acceptance, subtract `shrink` otherwise.
+
+    The length of a step depends on earlier steps alone, so the law is kept. A request's state is its next length.
+
+    References:
+        Gante 2023, assisted generation; transformers' `num_assistant_tokens_schedule="heuristic"`.
+        https://huggingface.co/blog/assisted-generation
+    """
+
+    num_speculative_tokens: int = 5
+    grow: int = 2
+    shrink: int = 1
+    most: int = 20
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_speculative_tokens <= self.most:
+            raise InputError(
+                f"num_speculative_tokens must be between 1 and most={self.most}, got {self.num_speculative_tokens}"
+            )
+        if self.grow < 0 or self.shrink < 0:
+            raise InputError(f"grow and shrink must be >= 0, got {self.grow} and {self.shrink}")
+
+    def open(self) -> int:
+        return self.num_speculative_tokens
+
+    def limit(self, state: object) -> int:
+        return int(state)  # type: ignore[call-overload]
+
+    def more(self, states: Sequence[object], owners: Int[np.ndarray, " n"], rows: Float[Tensor, "n vocab"]) -> None:
+        return None
+
+    def update(self, state: object, step: Step) -> int:
+        length = self.limit(state)
+        if step.num_draft_tokens == 0:
+            return length
+        if step.num_accepted_tokens == step.num_draft_tokens:
+            return min(length + self.grow, self.most)
+        return max(length - self.shrink, 1)

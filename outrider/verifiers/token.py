@@ -1,0 +1,37 @@
+"""Token verification: accept draft tokens one by one (Leviathan et al. 2023; Chen et al. 2023)."""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.dice import Dice
+from outrider.types import Draft, Verdict
+from outrider.verifiers.protocol import chain_verdict, chains, child_rows, everyone, residual
+
+
+@dataclass(frozen=True, kw_only=True)
+class Token:
+    r"""Accept the i-th token with probability $\min(1, p(x_i)/q(x_i))$; stop at the first rejection.
+
+    The rejected token is replaced by a draw from the residual $\max(0, p - q)$; after no rejection a bonus token is
+    drawn from $p$. A chosen token is a point mass: it is accepted with probability $p(x)$.
+
+    References:
+        Leviathan et al. 2023, algorithm 1. https://arxiv.org/abs/2211.17192
+        Chen et al. 2023, algorithm 2. https://arxiv.org/abs/2302.01318
+    """
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        side = chains(draft, target_rows)
+        num_accepted = torch.zeros_like(side.lengths)
+        for i in range(side.nodes.shape[1]):
+            alive = num_accepted == i
+            landed = dice.accept(side.ratios[side.nodes[:, i]] * alive, everyone(draft, i, "accept"))
+            num_accepted = num_accepted + (alive & landed)
+        last = side.roots(draft) + num_accepted
+        p = target_rows[last]
+        rejected = (num_accepted < side.lengths)[:, None]
+        weights = torch.where(rejected, residual(p, child_rows(draft, last, p)), p)
+        return chain_verdict(draft, side, num_accepted, dice.pick(weights, everyone(draft, 0, "recover")))
