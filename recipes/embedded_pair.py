@@ -137,7 +137,7 @@ def train(
             means[name] += (figure.item() - means[name]) * max(0.02, 1 / (step + 1))
         step += 1
         if step % 50 == 0:
-            print(f"step {step}, {done:.1%}: " + ", ".join(f"{n} {m:.4f}" for n, m in means.items()), flush=True)
+            print(f"step {step}, {done:.1%}: " + ", ".join(f"{n} {m:.4f}" for n, m in means.items()))
         if time.monotonic() - saved > 600:
             save(models, out)
             saved = time.monotonic()
@@ -200,7 +200,7 @@ def speak(
         fresh = out.with_suffix(".new")
         torch.save(torch.cat(rows), fresh)
         fresh.rename(out)
-        print(f"{sum(len(r) for r in rows) * 256 / 1e6:.2f} M tokens spoken", flush=True)
+        print(f"{sum(len(r) for r in rows) * 256 / 1e6:.2f} M tokens spoken")
     return torch.cat(rows)
 
 
@@ -222,6 +222,7 @@ def distil(
     for draft in drafts.values():
         inherit_embeddings(draft, target)
     text = windows(tokens, batch=batch // 2, length=256, seed=3)
+    loss = torch.compile(hybrid_loss)
     dice = torch.Generator().manual_seed(4)
 
     def losses(step: int, models: dict[str, PreTrainedModel]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -233,7 +234,7 @@ def distil(
         for name, draft in models.items():
             with torch.autocast("cpu", torch.bfloat16):
                 draft_logits = draft(ids, use_cache=False).logits.flatten(0, 1)
-            result[name] = hybrid_loss(target_logits, draft_logits.float())
+            result[name] = loss(target_logits, draft_logits.float())
         return result
 
     train(drafts, losses, minutes, out)

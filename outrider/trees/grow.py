@@ -100,7 +100,9 @@ def grow(
             guess = drafter.expand(states, frontier)
         rows, tokens = None, guess.tokens
         if guess.logits is not None:
-            rows = to_rows(guess.logits, owners, samplings, lambda i: _prefix(states, growth, owners[i], nodes[i]))
+            rows = to_rows(
+                guess.logits.to(device), owners, samplings, lambda i: _prefix(states, growth, owners[i], nodes[i])
+            )
             if (wanted := length.more([s.length_state for s in states], owners, rows)) is not None:
                 here, owners, nodes = here[wanted], owners[wanted], nodes[wanted]
                 rows = rows[torch.from_numpy(wanted).to(rows.device)]
