@@ -7,10 +7,13 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from outrider.drafters.protocol import Rows
+from outrider.drafters.protocol import Rows, Surroundings
+from outrider.lm.model import LanguageModel
+from outrider.lm.open import open_model, open_tokenizer
 from outrider.lm.protocol import LM, Segment
-from outrider.types import Frontier, Guess, Request, Running
+from outrider.types import Frontier, Guess, InputError, Request, Running
 
 CHUNK = 512
 """Most tokens that one forward digests for one request."""
@@ -101,10 +104,11 @@ class Model:
             own.fed.clear()
         self.lm.commit(kept)
 
-    def rewind(self, state: object, length: int) -> None:
-        """Forget all but the first `length` tokens."""
-        slot = _state(state).slot
-        self.lm.truncate(slot, min(length, self.lm.length(slot)))
+    def reuse(self, state: object, request: Request, length: int) -> ModelState:
+        own = _state(state)
+        self.lm.truncate(own.slot, min(length, self.lm.length(own.slot)))
+        own.fed.clear()
+        return own
 
     def close(self, state: object) -> None:
         self.lm.release(_state(state).slot)
@@ -126,6 +130,65 @@ class Model:
                 segments.append(Segment(slot=_own(s).slot, tokens=self._tensor(s.tokens[first:last]), logits="none"))
             self.lm.extend(segments)
             self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPath:
+    """A draft model as it is written down: `model:path=...`.
+
+    Attributes:
+        path: Directory or hub id.
+        device: Where it runs; by default where the target does.
+        dtype: What it computes in; by default what the target does.
+        revision: Branch, tag or commit of a hub id.
+        max_context: Longest context; by default as long as the model and the memory allow.
+    """
+
+    path: str
+    device: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    max_context: int | None = None
+
+    def bind(self, surroundings: Surroundings) -> Model:
+        """Load the draft model, after checking that it speaks the target's vocabulary."""
+        model = open_model(
+            self.path,
+            dtype=self.dtype or surroundings.dtype,
+            device=self.device or surroundings.device,
+            revision=self.revision,
+        )
+        width = model.get_output_embeddings().weight.shape[0]
+        same_vocabulary(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
+        lm = LanguageModel(
+            model,
+            max_slots=surroundings.max_slots,
+            max_context=self.max_context,
+            vocab_size=surroundings.vocab_size,
+            pad_to=surroundings.pad_to,
+        )
+        return Model(lm=lm)
+
+
+def same_vocabulary(
+    path: str, tokenizer: PreTrainedTokenizerBase | None, width: int, surroundings: Surroundings
+) -> None:
+    """Raise InputError unless a draft model's token ids mean what the target's do; padding behind them may differ."""
+    ours = surroundings.tokenizer
+    if ours is None or tokenizer is None:
+        if width != surroundings.vocab_size:
+            raise InputError(
+                f"the draft model {path} has {width} token ids and the target {surroundings.vocab_size}, and there "
+                "are no two tokenizers to compare; put the tokenizer's files beside both models"
+            )
+        return
+    theirs, own = tokenizer.get_vocab(), ours.get_vocab()
+    if theirs != own:
+        different = len(theirs.items() ^ own.items())
+        raise InputError(
+            f"the draft model {path} has another vocabulary than the target ({different} entries differ: "
+            f"{len(theirs)} tokens against {len(own)}); use a draft model with the target's tokenizer, or suffix or ngram"
+        )
 
 
 def _state(state: object) -> ModelState:
