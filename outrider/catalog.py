@@ -121,7 +121,7 @@ def make(family: Family, text: str) -> object:
     known = rows(family)
     if name not in known:
         raise InputError(_unknown(family, name, known))
-    fields = {field.name: field for field in dataclasses.fields(known[name].make)}
+    fields = {f.name: f for f in dataclasses.fields(known[name].make) if not f.name.startswith("_")}
     hints = typing.get_type_hints(known[name].make)
     values: dict[str, object] = {}
     for i, item in enumerate(filter(None, rest.split(","))):

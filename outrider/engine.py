@@ -322,7 +322,7 @@ class Engine:
         seat.num_draft_tokens += made.num_draft_tokens
         seat.accepted.append(made.num_accepted_tokens)
         seat.logprobs += made.logprobs or ()
-        text = seat.ending.push(tokens)
+        text = seat.ending.take()
         if sink is not None:
             sink(made)
         reason: FinishReason | None = None
