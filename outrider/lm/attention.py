@@ -1,0 +1,232 @@
+"""Which keys each new node sees, as the explicit 4-D masks and positions that a transformers causal LM takes.
+
+Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
+
+- `forward` takes a 4-D `attention_mask` `[batch, 1, queries, keys]` as it is, for sliding layers too; where the text
+  config has `layer_types` it takes a dict with one mask per distinct type (`masking_utils.create_masks_for_generate`);
+- `config._attn_implementation`: "sdpa" reads a bool mask, "eager" ADDS the mask (a bool mask is silently wrong);
+- `config.sliding_window`: a query at position t sees keys at positions above t - window;
+- `config.attention_chunk_size`: a query sees keys of its own chunk of positions only (Llama 4).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+"""The layer types whose masks are known here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """How far a kind of layer looks back, in positions; all None looks back to the beginning.
+
+    Attributes:
+        window: A query at t sees positions above t - window.
+        chunk: A query at t sees positions of chunk t // chunk only.
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+
+def spans(config: PreTrainedConfig) -> Span | Mapping[str, Span]:
+    """One span per layer type where the model takes a dict of masks, else the one that all layers share."""
+    text = config.get_text_config(decoder=True)
+    window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
+    if hasattr(text, "layer_types"):
+        kinds = {
+            "full_attention": Span(),
+            "sliding_attention": Span(window=window),
+            "chunked_attention": Span(chunk=chunk),
+        }
+        return {kind: kinds[kind] for kind in dict.fromkeys(text.layer_types)}
+    return Span(window=window, chunk=None if window is not None else chunk)
+
+
+def _nothing() -> Int[np.ndarray, " nodes"]:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """The nodes behind the committed tokens of one slot, in the order in which they were appended.
+
+    Attributes:
+        parents: Number of each node's parent; -1 is the newest committed token.
+        depths: Distance from the newest committed token, minus one: the node's position is `length + depth`.
+        chain: Whether each node is the child of the one before.
+    """
+
+    parents: Int[np.ndarray, " nodes"] = field(default_factory=_nothing)
+    depths: Int[np.ndarray, " nodes"] = field(default_factory=_nothing)
+    chain: bool = True
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def grown(self, count: int, parents: Int[np.ndarray, " new"] | None) -> "Pending":
+        """With `count` more nodes; without `parents` they continue a chain from the newest one.
+
+        Raises:
+            ValueError: A node's parent is not a number below its own, or there is not one parent per node.
+        """
+        first = len(self)
+        if parents is None:
+            return self._chained(count)
+        parents = np.asarray(parents, dtype=np.int64)
+        numbers = np.arange(first, first + count)
+        if parents.shape != (count,) or (parents < -1).any() or (parents >= numbers).any():
+            raise ValueError(f"parents of nodes {first}..{first + count - 1} must stand before them, got {parents}")
+        if self.chain and (parents == numbers - 1).all():
+            return self._chained(count)
+        depths = np.concatenate([self.depths, np.zeros(count, dtype=np.int64)])
+        for number, parent in zip(numbers.tolist(), parents.tolist(), strict=True):
+            depths[number] = depths[parent] + 1 if parent >= 0 else 0
+        return Pending(parents=np.concatenate([self.parents, parents]), depths=depths, chain=False)
+
+    def _chained(self, count: int) -> "Pending":
+        first = len(self)
+        depth = int(self.depths[-1]) + 1 if first else 0
+        return Pending(
+            parents=np.concatenate([self.parents, np.arange(first - 1, first + count - 1)]),
+            depths=np.concatenate([self.depths, np.arange(depth, depth + count)]),
+            chain=self.chain,
+        )
+
+    def is_path(self, path: Sequence[int]) -> bool:
+        """Whether these nodes lead, one below the other, from the newest committed token."""
+        nodes = np.asarray(path, dtype=np.int64)
+        if len(nodes) and (nodes.min() < 0 or nodes.max() >= len(self)):
+            return False
+        return bool((self.parents[nodes] == np.concatenate([[-1], nodes[:-1]])[: len(nodes)]).all())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What every query of a padded batch sees, on the host. Column c of a row with n new nodes stands for its node
+    `min(c, n - 1)`, so that padding repeats the last node.
+
+    A key's *index* is where it lies behind its slot: committed tokens first, then pending nodes by number. A query sees
+    the keys below `base` and, in a row whose pending nodes branch, those pending nodes that `ancestors` marks.
+
+    Attributes:
+        positions: Position of each query.
+        base: Keys with a lower index are visible.
+        start: Index of the first pending node in a row that branches; -1 in other rows.
+        depths: Per row that branches, the depth of each pending node; 0 elsewhere.
+        ancestors: Per query of a row that branches, its ancestors among the pending nodes and itself. None where no
+            row branches.
+    """
+
+    positions: Int[np.ndarray, "rows queries"]
+    base: Int[np.ndarray, "rows queries"]
+    start: Int[np.ndarray, " rows"]
+    depths: Int[np.ndarray, "rows pending"]
+    ancestors: Bool[np.ndarray, "rows queries pending"] | None
+
+
+def look(lengths: Sequence[int], pendings: Sequence[Pending], counts: Sequence[int], width: int) -> Sight:
+    """The sight of the last `counts[r]` pending nodes of each row, padded to `width` columns."""
+    first = np.array([len(p) - n for p, n in zip(pendings, counts, strict=True)])
+    numbers = first[:, None] + np.minimum(np.arange(width), np.asarray(counts)[:, None] - 1)
+    behind = np.asarray(lengths)[:, None]
+    if all(p.chain for p in pendings):
+        positions = behind + numbers
+        none = np.zeros((len(pendings), 0), dtype=np.int64)
+        return Sight(positions=positions, base=positions + 1, start=none.sum(1) - 1, depths=none, ancestors=None)
+    chain = np.array([p.chain for p in pendings])
+    size = max(len(p) for p in pendings if not p.chain)
+    parents = np.full((len(pendings), size), -1, dtype=np.int64)
+    depths = np.zeros((len(pendings), size), dtype=np.int64)
+    for r, p in enumerate(pendings):
+        if not p.chain:
+            parents[r, : len(p)] = p.parents
+            depths[r, : len(p)] = p.depths
+    ancestors = np.zeros((len(pendings), width, size), dtype=bool)
+    rows, columns = np.nonzero(~chain[:, None] & (numbers >= 0))
+    nodes = numbers[rows, columns]
+    while len(nodes):
+        ancestors[rows, columns, nodes] = True
+        nodes = parents[rows, nodes]
+        rows, columns, nodes = rows[nodes >= 0], columns[nodes >= 0], nodes[nodes >= 0]
+    within = np.where(chain[:, None], 0, numbers)
+    positions = behind + np.where(chain[:, None], numbers, np.take_along_axis(depths, within, axis=1))
+    return Sight(
+        positions=positions,
+        base=np.where(chain[:, None], positions + 1, behind),
+        start=np.where(chain, -1, behind[:, 0]),
+        depths=depths,
+        ancestors=ancestors,
+    )
+
+
+def upload(arrays: Sequence[Int[np.ndarray, "..."]], device: torch.device) -> list[Int[Tensor, "..."]]:
+    """Integer arrays on the device, in one transfer."""
+    packed = np.concatenate([a.ravel() for a in arrays]).astype(np.int64, copy=False)
+    parts = torch.from_numpy(packed).to(device, non_blocking=True).split([a.size for a in arrays])
+    return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskBuilder:
+    """Makes the `attention_mask` argument of one model.
+
+    Attributes:
+        spans: How far layers look back; a mapping where the model takes a dict of masks.
+        additive: The dtype of additive masks; None gives bool masks, True where a key is seen.
+        device: Where masks are wanted.
+    """
+
+    spans: Span | Mapping[str, Span]
+    additive: torch.dtype | None
+    device: torch.device
+
+    def masks(
+        self,
+        *,
+        sight: Sight,
+        positions: Int[Tensor, "rows queries"],
+        base: Int[Tensor, "rows queries"],
+        start: Int[Tensor, " rows"],
+        depths: Int[Tensor, "rows pending"],
+        view: int,
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Masks over the keys with an index below `view`; the tensors are the sight's arrays on the device."""
+        keys = torch.arange(view, device=self.device)
+        seen = keys < base[:, :, None]
+        logical = keys.expand(len(positions), view)
+        if sight.ancestors is not None:
+            size = depths.shape[1]
+            number = keys - start[:, None]
+            inside = (start[:, None] >= 0) & (number >= 0) & (number < size)
+            number = number.clamp(0, size - 1)
+            ancestors = torch.from_numpy(sight.ancestors).to(self.device, non_blocking=True)
+            ancestors = ancestors.gather(2, number[:, None, :].expand(-1, seen.shape[1], -1))
+            seen = seen | (ancestors & inside[:, None, :])
+            logical = torch.where(inside, start[:, None] + depths.gather(1, number), logical)
+        if isinstance(self.spans, Span):
+            return self._masked(seen, positions, logical, self.spans)
+        return {kind: self._masked(seen, positions, logical, span) for kind, span in self.spans.items()}
+
+    def _masked(
+        self,
+        seen: Bool[Tensor, "rows queries keys"],
+        positions: Int[Tensor, "rows queries"],
+        logical: Int[Tensor, "rows keys"],
+        span: Span,
+    ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows 1 queries keys"]:
+        if span.window is not None:
+            seen = seen & (logical[:, None, :] > positions[:, :, None] - span.window)
+        if span.chunk is not None:
+            seen = seen & (logical[:, None, :] // span.chunk == positions[:, :, None] // span.chunk)
+        seen = seen[:, None]
+        if self.additive is None:
+            return seen
+        zero = torch.zeros((), dtype=self.additive, device=self.device)
+        return torch.where(seen, zero, torch.finfo(self.additive).min)

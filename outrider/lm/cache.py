@@ -1,0 +1,299 @@
+"""Keys and values of many slots in few tensors; the only file that knows how transformers talks to a cache.
+
+Relied on in transformers (read in 5.17 - 5.23, run in 5.23): with an explicit 4-D mask and `position_ids`, a causal LM
+calls `cache.update(keys, values, layer_idx) -> (keys, values)` once per layer that owns a cache, sometimes
+`cache.get_seq_length()`, whose result it then does not use, and nothing else; the cache need not inherit from `Cache`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.types import InputError
+
+_STEP = 64
+_FIRST = 256
+_SHARE = 0.8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Keys or values of one layer at one position."""
+
+    heads: int
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return self.heads * self.dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """What one layer keeps per position; the sizes of keys and values may differ."""
+
+    keys: Shape
+    values: Shape
+
+
+class Probe:
+    """A cache that remembers nothing but the shapes that it is shown.
+
+    Attributes:
+        layers: What each layer keeps, by its index. Layers that share another's keys and values are not there.
+        devices: Where keys and values were.
+    """
+
+    def __init__(self) -> None:
+        self.layers: dict[int, Layer] = {}
+        self.devices: set[torch.device] = set()
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        shapes = [Shape(heads=s.shape[1], dim=s.shape[3], dtype=s.dtype) for s in (keys, values)]
+        self.layers[layer_idx] = Layer(keys=shapes[0], values=shapes[1])
+        self.devices.update((keys.device, values.device))
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+
+def _round_up(count: int) -> int:
+    return -(-count // _STEP) * _STEP
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can still be taken on a device; None where it is not known."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    if device.type != "cpu":
+        return None
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def worst_bytes(layers: Mapping[int, Layer], max_slots: int, max_context: int) -> int:
+    """Most memory that the slots can come to need: all of them full, and half as much while storage grows."""
+    position = sum(layer.keys.num_bytes + layer.values.num_bytes for layer in layers.values())
+    return position * max_slots * _round_up(max_context + 1) * 3 // 2
+
+
+def fitting_context(
+    layers: Mapping[int, Layer], *, max_slots: int, max_context: int | None, limit: int | None, free: int | None
+) -> int:
+    """Tokens per slot: `max_context` if it fits in free memory, without it as many as `limit` and memory allow.
+
+    Args:
+        limit: The most that the model allows; None where it has no end.
+        free: Bytes; None where it is not known.
+
+    Raises:
+        InputError: It does not fit.
+    """
+    asked = max_context if max_context is not None else limit
+    if asked is None:
+        raise InputError("the model names no longest context; give max_context")
+    need = worst_bytes(layers, max_slots, asked)
+    if free is None or need <= free * _SHARE:
+        return asked
+    if max_context is None:
+        per_position = worst_bytes(layers, max_slots, _STEP - 1) / _STEP
+        fits = int(free * _SHARE / per_position) // _STEP * _STEP - 1
+        if fits > 0:
+            return fits
+    raise InputError(
+        f"the cache of {max_slots} slots of {asked} tokens can come to need {need / 1e9:.2f} GB, and of "
+        f"{free / 1e9:.2f} GB free memory {_SHARE:.0%} may be used; lower max_slots or max_context"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Keys and values of equal shape: `[entries, rows, capacity, heads, dim]`, and the same memory seen two ways.
+
+    Attributes:
+        storage: All of it.
+        rows: Per entry, `[rows, capacity, heads, dim]`.
+        flat: Per entry, `[rows * capacity, heads, dim]`.
+    """
+
+    storage: Float[Tensor, "entries rows capacity heads dim"]
+    rows: Sequence[Float[Tensor, "rows capacity heads dim"]]
+    flat: Sequence[Float[Tensor, "places heads dim"]]
+
+
+class SlotCache:
+    """Slots of different lengths that one forward reads and extends together.
+
+    A slot lies in a row. The rows in use are always the first ones: releasing a slot moves the last row into the hole.
+    So a forward over all slots reads one contiguous view and copies nothing. The last place of each row belongs to no
+    slot; padding is written there. Storage begins with one row and doubles when it must. Changes in place.
+
+    Attributes:
+        num_bytes: Memory held.
+        bytes_moved: Bytes copied so far to compact accepted paths and to fill holes.
+    """
+
+    def __init__(self, layers: Mapping[int, Layer], *, max_slots: int, max_context: int, device: torch.device) -> None:
+        self.bytes_moved = 0
+        self._max_slots = max_slots
+        self._max_capacity = _round_up(max_context + 1)
+        self._device = device
+        self._shapes: list[Shape] = []
+        self._counts: list[int] = []
+        self._entries: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        for index, layer in sorted(layers.items()):
+            self._entries[index] = (self._entry(layer.keys), self._entry(layer.values))
+        self._row_of: dict[int, int] = {}
+        self._used: dict[int, int] = {}
+        self._num_rows, self._capacity = 1, min(_FIRST, self._max_capacity)
+        self._groups = [self._allocate(g) for g in range(len(self._shapes))]
+
+    def _entry(self, shape: Shape) -> tuple[int, int]:
+        if shape not in self._shapes:
+            self._shapes.append(shape)
+            self._counts.append(0)
+        group = self._shapes.index(shape)
+        self._counts[group] += 1
+        return group, self._counts[group] - 1
+
+    def _allocate(self, group: int) -> _Group:
+        shape = self._shapes[group]
+        size = (self._counts[group], self._num_rows, self._capacity, shape.heads, shape.dim)
+        with torch.inference_mode(False):
+            # Zeros, because even a masked key reaches the output if it is not finite.
+            storage = torch.zeros(size, dtype=shape.dtype, device=self._device)
+            flat = storage.view(size[0], -1, shape.heads, shape.dim)
+            return _Group(storage=storage, rows=storage.unbind(0), flat=flat.unbind(0))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(g.storage.nbytes for g in self._groups)
+
+    @property
+    def storages(self) -> Sequence[Float[Tensor, "entries rows capacity heads dim"]]:
+        """The tensors that hold everything."""
+        return [g.storage for g in self._groups]
+
+    def row(self, slot: int) -> int:
+        """The row in which a slot lies now."""
+        return self._row_of[slot]
+
+    def open(self, slot: int) -> None:
+        """Give a slot the next row."""
+        self._row_of[slot] = len(self._row_of)
+        self._used[slot] = 0
+
+    def close(self, slot: int) -> None:
+        """Take a slot's row back and move the last row into the hole."""
+        hole = self._row_of.pop(slot)
+        self._used.pop(slot)
+        last = len(self._row_of)
+        if hole == last:
+            return
+        moved = next(s for s, row in self._row_of.items() if row == last)
+        used = self._used[moved]
+        for group in self._groups:
+            group.storage[:, hole, :used].copy_(group.storage[:, last, :used])
+            self.bytes_moved += group.storage[:, hole, :used].nbytes
+        self._row_of[moved] = hole
+
+    def places(
+        self, slots: Sequence[int], used: Sequence[int], counts: Sequence[int], width: int
+    ) -> Int[np.ndarray, "slots width"]:
+        """Where the next forward writes: the last `counts[i]` of the first `used[i]` positions of each slot, then padding.
+
+        Storage grows here if it must.
+        """
+        self._reserve(max(used))
+        self._used.update(zip(slots, used, strict=True))
+        rows = np.array([self._row_of[s] for s in slots])
+        ends, numbers = np.asarray(used)[:, None], np.asarray(counts)[:, None]
+        columns = np.arange(width)
+        within = np.where(columns < numbers, ends - numbers + columns, self._capacity - 1)
+        return rows[:, None] * self._capacity + within
+
+    def _reserve(self, used: int) -> None:
+        rows, capacity = self._num_rows, self._capacity
+        while rows < len(self._row_of):
+            rows = min(2 * rows, self._max_slots)
+        while capacity < min(used + 1, self._max_capacity):
+            capacity = min(2 * capacity, self._max_capacity)
+        if (rows, capacity) == (self._num_rows, self._capacity):
+            return
+        self._num_rows, self._capacity = rows, capacity
+        for g, old in enumerate(self._groups):
+            new = self._allocate(g)
+            new.storage[:, : old.storage.shape[1], : old.storage.shape[2]].copy_(old.storage)
+            self._groups[g] = new
+
+    def view(self, used: int) -> int:
+        """How many positions a forward reads, where none of its slots has more than `used`."""
+        return min(_round_up(used), self._capacity)
+
+    def prepare(self, slots: Sequence[int], places: Int[Tensor, "slots width"], view: int) -> None:
+        """Set what `update` does during the next forward.
+
+        Args:
+            slots: One per row of the batch, in ascending order of their rows.
+            places: What `places` returned, on the device.
+            view: How many positions the forward reads.
+        """
+        rows = [self._row_of[s] for s in slots]
+        self._places = places.reshape(-1)
+        self._view = view
+        self._first, self._last = rows[0], rows[-1] + 1
+        contiguous = self._last - self._first == len(rows)
+        self._select = None if contiguous else torch.tensor(rows).to(self._device, non_blocking=True)
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """Called by transformers: write the new keys and values of a layer, return all of them."""
+        key_entry, value_entry = self._entries[layer_idx]
+        return self._write(key_entry, keys), self._write(value_entry, values)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Called by transformers; lengths differ by slot, and with explicit positions the answer is not used."""
+        return 0
+
+    def _write(
+        self, entry: tuple[int, int], states: Float[Tensor, "batch heads width dim"]
+    ) -> Float[Tensor, "batch heads view dim"]:
+        group, index = self._groups[entry[0]], entry[1]
+        batch, heads, width, dim = states.shape
+        group.flat[index].index_copy_(0, self._places, states.transpose(1, 2).reshape(batch * width, heads, dim))
+        if self._select is None:
+            rows = group.rows[index][self._first : self._last, : self._view]
+        else:
+            rows = group.rows[index][:, : self._view].index_select(0, self._select)
+        return rows.transpose(1, 2)
+
+    def move(self, moves: Mapping[int, tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]]) -> None:
+        """Per slot, copy positions (the first array) to positions (the second); all slots in one copy per tensor."""
+        offsets = [(self._row_of[slot] * self._capacity, pair) for slot, pair in moves.items()]
+        sources = np.concatenate([offset + pair[0] for offset, pair in offsets])
+        targets = np.concatenate([offset + pair[1] for offset, pair in offsets])
+        both = torch.from_numpy(np.stack([sources, targets])).to(self._device, non_blocking=True)
+        for group in self._groups:
+            entries, _, _, heads, dim = group.storage.shape
+            flat = group.storage.view(entries, -1, heads, dim)
+            moved = flat.index_select(1, both[0])
+            flat.index_copy_(1, both[1], moved)
+            self.bytes_moved += moved.nbytes
+
+    def shorten(self, slot: int, used: int) -> None:
+        """Note that a slot's positions from `used` on are worth nothing."""
+        self._used[slot] = used

@@ -1,0 +1,364 @@
+"""A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.lm.attention import MaskBuilder, Pending, Sight, look, spans, upload
+from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
+from outrider.lm.protocol import Extension, Segment
+from outrider.lm.support import refusal, rotary_limit
+from outrider.types import InputError
+
+
+@dataclass(kw_only=True)
+class _Slot:
+    """What is known of a slot; replaced or changed by the calls of the model."""
+
+    length: int = 0
+    pending: Pending = field(default_factory=Pending)
+
+    @property
+    def used(self) -> int:
+        return self.length + len(self.pending)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    """The padded shape of one forward; rows are sorted by where their slots lie.
+
+    Attributes:
+        segments: One per row.
+        order: For each segment as the caller gave them, its row.
+        counts: New nodes per row.
+        width: Columns.
+    """
+
+    segments: Sequence[Segment]
+    order: Sequence[int]
+    counts: Int[np.ndarray, " rows"]
+    width: int
+
+    def wanted(self) -> list[Int[np.ndarray, " wanted"]]:
+        """The columns whose logits each row wants."""
+        first = {"all": lambda n: 0, "last": lambda n: n - 1, "none": lambda n: n}
+        return [np.arange(first[s.logits](n), n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
+
+
+class LanguageModel:
+    """An unmodified transformers causal LM behind the `LM` protocol.
+
+    Every node's logits are those of a plain causal run over its slot's committed tokens and its own root path, up to
+    rounding. Rows of one forward may be ragged; all are padded to the longest. The cache begins small and grows;
+    at construction its worst case is compared with free memory. The model is put into evaluation mode and otherwise
+    left alone: it may be trained, or called by others, between calls. All methods run in inference mode.
+
+    Attributes:
+        model: The model.
+        vocab_size: Width of the logits.
+        max_context: Most tokens of one slot, pending nodes included.
+        max_slots: Most slots at once.
+        device: Where the model is.
+        dtype: Its floating type.
+        num_layers: Decoder layers.
+        hidden_size: Width of the residual stream.
+        num_forwards: Forwards made so far.
+
+    Args:
+        model: The model, on one device.
+        max_slots: Most slots at once.
+        max_context: Most tokens of one slot. None takes as many as the model's `max_position_embeddings`, its rotary
+            scheme and free memory allow.
+        vocab_size: Cut the logits to this width, where the model's vocabulary is padded.
+        pad_to: Rows are padded to at least this many columns, and the LM head computed for as many. On CPUs bfloat16
+            products of 2 to 32 rows round alike and those of one row do not, so 2 makes decoding bit-identical to
+            verifying.
+
+    Raises:
+        InputError: The model cannot be supported, or the cache does not fit in memory.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2,
+        ...                      num_attention_heads=2, max_position_embeddings=64)
+        >>> lm = LanguageModel(LlamaForCausalLM(config), max_slots=2)
+        >>> slot = lm.open()
+        >>> _ = lm.extend([Segment(slot=slot, tokens=torch.tensor([3, 1, 4]), logits="none")])
+        >>> lm.commit({slot: [0, 1, 2]})
+        >>> siblings = Segment(slot=slot, tokens=torch.tensor([1, 5]), parents=np.array([-1, -1]))
+        >>> lm.extend([siblings]).logits.shape
+        torch.Size([2, 32])
+        >>> lm.commit({slot: [1]})
+        >>> lm.length(slot)
+        4
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_slots: int = 8,
+        max_context: int | None = None,
+        vocab_size: int | None = None,
+        pad_to: int = 1,
+    ) -> None:
+        for name, value in (("max_slots", max_slots), ("max_context", max_context), ("pad_to", pad_to)):
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be >= 1, got {value}")
+        if (reason := refusal(model, max_context=max_context)) is not None:
+            raise InputError(reason)
+        text = model.config.get_text_config(decoder=True)
+        self.model = model.eval()
+        self.device, self.dtype = model.device, model.dtype
+        self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
+        self.max_slots, self.pad_to = max_slots, pad_to
+        self.num_forwards = 0
+        limits = [getattr(text, "max_position_embeddings", None), rotary_limit(model.config)]
+        limit = min((n for n in limits if n is not None), default=None)
+        if max_context is not None and limit is not None and max_context > limit:
+            raise InputError(
+                f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"
+            )
+        additive = None if text._attn_implementation == "sdpa" else self.dtype
+        self._builder = MaskBuilder(spans=spans(model.config), additive=additive, device=self.device)
+        probe = Probe()
+        width = self._probe(probe)
+        if vocab_size is not None and not 1 <= vocab_size <= width:
+            raise InputError(f"vocab_size must be in 1..{width}, the width of the model's logits, got {vocab_size}")
+        self.vocab_size = vocab_size or width
+        if probe.devices != {self.device}:
+            names = ", ".join(sorted(str(d) for d in probe.devices))
+            raise InputError(f"the model must be on one device, got {names}")
+        self.max_context = fitting_context(
+            probe.layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free_bytes(self.device)
+        )
+        self._cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)
+        self._slots: dict[int, _Slot] = {}
+        self._layers = _decoder_layers(model, self.num_layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the cache holds now."""
+        return self._cache.num_bytes
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of the cache copied so far, to compact accepted paths and to close holes that released slots left."""
+        return self._cache.bytes_moved
+
+    def open(self) -> int:
+        """Take a free slot, empty. Raises RuntimeError when none is free."""
+        if len(self._slots) == self.max_slots:
+            raise RuntimeError(f"all {self.max_slots} slots are taken (max_slots={self.max_slots})")
+        slot = next(s for s in range(self.max_slots) if s not in self._slots)
+        self._slots[slot] = _Slot()
+        self._cache.open(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give the slot back."""
+        self._slot(slot)
+        with torch.inference_mode():
+            self._cache.close(slot)
+        del self._slots[slot]
+
+    def length(self, slot: int) -> int:
+        """Committed tokens of a slot."""
+        return self._slot(slot).length
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget committed tokens from `length` on, and all pending nodes."""
+        state = self._slot(slot)
+        if not 0 <= length <= state.length:
+            raise ValueError(f"slot {slot} has {state.length} committed tokens, cannot keep {length}")
+        state.length, state.pending = length, Pending()
+        self._cache.shorten(slot, length)
+
+    def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Per slot, keep the pending nodes of one root path, by number and in order; drop the other pending nodes.
+
+        Slots that are not named keep their pending nodes. A path that lies in place already, such as the accepted
+        part of a chain, moves no memory.
+        """
+        moves = {}
+        for slot, path in paths.items():
+            state = self._slot(slot)
+            if not state.pending.is_path(path):
+                raise ValueError(f"{list(path)} is no path from the root through the pending nodes of slot {slot}")
+            nodes, places = np.asarray(path, dtype=np.int64), np.arange(len(path))
+            away = nodes != places
+            if away.any():
+                moves[slot] = (state.length + nodes[away], state.length + places[away])
+        if moves:
+            with torch.inference_mode():
+                self._cache.move(moves)
+        for slot, path in paths.items():
+            state = self._slots[slot]
+            state.length, state.pending = state.length + len(path), Pending()
+            self._cache.shorten(slot, state.length)
+
+    @torch.inference_mode()
+    def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
+        """Append nodes to several slots in one forward. Each slot at most once; lengths and trees may differ.
+
+        Raises:
+            RuntimeError: A slot would hold more than `max_context` tokens, pending nodes included.
+        """
+        if any(not 0 <= k <= self.num_layers for k in taps):
+            raise ValueError(f"taps must be in 0..{self.num_layers}, got {list(taps)}")
+        grown = self._grown(segments)
+        batch = self._batch([s for s in segments if len(s.tokens)])
+        if not batch.segments:
+            return self._empty(taps)
+        slots = [s.slot for s in batch.segments]
+        used = [self._slots[s].length + len(grown[s]) for s in slots]
+        places = self._cache.places(slots, used, batch.counts, batch.width)
+        sight = look([self._slots[s].length for s in slots], [grown[s] for s in slots], batch.counts, batch.width)
+        view = self._cache.view(max(used))
+        written, masks, positions = self._upload(sight, places, view)
+        self._cache.prepare(slots, written, view)
+        wanted = batch.wanted()
+        columns = self._columns(wanted, batch.width)
+        with self._tapped(taps) as seen:
+            output = self.model(
+                input_ids=self._tokens(batch),
+                attention_mask=masks,
+                position_ids=positions,
+                past_key_values=self._cache,
+                use_cache=True,
+                logits_to_keep=0 if len(columns) == batch.width else upload([columns], self.device)[0],
+            )
+        self.num_forwards += 1
+        for slot in slots:
+            self._slots[slot].pending = grown[slot]
+        everything, nodes = np.arange(batch.width), [np.arange(n) for n in batch.counts.tolist()]
+        return Extension(
+            logits=self._packed(output.logits[..., : self.vocab_size], batch, columns, wanted),
+            taps={k: self._packed(seen[k], batch, everything, nodes) for k in taps},
+        )
+
+    def _slot(self, slot: int) -> _Slot:
+        if slot not in self._slots:
+            raise RuntimeError(f"slot {slot} is not open; open slots: {sorted(self._slots)}")
+        return self._slots[slot]
+
+    def _grown(self, segments: Sequence[Segment]) -> Mapping[int, Pending]:
+        """Per slot, the pending nodes with the new ones; nothing is changed."""
+        grown: dict[int, Pending] = {}
+        for segment in segments:
+            state, count = self._slot(segment.slot), len(segment.tokens)
+            if segment.slot in grown:
+                raise ValueError(f"slot {segment.slot} stands in two segments of one forward")
+            if state.used + count > self.max_context:
+                raise RuntimeError(
+                    f"slot {segment.slot} holds {state.length} committed and {len(state.pending)} pending tokens; "
+                    f"{count} more pass max_context={self.max_context}"
+                )
+            grown[segment.slot] = state.pending.grown(count, segment.parents)
+        return grown
+
+    def _batch(self, segments: Sequence[Segment]) -> _Batch:
+        by_row = sorted(range(len(segments)), key=lambda i: self._cache.row(segments[i].slot))
+        order = [0] * len(segments)
+        for row, i in enumerate(by_row):
+            order[i] = row
+        counts = np.array([len(segments[i].tokens) for i in by_row], dtype=np.int64)
+        width = max(self.pad_to, int(counts.max(initial=0)))
+        return _Batch(segments=[segments[i] for i in by_row], order=order, counts=counts, width=width)
+
+    def _tokens(self, batch: _Batch) -> Int[Tensor, "rows width"]:
+        tokens = torch.cat([s.tokens.to(self.device, torch.long, non_blocking=True) for s in batch.segments])
+        if (batch.counts == batch.width).all():
+            return tokens.view(-1, batch.width)
+        first = np.cumsum(batch.counts) - batch.counts
+        source = first[:, None] + np.minimum(np.arange(batch.width), batch.counts[:, None] - 1)
+        return tokens[upload([source], self.device)[0]]
+
+    def _upload(
+        self, sight: Sight, places: Int[np.ndarray, "rows width"], view: int
+    ) -> tuple[Int[Tensor, "rows width"], Tensor | Mapping[str, Tensor], Int[Tensor, "rows width"]]:
+        arrays = [places, sight.positions, sight.base, sight.start, sight.depths]
+        written, positions, base, start, depths = upload(arrays, self.device)
+        masks = self._builder.masks(sight=sight, positions=positions, base=base, start=start, depths=depths, view=view)
+        return written, masks, positions
+
+    def _columns(self, wanted: Sequence[Int[np.ndarray, " wanted"]], width: int) -> Int[np.ndarray, " columns"]:
+        """The columns for which the LM head runs: those that any row wants, at least `pad_to` if there are any."""
+        marked = np.zeros(width, dtype=bool)
+        for columns in wanted:
+            marked[columns] = True
+        if 0 < (count := int(marked.sum())) < self.pad_to:
+            marked[np.flatnonzero(~marked)[: self.pad_to - count]] = True
+        return np.flatnonzero(marked)
+
+    def _packed(
+        self,
+        values: Float[Tensor, "rows columns dim"],
+        batch: _Batch,
+        columns: Int[np.ndarray, " columns"],
+        wanted: Sequence[Int[np.ndarray, " wanted"]],
+    ) -> Float[Tensor, "wanted dim"]:
+        """What is wanted of each row, one behind the other in the caller's order of segments."""
+        places = [row * len(columns) + np.searchsorted(columns, wanted[row]) for row in batch.order]
+        index = np.concatenate(places)
+        flat = values.flatten(0, 1)
+        if len(index) == 0 or index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
+            first = int(index[0]) if len(index) else 0
+            return flat[first : first + len(index)]
+        return flat.index_select(0, upload([index], self.device)[0])
+
+    def _empty(self, taps: Sequence[int]) -> Extension:
+        logits = torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device)
+        hidden = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
+        return Extension(logits=logits, taps=dict.fromkeys(taps, hidden))
+
+    @contextmanager
+    def _tapped(self, taps: Sequence[int]) -> Iterator[Mapping[int, Float[Tensor, "rows width hidden"]]]:
+        """Collect hidden states while the body runs; without taps nothing is hooked."""
+        seen: dict[int, Tensor] = {}
+
+        def entering(k: int) -> object:
+            def hook(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
+                seen[k] = args[0] if args else named["hidden_states"]
+
+            return hook
+
+        def leaving(_: nn.Module, __: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+            seen[self.num_layers] = output[0] if isinstance(output, tuple) else output
+
+        handles = []
+        for k in dict.fromkeys(taps):
+            if k == self.num_layers:
+                handles.append(self._layers[-1].register_forward_hook(leaving))
+            else:
+                handles.append(self._layers[k].register_forward_pre_hook(entering(k), with_kwargs=True))
+        try:
+            yield seen
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.inference_mode()
+    def _probe(self, probe: Probe) -> int:
+        """Show the probe what layers keep, by a forward of two tokens; returns the width of the logits."""
+        sight = look([0], [Pending().grown(2, None)], [2], 2)
+        _, masks, positions = self._upload(sight, sight.positions, 2)
+        tokens = torch.zeros_like(positions)
+        output = self.model(
+            input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=probe, use_cache=True
+        )
+        return int(output.logits.shape[-1])
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
+    decoder = model.get_decoder()
+    for module in decoder.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise InputError(f"no list of {num_layers} decoder layers found in {type(decoder).__name__}")

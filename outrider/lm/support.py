@@ -1,0 +1,121 @@
+"""Which models cannot be driven by slots and explicit masks, and why."""
+
+import inspect
+
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from outrider.lm.attention import LAYER_TYPES
+
+_RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+_ALIBI = ("bloom", "mpt")
+_EAGER_ONLY = ("gemma2", "gpt_oss")
+
+
+def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context: int | None = None) -> str | None:
+    """Why a model cannot be used, in one sentence; None if it can.
+
+    Args:
+        model_or_config: A model says more than a config: a config does not know yet how attention will be computed.
+        max_context: Longest context wanted; None takes any that works.
+
+    Example:
+        >>> from transformers import LlamaConfig, MptConfig
+        >>> refusal(LlamaConfig())
+        >>> print(refusal(MptConfig()))
+        mpt adds a bias by distance in the cache (ALiBi), which is wrong for trees and cannot be given from outside
+    """
+    if isinstance(model_or_config, PreTrainedModel):
+        config, kind = model_or_config.config, type(model_or_config)
+    else:
+        config, kind = model_or_config, _causal_class(model_or_config)
+    reasons = (_family(config, kind), _layers(config), _signature(config, kind), _kernel(config, kind))
+    return next((reason for reason in (*reasons, _rotary(config, max_context)) if reason is not None), None)
+
+
+def rotary_limit(config: PreTrainedConfig) -> int | None:
+    """The context beyond which a long-context rotary scheme changes the embedding of ALL positions; None: never."""
+    limits = [p["original_max_position_embeddings"] for p in _rotary_parameters(config) if _type(p) == "longrope"]
+    return min(limits, default=None)
+
+
+def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
+    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def _family(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+    text, name = config.get_text_config(decoder=True), config.model_type
+    if config.is_encoder_decoder:
+        return f"{name} is an encoder-decoder model; a decoder-only causal language model is needed"
+    if kind is None:
+        return f"{name} is no causal language model that transformers knows"
+    layer_types = getattr(text, "layer_types", None) or ()
+    if getattr(kind, "_is_stateful", False) or any(t in _RECURRENT_TYPES for t in layer_types):
+        return f"{name} has recurrent layers, whose state cannot be rolled back after a rejected draft"
+    if text.model_type in _ALIBI or getattr(text, "alibi", False):
+        return f"{name} adds a bias by distance in the cache (ALiBi), which is wrong for trees and cannot be given from outside"
+    if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
+        return f"{name} attends to later tokens (use_bidirectional_attention); it does not generate from left to right"
+    if getattr(text, "add_cross_attention", False):
+        return f"{name} attends to an encoder (add_cross_attention); a decoder-only model is needed"
+    return None
+
+
+def _layers(config: PreTrainedConfig) -> str | None:
+    text = config.get_text_config(decoder=True)
+    strange = [t for t in dict.fromkeys(getattr(text, "layer_types", None) or ()) if t not in LAYER_TYPES]
+    if strange:
+        return (
+            f"{config.model_type} has layers of type {', '.join(strange)}; masks are known for {', '.join(LAYER_TYPES)}"
+        )
+    if getattr(text, "index_topk", None):
+        return f"{config.model_type} picks keys by an index (index_topk), which needs a cache of its own"
+    return None
+
+
+def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+    known = inspect.signature(kind.forward).parameters
+    missing = [n for n in ("past_key_values", "position_ids", "logits_to_keep") if n not in known]
+    if missing:
+        return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot read a tree of tokens"
+    return None
+
+
+def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+    text = config.get_text_config(decoder=True)
+    kernel = text._attn_implementation
+    if kernel not in (None, "sdpa", "eager"):
+        return f"attention implementation '{kernel}' takes no 4-D mask; load the model with attn_implementation='sdpa' or 'eager'"
+    capped = getattr(text, "attn_logit_softcapping", None) is not None
+    if kernel == "sdpa" and (text.model_type in _EAGER_ONLY or capped or not kind._supports_sdpa):
+        return (
+            f"attention implementation 'sdpa' computes {config.model_type} wrongly (it knows no soft-cap and no sinks); "
+            "load the model with attn_implementation='eager'"
+        )
+    return None
+
+
+def _rotary(config: PreTrainedConfig, max_context: int | None) -> str | None:
+    if any(_type(p) == "dynamic" for p in _rotary_parameters(config)):
+        return f"{config.model_type} uses dynamic rotary scaling, which changes the embedding of cached tokens as text grows"
+    limit = rotary_limit(config)
+    if limit is not None and max_context is not None and max_context > limit:
+        return (
+            f"{config.model_type} changes the rotary embedding of cached tokens once text is longer than {limit} "
+            f"(longrope), and max_context is {max_context}; give max_context={limit} or less"
+        )
+    return None
+
+
+def _rotary_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
+    """The rotary settings, one per layer type where they differ."""
+    text = config.get_text_config(decoder=True)
+    given = getattr(text, "rope_parameters", None) or {}
+    nested = [p for p in given.values() if isinstance(p, dict)]
+    found = nested or [given]
+    original = getattr(text, "original_max_position_embeddings", None) or getattr(text, "max_position_embeddings", None)
+    return [{"original_max_position_embeddings": original, **p} for p in found]
+
+
+def _type(parameters: dict[str, object]) -> object:
+    return parameters.get("rope_type", parameters.get("type"))
