@@ -30,7 +30,8 @@ def test_a_batch_decides_what_the_twin_decides(name, seed, lengths, chosen):
     if chosen:
         q = np.eye(vocab)[[x for chain in drafted for x in chain]].reshape(-1, vocab)
     q /= q.sum(-1, keepdims=True)
-    draft = chains(drafted, None if chosen else torch.from_numpy(q))
+    drafted_any = sum(lengths) > 0
+    draft = chains(drafted, None if chosen or not drafted_any else torch.from_numpy(q))
     dice = PhiloxDice(seeds=list(range(len(lengths))), steps=[seed] * len(lengths))
     verdict = catalog.rows("verifier")[name].make().verify(draft, torch.from_numpy(p), dice)
     row = drawn = 0
