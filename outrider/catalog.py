@@ -59,7 +59,11 @@ ROWS = (
         source="Oliaro et al. 2024, SuffixDecoding, https://arxiv.org/abs/2411.04975",
     ),
     Row(
-        family="drafter", name="model", make=ModelPath, summary="a smaller LM over the same vocabulary", source=LEVIATHAN
+        family="drafter",
+        name="model",
+        make=ModelPath,
+        summary="a smaller LM over the same vocabulary",
+        source=LEVIATHAN,
     ),
     Row(family="tree", name="chain", make=Chain, summary="one child per node", source=LEVIATHAN),
     Row(

@@ -10,7 +10,6 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from outrider import metrics
 from outrider.decode import Parts, prefill, step, tokens_left
 from outrider.text import Ending
 from outrider.types import InputError, Request, Running, Sampling, Step
@@ -129,8 +128,9 @@ class Engine:
         id: str | None = None,
     ) -> str:
         """Queue a request and return its id. Raises InputError where it cannot be run."""
-        request = prompt
-        if not isinstance(request, Request):
+        if isinstance(prompt, Request):
+            request = prompt
+        else:
             sampling = sampling or self.sampling
             if sampling.seed is None:
                 sampling = replace(sampling, seed=int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0]))
@@ -151,17 +151,19 @@ class Engine:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat messages go through the tokenizer's template, the assistant to speak next."""
-        if not isinstance(prompt, str) and all(isinstance(token, int) for token in prompt):
-            return [int(token) for token in prompt]  # type: ignore[call-overload]
+        ids = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
+        if not isinstance(prompt, str) and len(ids) == len(prompt):
+            return ids
         if self.tokenizer is None:
             raise InputError("there is no tokenizer beside the target; give prompts as lists of token ids")
         if isinstance(prompt, str):
-            ids: list[int] = self.tokenizer(prompt)["input_ids"] if prompt else []
-            return ids
+            return list(self.tokenizer(prompt)["input_ids"]) if prompt else []
         if self.tokenizer.chat_template is None:
             raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
         chat: list[int] = self.tokenizer.apply_chat_template(
-            [dict(message) for message in prompt], add_generation_prompt=True, return_dict=False
+            [dict(message) for message in prompt if isinstance(message, Mapping)],
+            add_generation_prompt=True,
+            return_dict=False,
         )
         return chat
 
@@ -336,7 +338,7 @@ class Engine:
         return Update(id=made.request, tokens=tokens, text=text, output=self._finish(seat, reason))
 
     def _finish(self, seat: _Seat, reason: FinishReason) -> Output:
-        """Take a request out of the engine. The last one to leave keeps its slot warm for a prompt that continues it."""
+        """Take a request out. The last one to leave keeps its slot warm for a prompt that continues it."""
         del self._seats[seat.request.id]
         tokens: list[int] = []
         if seat.running is None:

@@ -187,7 +187,7 @@ def same_vocabulary(
         different = len(theirs.items() ^ own.items())
         raise InputError(
             f"the draft model {path} has another vocabulary than the target ({different} entries differ: "
-            f"{len(theirs)} tokens against {len(own)}); use a draft model with the target's tokenizer, or suffix or ngram"
+            f"{len(theirs)} tokens against {len(own)}); use a draft model with the target's tokenizer, or suffix"
         )
 
 

@@ -109,12 +109,12 @@ def _read(path: Path, surroundings: Surroundings) -> SuffixAutomaton:
         for number, line in enumerate(lines, 1):
             try:
                 entry = json.loads(line)
-                tokens = entry["tokens"] if "tokens" in entry else None
-                if tokens is None and surroundings.tokenizer is None:
-                    raise InputError(f"{path} holds text and there is no tokenizer; give `tokens` instead")
+                tokens = entry.get("tokens")
                 if tokens is None:
+                    if surroundings.tokenizer is None:
+                        raise InputError(f"{path} holds text and there is no tokenizer; give `tokens` instead")
                     tokens = surroundings.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
                 raise InputError(f"line {number} of {path} is not a JSON object with `text` or `tokens`") from error
             for token in tokens:
                 automaton.append(int(token))

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from outrider.lm.protocol import Extension, Segment
 

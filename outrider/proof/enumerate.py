@@ -182,9 +182,9 @@ def _error(
     emitted: Mapping[tuple[int, ...], float], rows: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
 ) -> float:
     longest = max(len(output) for output in emitted)
-    level = {(): (emitted.get((), 0.0), 1.0)}
+    level: dict[tuple[int, ...], tuple[float, float]] = {(): (emitted.get((), 0.0), 1.0)}
     for _ in range(longest):
-        below = {}
+        below: dict[tuple[int, ...], tuple[float, float]] = {}
         for output, (ours, targets) in level.items():
             for token, p in enumerate(rows(output).tolist()):
                 longer = (*output, token)

@@ -1,4 +1,4 @@
-"""The law of the production code, enumerated; and the toys and negative vectors that a right checker must tell apart."""
+"""The law of the production code, enumerated; toys, and negative vectors that a right checker must catch."""
 
 from dataclasses import dataclass
 
@@ -100,7 +100,11 @@ def test_equal_rows_accept_everything():
     same = random_rows(3, seed=2)
     for verifier in (Token(), Block()):
         parts = assemble(
-            3, verifier, Fixed(num_speculative_tokens=3), target=TabularLM(same, 3), drafter=Model(lm=TabularLM(same, 3))
+            3,
+            verifier,
+            Fixed(num_speculative_tokens=3),
+            target=TabularLM(same, 3),
+            drafter=Model(lm=TabularLM(same, 3)),
         )
         assert law(parts, [0], 1).accepted == pytest.approx(3, abs=1e-12)
 
@@ -200,7 +204,9 @@ class RecoverFromTheTarget:
         accepted = torch.zeros_like(side.lengths)
         for i in range(side.nodes.shape[1]):
             alive = accepted == i
-            accepted = accepted + (alive & dice.accept(side.ratios[side.nodes[:, i]] * alive, everyone(draft, i, "accept")))
+            accepted = accepted + (
+                alive & dice.accept(side.ratios[side.nodes[:, i]] * alive, everyone(draft, i, "accept"))
+            )
         p = target_rows[side.roots(draft) + accepted]
         return chain_verdict(draft, side, accepted, dice.pick(p, everyone(draft, 0, "recover")))
 

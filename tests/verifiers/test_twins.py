@@ -54,7 +54,12 @@ def test_a_batch_decides_what_the_twin_decides(name, seed, lengths, chosen):
 def test_a_chain_verifier_refuses_a_branching_draft(name):
     draft = chains([[1, 2]], None)
     branching = type(draft)(
-        **{**vars(draft), "parents": np.array([-1, 0, 0]), "first_child": np.array([0, 2, 2, 2]), "links": np.array([1, 2])}
+        **{
+            **vars(draft),
+            "parents": np.array([-1, 0, 0]),
+            "first_child": np.array([0, 2, 2, 2]),
+            "links": np.array([1, 2]),
+        }
     )
     dice = PhiloxDice(seeds=[0], steps=[0])
     with pytest.raises(InputError, match="branching draft; use match"):
@@ -77,7 +82,12 @@ def test_a_zero_probability_token_is_never_accepted_even_by_a_zero_uniform():
 def test_match_walks_a_tree():
     draft = chains([[1, 2]], None)
     tree = type(draft)(
-        **{**vars(draft), "parents": np.array([-1, 0, 0]), "first_child": np.array([0, 2, 2, 2]), "links": np.array([1, 2])}
+        **{
+            **vars(draft),
+            "parents": np.array([-1, 0, 0]),
+            "first_child": np.array([0, 2, 2, 2]),
+            "links": np.array([1, 2]),
+        }
     )
     p = torch.eye(4)[[2, 0, 3]]
     verdict = catalog.rows("verifier")["match"].make().verify(tree, p, PhiloxDice(seeds=[0], steps=[0]))
