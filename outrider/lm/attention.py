@@ -85,9 +85,13 @@ class Pending:
             raise ValueError(f"parents of nodes {first}..{first + count - 1} must stand before them, got {parents}")
         if self.chain and (parents == numbers - 1).all():
             return self._chained(count)
-        depths = np.concatenate([self.depths, np.zeros(count, dtype=np.int64)])
-        for number, parent in zip(numbers.tolist(), parents.tolist(), strict=True):
-            depths[number] = depths[parent] + 1 if parent >= 0 else 0
+        above, depths = parents, np.zeros(count, dtype=np.int64)
+        while (inside := above >= first).any():
+            depths += inside
+            above = np.where(inside, parents[above - first], above)
+        if first:
+            depths += np.where(above >= 0, self.depths[above] + 1, 0)
+        depths = np.concatenate([self.depths, depths])
         return Pending(parents=np.concatenate([self.parents, parents]), depths=depths, chain=False)
 
     def _chained(self, count: int) -> "Pending":

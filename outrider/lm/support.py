@@ -28,8 +28,13 @@ def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context:
         config, kind = model_or_config.config, type(model_or_config)
     else:
         config, kind = model_or_config, _causal_class(model_or_config)
-    reasons = (_family(config, kind), _layers(config), _signature(config, kind), _kernel(config, kind))
-    return next((reason for reason in (*reasons, _rotary(config, max_context)) if reason is not None), None)
+    return (
+        _family(config, kind)
+        or _layers(config)
+        or _signature(kind)
+        or _kernel(config, kind)
+        or _rotary(config, max_context)
+    )
 
 
 def rotary_limit(config: PreTrainedConfig) -> int | None:
@@ -73,7 +78,7 @@ def _layers(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+def _signature(kind: type[PreTrainedModel]) -> str | None:
     known = inspect.signature(kind.forward).parameters
     missing = [n for n in ("past_key_values", "position_ids", "logits_to_keep") if n not in known]
     if missing:
@@ -81,7 +86,7 @@ def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> 
     return None
 
 
-def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     text = config.get_text_config(decoder=True)
     kernel = text._attn_implementation
     if kernel not in (None, "sdpa", "eager"):
