@@ -1,5 +1,7 @@
 """Float64 all the way: transformers casts to float32 in norms, softmaxes, rotary tables and routers."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -35,3 +37,12 @@ def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "type", patched_type)
     monkeypatch.setattr(torch.nn.functional, "softmax", patched_softmax)
     monkeypatch.setattr(Tensor, "softmax", patched_tensor_softmax)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny products are far slower on many threads than on one, most of all beside other work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

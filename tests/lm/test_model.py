@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
@@ -221,15 +223,35 @@ def test_padding_changes_nothing_and_pads_the_head_too() -> None:
 def test_padded_vocabularies_are_cut() -> None:
     pair = Pair(lm=LanguageModel(tiny("llama"), max_slots=1, vocab_size=50))
     logits = pair.lm.extend([Segment(slot=pair.open(), tokens=torch.tensor([3, 4, 5]))]).logits
-    torch.testing.assert_close(logits[-1], pair.plain([3, 4, 5])[:50], atol=1e-10, rtol=0)
+    torch.testing.assert_close(logits[-1], pair.plain([[3, 4, 5]])[0][:50], atol=1e-10, rtol=0)
 
 
-def test_trees_on_top_of_long_prompts_need_no_synchronisation_of_tokens() -> None:
-    """Topology is known on the host; tokens on the meta device would raise if they were read."""
-    lm = LanguageModel(tiny("llama"), max_slots=1)
-    slot = lm.open()
+class Refuse(TorchDispatchMode):
+    """Raises where the host would wait for the device: reading a number, or a shape that depends on numbers."""
+
+    READS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten._unique2")
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        if str(func).rpartition(".")[0] in self.READS:
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+def test_neither_extend_nor_commit_waits_for_the_device() -> None:
+    lm = LanguageModel(tiny("llama"), max_slots=3)
+    slots = [lm.open() for _ in range(3)]
     tokens = torch.arange(8)
-    with torch.utils._python_dispatch._disable_current_modes():
-        lm.extend([Segment(slot=slot, tokens=tokens, parents=np.array([-1, 0, 0, 1, 1, 2, 2, -1]))])
-    lm.commit({slot: [0, 2, 5]})
-    assert lm.length(slot) == 3
+    with Refuse(), pytest.raises(AssertionError, match="waits for the device"):
+        tokens[3].item()
+    with Refuse():
+        lm.extend([Segment(slot=s, tokens=tokens[: 4 + s], logits="last") for s in slots])
+        lm.commit({s: range(4 + s) for s in slots})
+        lm.extend(
+            [Segment(slot=slots[0], tokens=tokens, parents=np.array([-1, 0, 0, 1, 1, 2, 2, -1]))]
+            + [Segment(slot=s, tokens=tokens[:3]) for s in slots[1:]],
+            taps=(0, 2),
+        )
+        lm.commit({slots[0]: [0, 2, 5], slots[1]: [0], slots[2]: []})
+    assert [lm.length(s) for s in slots] == [7, 6, 6]
