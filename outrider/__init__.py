@@ -1,0 +1,8 @@
+"""Outrider: speculative decoding for Hugging Face causal language models, lossless and proven."""
+
+from outrider.engine import Engine, Output, Update
+from outrider.load import load
+from outrider.types import InputError, Request, Sampling, Step
+
+__version__ = "0.1.0"
+__all__ = ["Engine", "InputError", "Output", "Request", "Sampling", "Step", "Update", "load"]

@@ -3,10 +3,11 @@
 The text is JSON lines with `domain` and `text`, plain or gzipped. Each part is a function that returns what it made;
 `python -m recipes.embedded_pair --help` runs the parts one after another, with checkpoints, on a CPU.
 
-The draft model is wide and shallow, because a draft costs its depth (Yan et al. 2024, https://arxiv.org/abs/2402.01528).
+The draft model is wide and shallow, because a draft costs its depth (Yan et al. 2024,
+https://arxiv.org/abs/2402.01528).
 It is trained on the text and on what the target says itself (Zhou et al. 2023, DistillSpec,
-https://arxiv.org/abs/2310.08461), with the hybrid of forward KL and total variation whose weight moves to total variation
-as acceptance grows (LK losses, https://arxiv.org/abs/2602.23881).
+https://arxiv.org/abs/2310.08461), with the hybrid of forward KL and total variation whose weight moves to total
+variation as acceptance grows (LK losses, https://arxiv.org/abs/2602.23881).
 """
 
 import gzip
@@ -28,16 +29,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 REPEATS = {"story": 3, "math": 3}
 """How often the documents of a domain are read; short stories and word problems teach the most per token."""
 
-TARGET_SHAPE = dict(
-    hidden_size=320, intermediate_size=896, num_hidden_layers=12, num_attention_heads=5, num_key_value_heads=1
-)
+TARGET_SHAPE = {
+    "hidden_size": 320,
+    "intermediate_size": 896,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 1,
+}
 DRAFT_SHAPES = {
-    "1x256": dict(
-        hidden_size=256, intermediate_size=768, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=1
-    ),
-    "2x192": dict(
-        hidden_size=192, intermediate_size=768, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1
-    ),
+    "1x256": {
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+    },
+    "2x192": {
+        "hidden_size": 192,
+        "intermediate_size": 768,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+    },
 }
 
 
@@ -100,7 +113,9 @@ def optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
     ]
 
 
-def windows(tokens: Int[Tensor, " tokens"], batch: int, length: int, seed: int) -> Iterator[Int[Tensor, "batch length"]]:
+def windows(
+    tokens: Int[Tensor, " tokens"], batch: int, length: int, seed: int
+) -> Iterator[Int[Tensor, "batch length"]]:
     """Endless batches of random windows."""
     dice = torch.Generator().manual_seed(seed)
     while True:
@@ -122,7 +137,7 @@ def train(
     optimisers = {name: optimizers(model.train()) for name, model in models.items()}
     base = {name: [group["lr"] for o in each for group in o.param_groups] for name, each in optimisers.items()}
     began = saved = time.monotonic()
-    step, means = 0, {name: 0.0 for name in models}
+    step, means = 0, dict.fromkeys(models, 0.0)
     while (done := (time.monotonic() - began) / (60 * minutes)) < 1:
         rate = min(1, (step + 1) / 100) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
         for name, (loss, figure) in losses(step, models).items():
@@ -137,7 +152,7 @@ def train(
             means[name] += (figure.item() - means[name]) * max(0.02, 1 / (step + 1))
         step += 1
         if step % 50 == 0:
-            print(f"step {step}, {done:.1%}: " + ", ".join(f"{n} {m:.4f}" for n, m in means.items()), flush=True)
+            print(f"step {step}, {done:.1%}: " + ", ".join(f"{n} {m:.4f}" for n, m in means.items()))
         if time.monotonic() - saved > 600:
             save(models, out)
             saved = time.monotonic()
@@ -174,7 +189,7 @@ def train_target(tokens: Int[Tensor, " tokens"], tokenizer, minutes: float, out:
 def speak(
     target: PreTrainedModel, tokens: Int[Tensor, " tokens"], minutes: float, out: Path, batch: int = 128
 ) -> Int[Tensor, "rows 256"]:
-    """What the target says after openings of the text, a third of it greedily: rows of 256 tokens, saved as they grow."""
+    """What the target says after openings of the text, a third of it greedily; saved as it grows."""
     rows: list[Tensor] = []
     began = time.monotonic()
     starts = (tokens == target.config.eos_token_id).nonzero().squeeze(1)
@@ -200,7 +215,7 @@ def speak(
         fresh = out.with_suffix(".new")
         torch.save(torch.cat(rows), fresh)
         fresh.rename(out)
-        print(f"{sum(len(r) for r in rows) * 256 / 1e6:.2f} M tokens spoken", flush=True)
+        print(f"{sum(len(r) for r in rows) * 256 / 1e6:.2f} M tokens spoken")
     return torch.cat(rows)
 
 
@@ -222,6 +237,7 @@ def distil(
     for draft in drafts.values():
         inherit_embeddings(draft, target)
     text = windows(tokens, batch=batch // 2, length=256, seed=3)
+    loss = torch.compile(hybrid_loss)
     dice = torch.Generator().manual_seed(4)
 
     def losses(step: int, models: dict[str, PreTrainedModel]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -233,7 +249,7 @@ def distil(
         for name, draft in models.items():
             with torch.autocast("cpu", torch.bfloat16):
                 draft_logits = draft(ids, use_cache=False).logits.flatten(0, 1)
-            result[name] = hybrid_loss(target_logits, draft_logits.float())
+            result[name] = loss(target_logits, draft_logits.float())
         return result
 
     train(drafts, losses, minutes, out)

@@ -1,10 +1,13 @@
 """What the loop asks of a drafter: guesses at the root, guesses at new nodes, and to be told what survived."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from outrider.types import Frontier, Guess, Request, Running
 
@@ -57,6 +60,39 @@ class Drafter(Protocol):
         """Per request, the tree numbers of the nodes that were accepted; called before `state.tokens` grows."""
         ...
 
+    def reuse(self, state: object, request: Request, length: int) -> object:
+        """State for a new request that shares its first `length` tokens with the one that `state` belonged to."""
+        ...
+
     def close(self, state: object) -> None:
         """Give back what `open` took."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What a drafter may need to know of the target when the parts are put together.
+
+    Attributes:
+        tokenizer: The target's tokenizer; None where there is none.
+        vocab_size: Width of the target's logits.
+        device: Where the target is.
+        dtype: What the target computes in.
+        max_slots: Most requests at once.
+        pad_to: Fewest columns of a forward.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    device: torch.device
+    dtype: torch.dtype
+    max_slots: int
+    pad_to: int
+
+
+class Unbound(Protocol):
+    """A drafter as it is written down, before it knows the target."""
+
+    def bind(self, surroundings: Surroundings) -> "Drafter":
+        """The drafter itself. Raises InputError where it does not fit the target."""
         ...

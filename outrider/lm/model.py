@@ -312,7 +312,7 @@ class LanguageModel:
         places = [row * len(columns) + np.searchsorted(columns, wanted[row]) for row in batch.order]
         index = np.concatenate(places)
         flat = values.flatten(0, 1)
-        if len(index) == 0 or index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all():
+        if len(index) == 0 or (index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all()):
             first = int(index[0]) if len(index) else 0
             return flat[first : first + len(index)]
         return flat.index_select(0, upload([index], self.device)[0])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.sampling import Prefix, to_rows
 from outrider.trees.protocol import Level, Tree
-from outrider.types import Draft, Frontier, Guess, Running, Sampling
+from outrider.types import Draft, Frontier, Guess, Running
 
 
 class Guesser(Protocol):
@@ -88,7 +89,7 @@ def grow(
     while len(here):
         owners, nodes = growth.owners[-1][here], growth.nodes[-1][here]
         if depth == 0:
-            guess = drafter.begin([states[i] for i in here])
+            guess = drafter.begin([states[i] for i in here.tolist()])
         else:
             frontier = Frontier(
                 owners=owners,
@@ -100,7 +101,8 @@ def grow(
             guess = drafter.expand(states, frontier)
         rows, tokens = None, guess.tokens
         if guess.logits is not None:
-            rows = to_rows(guess.logits, owners, samplings, lambda i: _prefix(states, growth, owners[i], nodes[i]))
+            prefixes = partial(_prefix, states, growth, owners, nodes)
+            rows = to_rows(guess.logits.to(device), owners, samplings, prefixes)
             if (wanted := length.more([s.length_state for s in states], owners, rows)) is not None:
                 here, owners, nodes = here[wanted], owners[wanted], nodes[wanted]
                 rows = rows[torch.from_numpy(wanted).to(rows.device)]
@@ -130,9 +132,16 @@ def _take(tokens: Int[Tensor, " n"], index: Int[np.ndarray, " m"]) -> Int[Tensor
     return tokens if len(index) == len(tokens) else tokens[torch.from_numpy(index).to(tokens.device)]
 
 
-def _prefix(states: Sequence[Running], growth: _Growth, owner: int, node: int) -> Prefix:
-    state = states[owner]
-    return Prefix(prompt=state.request.prompt, output=[*state.output, *growth.path(int(owner), int(node))])
+def _prefix(
+    states: Sequence[Running],
+    growth: _Growth,
+    owners: Int[np.ndarray, " n"],
+    nodes: Int[np.ndarray, " n"],
+    row: int,
+) -> Prefix:
+    state = states[int(owners[row])]
+    path = growth.path(int(owners[row]), int(nodes[row]))
+    return Prefix(prompt=state.request.prompt, output=[*state.output, *path])
 
 
 def _pack(growth: _Growth, tree: Tree, sizes: Int[np.ndarray, " requests"]) -> Draft:

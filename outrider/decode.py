@@ -1,0 +1,203 @@
+"""The loop's one step: draft, verify, commit, for all active requests together."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.dice import Dice, PhiloxDice
+from outrider.drafters.protocol import Drafter
+from outrider.lengths.protocol import LengthPolicy
+from outrider.lm.protocol import LM, Extension, Segment
+from outrider.sampling import Prefix, log_probs, to_rows
+from outrider.trees.grow import grow
+from outrider.trees.protocol import Tree
+from outrider.types import Draft, Running, Step, Timing, Verdict
+from outrider.verifiers.protocol import Verifier
+
+PREFILL_CHUNK = 512
+"""Most prompt tokens that one forward digests for one request."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a decoder is made of."""
+
+    target: LM
+    drafter: Drafter
+    tree: Tree
+    verifier: Verifier
+    length: LengthPolicy
+
+
+@torch.inference_mode()
+def prefill(parts: Parts, state: Running) -> bool:
+    """Digest one more chunk of the committed tokens, all but the newest; True once nothing is left to digest."""
+    first = parts.target.length(state.slot)
+    chunk = state.tokens[first : min(len(state.tokens) - 1, first + PREFILL_CHUNK)]
+    if chunk:
+        segment = Segment(slot=state.slot, tokens=torch.tensor(chunk).to(parts.target.device), logits="none")
+        extension = parts.target.extend([segment], taps=parts.drafter.taps)
+        parts.target.commit({state.slot: range(len(chunk))})
+        parts.drafter.observe([state], [chunk], [extension.taps])
+    return first + len(chunk) == len(state.tokens) - 1
+
+
+def tokens_left(parts: Parts, state: Running) -> int:
+    """How many tokens the request may still emit."""
+    return min(state.request.max_new_tokens - len(state.output), parts.target.max_context - len(state.tokens))
+
+
+@torch.inference_mode()
+def step(
+    parts: Parts,
+    states: Sequence[Running],
+    dice: Dice | None = None,
+    keep: Callable[[Running, list[int]], int] | None = None,
+) -> list[Step]:
+    """One draft-verify-commit cycle of every request; the states change in place.
+
+    Args:
+        states: Prefilled requests that may still emit a token.
+        dice: The source of all draws; by default keyed by each request's seed and step.
+        keep: How many of the tokens about to be emitted the request still wants, at least one.
+    """
+    clock = _Clock()
+    dice = dice or PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
+    draft = grow(
+        parts.drafter, parts.tree, parts.length, states, [_room(parts, s) for s in states], dice, parts.target.device
+    )
+    clock.lap("drafter")
+    extension = parts.target.extend(_segments(draft, states), taps=parts.drafter.taps)
+    clock.lap("target")
+    samplings = [s.request.sampling for s in states]
+    owners = np.repeat(np.arange(len(states)), np.diff(draft.offsets))
+    rows = to_rows(extension.logits, owners, samplings, lambda node: _prefix(draft, states[owners[node]], node))
+    clock.lap("rows")
+    verdict = parts.verifier.verify(draft, rows, dice)
+    survivors = _survivors(draft, verdict)
+    clock.lap("verify")
+    emitted = [_cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
+    paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
+    log_probabilities = _log_probabilities(extension, draft, states, paths, emitted)
+    parts.target.commit({s.slot: [0, *path] for s, path in zip(states, paths, strict=True)})
+    parts.drafter.commit(states, paths)
+    steps = []
+    for i, (state, survivor, tokens) in enumerate(zip(states, survivors, emitted, strict=True)):
+        state.tokens.extend(tokens)
+        state.num_steps += 1
+        steps.append(
+            Step(
+                request=state.request.id,
+                num_draft_tokens=draft.num_draft_tokens(i),
+                num_accepted_tokens=len(survivor.path),
+                tokens=tuple(tokens),
+                timing=clock.timing,
+                num_requests=len(states),
+                logprobs=log_probabilities[i],
+            )
+        )
+        state.length_state = parts.length.update(state.length_state, steps[-1])
+    nodes = [draft.offsets[i] + np.array([0, *path]) for i, path in enumerate(paths)]
+    taps = [{k: t[torch.from_numpy(at).to(t.device)] for k, t in extension.taps.items()} for at in nodes]
+    known = [s.tokens[-len(tokens) - 1 : -1] for s, tokens in zip(states, emitted, strict=True)]
+    parts.drafter.observe(states, known, taps)
+    clock.lap("commit")
+    return steps
+
+
+class _Clock:
+    """Fills a Timing lap by lap."""
+
+    def __init__(self) -> None:
+        self.timing = Timing()
+        self._last = time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        setattr(self.timing, part, getattr(self.timing, part) + now - self._last)
+        self._last = now
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Survivor:
+    """What one request keeps, on the host: tree numbers of the accepted nodes; their tokens and the next one."""
+
+    path: list[int]
+    tokens: list[int]
+
+
+def _room(parts: Parts, state: Running) -> int:
+    """Deepest draft that fits: one token less than may still come, in the drafter's context too."""
+    room = tokens_left(parts, state) - 1
+    if parts.drafter.max_context is not None:
+        room = min(room, parts.drafter.max_context - len(state.tokens) - 1)
+    return max(room, 0)
+
+
+def _segments(draft: Draft, states: Sequence[Running]) -> list[Segment]:
+    segments = []
+    for i, state in enumerate(states):
+        first, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
+        parents = np.maximum(draft.parents[first:end] - first, -1)
+        chain = np.array_equal(parents, np.arange(-1, end - first - 1))
+        segments.append(
+            Segment(slot=state.slot, tokens=draft.tokens[first:end], parents=None if chain else parents, logits="all")
+        )
+    return segments
+
+
+def _prefix(draft: Draft, state: Running, node: int) -> Prefix:
+    """Prompt and output before a node's children: the path down to the node, the node included."""
+    path: list[int] = []
+    while draft.parents[node] >= 0:
+        path.append(int(draft.tokens[node]))
+        node = int(draft.parents[node])
+    return Prefix(prompt=state.request.prompt, output=[*state.output, *path[::-1]])
+
+
+def _survivors(draft: Draft, verdict: Verdict) -> list[_Survivor]:
+    """The step's one copy from the device: paths, their tokens, counts and next tokens together."""
+    depth = verdict.paths.shape[1]
+    path_tokens = draft.tokens[verdict.paths.clamp_min(0)]
+    table: Int[Tensor, "requests columns"] = torch.cat(
+        [verdict.num_accepted[:, None], verdict.next_tokens[:, None], verdict.paths, path_tokens], 1
+    )
+    survivors = []
+    for first, (count, following, *both) in zip(draft.offsets[:-1].tolist(), table.tolist(), strict=True):
+        path, tokens = both[:count], both[depth : depth + count]
+        survivors.append(_Survivor(path=[node - first for node in path], tokens=[*tokens, following]))
+    return survivors
+
+
+def _cut(
+    parts: Parts, state: Running, tokens: list[int], keep: Callable[[Running, list[int]], int] | None
+) -> list[int]:
+    """The tokens up to the request's end: an end-of-sequence token, its last token, or what `keep` says."""
+    tokens = tokens[: tokens_left(parts, state)]
+    for i, token in enumerate(tokens):
+        if token in state.request.eos_ids:
+            tokens = tokens[: i + 1]
+            break
+    return tokens if keep is None else tokens[: keep(state, tokens)]
+
+
+def _log_probabilities(
+    extension: Extension,
+    draft: Draft,
+    states: Sequence[Running],
+    paths: Sequence[Sequence[int]],
+    emitted: Sequence[Sequence[int]],
+) -> list[tuple[float, ...] | None]:
+    """Log-softmax of the raw logits at every emitted token, for the requests that asked."""
+    found: list[tuple[float, ...] | None] = [None] * len(states)
+    for i, (state, path, tokens) in enumerate(zip(states, paths, emitted, strict=True)):
+        if state.request.logprobs:
+            nodes = torch.tensor([int(draft.offsets[i]) + node for node in [0, *path]]).to(extension.logits.device)
+            logits: Float[Tensor, "n vocab"] = extension.logits[nodes]
+            found[i] = tuple(log_probs(logits, torch.tensor(tokens).to(logits.device)).tolist())
+    return found

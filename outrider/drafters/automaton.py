@@ -1,0 +1,100 @@
+"""A suffix automaton over token ids, grown token by token, that knows what followed each substring, and how often."""
+
+from collections.abc import Iterable
+
+SUFFIXES = 64
+"""How many suffixes of the text learn what followed them, longest first; only periodic text has more."""
+
+
+class SuffixAutomaton:
+    """Recognises every substring of what was fed to it; a state stands for substrings with the same end positions.
+
+    Growing by one token costs O(1) amortised, and one count for each suffix that occurs elsewhere too.
+
+    Example:
+        >>> automaton = SuffixAutomaton([1, 2, 3, 1, 2])
+        >>> automaton.likeliest(automaton.repeated_suffix())
+        3
+
+    References:
+        Blumer et al. 1985, The smallest automaton recognizing the subwords of a text.
+        https://doi.org/10.1016/0304-3975(85)90157-4
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self.size = 0
+        self.next: list[dict[int, int]] = [{}]
+        self.link = [-1]
+        self.length = [0]
+        self._followers: list[dict[int, tuple[int, int]]] = [{}]
+        self._last = 0
+        for token in tokens:
+            self.append(token)
+
+    def append(self, token: int) -> None:
+        """Grow by one token."""
+        self._count(token)
+        self.size += 1
+        new = self._state(self.length[self._last] + 1)
+        here = self._last
+        while here >= 0 and token not in self.next[here]:
+            self.next[here][token] = new
+            here = self.link[here]
+        if here < 0:
+            self.link[new] = 0
+        else:
+            old = self.next[here][token]
+            if self.length[old] == self.length[here] + 1:
+                self.link[new] = old
+            else:
+                clone = self._state(self.length[here] + 1)
+                self.next[clone] = dict(self.next[old])
+                self._followers[clone] = dict(self._followers[old])
+                self.link[clone] = self.link[old]
+                while here >= 0 and self.next[here].get(token) == old:
+                    self.next[here][token] = clone
+                    here = self.link[here]
+                self.link[old] = self.link[new] = clone
+        self._last = new
+
+    def repeated_suffix(self) -> int:
+        """The state of the longest suffix of the text that also occurs earlier; 0 is the empty one."""
+        return max(self.link[self._last], 0)
+
+    def step(self, state: int, length: int, token: int) -> tuple[int, int]:
+        """Follow a match through one more token: state and length of the longest suffix that still occurs."""
+        while state > 0 and token not in self.next[state]:
+            state = self.link[state]
+            length = self.length[state]
+        if token in self.next[state]:
+            return self.next[state][token], length + 1
+        return 0, 0
+
+    def shorten(self, state: int, length: int) -> tuple[int, int]:
+        """The longest suffix of a match that something follows; the empty one if need be."""
+        while state > 0 and not self._followers[state]:
+            state = self.link[state]
+            length = self.length[state]
+        return state, length
+
+    def likeliest(self, state: int) -> int:
+        """The token that followed a state's substrings most often, the latest of them on a tie; -1 if none did."""
+        followers = self._followers[state]
+        return max(followers, key=followers.__getitem__) if followers else -1
+
+    def _count(self, token: int) -> None:
+        """Note for every suffix of the text, so far unfollowed at its newest occurrence, that `token` follows."""
+        here = self._last
+        for _ in range(SUFFIXES):
+            followers = self._followers[here]
+            followers[token] = (followers.get(token, (0, 0))[0] + 1, self.size)
+            here = self.link[here]
+            if here < 0:
+                break
+
+    def _state(self, length: int) -> int:
+        self.next.append({})
+        self.link.append(-1)
+        self.length.append(length)
+        self._followers.append({})
+        return len(self.length) - 1

@@ -1,0 +1,201 @@
+"""A draft model: any causal LM over the target's vocabulary (Leviathan et al. 2023; Chen et al. 2023)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from outrider.drafters.protocol import Rows, Surroundings
+from outrider.lm.model import LanguageModel
+from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.protocol import LM, Segment
+from outrider.types import Frontier, Guess, InputError, Request, Running
+
+CHUNK = 512
+"""Most tokens that one forward digests for one request."""
+BACKLOG = 16
+"""A backlog this long is digested as soon as it is known; a shorter one waits for the next draft's first forward."""
+
+
+@dataclass(kw_only=True)
+class ModelState:
+    """One request's slot of the draft model; changes in place.
+
+    Attributes:
+        slot: Where the draft model keeps the request.
+        fed: For each expanded node of the growing tree, its pending number in the slot.
+    """
+
+    slot: int
+    fed: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Guess with the next-token distribution of `lm`.
+
+    The draft model has digested every committed token but the newest one or two: after a full acceptance the last
+    drafted token was never fed, so the first forward of a step feeds whatever is missing, the anchor last.
+    """
+
+    lm: LM
+
+    @property
+    def rows(self) -> Rows:
+        return "sampled"
+
+    @property
+    def context_pure(self) -> bool:
+        return True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def max_context(self) -> int | None:
+        return self.lm.max_context
+
+    def open(self, request: Request) -> ModelState:
+        return ModelState(slot=self.lm.open())
+
+    def begin(self, states: Sequence[Running]) -> Guess:
+        self._digest(states, [len(s.tokens) - 1 - (len(s.tokens) - 1 - self._length(s)) % CHUNK for s in states])
+        segments = [
+            Segment(slot=_own(s).slot, tokens=self._tensor(s.tokens[self._length(s) :]), logits="last") for s in states
+        ]
+        logits = self.lm.extend(segments).logits
+        self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
+        for s in states:
+            _own(s).fed.clear()
+        return Guess(logits=logits)
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        tokens = frontier.tokens.to(self.lm.device)
+        owners, starts = np.unique(frontier.owners, return_index=True)
+        segments = []
+        for owner, first, end in zip(owners, starts, [*starts[1:], len(frontier.owners)], strict=True):
+            own = _own(states[owner])
+            parents = [own.fed.get(parent, -1) for parent in frontier.parents[first:end].tolist()]
+            for node in frontier.nodes[first:end].tolist():
+                own.fed[node] = len(own.fed)
+            segments.append(Segment(slot=own.slot, tokens=tokens[first:end], parents=np.array(parents)))
+        return Guess(logits=self.lm.extend(segments).logits)
+
+    def observe(
+        self,
+        states: Sequence[Running],
+        tokens: Sequence[Sequence[int]],
+        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
+    ) -> None:
+        known = [min(len(s.tokens) - 1, self._length(s) + len(t)) for s, t in zip(states, tokens, strict=True)]
+        behind = [(s, end) for s, end in zip(states, known, strict=True) if end - self._length(s) >= BACKLOG]
+        self._digest([s for s, _ in behind], [end for _, end in behind])
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        kept = {}
+        for state, path in zip(states, paths, strict=True):
+            own = _own(state)
+            kept[own.slot] = [own.fed[node] for node in path if node in own.fed]
+            own.fed.clear()
+        self.lm.commit(kept)
+
+    def reuse(self, state: object, request: Request, length: int) -> ModelState:
+        own = _state(state)
+        self.lm.truncate(own.slot, min(length, self.lm.length(own.slot)))
+        own.fed.clear()
+        return own
+
+    def close(self, state: object) -> None:
+        self.lm.release(_state(state).slot)
+
+    def _length(self, state: Running) -> int:
+        return self.lm.length(_own(state).slot)
+
+    def _tensor(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens).to(self.lm.device, non_blocking=True)
+
+    def _digest(self, states: Sequence[Running], ends: Sequence[int]) -> None:
+        """Feed each request's tokens up to `ends`, in chunks, keeping no logits."""
+        pairs = list(zip(states, ends, strict=True))
+        while pairs := [(s, end) for s, end in pairs if self._length(s) < min(end, self.lm.max_context)]:
+            segments = []
+            for s, end in pairs:
+                first = self._length(s)
+                last = min(end, first + CHUNK, self.lm.max_context)
+                segments.append(Segment(slot=_own(s).slot, tokens=self._tensor(s.tokens[first:last]), logits="none"))
+            self.lm.extend(segments)
+            self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPath:
+    """A draft model as it is written down: `model:path=...`.
+
+    Attributes:
+        path: Directory or hub id.
+        device: Where it runs; by default where the target does.
+        dtype: What it computes in; by default what the target does.
+        revision: Branch, tag or commit of a hub id.
+        max_context: Longest context; by default as long as the model and the memory allow.
+    """
+
+    path: str
+    device: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    max_context: int | None = None
+
+    def bind(self, surroundings: Surroundings) -> Model:
+        """Load the draft model, after checking that it speaks the target's vocabulary."""
+        model = open_model(
+            self.path,
+            dtype=self.dtype or surroundings.dtype,
+            device=self.device or surroundings.device,
+            revision=self.revision,
+        )
+        width = model.get_output_embeddings().weight.shape[0]
+        same_vocabulary(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
+        lm = LanguageModel(
+            model,
+            max_slots=surroundings.max_slots,
+            max_context=self.max_context,
+            vocab_size=surroundings.vocab_size,
+            pad_to=surroundings.pad_to,
+        )
+        return Model(lm=lm)
+
+
+def same_vocabulary(
+    path: str, tokenizer: PreTrainedTokenizerBase | None, width: int, surroundings: Surroundings
+) -> None:
+    """Raise InputError unless a draft model's token ids mean what the target's do; padding behind them may differ."""
+    ours = surroundings.tokenizer
+    if ours is None or tokenizer is None:
+        if width != surroundings.vocab_size:
+            raise InputError(
+                f"the draft model {path} has {width} token ids and the target {surroundings.vocab_size}, and there "
+                "are no two tokenizers to compare; put the tokenizer's files beside both models"
+            )
+        return
+    theirs, own = tokenizer.get_vocab(), ours.get_vocab()
+    if theirs != own:
+        different = len(theirs.items() ^ own.items())
+        raise InputError(
+            f"the draft model {path} has another vocabulary than the target ({different} entries differ: "
+            f"{len(theirs)} tokens against {len(own)}); use a draft model with the target's tokenizer, or suffix"
+        )
+
+
+def _state(state: object) -> ModelState:
+    if not isinstance(state, ModelState):
+        raise TypeError(f"a draft model keeps a ModelState, got {type(state).__name__}")
+    return state
+
+
+def _own(state: Running) -> ModelState:
+    return _state(state.drafter_state)

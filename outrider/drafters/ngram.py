@@ -1,0 +1,77 @@
+"""Prompt lookup: what followed the last time that the context ended like this (Saxena 2023)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from outrider.drafters.none import Silent
+from outrider.types import Frontier, Guess, InputError, Request, Running
+
+
+@dataclass(kw_only=True)
+class NgramState:
+    """Where each n-gram of the context last ended, and what is being proposed; changes in place.
+
+    Attributes:
+        ends: For each n-gram, the position behind its newest occurrence that something follows.
+        indexed: Tokens of the context that have been indexed.
+        start: Position of the context that the next draft copies from; -1 where nothing matched.
+    """
+
+    ends: dict[tuple[int, ...], int] = field(default_factory=dict)
+    indexed: int = 0
+    start: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ngram(Silent):
+    """Copy what followed the newest earlier occurrence of the context's longest recurring end.
+
+    Ends of `prompt_lookup_max` tokens are tried first, then shorter ones down to `prompt_lookup_min`. A step costs
+    the tokens that are new since the last one, not the context.
+
+    References:
+        Saxena 2023, prompt lookup decoding. https://github.com/apoorvumang/prompt-lookup-decoding
+    """
+
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max:
+            raise InputError(
+                "prompt_lookup_min must be between 1 and prompt_lookup_max="
+                f"{self.prompt_lookup_max}, got {self.prompt_lookup_min}"
+            )
+
+    def open(self, request: Request) -> NgramState:
+        return NgramState()
+
+    def begin(self, states: Sequence[Running]) -> Guess:
+        return Guess(tokens=np.array([self._first(s.tokens, _own(s)) for s in states]))
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        tokens = []
+        for owner, depth in zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True):
+            context, at = states[owner].tokens, _own(states[owner]).start + depth
+            tokens.append(context[at] if at < len(context) else -1)
+        return Guess(tokens=np.array(tokens))
+
+    def _first(self, context: Sequence[int], own: NgramState) -> int:
+        for end in range(max(own.indexed, 1), len(context)):
+            for size in range(self.prompt_lookup_min, min(self.prompt_lookup_max, end) + 1):
+                own.ends[tuple(context[end - size : end])] = end
+        own.indexed = len(context)
+        own.start = -1
+        for size in range(min(self.prompt_lookup_max, len(context)), self.prompt_lookup_min - 1, -1):
+            if (found := own.ends.get(tuple(context[-size:]), -1)) >= 0:
+                own.start = found
+                return context[found]
+        return -1
+
+
+def _own(state: Running) -> NgramState:
+    if not isinstance(state.drafter_state, NgramState):
+        raise TypeError(f"ngram keeps an NgramState, got {type(state.drafter_state).__name__}")
+    return state.drafter_state

@@ -1,0 +1,63 @@
+"""No drafter: every step is a plain one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.drafters.protocol import Rows
+from outrider.types import Frontier, Guess, Request, Running
+
+
+@dataclass(frozen=True, kw_only=True)
+class Silent:
+    """What drafters share that read nothing but the committed tokens and propose one token at a time."""
+
+    @property
+    def rows(self) -> Rows:
+        return "point"
+
+    @property
+    def context_pure(self) -> bool:
+        return True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def max_context(self) -> int | None:
+        return None
+
+    def open(self, request: Request) -> object:
+        return None
+
+    def observe(
+        self,
+        states: Sequence[Running],
+        tokens: Sequence[Sequence[int]],
+        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
+    ) -> None:
+        """The tokens are read when the next draft begins."""
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        """Nothing of a draft is kept."""
+
+    def reuse(self, state: object, request: Request, length: int) -> object:
+        return self.open(request)
+
+    def close(self, state: object) -> None:
+        """Nothing was taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoDrafter(Silent):
+    """Never proposes anything; the engine decodes plainly."""
+
+    def begin(self, states: Sequence[Running]) -> Guess:
+        return Guess(tokens=np.full(len(states), -1))
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        return Guess(tokens=np.full(len(frontier.nodes), -1))

@@ -1,0 +1,127 @@
+"""Suffix decoding: what most often followed the longest recurring end of the context (Oliaro et al. 2024)."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from outrider.drafters.automaton import SuffixAutomaton
+from outrider.drafters.none import Silent
+from outrider.drafters.protocol import Surroundings
+from outrider.types import Frontier, Guess, InputError, Request, Running
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """How far the context's end is known to one automaton."""
+
+    automaton: SuffixAutomaton
+    state: int = 0
+    length: int = 0
+
+    def step(self, token: int) -> "Match":
+        state, length = self.automaton.step(self.state, self.length, token)
+        return replace(self, state=state, length=length)
+
+    def shorten(self) -> "Match":
+        state, length = self.automaton.shorten(self.state, self.length)
+        return replace(self, state=state, length=length)
+
+
+@dataclass(kw_only=True)
+class SuffixState:
+    """One request's automaton, its place in the shared one, and the draft's matches by node; changes in place."""
+
+    own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    shared: Match | None = None
+    drafting: dict[int, list[Match]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suffix(Silent):
+    """Follow the longest end of the context that has occurred before, in the request or in a shared corpus.
+
+    Where several tokens followed it, the most frequent one is proposed, the latest on a tie. The request's own
+    automaton wins where both know an equally long end.
+
+    Attributes:
+        min_match: Shortest end, in tokens, that is trusted.
+        corpus: JSON lines with `text` or `tokens`, read once when the engine is put together.
+
+    References:
+        Oliaro et al. 2024, SuffixDecoding. https://arxiv.org/abs/2411.04975
+    """
+
+    min_match: int = 2
+    corpus: str | None = None
+    _shared: SuffixAutomaton | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.min_match < 1:
+            raise InputError(f"min_match must be >= 1, got {self.min_match}")
+
+    def bind(self, surroundings: Surroundings) -> "Suffix":
+        """Read the corpus, if there is one."""
+        return self if self.corpus is None else replace(self, _shared=_read(Path(self.corpus), surroundings))
+
+    def open(self, request: Request) -> SuffixState:
+        return SuffixState(shared=None if self._shared is None else Match(automaton=self._shared))
+
+    def begin(self, states: Sequence[Running]) -> Guess:
+        tokens = []
+        for state in states:
+            own = _own(state)
+            for token in state.tokens[own.own.size :]:
+                own.own.append(token)
+                own.shared = None if own.shared is None else own.shared.step(token)
+            here = own.own.repeated_suffix()
+            matches = [Match(automaton=own.own, state=here, length=own.own.length[here])]
+            own.drafting = {0: matches if own.shared is None else [*matches, own.shared]}
+            tokens.append(self._likeliest(own.drafting[0]))
+        return Guess(tokens=np.array(tokens))
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        tokens = []
+        for owner, node, parent, token in zip(
+            frontier.owners.tolist(),
+            frontier.nodes.tolist(),
+            frontier.parents.tolist(),
+            frontier.tokens.tolist(),
+            strict=True,
+        ):
+            own = _own(states[owner])
+            own.drafting[node] = [match.step(token) for match in own.drafting[parent]]
+            tokens.append(self._likeliest(own.drafting[node]))
+        return Guess(tokens=np.array(tokens))
+
+    def _likeliest(self, matches: Sequence[Match]) -> int:
+        best = max((match.shorten() for match in matches), key=lambda match: match.length)
+        return best.automaton.likeliest(best.state) if best.length >= self.min_match else -1
+
+
+def _read(path: Path, surroundings: Surroundings) -> SuffixAutomaton:
+    if not path.is_file():
+        raise InputError(f"there is no corpus file {path}; give JSON lines with `text` or `tokens`")
+    automaton = SuffixAutomaton()
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                entry = json.loads(line)
+                tokens = entry.get("tokens")
+                if tokens is None:
+                    if surroundings.tokenizer is None:
+                        raise InputError(f"{path} holds text and there is no tokenizer; give `tokens` instead")
+                    tokens = surroundings.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                raise InputError(f"line {number} of {path} is not a JSON object with `text` or `tokens`") from error
+            for token in tokens:
+                automaton.append(int(token))
+    return automaton
+
+
+def _own(state: Running) -> SuffixState:
+    if not isinstance(state.drafter_state, SuffixState):
+        raise TypeError(f"suffix keeps a SuffixState, got {type(state.drafter_state).__name__}")
+    return state.drafter_state

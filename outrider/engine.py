@@ -1,0 +1,384 @@
+"""The engine: takes requests, gives each a slot, prefills it, steps all active ones together, and hands out text."""
+
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from outrider.decode import Parts, prefill, step, tokens_left
+from outrider.text import Ending
+from outrider.types import InputError, Request, Running, Sampling, Step
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text, a list of token ids, or a list of chat messages."""
+
+FinishReason = Literal["stop", "length", "cancelled"]
+Sink = Callable[[Step], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """What a request gave.
+
+    Attributes:
+        prompt_tokens: How long the prompt was.
+        text: The output's text, without special tokens, ending before a stop string.
+        tokens: The output's token ids, an ending token included.
+        finish_reason: `stop` (an end token or stop string), `length` or `cancelled`.
+        accepted_per_position: How often the draft token at depth 1, 2, ... was accepted.
+        seconds: From the request's admission to its last token.
+        logprobs: Log-softmax of the raw target logits at each token, if asked for.
+        steps: Every step, if the caller kept them.
+    """
+
+    id: str
+    prompt_tokens: int
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: list[int]
+    block_efficiency: float
+    seconds: float
+    logprobs: list[float] | None = None
+    steps: list[Step] = field(default_factory=list, repr=False)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.tokens) / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What one engine step brought to one request; `output` is there once it has ended."""
+
+    id: str
+    tokens: list[int]
+    text: str
+    output: Output | None = None
+
+
+@dataclass(kw_only=True)
+class _Seat:
+    """A request in the engine; changes in place."""
+
+    request: Request
+    ending: Ending
+    running: Running | None = None
+    admitted: float = 0.0
+    ready: bool = False
+    num_draft_tokens: int = 0
+    accepted: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+
+class Engine:
+    """Speculative decoding of many requests at once, over parts that fit each other; made by `outrider.load`.
+
+    Args:
+        parts: Target, drafter, tree, verifier and length policy.
+        tokenizer: For text prompts, text output, stop strings and chat; token ids work without it.
+        eos_ids: Token ids that end an output.
+        sampling: Settings of requests that bring none.
+        max_slots: Most requests that run at once; further ones wait.
+
+    Example:
+        >>> import outrider
+        >>> engine = outrider.load()
+        >>> [out] = engine.generate(["Once upon a time"], max_new_tokens=8, sampling=outrider.Sampling(temperature=0))
+        >>> len(out.tokens), out.finish_reason
+        (8, 'length')
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        sampling: Sampling | None = None,
+        max_slots: int = 8,
+    ) -> None:
+        self.parts = parts
+        self.tokenizer = tokenizer
+        self.eos_ids = eos_ids
+        self.sampling = sampling or Sampling()
+        self.max_slots = max_slots
+        self._waiting: deque[_Seat] = deque()
+        self._seats: dict[str, _Seat] = {}
+        self._warm: Running | None = None
+        self._seeds = np.random.SeedSequence()
+
+    def add(
+        self,
+        prompt: Prompt | Request,
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
+        ignore_eos: bool = False,
+        id: str | None = None,
+    ) -> str:
+        """Queue a request and return its id. Raises InputError where it cannot be run."""
+        if isinstance(prompt, Request):
+            request = prompt
+        else:
+            sampling = sampling or self.sampling
+            if sampling.seed is None:
+                sampling = replace(sampling, seed=int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0]))
+            request = Request(
+                id=id or uuid.uuid4().hex[:12],
+                prompt=tuple(self.encode(prompt)),
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                eos_ids=frozenset() if ignore_eos else self.eos_ids,
+                stop=tuple(stop),
+                logprobs=logprobs,
+            )
+        self._check(request)
+        seat = _Seat(request=request, ending=Ending(self.tokenizer, request.stop))
+        self._seats[request.id] = seat
+        self._waiting.append(seat)
+        return request.id
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat messages go through the tokenizer's template, the assistant to speak next."""
+        ids = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
+        if not isinstance(prompt, str) and len(ids) == len(prompt):
+            return ids
+        if self.tokenizer is None:
+            raise InputError("there is no tokenizer beside the target; give prompts as lists of token ids")
+        if isinstance(prompt, str):
+            return list(self.tokenizer(prompt)["input_ids"]) if prompt else []
+        if self.tokenizer.chat_template is None:
+            raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
+        chat: list[int] = self.tokenizer.apply_chat_template(
+            [dict(message) for message in prompt if isinstance(message, Mapping)],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        return chat
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._seats)
+
+    def step(self, sink: Sink | None = None) -> list[Update]:
+        """Admit what fits, prefill a chunk of every new request, then draft, verify and commit for all ready ones."""
+        self._admit()
+        active = [seat for seat in self._seats.values() if seat.running is not None]
+        for seat in active:
+            if not seat.ready:
+                seat.ready = prefill(self.parts, _running(seat))
+        ready = [seat for seat in active if seat.ready]
+        if not ready:
+            return []
+        by_id = {seat.request.id: seat for seat in ready}
+        steps = step(
+            self.parts,
+            [_running(seat) for seat in ready],
+            keep=lambda state, tokens: by_id[state.request.id].ending.keep(tokens),
+        )
+        return [self._update(by_id[made.request], made, sink) for made in steps]
+
+    def cancel(self, id: str) -> Output | None:
+        """End a request now; what it has emitted so far, or None if there is no such request."""
+        seat = self._seats.get(id)
+        return None if seat is None else self._finish(seat, "cancelled")
+
+    def stream(self, prompt: Prompt | Request, **options: object) -> Iterator[Update]:
+        """Run one request beside whatever else is active, and yield its updates as they come.
+
+        Takes the options of `add`. Leaving the loop early cancels the request.
+        """
+        id = self.add(prompt, **options)  # type: ignore[arg-type]
+        try:
+            while id in self._seats:
+                yield from (update for update in self.step() if update.id == id)
+        finally:
+            self.cancel(id)
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int = 128,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        n: int = 1,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
+        ignore_eos: bool = False,
+        progress: Callable[[Output], None] | None = None,
+    ) -> list[Output]:
+        """Run prompts to their ends, as many at once as there are slots; outputs in the order of the prompts.
+
+        Args:
+            prompts: Texts, lists of token ids or lists of chat messages.
+            sampling: One for all prompts, or one per prompt.
+            n: Outputs per prompt; they stand side by side. With a seed given, the k-th is drawn from a seed derived
+                from it and k, the first from the seed itself.
+            progress: Called with each output as it ends.
+        """
+        if isinstance(prompts, str):
+            raise InputError("prompts must be a list; for one prompt give [prompt]")
+        if n < 1:
+            raise InputError(f"n must be >= 1, got {n}")
+        settings = [sampling] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
+        if len(settings) != len(prompts):
+            raise InputError(f"got {len(settings)} samplings for {len(prompts)} prompts; give one, or one per prompt")
+        requests: list[str] = []
+        steps: dict[str, list[Step]] = {}
+        outputs: dict[str, Output] = {}
+        try:
+            for prompt, setting in zip(prompts, settings, strict=True):
+                for k in range(n):
+                    id = self.add(
+                        prompt,
+                        max_new_tokens=max_new_tokens,
+                        sampling=_nth(setting, k),
+                        stop=stop,
+                        logprobs=logprobs,
+                        ignore_eos=ignore_eos,
+                    )
+                    requests.append(id)
+                    steps[id] = []
+            while any(id in self._seats for id in requests):
+                for update in self.step(sink=lambda made: steps.get(made.request, []).append(made)):
+                    if update.output is not None and update.id in steps:
+                        outputs[update.id] = replace(update.output, steps=steps[update.id])
+                        if progress is not None:
+                            progress(outputs[update.id])
+        except BaseException:
+            for id in requests:
+                self.cancel(id)
+            raise
+        return [outputs[id] for id in requests]
+
+    def _check(self, request: Request) -> None:
+        longest = self.parts.target.max_context
+        if request.id in self._seats:
+            raise InputError(f"a request {request.id!r} is already running; ids must be unique")
+        if not request.prompt:
+            raise InputError("the prompt is empty; give at least one token")
+        if len(request.prompt) >= longest:
+            raise InputError(
+                f"the prompt has {len(request.prompt)} tokens and the context {longest}; shorten it to at most "
+                f"{longest - 1} tokens, or raise max_context if the model allows more"
+            )
+        if request.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be >= 1, got {request.max_new_tokens}")
+        width = self.parts.target.vocab_size
+        if (worst := max(request.prompt)) >= width or min(request.prompt) < 0:
+            raise InputError(f"token id {worst if worst >= width else min(request.prompt)} is not in 0 .. {width - 1}")
+        if any(not 0 <= token < width for token in request.sampling.logit_bias):
+            raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
+        if request.stop and self.tokenizer is None:
+            raise InputError("stop strings need the target's tokenizer")
+        if any(not text for text in request.stop):
+            raise InputError("a stop string must not be empty")
+
+    def _admit(self) -> None:
+        while self._waiting and sum(seat.running is not None for seat in self._seats.values()) < self.max_slots:
+            seat = self._waiting.popleft()
+            seat.admitted = time.perf_counter()
+            seat.running = self._resume(seat.request) or Running(
+                request=seat.request,
+                tokens=list(seat.request.prompt),
+                slot=self.parts.target.open(),
+                drafter_state=self.parts.drafter.open(seat.request),
+                length_state=self.parts.length.open(),
+            )
+
+    def _resume(self, request: Request) -> Running | None:
+        """The slot that the last request left warm, if the new prompt begins as it does; otherwise it is given back."""
+        warm, self._warm = self._warm, None
+        if warm is None:
+            return None
+        shared = 0
+        digested = min(self.parts.target.length(warm.slot), len(request.prompt) - 1)
+        while shared < digested and warm.tokens[shared] == request.prompt[shared]:
+            shared += 1
+        if shared == 0 or self.parts.drafter.taps:
+            self._release(warm)
+            return None
+        self.parts.target.truncate(warm.slot, shared)
+        return Running(
+            request=request,
+            tokens=list(request.prompt),
+            slot=warm.slot,
+            drafter_state=self.parts.drafter.reuse(warm.drafter_state, request, shared),
+            length_state=self.parts.length.open(),
+        )
+
+    def _update(self, seat: _Seat, made: Step, sink: Sink | None) -> Update:
+        tokens = list(made.tokens)
+        seat.num_draft_tokens += made.num_draft_tokens
+        seat.accepted.append(made.num_accepted_tokens)
+        seat.logprobs += made.logprobs or ()
+        text = seat.ending.take()
+        if sink is not None:
+            sink(made)
+        reason: FinishReason | None = None
+        if seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
+            reason = "stop"
+        elif tokens_left(self.parts, _running(seat)) == 0:
+            reason = "length"
+        if reason is None:
+            return Update(id=made.request, tokens=tokens, text=text)
+        text += seat.ending.finish()
+        return Update(id=made.request, tokens=tokens, text=text, output=self._finish(seat, reason))
+
+    def _finish(self, seat: _Seat, reason: FinishReason) -> Output:
+        """Take a request out. The last one to leave keeps its slot warm for a prompt that continues it."""
+        del self._seats[seat.request.id]
+        tokens: list[int] = []
+        if seat.running is None:
+            self._waiting.remove(seat)
+        else:
+            tokens = seat.running.output
+            if self._seats or self._warm is not None:
+                self._release(seat.running)
+            else:
+                self._warm = seat.running
+        seat.ending.finish()
+        deepest = max(seat.accepted, default=0)
+        return Output(
+            id=seat.request.id,
+            prompt_tokens=len(seat.request.prompt),
+            text=seat.ending.text,
+            tokens=tokens,
+            finish_reason=reason,
+            num_steps=len(seat.accepted),
+            num_draft_tokens=seat.num_draft_tokens,
+            num_accepted_tokens=sum(seat.accepted),
+            accepted_per_position=[sum(count > i for count in seat.accepted) for i in range(deepest)],
+            block_efficiency=len(tokens) / max(1, len(seat.accepted)),
+            seconds=time.perf_counter() - seat.admitted if seat.running is not None else 0.0,
+            logprobs=seat.logprobs if seat.request.logprobs else None,
+        )
+
+    def _release(self, running: Running) -> None:
+        self.parts.target.release(running.slot)
+        self.parts.drafter.close(running.drafter_state)
+
+
+def _running(seat: _Seat) -> Running:
+    if seat.running is None:
+        raise RuntimeError(f"request {seat.request.id} has no slot yet")
+    return seat.running
+
+
+def _nth(sampling: Sampling | None, k: int) -> Sampling | None:
+    """Settings of the k-th output of a prompt: the same, with its own seed."""
+    if sampling is None or sampling.seed is None or k == 0:
+        return sampling
+    return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, k]).generate_state(1, np.uint64)[0]))

@@ -1,0 +1,69 @@
+"""Models and tokenizers from a directory or a hub id, with one clear sentence where that fails."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider.types import InputError
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def open_model(
+    path: str,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for."""
+    _exists(path)
+    if isinstance(dtype, str) and dtype != "auto":
+        if dtype not in DTYPES:
+            raise InputError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    try:
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            revision=revision or "main",
+            trust_remote_code=trust_remote_code,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
+    return model.to(place).eval()
+
+
+def open_tokenizer(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase | None:
+    """The tokenizer that lies beside a model; None where a directory has none."""
+    _exists(path)
+    if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from error
+
+
+def _exists(path: str) -> None:
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if looks_local and not Path(path).expanduser().is_dir():
+        raise InputError(f"there is no directory {path}; give a model's directory or a hub id such as org/name")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise InputError(f"{path} is not a model's directory: it has no config.json")

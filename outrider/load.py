@@ -1,0 +1,147 @@
+"""outrider.load: names and objects become parts, are checked against the refusal matrix, and are put together."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider import catalog
+from outrider.catalog import Family
+from outrider.decode import Parts
+from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.engine import Engine
+from outrider.lengths.protocol import LengthPolicy
+from outrider.lm.model import LanguageModel
+from outrider.lm.open import open_model, open_tokenizer
+from outrider.proof.matrix import Cell, refusal
+from outrider.trees.protocol import Tree
+from outrider.types import InputError, Sampling
+from outrider.verifiers.protocol import Verifier
+
+ASSETS = Path(__file__).parent / "assets"
+EMBEDDED_TARGET = ASSETS / "target"
+EMBEDDED_DRAFT = ASSETS / "draft"
+
+
+def load(
+    target: str | Path | PreTrainedModel | None = None,
+    *,
+    drafter: str | object | None = None,
+    tree: str | object = "chain",
+    verifier: str | object = "block",
+    length: str | object | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_slots: int = 8,
+    max_context: int | None = None,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    attn_implementation: str | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    pad_to: int | None = None,
+) -> Engine:
+    """An engine for a target, with parts that are proven to fit each other.
+
+    Args:
+        target: Directory, hub id or loaded model; None is the embedded pair.
+        drafter: `name:key=value,...` or an object. By default `suffix`, for the embedded target its draft model.
+        tree: How drafts grow.
+        verifier: Which nodes survive.
+        length: When to stop drafting. By default `fixed:5`, for the embedded pair `fixed:4`.
+        tokenizer: By default the one beside the target.
+        max_slots: Most requests at once.
+        max_context: Longest context in tokens; by default the model's own, or what fits in memory.
+        device: By default the GPU where there is one.
+        dtype: By default the weights' own.
+        attn_implementation: `sdpa` or `eager`; by default transformers' choice.
+        revision: Branch, tag or commit of a hub id.
+        trust_remote_code: Let transformers run code that comes with the model.
+        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a block of one token takes
+            other kernels than longer ones and would differ in the last bits; otherwise 1.
+
+    Raises:
+        InputError: Anything that does not exist, does not fit or would not be lossless, with what would.
+
+    Example:
+        >>> load(verifier="blok")
+        Traceback (most recent call last):
+        ...
+        outrider.types.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match
+    """
+    own_draft = target is None and drafter is None
+    grower: Tree = _make("tree", tree)
+    rule: Verifier = _make("verifier", verifier)
+    policy: LengthPolicy = _make("length", length or ("fixed:4" if own_draft else "fixed:5"))
+    guesser = _make("drafter", drafter or (f"model:path={EMBEDDED_DRAFT}" if own_draft else "suffix"))
+    if max_slots < 1:
+        raise InputError(f"max_slots must be >= 1, got {max_slots}")
+    if isinstance(target, PreTrainedModel):
+        model = target
+        place = str(getattr(model, "name_or_path", ""))
+        if tokenizer is None and place and Path(place).is_dir():
+            tokenizer = open_tokenizer(place)
+    else:
+        place = str(target or EMBEDDED_TARGET)
+        model = open_model(
+            place,
+            dtype=dtype,
+            device=device,
+            attn_implementation=attn_implementation,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        tokenizer = tokenizer or open_tokenizer(place, revision=revision, trust_remote_code=trust_remote_code)
+    if pad_to is None:
+        pad_to = 2 if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) else 1
+    width = _vocab_size(model, tokenizer)
+    lm = LanguageModel(model, max_slots=max_slots, max_context=max_context, vocab_size=width, pad_to=pad_to)
+    surroundings = Surroundings(
+        tokenizer=tokenizer,
+        vocab_size=width,
+        device=lm.device,
+        dtype=model.dtype,
+        max_slots=max_slots,
+        pad_to=pad_to,
+    )
+    bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
+    if reason := refusal(Cell(rows=bound.rows, structure=grower.structure, verifier=catalog.name_of(rule))):
+        raise InputError(reason)
+    return Engine(
+        Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy),
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(model),
+        sampling=_default_sampling(model),
+        max_slots=max_slots,
+    )
+
+
+def _make(family: Family, given: str | object) -> Any:
+    return catalog.make(family, given) if isinstance(given, str) else given
+
+
+def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Width of the logits that mean something: padding behind the tokenizer's last id is cut off."""
+    width = int(model.get_output_embeddings().weight.shape[0])
+    return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
+
+
+def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    given = getattr(model.generation_config, "eos_token_id", None)
+    if given is None:
+        given = getattr(model.config, "eos_token_id", None)
+    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)
+
+
+def _default_sampling(model: PreTrainedModel) -> Sampling:
+    """What the model's generation config says, as in vLLM; one that says not to sample is greedy."""
+    config = model.generation_config
+    if config.do_sample is False:
+        return Sampling(temperature=0.0, repetition_penalty=config.repetition_penalty or 1.0)
+    return Sampling(
+        temperature=1.0 if config.temperature is None else config.temperature,
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
+        repetition_penalty=config.repetition_penalty or 1.0,
+    )

@@ -1,0 +1,57 @@
+"""One function per metric; every one is computed from Steps, and its docstring is its definition."""
+
+from collections.abc import Sequence
+
+from outrider.types import Step
+
+
+def block_efficiency(steps: Sequence[Step]) -> float:
+    """Tokens emitted per step: accepted ones and the recovered or bonus token, none after the end of the sequence."""
+    return sum(len(s.tokens) for s in steps) / len(steps) if steps else 0.0
+
+
+def num_draft_tokens(steps: Sequence[Step]) -> int:
+    """All tokens that were drafted."""
+    return sum(s.num_draft_tokens for s in steps)
+
+
+def num_accepted_tokens(steps: Sequence[Step]) -> int:
+    """All draft tokens that were accepted."""
+    return sum(s.num_accepted_tokens for s in steps)
+
+
+def acceptance_rate(steps: Sequence[Step]) -> float:
+    """Accepted over drafted tokens."""
+    return num_accepted_tokens(steps) / max(1, num_draft_tokens(steps))
+
+
+def accepted_per_position(steps: Sequence[Step]) -> list[int]:
+    """How often the draft token at depth 1, 2, ... was accepted (unconditional; vLLM's counter per position)."""
+    deepest = max((s.num_accepted_tokens for s in steps), default=0)
+    return [sum(s.num_accepted_tokens > i for s in steps) for i in range(deepest)]
+
+
+def conditional_acceptance(steps: Sequence[Step]) -> list[float]:
+    """Share of chain steps that accept depth i, among those that drafted it and accepted everything before it."""
+    rates = []
+    for i in range(max((s.num_draft_tokens for s in steps), default=0)):
+        tested = [s for s in steps if s.num_draft_tokens > i and s.num_accepted_tokens >= i]
+        if not tested:
+            break
+        rates.append(sum(s.num_accepted_tokens > i for s in tested) / len(tested))
+    return rates
+
+
+def mbsu(efficiency: float, num_draft_calls: float, parameter_ratio: float) -> float:
+    """Memory-bound speedup: block efficiency / (draft calls x draft parameters / target parameters + 1)."""
+    return efficiency / (num_draft_calls * parameter_ratio + 1)
+
+
+def efficiency(speedup: float, block: float, v: float, c: float, num_draft_calls: float) -> float:
+    """Speedup over what bare forwards would give: speedup / (block_efficiency / (v + c x draft calls)).
+
+    Args:
+        v: Bare target forward of the draft's size over a bare target forward of one token.
+        c: Bare drafter forward over a bare target forward of one token.
+    """
+    return speedup / (block / (v + c * num_draft_calls))

@@ -1,0 +1,193 @@
+"""The exact law of the production code: walk every outcome of every draw, with its probability, in float64."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from outrider.decode import Parts, prefill, step
+from outrider.dice import Draws
+from outrider.lm.protocol import Segment
+from outrider.sampling import Prefix, to_rows
+from outrider.types import Request, Running, Sampling
+
+BATCH = 512
+"""Worlds that are walked as one batch."""
+
+
+@dataclass(kw_only=True)
+class _World:
+    """One row of the batch: the outcomes it must take first, how far it is, and how likely its choices were."""
+
+    script: list[int]
+    position: int = 0
+    probability: float = 1.0
+    used: set[tuple[str, int]] = field(default_factory=set)
+
+
+class EnumeratingDice:
+    """Dice that take every outcome: each row follows its script, then always the first possible outcome, and notes the
+    others as scripts still to be walked. Walking all of them visits every outcome exactly once.
+
+    A draw with one possible outcome is no draw. Using one slot twice for one purpose is an error, because in
+    production it would be the same random number.
+    """
+
+    def __init__(self, scripts: Sequence[list[int]]) -> None:
+        self.worlds = [_World(script=list(script)) for script in scripts]
+        self.others: list[tuple[int, list[int]]] = []
+
+    def _choose(self, request: int, slot: int, draws: Draws, outcomes: Sequence[tuple[int, float]]) -> int:
+        world = self.worlds[request]
+        if (draws.purpose, slot) in world.used:
+            raise RuntimeError(f"the random number of slot {slot} for {draws.purpose!r} was used twice in one step")
+        if len(outcomes) == 1:
+            return outcomes[0][0]
+        world.used.add((draws.purpose, slot))
+        if world.position == len(world.script):
+            for other in range(1, len(outcomes)):
+                self.others.append((request, [*world.script, other]))
+            world.script.append(0)
+        outcome, probability = outcomes[world.script[world.position]]
+        world.position += 1
+        world.probability *= probability
+        return outcome
+
+    def accept(self, probability: Float[Tensor, " n"], draws: Draws) -> Bool[Tensor, " n"]:
+        landed = []
+        for p, request, slot in zip(probability.tolist(), draws.requests.tolist(), draws.slots.tolist(), strict=True):
+            sides = [(1, 1.0)] if p >= 1 else [(0, 1.0)] if p <= 0 else [(1, p), (0, 1 - p)]
+            landed.append(bool(self._choose(request, slot, draws, sides)))
+        return torch.tensor(landed, dtype=torch.bool)
+
+    def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
+        active = [True] * len(weights) if draws.active is None else draws.active.tolist()
+        picked = []
+        for row, request, slot, matters in zip(
+            weights.double().numpy(), draws.requests.tolist(), draws.slots.tolist(), active, strict=True
+        ):
+            picked.append(self._index(row, request, slot, draws) if matters else int(row.argmax()))
+        return torch.tensor(picked, dtype=torch.long)
+
+    def pick_many(
+        self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
+    ) -> Int[Tensor, "n count"]:
+        picked = []
+        for row, request, slot in zip(
+            weights.double().numpy().copy(), draws.requests.tolist(), draws.slots.tolist(), strict=True
+        ):
+            chosen = []
+            for k in range(count):
+                chosen.append(self._index(row, request, slot + k, draws))
+                if not replace:
+                    row[chosen[-1]] = 0
+            picked.append(chosen)
+        return torch.tensor(picked, dtype=torch.long)
+
+    def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
+        raise NotImplementedError("Gumbel noise is continuous; its trees are enumerated by their Plackett-Luce law")
+
+    def _index(self, row: Float[np.ndarray, " vocab"], request: int, slot: int, draws: Draws) -> int:
+        total = row.sum()
+        return self._choose(request, slot, draws, [(int(i), row[i] / total) for i in np.flatnonzero(row > 0)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """What a number of steps emits.
+
+    Attributes:
+        emitted: Probability of each emitted sequence.
+        accepted: Expected number of accepted draft tokens, over all steps.
+        error: Largest absolute difference to the target's law, over all sequences as long as the longest emitted
+            one, the shorter ones continued by the target.
+    """
+
+    emitted: Mapping[tuple[int, ...], float]
+    accepted: float
+    error: float
+
+
+def law(
+    parts: Parts,
+    prompt: Sequence[int],
+    num_steps: int,
+    sampling: Sampling | None = None,
+    target_law: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]] | None = None,
+) -> Law:
+    """Enumerate `num_steps` steps of the production loop on tabular language models.
+
+    Worlds with equal tokens and equal length state are merged between steps, so the drafter must be context-pure.
+
+    Args:
+        target_law: The target's distribution after the output so far; by default read from the target's own rows.
+    """
+    sampling = sampling or Sampling()
+    request = Request(id="law", prompt=tuple(prompt), max_new_tokens=1 << 20, sampling=sampling)
+    worlds: dict[tuple[tuple[int, ...], object], float] = {((), parts.length.open()): 1.0}
+    accepted = 0.0
+    for _ in range(num_steps):
+        after: dict[tuple[tuple[int, ...], object], float] = defaultdict(float)
+        queue: list[tuple[tuple[int, ...], object, float, list[int]]] = [
+            (output, length_state, mass, []) for (output, length_state), mass in worlds.items()
+        ]
+        while queue:
+            batch, queue = queue[:BATCH], queue[BATCH:]
+            states = [_resume(parts, request, output, length_state) for output, length_state, _, _ in batch]
+            dice = EnumeratingDice([script for _, _, _, script in batch])
+            for i, made in enumerate(step(parts, states, dice=dice)):
+                mass = batch[i][2] * dice.worlds[i].probability
+                after[tuple(states[i].output), states[i].length_state] += mass
+                accepted += mass * made.num_accepted_tokens
+            queue += [(*batch[i][:3], script) for i, script in dice.others]
+            for state in states:
+                parts.target.release(state.slot)
+                parts.drafter.close(state.drafter_state)
+        worlds = after
+    emitted: dict[tuple[int, ...], float] = defaultdict(float)
+    for (output, _), mass in worlds.items():
+        emitted[output] += mass
+    rows = target_law or (lambda output: target_row(parts, request, output))
+    return Law(emitted=dict(emitted), accepted=accepted, error=_error(emitted, rows))
+
+
+def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float[np.ndarray, " vocab"]:
+    """The target's own distribution after an output."""
+    slot = parts.target.open()
+    tokens = torch.tensor([*request.prompt, *output])
+    logits = parts.target.extend([Segment(slot=slot, tokens=tokens, logits="last")]).logits
+    parts.target.release(slot)
+    prefix = Prefix(prompt=request.prompt, output=output)
+    return to_rows(logits, np.zeros(1, dtype=np.int64), [request.sampling], lambda _: prefix)[0].double().numpy()
+
+
+def _resume(parts: Parts, request: Request, output: tuple[int, ...], length_state: object) -> Running:
+    state = Running(
+        request=request,
+        tokens=[*request.prompt, *output],
+        slot=parts.target.open(),
+        drafter_state=parts.drafter.open(request),
+        length_state=length_state,
+    )
+    while not prefill(parts, state):
+        pass
+    return state
+
+
+def _error(
+    emitted: Mapping[tuple[int, ...], float], rows: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
+) -> float:
+    longest = max(len(output) for output in emitted)
+    level: dict[tuple[int, ...], tuple[float, float]] = {(): (emitted.get((), 0.0), 1.0)}
+    for _ in range(longest):
+        below: dict[tuple[int, ...], tuple[float, float]] = {}
+        for output, (ours, targets) in level.items():
+            for token, p in enumerate(rows(output).tolist()):
+                longer = (*output, token)
+                below[longer] = (ours * p + emitted.get(longer, 0.0), targets * p)
+        level = below
+    return max(abs(ours - targets) for ours, targets in level.values())

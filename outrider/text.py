@@ -1,0 +1,106 @@
+"""Tokens to text as they come: UTF-8 safe, and ending exactly where a stop string begins."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """Text of a growing token sequence, however many tokens each push brings.
+
+    Decodes a short window of newest tokens twice, with and without the new one, and hands out the difference: the text
+    of a token depends on its neighbours. A character whose bytes are incomplete is held back.
+
+    Args:
+        tokenizer: Any transformers tokenizer; special tokens give no text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._window: list[int] = []
+        self._read = 0
+
+    def push(self, token: int) -> str:
+        """The text that one more token completes."""
+        self._window.append(token)
+        before = self._decode(self._window[: self._read])
+        after = self._decode(self._window)
+        if after.endswith(REPLACEMENT) or len(after) <= len(before):
+            return ""
+        self._window = self._window[self._read :]
+        self._read = len(self._window)
+        return after[len(before) :]
+
+    def finish(self) -> str:
+        """The text of what is held back, with replacement characters for incomplete ones."""
+        before = self._decode(self._window[: self._read])
+        rest = self._decode(self._window)[len(before) :]
+        self._window, self._read = [], 0
+        return rest
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class Ending:
+    """One request's output text and where a stop string ends it.
+
+    Text that could still become a stop string is held back until it cannot.
+
+    Args:
+        tokenizer: None gives no text.
+        stop: Strings that end the text; it ends before the first of them, and the token that completes it is kept.
+
+    Example:
+        >>> ending = Ending(None, ())
+        >>> ending.keep([3, 4]), ending.take(), ending.stopped
+        (2, '', False)
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> None:
+        self.text = ""
+        self.stopped = False
+        self._stream = None if tokenizer is None else TextStream(tokenizer)
+        self._stop = tuple(stop)
+        self._taken = 0
+
+    def keep(self, tokens: Sequence[int]) -> int:
+        """How many of the new tokens belong to the output; their text is added."""
+        if self._stream is None:
+            return len(tokens)
+        for i, token in enumerate(tokens, 1):
+            if self._add(self._stream.push(token)):
+                return i
+        return len(tokens)
+
+    def take(self) -> str:
+        """Text that has become certain since the last call."""
+        end = len(self.text)
+        if not self.stopped:
+            end -= max((self._begun(stop) for stop in self._stop), default=0)
+        fresh, self._taken = self.text[self._taken : end], max(end, self._taken)
+        return fresh
+
+    def finish(self) -> str:
+        """The rest of the text, once no token will follow."""
+        if self._stream is not None and not self.stopped:
+            self._add(self._stream.finish())
+        self._stop = ()
+        return self.take()
+
+    def _add(self, piece: str) -> bool:
+        """Append text; whether a stop string is now complete, in which case the text is cut before it."""
+        longest = max((len(stop) for stop in self._stop), default=0)
+        search_from = max(0, len(self.text) - longest + 1)
+        self.text += piece
+        found = [at for stop in self._stop if (at := self.text.find(stop, search_from)) >= 0]
+        if found:
+            self.text = self.text[: min(found)]
+            self.stopped = True
+        return self.stopped
+
+    def _begun(self, stop: str) -> int:
+        """Length of the longest end of the text that a stop string begins with."""
+        return next((size for size in range(len(stop) - 1, 0, -1) if self.text.endswith(stop[:size])), 0)

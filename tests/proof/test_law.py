@@ -1,0 +1,273 @@
+"""The law of the production code, enumerated; toys, and negative vectors that a right checker must catch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider import catalog
+from outrider.decode import Parts
+from outrider.dice import Dice
+from outrider.drafters.model import Model
+from outrider.drafters.ngram import Ngram
+from outrider.drafters.none import NoDrafter
+from outrider.drafters.suffix import Suffix
+from outrider.lengths.fixed import Fixed
+from outrider.lengths.heuristic import Heuristic
+from outrider.lm.tabular import TabularLM, random_rows
+from outrider.proof.enumerate import law
+from outrider.trees.chain import Chain
+from outrider.types import Draft, Sampling, Verdict
+from outrider.verifiers.block import Block
+from outrider.verifiers.match import Match
+from outrider.verifiers.protocol import chain_verdict, chains, child_rows, everyone, residual
+from outrider.verifiers.token import Token
+
+VERIFIERS = [pytest.param(row.make(), id=name) for name, row in catalog.rows("verifier").items()]
+BOUND = 1e-12
+
+
+def assemble(vocab: int, verifier: object, length: object, seed: int = 0, **others: object) -> Parts:
+    """Random prefix-dependent tables for target and draft model."""
+    target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
+    drafter = others.pop("drafter", None) or Model(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
+    return Parts(target=target, drafter=drafter, tree=Chain(), verifier=verifier, length=length)
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_one_step_of_a_chain_of_four_at_vocabulary_three_keeps_the_law(verifier, seed):
+    found = law(assemble(3, verifier, Fixed(num_speculative_tokens=4), seed), [0], 1)
+    assert found.error < BOUND
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("length", [Fixed(num_speculative_tokens=2), Heuristic(num_speculative_tokens=2, most=3)])
+def test_three_steps_at_vocabulary_two_keep_the_law(verifier, length):
+    found = law(assemble(2, verifier, length, seed=5), [1], 3)
+    assert found.error < BOUND
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_over(verifier):
+    length = Heuristic(num_speculative_tokens=1, grow=1, most=2)
+    found = law(assemble(3, verifier, length, seed=7), [0], 3)
+    assert found.error < BOUND
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize(
+    "drafter", [NoDrafter(), Ngram(prompt_lookup_min=1), Suffix(min_match=1)], ids=["none", "ngram", "suffix"]
+)
+def test_chosen_drafts_keep_the_law_over_three_steps(verifier, drafter):
+    parts = assemble(3, verifier, Fixed(num_speculative_tokens=3), seed=9, drafter=drafter)
+    found = law(parts, [0, 1, 2, 0, 1, 2, 0, 1], 2)
+    assert found.error < BOUND
+    if not isinstance(drafter, NoDrafter):
+        assert found.accepted > 0
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.5),
+        Sampling(top_k=2),
+        Sampling(top_p=0.7),
+        Sampling(min_p=0.4),
+        Sampling(repetition_penalty=1.7, frequency_penalty=0.3, presence_penalty=0.2, logit_bias={1: 0.5}),
+        Sampling(temperature=0.0),
+    ],
+    ids=["temperature", "top-k", "top-p", "min-p", "penalties", "greedy"],
+)
+def test_sampling_settings_keep_their_own_law_at_every_node(verifier, sampling):
+    parts = assemble(3, verifier, Fixed(num_speculative_tokens=3), seed=11)
+    assert law(parts, [0, 2], 1, sampling=sampling).error < BOUND
+
+
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_zeros_in_either_row_keep_the_law(verifier):
+    p = TabularLM(lambda prefix: np.roll([0.0, 0.25, 0.75], len(prefix)), 3)
+    q = Model(lm=TabularLM(lambda prefix: np.roll([0.5, 0.0, 0.5], sum(prefix)), 3))
+    parts = assemble(3, verifier, Fixed(num_speculative_tokens=3), target=p, drafter=q)
+    assert law(parts, [0], 2).error < BOUND
+
+
+def test_equal_rows_accept_everything():
+    same = random_rows(3, seed=2)
+    for verifier in (Token(), Block()):
+        parts = assemble(
+            3,
+            verifier,
+            Fixed(num_speculative_tokens=3),
+            target=TabularLM(same, 3),
+            drafter=Model(lm=TabularLM(same, 3)),
+        )
+        assert law(parts, [0], 1).accepted == pytest.approx(3, abs=1e-12)
+
+
+def toy(verifier: object) -> Parts:
+    p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
+    return assemble(
+        2,
+        verifier,
+        Fixed(num_speculative_tokens=2),
+        target=TabularLM(lambda _: p, 2),
+        drafter=Model(lm=TabularLM(lambda _: q, 2)),
+    )
+
+
+def test_the_toy_gives_ten_ninths_to_token_and_eleven_ninths_to_block():
+    assert law(toy(Token()), [0], 1).accepted == pytest.approx(10 / 9, abs=1e-12)
+    assert law(toy(Block()), [0], 1).accepted == pytest.approx(11 / 9, abs=1e-12)
+
+
+def test_block_is_never_below_token_on_two_hundred_random_instances():
+    for seed in range(200):
+        gamma = 1 + seed % 3
+        length = Fixed(num_speculative_tokens=gamma)
+        by_token, by_block = (law(assemble(2 + seed % 2, v, length, seed), [0], 1).accepted for v in (Token(), Block()))
+        assert by_block >= by_token - 1e-12, (seed, by_token, by_block)
+        if gamma == 1:
+            assert by_block == pytest.approx(by_token, abs=1e-12)
+
+
+def test_block_gains_nothing_at_temperature_zero_or_on_chosen_drafts():
+    for sampling, drafter in ((Sampling(temperature=0), None), (Sampling(), Ngram(prompt_lookup_min=1))):
+        both = [
+            law(assemble(3, v, Fixed(num_speculative_tokens=3), 3, drafter=drafter), [0, 1, 0, 1], 2, sampling).accepted
+            for v in (Token(), Block())
+        ]
+        assert both[0] == pytest.approx(both[1], abs=1e-12)
+
+
+# Rules that are biased. A checker that passes one is broken.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArgmaxScoredWithItsSoftmax:
+    """Drafts the argmax but hands over the softmax row, as if the token had been drawn from it."""
+
+    @property
+    def structure(self):
+        return "chain"
+
+    def choose(self, level, dice):
+        children = Chain().choose(level, dice)
+        return type(children)(parents=children.parents, tokens=level.rows.argmax(-1), expand=children.expand)
+
+
+def test_an_argmax_scored_with_its_softmax_is_caught():
+    parts = assemble(3, Token(), Fixed(num_speculative_tokens=2))
+    biased = Parts(
+        target=parts.target,
+        drafter=parts.drafter,
+        tree=ArgmaxScoredWithItsSoftmax(),
+        verifier=Token(),
+        length=parts.length,
+    )
+    assert law(biased, [0], 1).error > 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProductOfUniforms:
+    """Compares the product of clipped ratios with a product of uniforms, then uses the plain residual (seen in public
+    code as "block verify"). The product of uniforms is written as its law given earlier successes, coin by coin."""
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        side = chains(draft, target_rows)
+        clipped = side.ratios[side.nodes].clamp_max(1).cumprod(-1)
+        accepted = torch.zeros_like(side.lengths)
+        for i in range(side.nodes.shape[1]):
+            landed = dice.accept(clipped[:, i], everyone(draft, i, "accept"))
+            accepted = torch.where(landed & (i < side.lengths), i + 1, accepted)
+        last = side.roots(draft) + accepted
+        p = target_rows[last]
+        rejected = (accepted < side.lengths)[:, None]
+        weights = torch.where(rejected, residual(p, child_rows(draft, last, p)), p)
+        return chain_verdict(draft, side, accepted, dice.pick(weights, everyone(draft, 0, "recover")))
+
+
+def test_a_wrong_block_rule_is_caught():
+    assert law(assemble(3, ProductOfUniforms(), Fixed(num_speculative_tokens=3)), [0], 1).error > 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoverFromTheTarget:
+    """Token verification that forgets the residual."""
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        side = chains(draft, target_rows)
+        accepted = torch.zeros_like(side.lengths)
+        for i in range(side.nodes.shape[1]):
+            alive = accepted == i
+            accepted = accepted + (
+                alive & dice.accept(side.ratios[side.nodes[:, i]] * alive, everyone(draft, i, "accept"))
+            )
+        p = target_rows[side.roots(draft) + accepted]
+        return chain_verdict(draft, side, accepted, dice.pick(p, everyone(draft, 0, "recover")))
+
+
+def test_recovering_from_the_target_instead_of_the_residual_is_caught():
+    assert law(assemble(3, RecoverFromTheTarget(), Fixed(num_speculative_tokens=2)), [0], 1).error > 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropsUnlikelyDraws:
+    """Draws a token and then drops it because its own probability is low."""
+
+    @property
+    def structure(self):
+        return "chain"
+
+    def choose(self, level, dice):
+        children = Chain().choose(level, dice)
+        likely = level.rows.gather(1, children.tokens[:, None]).squeeze(1) >= 0.5
+        kept = np.flatnonzero(likely.numpy())
+        return type(children)(
+            parents=children.parents[kept], tokens=children.tokens[likely], expand=children.expand[kept]
+        )
+
+
+@pytest.mark.parametrize("verifier", [Token(), Block()], ids=["token", "block"])
+def test_dropping_a_draw_because_of_its_own_probability_is_caught(verifier):
+    p, q = np.array([0.5, 0.5]), np.array([0.9, 0.1])
+    parts = Parts(
+        target=TabularLM(lambda _: p, 2),
+        drafter=Model(lm=TabularLM(lambda _: q, 2)),
+        tree=DropsUnlikelyDraws(),
+        verifier=verifier,
+        length=Fixed(num_speculative_tokens=1),
+    )
+    found = law(parts, [0], 1)
+    first = sum(mass for output, mass in found.emitted.items() if output[0] == 0)
+    assert first == pytest.approx(0.55, abs=1e-12)
+    assert found.error > 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReusesOneDraw:
+    """Token verification that recovers with the slot it accepted with."""
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        everything = everyone(draft, 0, "accept")
+        dice.accept(torch.full((draft.num_requests,), 0.5, dtype=torch.float64), everything)
+        dice.accept(torch.full((draft.num_requests,), 0.5, dtype=torch.float64), everything)
+        return Token().verify(draft, target_rows, dice)
+
+
+def test_using_one_random_number_twice_is_caught():
+    with pytest.raises(RuntimeError, match="used twice"):
+        law(assemble(2, ReusesOneDraw(), Fixed(num_speculative_tokens=1)), [0], 1)
+
+
+def test_match_accepts_the_sum_of_target_path_probabilities_of_a_chosen_chain():
+    prompt = [0, 1, 2, 0, 1, 2, 0]
+    target = TabularLM(random_rows(3, seed=21), 3)
+    parts = assemble(3, Match(), Fixed(num_speculative_tokens=2), target=target, drafter=Ngram(prompt_lookup_min=1))
+    first = random_rows(3, seed=21)(tuple(prompt))[1]
+    second = random_rows(3, seed=21)((*prompt, 1))[2]
+    assert law(parts, prompt, 1).accepted == pytest.approx(first + first * second, abs=1e-12)
