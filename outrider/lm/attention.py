@@ -5,10 +5,12 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
 - `forward` takes a 4-D `attention_mask` `[batch, 1, queries, keys]` as it is, for sliding layers too; where the text
   config has `layer_types` it takes a dict with one mask per distinct type (`masking_utils.create_masks_for_generate`);
 - `config._attn_implementation`: "sdpa" reads a bool mask, "eager" ADDS the mask (a bool mask is silently wrong);
-- `config.sliding_window`: a query at position t sees keys at positions above t - window;
+- `config.sliding_window`: a query at position t sees keys at positions above t - window; a model without layer types
+  has such layers if its module imports `create_sliding_window_causal_mask` (for chunks: `create_chunked_causal_mask`);
 - `config.attention_chunk_size`: a query sees keys of its own chunk of positions only (Llama 4).
 """
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """The layer types whose masks are known here."""
@@ -35,9 +37,12 @@ class Span:
     chunk: int | None = None
 
 
-def spans(config: PreTrainedConfig) -> Span | Mapping[str, Span]:
-    """One span per layer type where the model takes a dict of masks, else the one that all layers share."""
-    text = config.get_text_config(decoder=True)
+def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
+    """One span per layer type where the model takes a dict of masks, else the one that all layers share.
+
+    A window or a chunk that stands in a config whose model never asks for such a mask is ignored, as the model does.
+    """
+    text = model.config.get_text_config(decoder=True)
     window, chunk = getattr(text, "sliding_window", None), getattr(text, "attention_chunk_size", None)
     if hasattr(text, "layer_types"):
         kinds = {
@@ -46,7 +51,12 @@ def spans(config: PreTrainedConfig) -> Span | Mapping[str, Span]:
             "chunked_attention": Span(chunk=chunk),
         }
         return {kind: kinds[kind] for kind in dict.fromkeys(text.layer_types)}
-    return Span(window=window, chunk=None if window is not None else chunk)
+    asked = vars(sys.modules[type(model).__module__])
+    if window is not None and "create_sliding_window_causal_mask" in asked:
+        return Span(window=window)
+    if chunk is not None and "create_chunked_causal_mask" in asked:
+        return Span(chunk=chunk)
+    return Span()
 
 
 def _nothing() -> Int[np.ndarray, " nodes"]:
@@ -85,9 +95,13 @@ class Pending:
             raise ValueError(f"parents of nodes {first}..{first + count - 1} must stand before them, got {parents}")
         if self.chain and (parents == numbers - 1).all():
             return self._chained(count)
-        depths = np.concatenate([self.depths, np.zeros(count, dtype=np.int64)])
-        for number, parent in zip(numbers.tolist(), parents.tolist(), strict=True):
-            depths[number] = depths[parent] + 1 if parent >= 0 else 0
+        above, depths = parents, np.zeros(count, dtype=np.int64)
+        while (inside := above >= first).any():
+            depths += inside
+            above = np.where(inside, parents[above - first], above)
+        if first:
+            depths += np.where(above >= 0, self.depths[above] + 1, 0)
+        depths = np.concatenate([self.depths, depths])
         return Pending(parents=np.concatenate([self.parents, parents]), depths=depths, chain=False)
 
     def _chained(self, count: int) -> "Pending":

@@ -231,7 +231,7 @@ class SlotCache:
         rows, capacity = self._num_rows, self._capacity
         while rows < len(self._row_of):
             rows = min(2 * rows, self._max_slots)
-        while capacity < min(used + 1, self._max_capacity):
+        while capacity <= used:
             capacity = min(2 * capacity, self._max_capacity)
         if (rows, capacity) == (self._num_rows, self._capacity):
             return

@@ -1,20 +1,22 @@
 """A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.lm.attention import MaskBuilder, Pending, Sight, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.support import refusal, rotary_limit
+from outrider.lm.support import refusal, context_limit
+from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
+
+_TOLERANCE = 1e-2
 
 
 @dataclass(kw_only=True)
@@ -119,14 +121,14 @@ class LanguageModel:
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
         self.max_slots, self.pad_to = max_slots, pad_to
         self.num_forwards = 0
-        limits = [getattr(text, "max_position_embeddings", None), rotary_limit(model.config)]
+        limits = [getattr(text, "max_position_embeddings", None), context_limit(model.config)]
         limit = min((n for n in limits if n is not None), default=None)
         if max_context is not None and limit is not None and max_context > limit:
             raise InputError(
                 f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"
             )
         additive = None if text._attn_implementation == "sdpa" else self.dtype
-        self._builder = MaskBuilder(spans=spans(model.config), additive=additive, device=self.device)
+        self._builder = MaskBuilder(spans=spans(model), additive=additive, device=self.device)
         probe = Probe()
         width = self._probe(probe)
         if vocab_size is not None and not 1 <= vocab_size <= width:
@@ -140,7 +142,9 @@ class LanguageModel:
         )
         self._cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)
         self._slots: dict[int, _Slot] = {}
-        self._layers = _decoder_layers(model, self.num_layers)
+        self._layers = decoder_layers(model, self.num_layers)
+        if (reason := self._misread()) is not None:
+            raise InputError(reason)
 
     @property
     def num_bytes(self) -> int:
@@ -225,7 +229,7 @@ class LanguageModel:
         self._cache.prepare(slots, written, view)
         wanted = batch.wanted()
         columns = self._columns(wanted, batch.width)
-        with self._tapped(taps) as seen:
+        with tapped(self._layers, taps) as seen:
             output = self.model(
                 input_ids=self._tokens(batch),
                 attention_mask=masks,
@@ -318,47 +322,42 @@ class LanguageModel:
         hidden = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
         return Extension(logits=logits, taps=dict.fromkeys(taps, hidden))
 
-    @contextmanager
-    def _tapped(self, taps: Sequence[int]) -> Iterator[Mapping[int, Float[Tensor, "rows width hidden"]]]:
-        """Collect hidden states while the body runs; without taps nothing is hooked."""
-        seen: dict[int, Tensor] = {}
-
-        def entering(k: int) -> object:
-            def hook(_: nn.Module, args: tuple[Tensor, ...], named: Mapping[str, Tensor]) -> None:
-                seen[k] = args[0] if args else named["hidden_states"]
-
-            return hook
-
-        def leaving(_: nn.Module, __: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
-            seen[self.num_layers] = output[0] if isinstance(output, tuple) else output
-
-        handles = []
-        for k in dict.fromkeys(taps):
-            if k == self.num_layers:
-                handles.append(self._layers[-1].register_forward_hook(leaving))
-            else:
-                handles.append(self._layers[k].register_forward_pre_hook(entering(k), with_kwargs=True))
-        try:
-            yield seen
-        finally:
-            for handle in handles:
-                handle.remove()
-
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:
         """Show the probe what layers keep, by a forward of two tokens; returns the width of the logits."""
         sight = look([0], [Pending().grown(2, None)], [2], 2)
         _, masks, positions = self._upload(sight, sight.positions, 2)
         tokens = torch.zeros_like(positions)
-        output = self.model(
-            input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=probe, use_cache=True
-        )
+        try:
+            output = self.model(
+                input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=probe, use_cache=True
+            )
+        except AttributeError as error:
+            name = self.model.config.model_type
+            raise InputError(f"{name} asks more of masks or of its cache than is known here: {error}") from error
         return int(output.logits.shape[-1])
 
+    @torch.inference_mode()
+    def _misread(self) -> str | None:
+        """Why this model cannot be trusted with trees, found by trying one; None if it can.
 
-def _decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
-    decoder = model.get_decoder()
-    for module in decoder.modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
-    raise InputError(f"no list of {num_layers} decoder layers found in {type(decoder).__name__}")
+        The last of two siblings must say what a plain run says that has never seen the other. Roundings of less than
+        float32 are too coarse to judge by, and pass.
+        """
+        if self.dtype not in (torch.float32, torch.float64):
+            return None
+        low, high = (n % self.vocab_size for n in (3, 5))
+        slot = self.open()
+        siblings = np.array([-1, 0, 0, 2])
+        tree = torch.tensor([low, high, low, high], device=self.device)
+        ours = self.extend([Segment(slot=slot, tokens=tree, parents=siblings, logits="last")]).logits[0]
+        self.release(slot)
+        self.num_forwards = 0
+        plain = self.model(input_ids=tree[None, [0, 2, 3]], use_cache=False).logits[0, -1, : self.vocab_size]
+        difference, spread = float((ours - plain).abs().max()), float(plain.max() - plain.min())
+        if difference <= _TOLERANCE * spread:
+            return None
+        return (
+            f"{self.model.config.model_type} does not read a tree of tokens as it reads a text (logits differ by "
+            f"{difference:.2g} in a range of {spread:.2g}), so its masks or positions work in a way unknown here"
+        )

@@ -28,14 +28,23 @@ def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context:
         config, kind = model_or_config.config, type(model_or_config)
     else:
         config, kind = model_or_config, _causal_class(model_or_config)
-    reasons = (_family(config, kind), _layers(config), _signature(config, kind), _kernel(config, kind))
-    return next((reason for reason in (*reasons, _rotary(config, max_context)) if reason is not None), None)
+    return (
+        _family(config, kind)
+        or _layers(config)
+        or _signature(kind)
+        or _kernel(config, kind)
+        or _context(config, max_context)
+    )
 
 
-def rotary_limit(config: PreTrainedConfig) -> int | None:
-    """The context beyond which a long-context rotary scheme changes the embedding of ALL positions; None: never."""
-    limits = [p["original_max_position_embeddings"] for p in _rotary_parameters(config) if _type(p) == "longrope"]
-    return min(limits, default=None)
+def context_limit(config: PreTrainedConfig) -> int | None:
+    """The longest context in which a model can be driven from outside, beyond what it was trained for; None: any.
+
+    longrope embeds ALL positions anew once a text is longer than the original context. Llama 4 scales queries by
+    positions that it does not take from `position_ids` but counts from the length of a cache that all rows share; the
+    scale is 1 until `floor_scale`.
+    """
+    return min((limit for limit, _ in _limits(config)), default=None)
 
 
 def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
@@ -73,7 +82,7 @@ def _layers(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+def _signature(kind: type[PreTrainedModel]) -> str | None:
     known = inspect.signature(kind.forward).parameters
     missing = [n for n in ("past_key_values", "position_ids", "logits_to_keep") if n not in known]
     if missing:
@@ -81,7 +90,7 @@ def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> 
     return None
 
 
-def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     text = config.get_text_config(decoder=True)
     kernel = text._attn_implementation
     if kernel not in (None, "sdpa", "eager"):
@@ -95,16 +104,29 @@ def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str
     return None
 
 
-def _rotary(config: PreTrainedConfig, max_context: int | None) -> str | None:
+def _context(config: PreTrainedConfig, max_context: int | None) -> str | None:
     if any(_type(p) == "dynamic" for p in _rotary_parameters(config)):
-        return f"{config.model_type} uses dynamic rotary scaling, which changes the embedding of cached tokens as text grows"
-    limit = rotary_limit(config)
-    if limit is not None and max_context is not None and max_context > limit:
-        return (
-            f"{config.model_type} changes the rotary embedding of cached tokens once text is longer than {limit} "
-            f"(longrope), and max_context is {max_context}; give max_context={limit} or less"
-        )
+        return f"{config.model_type} uses dynamic rotary scaling, which embeds cached tokens anew as text grows"
+    for limit, reason in _limits(config):
+        if max_context is not None and max_context > limit:
+            return (
+                f"{config.model_type} {reason} once text is longer than {limit} tokens, and max_context is "
+                f"{max_context}; give max_context={limit} or less"
+            )
     return None
+
+
+def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
+    """Contexts beyond which something happens that cannot be steered from outside, and what happens."""
+    text = config.get_text_config(decoder=True)
+    limits = [
+        (p["original_max_position_embeddings"], "embeds cached tokens anew (longrope)")
+        for p in _rotary_parameters(config)
+        if _type(p) == "longrope"
+    ]
+    if getattr(text, "attn_temperature_tuning", False):
+        limits.append((text.floor_scale - 1, "scales queries by the length of the cache (attn_temperature_tuning)"))
+    return limits
 
 
 def _rotary_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
