@@ -1,4 +1,4 @@
-"""What all tests share: shapes checked at run time, two threads, no network."""
+"""What all tests share: shapes checked at run time, one thread (models are tiny), no network."""
 
 import os
 
@@ -7,8 +7,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 from jaxtyping import install_import_hook
 
+import tests.shapes  # noqa: F401 (the hook looks it up)
+
 install_import_hook("outrider", "tests.shapes.checked")
 
 import torch  # noqa: E402 (the hook must come first)
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from outrider.lm.attention import MaskBuilder, Pending, Sight, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.support import refusal, context_limit
+from outrider.lm.support import context_limit, refusal
 from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
 
