@@ -145,10 +145,10 @@ class Sight:
     ancestors: Bool[np.ndarray, "rows queries pending"] | None
 
 
-def look(lengths: Sequence[int], pendings: Sequence[Pending], counts: Sequence[int], width: int) -> Sight:
+def look(lengths: Sequence[int], pendings: Sequence[Pending], counts: Int[np.ndarray, " rows"], width: int) -> Sight:
     """The sight of the last `counts[r]` pending nodes of each row, padded to `width` columns."""
-    first = np.array([len(p) - n for p, n in zip(pendings, counts, strict=True)])
-    numbers = first[:, None] + np.minimum(np.arange(width), np.asarray(counts)[:, None] - 1)
+    first = np.array([len(p) for p in pendings]) - counts
+    numbers = first[:, None] + np.minimum(np.arange(width), counts[:, None] - 1)
     behind = np.asarray(lengths)[:, None]
     if all(p.chain for p in pendings):
         positions = behind + numbers

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from outrider.lm.attention import MaskBuilder, Pending, Sight, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.support import refusal, context_limit
+from outrider.lm.support import context_limit, refusal
 from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
 
@@ -47,7 +47,7 @@ class _Batch:
     counts: Int[np.ndarray, " rows"]
     width: int
 
-    def wanted(self) -> list[Int[np.ndarray, " wanted"]]:
+    def wanted(self) -> list[Int[np.ndarray, " _"]]:
         """The columns whose logits each row wants."""
         first = {"all": lambda n: 0, "last": lambda n: n - 1, "none": lambda n: n}
         return [np.arange(first[s.logits](n), n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
@@ -292,7 +292,7 @@ class LanguageModel:
         masks = self._builder.masks(sight=sight, positions=positions, base=base, start=start, depths=depths, view=view)
         return written, masks, positions
 
-    def _columns(self, wanted: Sequence[Int[np.ndarray, " wanted"]], width: int) -> Int[np.ndarray, " columns"]:
+    def _columns(self, wanted: Sequence[Int[np.ndarray, " _"]], width: int) -> Int[np.ndarray, " columns"]:
         """The columns for which the LM head runs: those that any row wants, at least `pad_to` if there are any."""
         marked = np.zeros(width, dtype=bool)
         for columns in wanted:
@@ -306,7 +306,7 @@ class LanguageModel:
         values: Float[Tensor, "rows columns dim"],
         batch: _Batch,
         columns: Int[np.ndarray, " columns"],
-        wanted: Sequence[Int[np.ndarray, " wanted"]],
+        wanted: Sequence[Int[np.ndarray, " _"]],
     ) -> Float[Tensor, "wanted dim"]:
         """What is wanted of each row, one behind the other in the caller's order of segments."""
         places = [row * len(columns) + np.searchsorted(columns, wanted[row]) for row in batch.order]
@@ -325,7 +325,7 @@ class LanguageModel:
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:
         """Show the probe what layers keep, by a forward of two tokens; returns the width of the logits."""
-        sight = look([0], [Pending().grown(2, None)], [2], 2)
+        sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
         _, masks, positions = self._upload(sight, sight.positions, 2)
         tokens = torch.zeros_like(positions)
         try:
