@@ -98,7 +98,7 @@ class Pending:
         above, depths = parents, np.zeros(count, dtype=np.int64)
         while (inside := above >= first).any():
             depths += inside
-            above = np.where(inside, parents[above - first], above)
+            above = np.where(inside, parents[np.maximum(above - first, 0)], above)
         if first:
             depths += np.where(above >= 0, self.depths[above] + 1, 0)
         depths = np.concatenate([self.depths, depths])
