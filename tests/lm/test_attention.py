@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.lm.attention import MaskBuilder, Pending, Span, look, spans, upload
+from outrider.lm.attention import MaskBuilder, Pending, Span, look, spans
 from tests.zoo import tiny
 
 
@@ -43,11 +43,8 @@ def test_a_node_sees_committed_tokens_its_ancestors_and_itself_within_its_span(
     width = int(counts.max()) + padding
     view = max(length + len(p) for (length, _), p in zip(batch, pendings, strict=True)) + 2
     sight = look([length for length, _ in batch], pendings, counts, width)
-    positions, base, start, depths = upload(
-        [sight.positions, sight.base, sight.start, sight.depths], torch.device("cpu")
-    )
     builder = MaskBuilder(spans=span, additive=None, device=torch.device("cpu"))
-    masks = builder.masks(sight=sight, positions=positions, base=base, start=start, depths=depths, view=view)
+    masks = builder.masks(sight, torch.from_numpy(sight.positions), view)
     for r, (length, calls) in enumerate(batch):
         parents = [parent for call in calls for parent in call]
         first = len(parents) - len(calls[-1])
@@ -68,10 +65,8 @@ def test_a_node_sees_committed_tokens_its_ancestors_and_itself_within_its_span(
 
 def test_additive_masks_hold_zero_and_the_lowest_number() -> None:
     sight = look([1], [Pending().grown(2, np.array([-1, -1]))], np.array([2]), 2)
-    tensors = upload([sight.positions, sight.base, sight.start, sight.depths], torch.device("cpu"))
-    positions, base, start, depths = tensors
     builder = MaskBuilder(spans={"full_attention": Span()}, additive=torch.bfloat16, device=torch.device("cpu"))
-    masks = builder.masks(sight=sight, positions=positions, base=base, start=start, depths=depths, view=3)
+    masks = builder.masks(sight, torch.from_numpy(sight.positions), 3)
     low = torch.finfo(torch.bfloat16).min
     assert masks["full_attention"].tolist() == [[[[0.0, 0.0, low], [0.0, low, 0.0]]]]
     assert masks["full_attention"].dtype == torch.bfloat16

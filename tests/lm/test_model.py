@@ -290,3 +290,15 @@ def test_wrong_calls_raise_and_change_nothing() -> None:
     pair.extend([Growth(slot=slot, tokens=[4], parents=[2])])
     pair.commit({slot: [0, 2, 3]})
     pair.extend([Growth(slot=slot, tokens=[4])])
+
+
+def test_padding_beside_a_slot_that_is_full_hurts_nothing() -> None:
+    rng = np.random.default_rng(12)
+    pair = Pair(lm=LanguageModel(tiny("llama"), max_slots=2, max_context=255, pad_to=3))
+    full, other = pair.open(), pair.open()
+    prefill(pair, [full, other], [253, 7], 1, rng)
+    pair.extend([Growth(slot=full, tokens=draw(rng, 1)), Growth(slot=other, tokens=draw(rng, 9))])
+    pair.extend([Growth(slot=full, tokens=draw(rng, 1))])
+    pair.commit({full: [0, 1], other: range(9)})
+    pair.truncate(full, 254)
+    pair.extend([Growth(slot=full, tokens=draw(rng, 1)), Growth(slot=other, tokens=draw(rng, 5))])
