@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.decode import Parts, prefill, step, tokens_left
+from outrider.drafters.none import NoDrafter
 from outrider.text import Ending
 from outrider.types import InputError, Request, Running, Sampling, Step
 
@@ -262,6 +263,23 @@ class Engine:
                 self.cancel(id)
             raise
         return [outputs[id] for id in requests]
+
+    def plain(self) -> "Engine":
+        """An engine over the same target that drafts nothing. The two share the target's slots."""
+        self.rest()
+        return Engine(
+            replace(self.parts, drafter=NoDrafter()),
+            tokenizer=self.tokenizer,
+            eos_ids=self.eos_ids,
+            sampling=self.sampling,
+            max_slots=self.max_slots,
+        )
+
+    def rest(self) -> None:
+        """Give back the slot that is kept warm for a prompt that continues the last one."""
+        warm, self._warm = self._warm, None
+        if warm is not None:
+            self._release(warm)
 
     def _check(self, request: Request) -> None:
         longest = self.parts.target.max_context

@@ -1,0 +1,57 @@
+"""The command line: one file per command; errors of the person typing become one sentence and exit status 2."""
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from outrider import __version__
+from outrider.cli.chat import chat
+from outrider.cli.generate import generate
+from outrider.cli.methods import methods
+from outrider.cli.prove import prove
+from outrider.types import InputError
+
+app = typer.Typer(
+    name="outrider",
+    help="Lossless speculative decoding for Hugging Face causal language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(chat)
+app.command()(prove)
+app.command()(methods)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for Hugging Face causal language models."""
+
+
+def main() -> None:
+    """Run the command line."""
+    try:
+        app()
+    except InputError as error:
+        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Options that several commands share, each declared once, and the engine that they describe."""
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import typer
+from transformers.utils import logging
+
+from outrider.engine import Engine
+from outrider.load import load
+from outrider.types import Sampling
+
+Target = Annotated[
+    str | None, typer.Option(help="Directory or hub id of the target; without it, the pair that ships with Outrider.")
+]
+Drafter = Annotated[str | None, typer.Option(help="Who guesses, as name:key=value; see `outrider methods`.")]
+Tree = Annotated[str, typer.Option(help="How drafts grow.")]
+Verifier = Annotated[str, typer.Option(help="Which draft tokens survive.")]
+Length = Annotated[str | None, typer.Option(help="When to stop drafting, such as fixed:5.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default the GPU where there is one.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.")]
+Attention = Annotated[str | None, typer.Option("--attn-implementation", help="sdpa or eager.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
+BatchSize = Annotated[int, typer.Option(help="Most requests at once.")]
+MaxContext = Annotated[int | None, typer.Option(help="Longest context in tokens.")]
+
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; by default what the model's config says.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the likeliest tokens up to this mass, in (0, 1].")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")]
+RepetitionPenalty = Annotated[float | None, typer.Option(help="Above 1 discourages tokens of prompt and output.")]
+FrequencyPenalty = Annotated[float | None, typer.Option(help="Subtracted per occurrence in the output.")]
+PresencePenalty = Annotated[float | None, typer.Option(help="Subtracted once if in the output.")]
+Seed = Annotated[int | None, typer.Option(help="Makes the draws repeatable.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate per prompt.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What the shared options say."""
+
+    target: str | None
+    drafter: str | None
+    tree: str
+    verifier: str
+    length: str | None
+    device: str | None
+    dtype: str
+    attn_implementation: str | None
+    revision: str | None
+    trust_remote_code: bool
+    batch_size: int
+    max_context: int | None
+
+    def engine(self) -> Engine:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        return load(
+            self.target,
+            drafter=self.drafter,
+            tree=self.tree,
+            verifier=self.verifier,
+            length=self.length,
+            device=self.device,
+            dtype=self.dtype,
+            attn_implementation=self.attn_implementation,
+            revision=self.revision,
+            trust_remote_code=self.trust_remote_code,
+            max_slots=self.batch_size,
+            max_context=self.max_context,
+        )
+
+
+def sampling(default: Sampling, **given: Any) -> Sampling:
+    """The engine's default settings with what was given on the command line in their place."""
+    return replace(default, **{key: value for key, value in given.items() if value is not None})

@@ -1,0 +1,98 @@
+"""The gate before any printed speedup: the combination is lossless, and this very pair is greedy-identical in float32."""
+
+import copy
+import hashlib
+import json
+import os
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+import transformers
+
+from outrider.drafters.model import Model
+from outrider.engine import Engine
+from outrider.lm.model import LanguageModel
+from outrider.lm.protocol import LM
+from outrider.proof.identity import Difference, Identity, identity
+from outrider.types import InputError
+
+NUM_TOKENS = 32
+PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
+"""Three openings; without a tokenizer, three lists of low token ids."""
+
+
+def gate(engine: Engine) -> Identity:
+    """Greedy identity of the engine's pair in float32, on 3 prompts x 32 tokens; remembered by weights and versions.
+
+    Raises:
+        InputError: The outputs differ by more than a tie; no speedup may be printed.
+    """
+    place = _cache() / f"{_fingerprint(engine)}.json"
+    if place.is_file():
+        kept = json.loads(place.read_text())
+        found = Identity(num_tokens=kept["num_tokens"], differences=tuple(Difference(**d) for d in kept["differences"]))
+    else:
+        exact = in_float32(engine)
+        prompts = [exact.encode(p) for p in PROMPTS] if exact.tokenizer else [[1], [2, 3], [3, 1, 2]]
+        room = engine.parts.target.max_context - max(len(p) for p in prompts)
+        found = identity(exact, prompts, min(NUM_TOKENS, room))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fresh = place.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(asdict(found)))
+        fresh.rename(place)
+    if not found.holds:
+        worst = next(d for d in found.differences if not d.tie)
+        raise InputError(
+            f"this pair is not greedy-identical in float32: prompt {worst.prompt}, token {worst.position}, logit gap "
+            f"{worst.gap:.3g}; no speedup is printed for it. `outrider prove` shows more"
+        )
+    return found
+
+
+def in_float32(engine: Engine) -> Engine:
+    """The same engine computing in float32; the engine itself where it already does, or does better."""
+    parts = engine.parts
+    drafter = (
+        replace(parts.drafter, lm=_float32(parts.drafter.lm)) if isinstance(parts.drafter, Model) else parts.drafter
+    )
+    return Engine(
+        replace(parts, target=_float32(parts.target), drafter=drafter),
+        tokenizer=engine.tokenizer,
+        eos_ids=engine.eos_ids,
+        max_slots=engine.max_slots,
+    )
+
+
+def _float32(lm: LM) -> LM:
+    if not isinstance(lm, LanguageModel) or lm.dtype in (torch.float32, torch.float64):
+        return lm
+    return LanguageModel(
+        copy.deepcopy(lm.model).float(),
+        max_slots=lm.max_slots,
+        max_context=lm.max_context,
+        vocab_size=lm.vocab_size,
+    )
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "gate"
+
+
+def _fingerprint(engine: Engine) -> str:
+    """Names of the parts, versions, configurations and a sample of every weight, as one hash."""
+    digest = hashlib.sha256()
+    parts = engine.parts
+    for text in (torch.__version__, transformers.__version__, parts.tree, parts.verifier, parts.length):
+        digest.update(repr(text).encode())
+    drafter = parts.drafter
+    digest.update((type(drafter).__name__ if isinstance(drafter, Model) else repr(drafter)).encode())
+    for lm in (parts.target, drafter.lm if isinstance(drafter, Model) else None):
+        if isinstance(lm, LanguageModel):
+            digest.update(lm.model.config.to_json_string().encode())
+            digest.update(repr((lm.max_context, lm.vocab_size)).encode())
+            for name, weight in sorted(lm.model.state_dict().items()):
+                flat = weight.detach().flatten()
+                sample = flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy()
+                digest.update(name.encode() + sample.tobytes())
+    return digest.hexdigest()[:32]
