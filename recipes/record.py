@@ -18,7 +18,7 @@ def circumstances(arguments: Mapping[str, object]) -> dict[str, object]:
     return {
         "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(_git("status", "--porcelain")),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
