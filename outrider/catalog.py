@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -145,7 +146,7 @@ def make(family: Family, text: str) -> object:
     return known[name].make(**values)
 
 
-def _unknown(what: str, given: str, known: typing.Iterable[str]) -> str:
+def _unknown(what: str, given: str, known: Iterable[str]) -> str:
     names = list(known)
     close = difflib.get_close_matches(given, names, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else "."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from outrider.dice import Dice, PhiloxDice
@@ -161,16 +161,14 @@ def _prefix(draft: Draft, state: Running, node: int) -> Prefix:
 
 
 def _survivors(draft: Draft, verdict: Verdict) -> list[_Survivor]:
-    """The step's one copy from the device: paths, their tokens, counts and next tokens together."""
-    depth = verdict.paths.shape[1]
-    path_tokens = draft.tokens[verdict.paths.clamp_min(0)]
-    table: Int[Tensor, "requests columns"] = torch.cat(
-        [verdict.num_accepted[:, None], verdict.next_tokens[:, None], verdict.paths, path_tokens], 1
-    )
+    """What the verdict leaves of each request; one copy from the device."""
+    everything = torch.cat([draft.tokens, verdict.next_tokens]).tolist()
+    drafted, following = everything[: len(draft.tokens)], everything[len(draft.tokens) :]
     survivors = []
-    for first, (count, following, *both) in zip(draft.offsets[:-1].tolist(), table.tolist(), strict=True):
-        path, tokens = both[:count], both[depth : depth + count]
-        survivors.append(_Survivor(path=[node - first for node in path], tokens=[*tokens, following]))
+    for i, (first, count) in enumerate(zip(draft.offsets[:-1].tolist(), verdict.num_accepted.tolist(), strict=True)):
+        nodes = verdict.paths[i, :count].tolist()
+        tokens = [*(drafted[node] for node in nodes), following[i]]
+        survivors.append(_Survivor(path=[node - first for node in nodes], tokens=tokens))
     return survivors
 
 

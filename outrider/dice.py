@@ -1,7 +1,7 @@
 """Every random draw of the project: uniforms keyed by request seed, step, purpose and slot, never by position alone."""
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -26,9 +26,10 @@ class Draws:
     requests: Int[np.ndarray, " n"]
     slots: Int[np.ndarray, " n"]
     purpose: Purpose
-    active: Bool[Tensor, " n"] | None = None
+    active: Bool[np.ndarray, " n"] | None = None
 
 
+@runtime_checkable
 class Dice(Protocol):
     """The source of all randomness of one step of a batch of requests.
 
@@ -36,8 +37,8 @@ class Dice(Protocol):
     that runs in production.
     """
 
-    def accept(self, probability: Float[Tensor, " n"], draws: Draws) -> Bool[Tensor, " n"]:
-        """Independent biased coins; a probability of 0 never lands, 1 always does, and neither is a draw."""
+    def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
+        """Independent biased coins, on the host; 0 never lands, 1 always does, and neither is a draw."""
         ...
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
@@ -70,6 +71,10 @@ def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]
     return torch.searchsorted(running, share, right=True).squeeze(-1)
 
 
+def _upload(numbers: list[float], device: torch.device) -> Float[Tensor, " n"]:
+    return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+
+
 class PhiloxDice:
     """The production dice: NumPy's counter-based Philox, one stream per (seed, step, purpose).
 
@@ -82,8 +87,8 @@ class PhiloxDice:
 
     Example:
         >>> draws = Draws(requests=np.array([0]), slots=np.array([3]), purpose="accept")
-        >>> alone = PhiloxDice(seeds=[7], steps=[2]).accept(torch.tensor([0.5]), draws)
-        >>> in_a_batch = PhiloxDice(seeds=[7, 8], steps=[2, 0]).accept(torch.tensor([0.5]), draws)
+        >>> alone = PhiloxDice(seeds=[7], steps=[2]).accept(np.array([0.5]), draws)
+        >>> in_a_batch = PhiloxDice(seeds=[7, 8], steps=[2, 0]).accept(np.array([0.5]), draws)
         >>> bool(alone == in_a_batch)
         True
     """
@@ -100,27 +105,26 @@ class PhiloxDice:
         kind = _PURPOSES[purpose]
         stream = self._streams.get((request, kind))
         if stream is None or len(stream) <= slot:
-            size = 16 if stream is None else max(2 * len(stream), slot + 1)
+            size = max(16, slot + 1, 0 if stream is None else 2 * len(stream))
             stream = self._streams[request, kind] = self._generator(request, kind, 0).random(size)
         return float(stream[slot])
 
-    def _uniforms(self, draws: Draws, device: torch.device, offset: int = 0) -> Float[Tensor, " n"]:
+    def _uniforms(self, draws: Draws, offset: int = 0) -> list[float]:
         pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)
-        numbers = [self._uniform(request, slot + offset, draws.purpose) for request, slot in pairs]
-        return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
+        return [self._uniform(request, slot + offset, draws.purpose) for request, slot in pairs]
 
-    def accept(self, probability: Float[Tensor, " n"], draws: Draws) -> Bool[Tensor, " n"]:
-        return self._uniforms(draws, probability.device) < probability
+    def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
+        return np.array(self._uniforms(draws)) < probability
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
-        return inverse_cdf(weights, self._uniforms(draws, weights.device))
+        return inverse_cdf(weights, _upload(self._uniforms(draws), weights.device))
 
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
     ) -> Int[Tensor, "n count"]:
         chosen = []
         for k in range(count):
-            chosen.append(inverse_cdf(weights, self._uniforms(draws, weights.device, offset=k)))
+            chosen.append(inverse_cdf(weights, _upload(self._uniforms(draws, offset=k), weights.device)))
             if not replace:
                 weights = weights.scatter(1, chosen[-1][:, None], 0.0)
         return torch.stack(chosen, 1)

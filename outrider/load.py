@@ -102,7 +102,6 @@ def load(
         device=lm.device,
         dtype=model.dtype,
         max_slots=max_slots,
-        pad_to=pad_to,
     )
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
     if reason := refusal(Cell(rows=bound.rows, structure=grower.structure, verifier=catalog.name_of(rule))):

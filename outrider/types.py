@@ -200,11 +200,11 @@ class Verdict:
     Attributes:
         paths: Packed node indices of each request's accepted path in order, without the root, padded with -1.
         num_accepted: Length of each path.
-        next_tokens: The recovered token (after a rejection) or the bonus token (after none).
+        next_tokens: The recovered token (after a rejection) or the bonus token (after none), on the device.
     """
 
-    paths: Int[Tensor, "requests depth"]
-    num_accepted: Int[Tensor, " requests"]
+    paths: Int[np.ndarray, "requests depth"]
+    num_accepted: Int[np.ndarray, " requests"]
     next_tokens: Int[Tensor, " requests"]
 
 

@@ -1,4 +1,4 @@
-"""What all tests share: shapes checked at run time, two threads, no network."""
+"""What all tests share: shapes checked at run time, one thread (models are tiny), no network, float64 on request."""
 
 import os
 
@@ -12,12 +12,47 @@ import tests.shapes  # noqa: F401 (the hook looks it up)
 install_import_hook("outrider", "tests.shapes.checked")
 
 import pytest  # noqa: E402 (the hook must come first)
-import torch  # noqa: E402 (the hook must come first)
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1)
+
+_LOW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture
+def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No cast within the test takes a float64 tensor, or a whole number, to a lower floating type: transformers
+    casts to float32 in norms, softmaxes, rotary tables and routers.
+    """
+    to, kind, softmax, tensor_softmax = Tensor.to, Tensor.type, torch.nn.functional.softmax, Tensor.softmax
+
+    def wide(tensor: Tensor, dtype: object) -> object:
+        keeps = tensor.dtype == torch.float64 or not tensor.is_floating_point()
+        return torch.float64 if isinstance(dtype, torch.dtype) and dtype in _LOW and keeps else dtype
+
+    def patched_to(self: Tensor, *args: object, **named: object) -> Tensor:
+        args = tuple(wide(self, a) for a in args)
+        named = {k: wide(self, v) for k, v in named.items()}
+        return to(self, *args, **named)
+
+    def patched_type(self: Tensor, *args: object, **named: object) -> object:
+        return kind(self, *[wide(self, a) for a in args], **named)
+
+    def patched_softmax(tensor: Tensor, *args: object, dtype: object = None, **named: object) -> Tensor:
+        return softmax(tensor, *args, dtype=wide(tensor, dtype), **named)
+
+    def patched_tensor_softmax(self: Tensor, *args: object, dtype: object = None, **named: object) -> Tensor:
+        return tensor_softmax(self, *args, dtype=wide(self, dtype), **named)
+
+    monkeypatch.setattr(Tensor, "to", patched_to)
+    monkeypatch.setattr(Tensor, "float", lambda self: patched_to(self, torch.float32))
+    monkeypatch.setattr(Tensor, "type", patched_type)
+    monkeypatch.setattr(torch.nn.functional, "softmax", patched_softmax)
+    monkeypatch.setattr(Tensor, "softmax", patched_tensor_softmax)
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
-    """Weights of the tests' own small models are the same in every run and in any order."""
+    """Weights that a test draws are the same in every run and in any order."""
     torch.manual_seed(0)

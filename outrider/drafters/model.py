@@ -165,7 +165,6 @@ class ModelPath:
             max_slots=surroundings.max_slots,
             max_context=self.max_context,
             vocab_size=surroundings.vocab_size,
-            pad_to=surroundings.pad_to,
         )
         return Model(lm=lm)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -15,6 +15,7 @@ Rows = Literal["sampled", "point", "marginal"]
 """What a drafter's guesses are: a distribution after each prefix, one token, or a distribution per position."""
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Proposes tokens. Immutable: what belongs to one request is the value that `open` returns, kept by the loop in
     `Running.drafter_state` and passed back; it may change in place.
@@ -79,7 +80,6 @@ class Surroundings:
         device: Where the target is.
         dtype: What the target computes in.
         max_slots: Most requests at once.
-        pad_to: Fewest columns of a forward.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -87,9 +87,9 @@ class Surroundings:
     device: torch.device
     dtype: torch.dtype
     max_slots: int
-    pad_to: int
 
 
+@runtime_checkable
 class Unbound(Protocol):
     """A drafter as it is written down, before it knows the target."""
 

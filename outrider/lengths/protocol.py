@@ -1,7 +1,7 @@
 """What the loop asks of a length policy: how deep at most, whether to go on, and to be told what happened."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.types import Step
 
 
+@runtime_checkable
 class LengthPolicy(Protocol):
     """Decides when drafting stops, from the past and from rows, never from the tokens that were drawn: a rule that
     looks at a drawn token to decide whether to keep it breaks the law. Immutable; a request's state is a value.

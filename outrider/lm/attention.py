@@ -98,7 +98,7 @@ class Pending:
         above, depths = parents, np.zeros(count, dtype=np.int64)
         while (inside := above >= first).any():
             depths += inside
-            above = np.where(inside, parents[above - first], above)
+            above = np.where(inside, parents[np.maximum(above - first, 0)], above)
         if first:
             depths += np.where(above >= 0, self.depths[above] + 1, 0)
         depths = np.concatenate([self.depths, depths])
@@ -145,10 +145,10 @@ class Sight:
     ancestors: Bool[np.ndarray, "rows queries pending"] | None
 
 
-def look(lengths: Sequence[int], pendings: Sequence[Pending], counts: Sequence[int], width: int) -> Sight:
+def look(lengths: Sequence[int], pendings: Sequence[Pending], counts: Int[np.ndarray, " rows"], width: int) -> Sight:
     """The sight of the last `counts[r]` pending nodes of each row, padded to `width` columns."""
-    first = np.array([len(p) - n for p, n in zip(pendings, counts, strict=True)])
-    numbers = first[:, None] + np.minimum(np.arange(width), np.asarray(counts)[:, None] - 1)
+    first = np.array([len(p) for p in pendings]) - counts
+    numbers = first[:, None] + np.minimum(np.arange(width), counts[:, None] - 1)
     behind = np.asarray(lengths)[:, None]
     if all(p.chain for p in pendings):
         positions = behind + numbers
@@ -201,38 +201,35 @@ class MaskBuilder:
     additive: torch.dtype | None
     device: torch.device
 
-    def masks(
-        self,
-        *,
-        sight: Sight,
-        positions: Int[Tensor, "rows queries"],
-        base: Int[Tensor, "rows queries"],
-        start: Int[Tensor, " rows"],
-        depths: Int[Tensor, "rows pending"],
-        view: int,
-    ) -> Tensor | Mapping[str, Tensor]:
-        """Masks over the keys with an index below `view`; the tensors are the sight's arrays on the device."""
+    def masks(self, sight: Sight, positions: Int[Tensor, "rows queries"], view: int) -> Tensor | Mapping[str, Tensor]:
+        """Masks over the keys with an index below `view`; `positions` are the sight's, on the device."""
         keys = torch.arange(view, device=self.device)
-        seen = keys < base[:, :, None]
-        logical = keys.expand(len(positions), view)
-        if sight.ancestors is not None:
-            size = depths.shape[1]
-            number = keys - start[:, None]
-            inside = (start[:, None] >= 0) & (number >= 0) & (number < size)
-            number = number.clamp(0, size - 1)
-            ancestors = torch.from_numpy(sight.ancestors).to(self.device, non_blocking=True)
-            ancestors = ancestors.gather(2, number[:, None, :].expand(-1, seen.shape[1], -1))
-            seen = seen | (ancestors & inside[:, None, :])
-            logical = torch.where(inside, start[:, None] + depths.gather(1, number), logical)
+        if sight.ancestors is None:
+            seen, logical = keys <= positions[:, :, None], keys[None]
+        else:
+            seen, logical = self._tree(sight, keys)
         if isinstance(self.spans, Span):
             return self._masked(seen, positions, logical, self.spans)
         return {kind: self._masked(seen, positions, logical, span) for kind, span in self.spans.items()}
+
+    def _tree(
+        self, sight: Sight, keys: Int[Tensor, " keys"]
+    ) -> tuple[Bool[Tensor, "rows queries keys"], Int[Tensor, "rows keys"]]:
+        """What each query sees, and the position of each key."""
+        base, start, depths = upload([sight.base, sight.start, sight.depths], self.device)
+        number = keys - start[:, None]
+        inside = (start[:, None] >= 0) & (number >= 0) & (number < depths.shape[1])
+        number = number.clamp(0, depths.shape[1] - 1)
+        ancestors = torch.from_numpy(sight.ancestors).to(self.device, non_blocking=True)
+        ancestors = ancestors.gather(2, number[:, None, :].expand(-1, base.shape[1], -1))
+        seen = (keys < base[:, :, None]) | (ancestors & inside[:, None, :])
+        return seen, torch.where(inside, start[:, None] + depths.gather(1, number), keys)
 
     def _masked(
         self,
         seen: Bool[Tensor, "rows queries keys"],
         positions: Int[Tensor, "rows queries"],
-        logical: Int[Tensor, "rows keys"],
+        logical: Int[Tensor, "#rows keys"],
         span: Span,
     ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows 1 queries keys"]:
         if span.window is not None:

@@ -185,7 +185,7 @@ class SlotCache:
         return sum(g.storage.nbytes for g in self._groups)
 
     @property
-    def storages(self) -> Sequence[Float[Tensor, "entries rows capacity heads dim"]]:
+    def storages(self) -> Sequence[Float[Tensor, "_ _ _ _ _"]]:
         """The tensors that hold everything."""
         return [g.storage for g in self._groups]
 
@@ -213,16 +213,16 @@ class SlotCache:
         self._row_of[moved] = hole
 
     def places(
-        self, slots: Sequence[int], used: Sequence[int], counts: Sequence[int], width: int
+        self, slots: Sequence[int], used: Sequence[int], counts: Int[np.ndarray, " slots"], width: int
     ) -> Int[np.ndarray, "slots width"]:
-        """Where the next forward writes: the last `counts[i]` of the first `used[i]` positions of each slot, then padding.
+        """Where the next forward writes: the last `counts[i]` of a slot's first `used[i]` positions, then padding.
 
         Storage grows here if it must.
         """
         self._reserve(max(used))
         self._used.update(zip(slots, used, strict=True))
         rows = np.array([self._row_of[s] for s in slots])
-        ends, numbers = np.asarray(used)[:, None], np.asarray(counts)[:, None]
+        ends, numbers = np.asarray(used)[:, None], counts[:, None]
         columns = np.arange(width)
         within = np.where(columns < numbers, ends - numbers + columns, self._capacity - 1)
         return rows[:, None] * self._capacity + within
@@ -281,7 +281,7 @@ class SlotCache:
             rows = group.rows[index][:, : self._view].index_select(0, self._select)
         return rows.transpose(1, 2)
 
-    def move(self, moves: Mapping[int, tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]]) -> None:
+    def move(self, moves: Mapping[int, tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]]) -> None:
         """Per slot, copy positions (the first array) to positions (the second); all slots in one copy per tensor."""
         offsets = [(self._row_of[slot] * self._capacity, pair) for slot, pair in moves.items()]
         sources = np.concatenate([offset + pair[0] for offset, pair in offsets])

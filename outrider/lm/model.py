@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.lm.attention import MaskBuilder, Pending, Sight, look, spans, upload
+from outrider.lm.attention import MaskBuilder, Pending, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.support import refusal, context_limit
+from outrider.lm.support import context_limit, refusal
 from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
 
@@ -47,7 +47,7 @@ class _Batch:
     counts: Int[np.ndarray, " rows"]
     width: int
 
-    def wanted(self) -> list[Int[np.ndarray, " wanted"]]:
+    def wanted(self) -> list[Int[np.ndarray, " _"]]:
         """The columns whose logits each row wants."""
         first = {"all": lambda n: 0, "last": lambda n: n - 1, "none": lambda n: n}
         return [np.arange(first[s.logits](n), n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
@@ -225,14 +225,14 @@ class LanguageModel:
         places = self._cache.places(slots, used, batch.counts, batch.width)
         sight = look([self._slots[s].length for s in slots], [grown[s] for s in slots], batch.counts, batch.width)
         view = self._cache.view(max(used))
-        written, masks, positions = self._upload(sight, places, view)
+        written, positions = upload([places, sight.positions], self.device)
         self._cache.prepare(slots, written, view)
         wanted = batch.wanted()
         columns = self._columns(wanted, batch.width)
         with tapped(self._layers, taps) as seen:
             output = self.model(
                 input_ids=self._tokens(batch),
-                attention_mask=masks,
+                attention_mask=self._builder.masks(sight, positions, view),
                 position_ids=positions,
                 past_key_values=self._cache,
                 use_cache=True,
@@ -284,15 +284,7 @@ class LanguageModel:
         source = first[:, None] + np.minimum(np.arange(batch.width), batch.counts[:, None] - 1)
         return tokens[upload([source], self.device)[0]]
 
-    def _upload(
-        self, sight: Sight, places: Int[np.ndarray, "rows width"], view: int
-    ) -> tuple[Int[Tensor, "rows width"], Tensor | Mapping[str, Tensor], Int[Tensor, "rows width"]]:
-        arrays = [places, sight.positions, sight.base, sight.start, sight.depths]
-        written, positions, base, start, depths = upload(arrays, self.device)
-        masks = self._builder.masks(sight=sight, positions=positions, base=base, start=start, depths=depths, view=view)
-        return written, masks, positions
-
-    def _columns(self, wanted: Sequence[Int[np.ndarray, " wanted"]], width: int) -> Int[np.ndarray, " columns"]:
+    def _columns(self, wanted: Sequence[Int[np.ndarray, " _"]], width: int) -> Int[np.ndarray, " columns"]:
         """The columns for which the LM head runs: those that any row wants, at least `pad_to` if there are any."""
         marked = np.zeros(width, dtype=bool)
         for columns in wanted:
@@ -306,7 +298,7 @@ class LanguageModel:
         values: Float[Tensor, "rows columns dim"],
         batch: _Batch,
         columns: Int[np.ndarray, " columns"],
-        wanted: Sequence[Int[np.ndarray, " wanted"]],
+        wanted: Sequence[Int[np.ndarray, " _"]],
     ) -> Float[Tensor, "wanted dim"]:
         """What is wanted of each row, one behind the other in the caller's order of segments."""
         places = [row * len(columns) + np.searchsorted(columns, wanted[row]) for row in batch.order]
@@ -325,12 +317,15 @@ class LanguageModel:
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:
         """Show the probe what layers keep, by a forward of two tokens; returns the width of the logits."""
-        sight = look([0], [Pending().grown(2, None)], [2], 2)
-        _, masks, positions = self._upload(sight, sight.positions, 2)
-        tokens = torch.zeros_like(positions)
+        sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
+        (positions,) = upload([sight.positions], self.device)
         try:
             output = self.model(
-                input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=probe, use_cache=True
+                input_ids=torch.zeros_like(positions),
+                attention_mask=self._builder.masks(sight, positions, 2),
+                position_ids=positions,
+                past_key_values=probe,
+                use_cache=True,
             )
         except AttributeError as error:
             name = self.model.config.model_type

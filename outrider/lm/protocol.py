@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -45,6 +45,7 @@ class Extension:
     taps: Mapping[int, Float[Tensor, "nodes hidden"]]
 
 
+@runtime_checkable
 class LM(Protocol):
     """A causal language model with a slot per sequence.
 

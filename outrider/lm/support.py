@@ -1,6 +1,7 @@
 """Which models cannot be driven by slots and explicit masks, and why."""
 
 import inspect
+from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -22,12 +23,17 @@ def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context:
         >>> from transformers import LlamaConfig, MptConfig
         >>> refusal(LlamaConfig())
         >>> print(refusal(MptConfig()))
-        mpt adds a bias by distance in the cache (ALiBi), which is wrong for trees and cannot be given from outside
+        mpt adds a bias by distance in the cache (ALiBi), which is wrong for trees
     """
     if isinstance(model_or_config, PreTrainedModel):
-        config, kind = model_or_config.config, type(model_or_config)
-    else:
-        config, kind = model_or_config, _causal_class(model_or_config)
+        return _refusal(model_or_config.config, type(model_or_config), max_context)
+    kind = _causal_class(model_or_config)
+    if kind is None:
+        return f"{model_or_config.model_type} is no causal language model that transformers knows"
+    return _refusal(model_or_config, kind, max_context)
+
+
+def _refusal(config: PreTrainedConfig, kind: type[PreTrainedModel], max_context: int | None) -> str | None:
     return (
         _family(config, kind)
         or _layers(config)
@@ -52,17 +58,15 @@ def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _family(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> str | None:
+def _family(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     text, name = config.get_text_config(decoder=True), config.model_type
     if config.is_encoder_decoder:
         return f"{name} is an encoder-decoder model; a decoder-only causal language model is needed"
-    if kind is None:
-        return f"{name} is no causal language model that transformers knows"
     layer_types = getattr(text, "layer_types", None) or ()
     if getattr(kind, "_is_stateful", False) or any(t in _RECURRENT_TYPES for t in layer_types):
         return f"{name} has recurrent layers, whose state cannot be rolled back after a rejected draft"
     if text.model_type in _ALIBI or getattr(text, "alibi", False):
-        return f"{name} adds a bias by distance in the cache (ALiBi), which is wrong for trees and cannot be given from outside"
+        return f"{name} adds a bias by distance in the cache (ALiBi), which is wrong for trees"
     if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
         return f"{name} attends to later tokens (use_bidirectional_attention); it does not generate from left to right"
     if getattr(text, "add_cross_attention", False):
@@ -94,11 +98,14 @@ def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     text = config.get_text_config(decoder=True)
     kernel = text._attn_implementation
     if kernel not in (None, "sdpa", "eager"):
-        return f"attention implementation '{kernel}' takes no 4-D mask; load the model with attn_implementation='sdpa' or 'eager'"
+        return (
+            f"attention implementation '{kernel}' takes no 4-D mask; "
+            "load the model with attn_implementation='sdpa' or 'eager'"
+        )
     capped = getattr(text, "attn_logit_softcapping", None) is not None
     if kernel == "sdpa" and (text.model_type in _EAGER_ONLY or capped or not kind._supports_sdpa):
         return (
-            f"attention implementation 'sdpa' computes {config.model_type} wrongly (it knows no soft-cap and no sinks); "
+            f"attention implementation 'sdpa' computes {config.model_type} wrongly (no soft-cap, no sinks); "
             "load the model with attn_implementation='eager'"
         )
     return None
@@ -129,7 +136,7 @@ def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:
     return limits
 
 
-def _rotary_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
+def _rotary_parameters(config: PreTrainedConfig) -> list[dict[str, Any]]:
     """The rotary settings, one per layer type where they differ."""
     text = config.get_text_config(decoder=True)
     given = getattr(text, "rope_parameters", None) or {}
@@ -139,5 +146,5 @@ def _rotary_parameters(config: PreTrainedConfig) -> list[dict[str, object]]:
     return [{"original_max_position_embeddings": original, **p} for p in found]
 
 
-def _type(parameters: dict[str, object]) -> object:
+def _type(parameters: dict[str, Any]) -> object:
     return parameters.get("rope_type", parameters.get("type"))

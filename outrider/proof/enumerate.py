@@ -57,12 +57,12 @@ class EnumeratingDice:
         world.probability *= probability
         return outcome
 
-    def accept(self, probability: Float[Tensor, " n"], draws: Draws) -> Bool[Tensor, " n"]:
+    def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
         landed = []
         for p, request, slot in zip(probability.tolist(), draws.requests.tolist(), draws.slots.tolist(), strict=True):
             sides = [(1, 1.0)] if p >= 1 else [(0, 1.0)] if p <= 0 else [(1, p), (0, 1 - p)]
             landed.append(bool(self._choose(request, slot, draws, sides)))
-        return torch.tensor(landed, dtype=torch.bool)
+        return np.array(landed, dtype=bool)
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         active = [True] * len(weights) if draws.active is None else draws.active.tolist()

@@ -28,7 +28,7 @@ class ChiSquare:
 
 
 def chi_square(observed: Sequence[float], expected: Sequence[float]) -> ChiSquare:
-    r"""$\sum (o - e)^2 / e$ with its p-value, the upper tail of the chi-square law with one degree less than categories.
+    r"""$\sum (o - e)^2 / e$ with its p-value, the upper tail for one degree of freedom less than categories.
 
     Example:
         >>> round(chi_square([48, 52], [50, 50]).p_value, 3)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from outrider.trees.protocol import Level, Tree
 from outrider.types import Draft, Frontier, Guess, Running
 
 
+@runtime_checkable
 class Guesser(Protocol):
     """The part of a drafter that growing needs."""
 
@@ -23,6 +24,7 @@ class Guesser(Protocol):
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess: ...
 
 
+@runtime_checkable
 class Stopper(Protocol):
     """The part of a length policy that growing needs."""
 

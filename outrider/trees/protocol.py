@@ -1,7 +1,7 @@
 """What the growth loop asks of a tree: which children each new node gets, and which of them to expand."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -45,6 +45,7 @@ class Children:
     expand: Bool[np.ndarray, " m"]
 
 
+@runtime_checkable
 class Tree(Protocol):
     """A way of growing. Pure: what it needs to know is in the level."""
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
-from outrider.verifiers.protocol import chain_verdict, chains, child_rows, everyone, residual
+from outrider.verifiers.protocol import Chains, chains, child_rows, everyone, recover, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,31 +30,36 @@ class Block:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)
-        depth = side.nodes.shape[1]
-        w = torch.ones_like(side.ratios)
-        for i in range(depth):
-            before = w[side.nodes[:, i - 1]] if i else torch.ones_like(side.lengths, dtype=w.dtype)
-            present = i < side.lengths
-            reached = torch.where(present, (before * side.ratios[side.nodes[:, i]]).clamp_max(1), w[side.nodes[:, i]])
-            w[side.nodes[:, i]] = reached
-        h = w.clone()
-        inner = np.flatnonzero((draft.parents >= 0) & (np.diff(draft.first_child) > 0))
-        if len(inner):
-            nodes = torch.from_numpy(inner).to(w.device)
-            p = target_rows[nodes]
-            mass = (w[nodes, None].to(p.dtype) * p - child_rows(draft, nodes, p)).clamp_min(0).sum(-1).double()
-            below = mass + 1 - w[nodes]
-            h[nodes] = torch.where(below > 0, mass / below, torch.ones_like(below))
-        num_accepted = torch.zeros_like(side.lengths)
-        for i in range(depth, 0, -1):
-            open_ = (num_accepted == 0) & (i <= side.lengths)
-            landed = dice.accept(h[side.nodes[:, i - 1]] * open_, everyone(draft, i - 1, "accept"))
-            num_accepted = torch.where(open_ & landed, i, num_accepted)
-        last = side.roots(draft) + num_accepted
-        p = target_rows[last]
-        rejected = (num_accepted < side.lengths)[:, None]
-        weighted = w[last, None].to(p.dtype) * p
-        left = residual(weighted, child_rows(draft, last, p))
-        return chain_verdict(
-            draft, side, num_accepted, dice.pick(torch.where(rejected, left, p), everyone(draft, 0, "recover"))
-        )
+        w = np.ones((len(side.roots), side.depth + 1))
+        for i in range(side.depth):
+            w[:, i + 1] = np.minimum(1, w[:, i] * side.ratios[:, i])
+        h = w.copy()
+        position = np.arange(side.depth + 1)
+        inner = (position > 0) & (position < side.lengths[:, None])
+        mass = _mass(draft, side, target_rows, w, inner)
+        below = mass + 1 - w[inner]
+        h[inner] = np.where(below > 0, mass / np.where(below > 0, below, 1), 1)
+        num_accepted = np.zeros_like(side.lengths)
+        for i in range(side.depth, 0, -1):
+            undecided = (num_accepted == 0) & (i <= side.lengths)
+            landed = dice.accept(h[:, i] * undecided, everyone(draft, i - 1, "accept"))
+            num_accepted[undecided & landed] = i
+        last, rejected = side.roots + num_accepted, num_accepted < side.lengths
+        weight = w[np.arange(len(last)), num_accepted]
+        return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected, weight))
+
+
+def _mass(
+    draft: Draft,
+    side: Chains,
+    target_rows: Float[Tensor, "nodes vocab"],
+    w: Float[np.ndarray, "requests positions"],
+    inner: np.ndarray,
+) -> Float[np.ndarray, " inner"]:
+    """$A_i$ at every accepted prefix that is neither empty nor the whole chain."""
+    if not inner.any():
+        return np.zeros(0)
+    nodes = (side.roots[:, None] + np.arange(side.depth + 1))[inner]
+    p = target_rows[upload(nodes, target_rows.device)]
+    weights = torch.from_numpy(w[inner]).to(p)[:, None]
+    return (weights * p - child_rows(draft, nodes, p)).clamp_min(0).sum(-1).double().cpu().numpy()

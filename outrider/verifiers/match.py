@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
-from outrider.verifiers.protocol import everyone
+from outrider.verifiers.protocol import everyone, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,32 +25,25 @@ class Match:
     """
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        device = target_rows.device
-        children = _child_table(draft)
-        table = torch.from_numpy(children).to(device)
-        here = torch.from_numpy(draft.offsets[:-1]).to(device)
+        tokens = draft.tokens.cpu().numpy()
+        here = draft.offsets[:-1].copy()
         depth = int(draft.depths.max(initial=0))
-        walking = torch.ones_like(here, dtype=torch.bool)
-        num_accepted = torch.zeros_like(here)
-        next_tokens = torch.zeros_like(here)
-        path = []
-        for i in range(depth + 1):
-            drawn = dice.pick(target_rows[here], everyone(draft, i, "recover", walking))
-            next_tokens = torch.where(walking, drawn, next_tokens)
-            candidates = table[here]
-            hit = (candidates >= 0) & (draft.tokens[candidates.clamp_min(0)] == drawn[:, None])
-            walking = walking & hit.any(-1)
-            child = candidates.gather(1, hit.long().argmax(-1, keepdim=True)).squeeze(1)
-            here = torch.where(walking, child, here)
-            num_accepted = num_accepted + walking
-            path.append(torch.where(walking, child, -1))
-        return Verdict(paths=torch.stack(path, 1)[:, :depth], num_accepted=num_accepted, next_tokens=next_tokens)
-
-
-def _child_table(draft: Draft) -> np.ndarray:
-    """Children of every node side by side, padded with -1 to at least one column."""
-    counts = np.diff(draft.first_child)
-    table = np.full((len(counts), max(1, counts.max(initial=0))), -1)
-    column = np.arange(len(draft.links)) - np.repeat(draft.first_child[:-1], counts)
-    table[np.repeat(np.arange(len(counts)), counts), column] = draft.links
-    return table
+        paths = np.full((len(here), depth), -1)
+        num_accepted = np.zeros_like(here)
+        next_tokens = np.zeros_like(here)
+        walking = np.ones(len(here), dtype=bool)
+        while walking.any():
+            level = int(num_accepted.max())
+            rows = target_rows[upload(here, target_rows.device)]
+            drawn = dice.pick(rows, everyone(draft, level, "recover", walking)).cpu().numpy()
+            next_tokens[walking] = drawn[walking]
+            for r in np.flatnonzero(walking).tolist():
+                children = draft.links[draft.first_child[here[r]] : draft.first_child[here[r] + 1]]
+                hits = children[tokens[children] == drawn[r]]
+                walking[r] = len(hits) > 0
+                if walking[r]:
+                    here[r] = paths[r, num_accepted[r]] = hits[0]
+                    num_accepted[r] += 1
+        return Verdict(
+            paths=paths, num_accepted=num_accepted, next_tokens=torch.from_numpy(next_tokens).to(target_rows.device)
+        )

@@ -1,7 +1,7 @@
 """What the loop asks of a verifier, and the pieces that the rules share."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -12,8 +12,13 @@ from outrider.dice import Dice, Draws, Purpose
 from outrider.types import Draft, InputError, Verdict
 
 
+@runtime_checkable
 class Verifier(Protocol):
-    """Decides which nodes of a draft survive, for all requests of a batch at once. Immutable."""
+    """Decides which nodes of a draft survive, for all requests of a batch at once. Immutable.
+
+    Rows of the vocabulary stay on the device; what they say about single tokens is copied to the host once, and the
+    walk along the tree, a few numbers per node, happens there.
+    """
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         """Walk each tree; row n of `target_rows` is the target's distribution after node n, roots included."""
@@ -36,70 +41,104 @@ def residual(target_rows: Float[Tensor, "n vocab"], draft_rows: Float[Tensor, "n
     return torch.where(left.sum(-1, keepdim=True) > 0, left, target_rows)
 
 
-def child_rows(draft: Draft, nodes: Int[Tensor, " n"], like: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
+def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
     """The law of the first child of each node: the row it was drawn from, or one-hot where it was chosen.
 
     Leaves get an arbitrary row.
     """
-    row_of = torch.from_numpy(draft.row_of).to(like.device)[nodes]
-    chosen = torch.zeros_like(like)
-    if draft.rows is None or bool((draft.row_of < 0).any()):
-        following = (nodes + 1).clamp_max(len(draft.tokens) - 1)
-        chosen.scatter_(1, draft.tokens[following][:, None], 1.0)
+    row_of = draft.row_of[nodes]
+    if draft.rows is not None and (row_of >= 0).all():
+        return draft.rows[upload(row_of, like.device)].to(like.dtype)
+    following = upload(np.minimum(nodes + 1, len(draft.row_of) - 1), like.device)
+    chosen = torch.zeros_like(like).scatter_(1, draft.tokens[following][:, None], 1.0)
     if draft.rows is None:
         return chosen
-    return torch.where((row_of >= 0)[:, None], draft.rows[row_of.clamp_min(0)].to(like.dtype), chosen)
+    drawn = draft.rows[upload(row_of.clip(0), like.device)].to(like.dtype)
+    return torch.where(upload(row_of >= 0, like.device)[:, None], drawn, chosen)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chains:
-    """The chains of a draft side by side.
+    """The chains of a draft side by side, on the host.
 
     Attributes:
-        nodes: Packed index of each chain's i-th drafted node; its root where the chain is shorter.
+        roots: Packed index of each chain's root.
         lengths: Drafted tokens of each chain.
-        ratios: p(x) / q(x) of every node given its parent, in float64; 0 at roots, so padding is never accepted.
+        ratios: p(x) / q(x) of each chain's i-th token given its prefix; 0 where the chain is shorter, so that padding
+            is never accepted.
     """
 
-    nodes: Int[Tensor, "requests depth"]
-    lengths: Int[Tensor, " requests"]
-    ratios: Float[Tensor, " nodes"]
+    roots: Int[np.ndarray, " requests"]
+    lengths: Int[np.ndarray, " requests"]
+    ratios: Float[np.ndarray, "requests depth"]
 
-    def roots(self, draft: Draft) -> Int[Tensor, " requests"]:
-        return torch.from_numpy(draft.offsets[:-1]).to(self.nodes.device)
+    @property
+    def depth(self) -> int:
+        return self.ratios.shape[1]
+
+    def verdict(self, num_accepted: Int[np.ndarray, " requests"], next_tokens: Int[Tensor, " requests"]) -> Verdict:
+        """The verdict that keeps the first `num_accepted` nodes of each chain."""
+        position = np.arange(1, self.depth + 1)
+        paths = np.where(position <= num_accepted[:, None], self.roots[:, None] + position, -1)
+        return Verdict(paths=paths, num_accepted=num_accepted, next_tokens=next_tokens)
 
 
 def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
     """Read a draft as chains. Raises InputError if it branches."""
     if draft.branches:
         raise InputError("a chain verifier was given a branching draft; use match(), which walks any tree")
-    device = target_rows.device
-    lengths = np.diff(draft.offsets) - 1
-    position = np.arange(1, max(lengths, default=0) + 1)
-    nodes = draft.offsets[:-1, None] + np.where(position <= lengths[:, None], position, 0)
-    inner = np.flatnonzero(draft.parents >= 0)
-    parents, children = (torch.from_numpy(a).to(device) for a in (draft.parents[inner], inner))
-    tokens = draft.tokens[children]
-    p = target_rows[parents, tokens].double()
-    q = torch.ones_like(p)
-    if draft.rows is not None:
-        row_of = torch.from_numpy(draft.row_of).to(device)[parents]
-        q = torch.where(row_of >= 0, draft.rows[row_of.clamp_min(0), tokens].double(), q)
-    ratios = p.new_zeros(len(draft.tokens))
-    ratios[children] = torch.where(q > 0, p / q, torch.zeros_like(p))
-    return Chains(nodes=torch.from_numpy(nodes).to(device), lengths=torch.from_numpy(lengths).to(device), ratios=ratios)
+    roots, lengths = draft.offsets[:-1], np.diff(draft.offsets) - 1
+    ratios = np.zeros((len(roots), int(lengths.max(initial=0))))
+    if lengths.any():
+        inner = draft.parents >= 0
+        children = upload(np.flatnonzero(inner), target_rows.device)
+        tokens = draft.tokens[children]
+        p = target_rows[children - 1, tokens].double()
+        row_of = draft.row_of[np.flatnonzero(inner) - 1]
+        if draft.rows is None:
+            found = p
+        else:
+            q = draft.rows[upload(row_of.clip(0), p.device), tokens].double()
+            if (row_of < 0).any():
+                q = torch.where(upload(row_of >= 0, p.device), q, 1.0)
+            found = torch.where(q > 0, p / q, 0.0)
+        owners = np.repeat(np.arange(len(roots)), lengths)
+        ratios[owners, draft.depths[inner] - 1] = found.cpu().numpy()
+    return Chains(roots=roots, lengths=lengths, ratios=ratios)
 
 
-def everyone(draft: Draft, slot: int, purpose: Purpose, active: Bool[Tensor, " n"] | None = None) -> Draws:
+def upload(
+    array: Int[np.ndarray, " n"] | Bool[np.ndarray, " n"], device: torch.device
+) -> Int[Tensor, " n"] | Bool[Tensor, " n"]:
+    """A host array on the device."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
+def everyone(draft: Draft, slot: int, purpose: Purpose, active: Bool[np.ndarray, " n"] | None = None) -> Draws:
     """One draw for each request of the batch."""
     count = draft.num_requests
     return Draws(requests=np.arange(count), slots=np.full(count, slot), purpose=purpose, active=active)
 
 
-def chain_verdict(
-    draft: Draft, side: Chains, num_accepted: Int[Tensor, " requests"], next_tokens: Int[Tensor, " requests"]
-) -> Verdict:
-    """The verdict that keeps the first `num_accepted` nodes of each chain."""
-    position = torch.arange(side.nodes.shape[1], device=side.nodes.device)
-    paths = side.nodes.masked_fill(position >= num_accepted[:, None], -1)
-    return Verdict(paths=paths, num_accepted=num_accepted, next_tokens=next_tokens)
+def recover(
+    draft: Draft,
+    dice: Dice,
+    target_rows: Float[Tensor, "nodes vocab"],
+    last: Int[np.ndarray, " requests"],
+    rejected: Bool[np.ndarray, " requests"],
+    weight: Float[np.ndarray, " requests"] | None = None,
+) -> Int[Tensor, " requests"]:
+    r"""The token after the last accepted node: from $\max(0, w p - q)$ after a rejection, from $p$ after none.
+
+    Args:
+        last: Packed index of each request's last accepted node.
+        weight: $w$ of each request; None means 1.
+    """
+    p = target_rows[upload(last, target_rows.device)]
+    weights = p
+    if rejected.any():
+        scaled = p if weight is None else p * torch.from_numpy(weight).to(p)[:, None]
+        weights = residual(scaled, child_rows(draft, last, p))
+        if not rejected.all():
+            weights = torch.where(upload(rejected, p.device)[:, None], weights, p)
+    return dice.pick(weights, everyone(draft, 0, "recover"))

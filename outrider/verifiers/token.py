@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
-from outrider.verifiers.protocol import chain_verdict, chains, child_rows, everyone, residual
+from outrider.verifiers.protocol import chains, everyone, recover
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,13 +25,9 @@ class Token:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)
-        num_accepted = torch.zeros_like(side.lengths)
-        for i in range(side.nodes.shape[1]):
+        num_accepted = np.zeros_like(side.lengths)
+        for i in range(side.depth):
             alive = num_accepted == i
-            landed = dice.accept(side.ratios[side.nodes[:, i]] * alive, everyone(draft, i, "accept"))
-            num_accepted = num_accepted + (alive & landed)
-        last = side.roots(draft) + num_accepted
-        p = target_rows[last]
-        rejected = (num_accepted < side.lengths)[:, None]
-        weights = torch.where(rejected, residual(p, child_rows(draft, last, p)), p)
-        return chain_verdict(draft, side, num_accepted, dice.pick(weights, everyone(draft, 0, "recover")))
+            num_accepted += alive & dice.accept(side.ratios[:, i] * alive, everyone(draft, i, "accept"))
+        last, rejected = side.roots + num_accepted, num_accepted < side.lengths
+        return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))

@@ -255,3 +255,50 @@ def test_neither_extend_nor_commit_waits_for_the_device() -> None:
         )
         lm.commit({slots[0]: [0, 2, 5], slots[1]: [0], slots[2]: []})
     assert [lm.length(s) for s in slots] == [7, 6, 6]
+
+
+def test_full_slots_and_full_models_say_so_and_change_nothing() -> None:
+    rng = np.random.default_rng(11)
+    pair = Pair(lm=LanguageModel(tiny("llama"), max_slots=1, max_context=12))
+    slot = pair.open()
+    with pytest.raises(RuntimeError, match="all 1 slots are taken"):
+        pair.lm.open()
+    prefill(pair, [slot], [9], 1, rng)
+    pair.extend([Growth(slot=slot, tokens=draw(rng, 2), parents=[-1, -1])])
+    with pytest.raises(RuntimeError, match="9 committed and 2 pending tokens; 2 more pass max_context=12"):
+        pair.lm.extend([Segment(slot=slot, tokens=torch.tensor([1, 2]))])
+    pair.extend([Growth(slot=slot, tokens=draw(rng, 1), parents=[0])])
+
+
+def test_wrong_calls_raise_and_change_nothing() -> None:
+    pair = Pair(lm=LanguageModel(tiny("llama"), max_slots=2))
+    slot = pair.open()
+    pair.extend([Growth(slot=slot, tokens=[1, 2, 3], parents=[-1, 0, 0])])
+    one = torch.tensor([1])
+    with pytest.raises(ValueError, match="is no path from the root"):
+        pair.lm.commit({slot: [0, 1, 2]})
+    with pytest.raises(ValueError, match="is no path from the root"):
+        pair.lm.commit({slot: [0, 3]})
+    with pytest.raises(ValueError, match="must stand before them"):
+        pair.lm.extend([Segment(slot=slot, tokens=one, parents=np.array([3]))])
+    with pytest.raises(ValueError, match="two segments of one forward"):
+        pair.lm.extend([Segment(slot=slot, tokens=one), Segment(slot=slot, tokens=one)])
+    with pytest.raises(RuntimeError, match="slot 7 is not open"):
+        pair.lm.extend([Segment(slot=7, tokens=one)])
+    with pytest.raises(ValueError, match=r"taps must be in 0\.\.3"):
+        pair.lm.extend([Segment(slot=slot, tokens=one)], taps=(4,))
+    pair.extend([Growth(slot=slot, tokens=[4], parents=[2])])
+    pair.commit({slot: [0, 2, 3]})
+    pair.extend([Growth(slot=slot, tokens=[4])])
+
+
+def test_padding_beside_a_slot_that_is_full_hurts_nothing() -> None:
+    rng = np.random.default_rng(12)
+    pair = Pair(lm=LanguageModel(tiny("llama"), max_slots=2, max_context=255, pad_to=3))
+    full, other = pair.open(), pair.open()
+    prefill(pair, [full, other], [253, 7], 1, rng)
+    pair.extend([Growth(slot=full, tokens=draw(rng, 1)), Growth(slot=other, tokens=draw(rng, 9))])
+    pair.extend([Growth(slot=full, tokens=draw(rng, 1))])
+    pair.commit({full: [0, 1], other: range(9)})
+    pair.truncate(full, 254)
+    pair.extend([Growth(slot=full, tokens=draw(rng, 1)), Growth(slot=other, tokens=draw(rng, 5))])

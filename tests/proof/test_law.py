@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -23,7 +22,7 @@ from outrider.trees.chain import Chain
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import Block
 from outrider.verifiers.match import Match
-from outrider.verifiers.protocol import chain_verdict, chains, child_rows, everyone, residual
+from outrider.verifiers.protocol import chains, everyone, recover
 from outrider.verifiers.token import Token
 
 VERIFIERS = [pytest.param(row.make(), id=name) for name, row in catalog.rows("verifier").items()]
@@ -179,16 +178,13 @@ class ProductOfUniforms:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)
-        clipped = side.ratios[side.nodes].clamp_max(1).cumprod(-1)
-        accepted = torch.zeros_like(side.lengths)
-        for i in range(side.nodes.shape[1]):
+        clipped = side.ratios.clip(max=1).cumprod(-1)
+        accepted = np.zeros_like(side.lengths)
+        for i in range(side.depth):
             landed = dice.accept(clipped[:, i], everyone(draft, i, "accept"))
-            accepted = torch.where(landed & (i < side.lengths), i + 1, accepted)
-        last = side.roots(draft) + accepted
-        p = target_rows[last]
-        rejected = (accepted < side.lengths)[:, None]
-        weights = torch.where(rejected, residual(p, child_rows(draft, last, p)), p)
-        return chain_verdict(draft, side, accepted, dice.pick(weights, everyone(draft, 0, "recover")))
+            accepted = np.where(landed & (i < side.lengths), i + 1, accepted)
+        last, rejected = side.roots + accepted, accepted < side.lengths
+        return side.verdict(accepted, recover(draft, dice, target_rows, last, rejected))
 
 
 def test_a_wrong_block_rule_is_caught():
@@ -201,14 +197,12 @@ class RecoverFromTheTarget:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)
-        accepted = torch.zeros_like(side.lengths)
-        for i in range(side.nodes.shape[1]):
+        accepted = np.zeros_like(side.lengths)
+        for i in range(side.depth):
             alive = accepted == i
-            accepted = accepted + (
-                alive & dice.accept(side.ratios[side.nodes[:, i]] * alive, everyone(draft, i, "accept"))
-            )
-        p = target_rows[side.roots(draft) + accepted]
-        return chain_verdict(draft, side, accepted, dice.pick(p, everyone(draft, 0, "recover")))
+            accepted += alive & dice.accept(side.ratios[:, i] * alive, everyone(draft, i, "accept"))
+        last = side.roots + accepted
+        return side.verdict(accepted, recover(draft, dice, target_rows, last, np.zeros(len(last), dtype=bool)))
 
 
 def test_recovering_from_the_target_instead_of_the_residual_is_caught():
@@ -254,8 +248,8 @@ class ReusesOneDraw:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         everything = everyone(draft, 0, "accept")
-        dice.accept(torch.full((draft.num_requests,), 0.5, dtype=torch.float64), everything)
-        dice.accept(torch.full((draft.num_requests,), 0.5, dtype=torch.float64), everything)
+        dice.accept(np.full(draft.num_requests, 0.5), everything)
+        dice.accept(np.full(draft.num_requests, 0.5), everything)
         return Token().verify(draft, target_rows, dice)
 
 

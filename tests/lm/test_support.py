@@ -1,0 +1,115 @@
+"""Models that cannot be driven by masks are refused with their reason, and no others."""
+
+import pytest
+from transformers import (
+    BartConfig,
+    BloomConfig,
+    DeepseekV32Config,
+    FalconConfig,
+    JambaConfig,
+    LlamaConfig,
+    Mamba2Config,
+    MptConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+    RecurrentGemmaConfig,
+    RobertaConfig,
+    RobertaForCausalLM,
+    RwkvConfig,
+    ViTConfig,
+    XLMConfig,
+)
+
+from outrider.lm.model import LanguageModel
+from outrider.lm.support import context_limit, refusal
+from outrider.types import InputError
+from tests.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
+
+REFUSED = [
+    (BartConfig, "encoder-decoder"),
+    (Mamba2Config, "recurrent layers"),
+    (Qwen3NextConfig, "recurrent layers"),
+    (JambaConfig, "recurrent layers"),
+    (RecurrentGemmaConfig, "recurrent layers"),
+    (RwkvConfig, "recurrent layers"),
+    (BloomConfig, "ALiBi"),
+    (MptConfig, "ALiBi"),
+    (XLMConfig, "takes no past_key_values"),
+    (DeepseekV32Config, "layers of type indexed_attention"),
+    (ViTConfig, "no causal language model"),
+]
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+
+
+@pytest.mark.parametrize(("config", "reason"), REFUSED)
+def test_models_that_cannot_be_rolled_back_or_masked_are_refused(config: type[PreTrainedConfig], reason: str) -> None:
+    assert reason in (refusal(config()) or "")
+
+
+def test_falcon_is_refused_with_alibi_only() -> None:
+    assert "ALiBi" in (refusal(FalconConfig(alibi=True)) or "")
+    assert refusal(FalconConfig(alibi=False)) is None
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_models_of_the_zoo_are_not_refused(name: str) -> None:
+    assert refusal(tiny_config(name)) is None
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_soft_caps_and_sinks_need_eager_attention(name: str) -> None:
+    model = tiny(name)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(InputError, match="load the model with attn_implementation='eager'"):
+        LanguageModel(model)
+
+
+def test_attention_without_4d_masks_is_refused() -> None:
+    model = tiny("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(InputError, match="'flash_attention_2' takes no 4-D mask"):
+        LanguageModel(model)
+
+
+def test_rotary_tables_that_change_with_length_end_the_context() -> None:
+    dynamic = LlamaConfig(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    assert "dynamic rotary scaling" in (refusal(dynamic) or "")
+    config = tiny_config("phi3")
+    long = Phi3Config(**{**config.to_dict(), "rope_parameters": LONGROPE, "original_max_position_embeddings": 64})
+    assert context_limit(long) == 64
+    assert refusal(long, max_context=64) is None
+    assert "give max_context=64 or less" in (refusal(long, max_context=65) or "")
+
+
+def test_llama_4_ends_where_it_scales_queries_by_the_length_of_the_cache() -> None:
+    config = tiny_config("llama4")
+    assert context_limit(config) == 8191
+    config.attn_temperature_tuning = False
+    assert context_limit(config) is None
+
+
+def test_a_model_that_misreads_trees_is_refused_by_trying_one() -> None:
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = RobertaConfig(vocab_size=64, max_position_embeddings=80, is_decoder=True, **small)
+    model = scrambled(RobertaForCausalLM(config).double().eval())
+    assert refusal(model) is None
+    with pytest.raises(InputError, match="roberta does not read a tree of tokens as it reads a text"):
+        LanguageModel(model)
+
+
+def test_what_was_typed_wrongly_is_said() -> None:
+    model = tiny("llama")
+    with pytest.raises(InputError, match="max_slots must be >= 1, got 0"):
+        LanguageModel(model, max_slots=0)
+    with pytest.raises(InputError, match="max_context must be <= 384"):
+        LanguageModel(model, max_context=385)
+    with pytest.raises(InputError, match=r"vocab_size must be in 1\.\.64"):
+        LanguageModel(model, vocab_size=65)
