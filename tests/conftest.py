@@ -50,3 +50,9 @@ def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "type", patched_type)
     monkeypatch.setattr(torch.nn.functional, "softmax", patched_softmax)
     monkeypatch.setattr(Tensor, "softmax", patched_tensor_softmax)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Weights that a test draws are the same in every run and in any order."""
+    torch.manual_seed(0)

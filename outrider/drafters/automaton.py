@@ -5,6 +5,9 @@ from collections.abc import Iterable
 SUFFIXES = 64
 """How many suffixes of the text learn what followed them, longest first; only periodic text has more."""
 
+SEPARATOR = -1
+"""Stands between texts that do not continue one another; nothing is ever said to be followed by it."""
+
 
 class SuffixAutomaton:
     """Recognises every substring of what was fed to it; a state stands for substrings with the same end positions.
@@ -32,8 +35,9 @@ class SuffixAutomaton:
             self.append(token)
 
     def append(self, token: int) -> None:
-        """Grow by one token."""
-        self._count(token)
+        """Grow by one token, or by the separator."""
+        if token != SEPARATOR:
+            self._count(token)
         self.size += 1
         new = self._state(self.length[self._last] + 1)
         here = self._last

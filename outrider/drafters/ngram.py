@@ -29,7 +29,19 @@ class Ngram(Silent):
     """Copy what followed the newest earlier occurrence of the context's longest recurring end.
 
     Ends of `prompt_lookup_max` tokens are tried first, then shorter ones down to `prompt_lookup_min`. A step costs
-    the tokens that are new since the last one, not the context.
+    the tokens that are new since the last one, not the context. A draft ends where the context does.
+
+    Attributes:
+        prompt_lookup_max: Longest end, in tokens, that is looked for; the name is vLLM's, as is the next.
+        prompt_lookup_min: Shortest end, in tokens, that is trusted.
+
+    Example:
+        >>> from outrider.types import Sampling
+        >>> request = Request(id="r", prompt=(1, 2, 3, 4, 1, 2), max_new_tokens=8, sampling=Sampling())
+        >>> drafter = Ngram()
+        >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter_state=drafter.open(request))
+        >>> drafter.begin([state]).tokens
+        array([3])
 
     References:
         Saxena 2023, prompt lookup decoding. https://github.com/apoorvumang/prompt-lookup-decoding

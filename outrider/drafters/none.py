@@ -13,7 +13,13 @@ from outrider.types import Frontier, Guess, Request, Running
 
 @dataclass(frozen=True, kw_only=True)
 class Silent:
-    """What drafters share that read nothing but the committed tokens and propose one token at a time."""
+    """What drafters share that read nothing but the committed tokens and propose one token at a time.
+
+    They are context-pure: a guess follows from the tokens before the anchor and the draft's own, and from nothing else.
+    A later draft may answer otherwise after the same tokens, because more of them are committed by then. No rule that
+    carries rows from step to step can notice: its weight is the quotient of the target's and the draft's probability of
+    what was emitted, and a point draft gives a token that it did not propose the probability 0, so the target stands.
+    """
 
     @property
     def rows(self) -> Rows:

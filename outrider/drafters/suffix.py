@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from outrider.drafters.automaton import SuffixAutomaton
+from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
 from outrider.drafters.none import Silent
 from outrider.drafters.protocol import Surroundings
 from outrider.types import Frontier, Guess, InputError, Request, Running
@@ -48,7 +48,15 @@ class Suffix(Silent):
 
     Attributes:
         min_match: Shortest end, in tokens, that is trusted.
-        corpus: JSON lines with `text` or `tokens`, read once when the engine is put together.
+        corpus: JSON lines with `text` or `tokens`, read once when the engine is put together; entries stay apart.
+
+    Example:
+        >>> from outrider.types import Sampling
+        >>> request = Request(id="r", prompt=(5, 1, 2, 5, 3, 2, 5, 3, 9, 2, 5), max_new_tokens=8, sampling=Sampling())
+        >>> drafter = Suffix()
+        >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter_state=drafter.open(request))
+        >>> drafter.begin([state]).tokens
+        array([3])
 
     References:
         Oliaro et al. 2024, SuffixDecoding. https://arxiv.org/abs/2411.04975
@@ -105,20 +113,35 @@ def _read(path: Path, surroundings: Surroundings) -> SuffixAutomaton:
     if not path.is_file():
         raise InputError(f"there is no corpus file {path}; give JSON lines with `text` or `tokens`")
     automaton = SuffixAutomaton()
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                entry = json.loads(line)
-                tokens = entry.get("tokens")
-                if tokens is None:
-                    if surroundings.tokenizer is None:
-                        raise InputError(f"{path} holds text and there is no tokenizer; give `tokens` instead")
-                    tokens = surroundings.tokenizer(entry["text"], add_special_tokens=False)["input_ids"]
-            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-                raise InputError(f"line {number} of {path} is not a JSON object with `text` or `tokens`") from error
-            for token in tokens:
-                automaton.append(int(token))
+    try:
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                for token in _entry(line, f"line {number} of {path}", surroundings):
+                    automaton.append(token)
+                automaton.append(SEPARATOR)
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text; give JSON lines with `text` or `tokens`") from error
     return automaton
+
+
+def _entry(line: str, place: str, surroundings: Surroundings) -> list[int]:
+    """Token ids of one entry of a corpus, checked: a drafted id that the target does not have would end the run."""
+    if not line.strip():
+        return []
+    try:
+        entry = json.loads(line)
+    except json.JSONDecodeError:
+        entry = None
+    tokens, text = (entry.get("tokens"), entry.get("text")) if isinstance(entry, dict) else (None, None)
+    if tokens is None and isinstance(text, str):
+        if surroundings.tokenizer is None:
+            raise InputError(f"{place} holds text and there is no tokenizer; give `tokens` instead")
+        tokens = surroundings.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
+        raise InputError(f"{place} is not a JSON object with `text`, a string, or `tokens`, a list of token ids")
+    if wrong := [token for token in tokens if not 0 <= token < surroundings.vocab_size]:
+        raise InputError(f"{place}: token id {wrong[0]} is not in 0 .. {surroundings.vocab_size - 1}")
+    return tokens
 
 
 def _own(state: Running) -> SuffixState:

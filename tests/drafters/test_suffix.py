@@ -1,0 +1,206 @@
+"""The suffix drafter and its automaton against a search through all that was fed to them."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outrider.drafters.automaton import SuffixAutomaton
+from outrider.drafters.protocol import Surroundings
+from outrider.drafters.suffix import Suffix, SuffixState
+from outrider.types import InputError
+from tests.drafters.asking import chain, chains, running, step
+
+texts = st.lists(st.integers(0, 2), min_size=1, max_size=50)
+chunks = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
+BESIDE = Surroundings(tokenizer=None, vocab_size=9, device=torch.device("cpu"), dtype=torch.float32, max_slots=4)
+
+
+def followers(known: Sequence[int], end: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Per token that follows an occurrence of `end`: how often, and where last."""
+    found: dict[int, tuple[int, int]] = {}
+    for at in range(len(known) - len(end)):
+        if list(known[at : at + len(end)]) == list(end) and known[at + len(end)] >= 0:
+            token = known[at + len(end)]
+            found[token] = (found.get(token, (0, 0))[0] + 1, at)
+    return found
+
+
+def searched(known: Sequence[int], context: Sequence[int], min_match: int) -> tuple[int, int]:
+    """Length of the longest end of the context that something follows in `known`, and what most often does."""
+    for size in range(len(context), min_match - 1, -1):
+        if found := followers(known, context[len(context) - size :]):
+            return size, max(found, key=found.__getitem__)
+    return 0, -1
+
+
+def searched_chain(known: Sequence[int], context: Sequence[int], min_match: int, depth: int) -> list[int]:
+    path: list[int] = []
+    while len(path) < depth and (token := searched(known, [*context, *path], min_match)[1]) >= 0:
+        path.append(token)
+    return path
+
+
+@given(text=texts, word=st.lists(st.integers(0, 2), max_size=6))
+def test_the_automaton_recognises_exactly_the_substrings(text: list[int], word: list[int]) -> None:
+    automaton = SuffixAutomaton(text)
+    state = 0
+    for token in word:
+        state = automaton.next[state].get(token, -1) if state >= 0 else -1
+    assert (state >= 0) == any(text[at : at + len(word)] == word for at in range(len(text) - len(word) + 1))
+
+
+@given(text=texts)
+def test_the_automaton_stays_within_twice_the_text(text: list[int]) -> None:
+    assert len(SuffixAutomaton(text).length) <= max(2, 2 * len(text))
+
+
+@given(text=texts)
+def test_the_repeated_suffix_is_the_longest_one_that_occurs_earlier(text: list[int]) -> None:
+    automaton = SuffixAutomaton(text)
+    earlier = [s for s in range(1, len(text)) if any(text[e - s : e] == text[-s:] for e in range(s, len(text)))]
+    assert automaton.length[automaton.repeated_suffix()] == max(earlier, default=0)
+
+
+@given(known=texts, context=texts)
+def test_a_match_is_the_longest_end_of_what_was_walked(known: list[int], context: list[int]) -> None:
+    automaton = SuffixAutomaton(known)
+    state = length = 0
+    for end, token in enumerate(context, 1):
+        state, length = automaton.step(state, length, token)
+        occurring = [
+            size
+            for size in range(1, end + 1)
+            if any(known[at : at + size] == context[end - size : end] for at in range(len(known) - size + 1))
+        ]
+        assert length == max(occurring, default=0)
+        shorter, size = automaton.shorten(state, length)
+        assert (size, automaton.likeliest(shorter)) == searched(known, context[:end], 0)
+
+
+@given(text=texts, min_match=st.integers(1, 4), depth=st.integers(1, 10))
+def test_the_draft_is_what_a_full_search_finds(text: list[int], min_match: int, depth: int) -> None:
+    drafter = Suffix(min_match=min_match)
+    assert chain(drafter, running(drafter, text), depth) == searched_chain(text, text, min_match, depth)
+
+
+@given(text=texts, more=chunks)
+def test_an_automaton_that_grew_with_the_request_equals_one_built_from_scratch(
+    text: list[int], more: list[list[int]]
+) -> None:
+    drafter = Suffix(min_match=1)
+    grown = running(drafter, text)
+    for chunk in more:
+        chain(drafter, grown, 4)
+        step(drafter, grown, chunk)
+    fresh = running(drafter, grown.tokens)
+    assert chain(drafter, grown, 8) == chain(drafter, fresh, 8)
+    assert _inside(grown.drafter_state) == _inside(fresh.drafter_state)
+
+
+@given(text=texts, depth=st.integers(1, 8))
+def test_drafting_leaves_nothing_behind(text: list[int], depth: int) -> None:
+    drafter = Suffix(min_match=1)
+    shallow, deep = running(drafter, text), running(drafter, text)
+    chain(drafter, shallow, 1)
+    first = chain(drafter, deep, depth)
+    assert deep.tokens == text
+    assert _inside(deep.drafter_state) == _inside(shallow.drafter_state)
+    assert chain(drafter, deep, depth) == first
+
+
+@given(batch=st.lists(texts, min_size=1, max_size=5))
+def test_a_request_is_proposed_the_same_alone_and_in_a_batch(batch: list[list[int]]) -> None:
+    drafter = Suffix(min_match=1)
+    together = chains(drafter, [running(drafter, text, str(i)) for i, text in enumerate(batch)], 6)
+    assert together == [chain(drafter, running(drafter, text), 6) for text in batch]
+
+
+def test_the_most_frequent_continuation_wins_and_the_latest_on_a_tie() -> None:
+    drafter = Suffix(min_match=1)
+    assert chain(drafter, running(drafter, [5, 1, 5, 1, 5, 2, 9, 5]), 1) == [1]
+    assert chain(drafter, running(drafter, [5, 1, 5, 2, 9, 5]), 1) == [2]
+
+
+def test_a_long_periodic_context_is_continued_by_an_automaton_of_linear_size() -> None:
+    state = running(Suffix(), [1, 2, 3] * 1000)
+    assert chain(Suffix(), state, 7) == [1, 2, 3, 1, 2, 3, 1]
+    assert len(_own(state.drafter_state).own.length) <= 2 * 3000
+
+
+@given(documents=st.lists(texts, min_size=1, max_size=4), text=texts, depth=st.integers(1, 8))
+def test_with_a_corpus_the_longer_match_proposes_and_the_request_wins_a_tie(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], text: list[int], depth: int
+) -> None:
+    drafter = _with_corpus(tmp_path_factory.mktemp("corpus"), documents)
+    corpus = [token for document in documents for token in [*document, -1]]
+    path: list[int] = []
+    while len(path) < depth:
+        answers = [searched(known, [*text, *path], 1) for known in (text, corpus)]
+        if (token := max(answers, key=lambda answer: answer[0])[1]) < 0:
+            break
+        path.append(token)
+    assert chain(drafter, running(drafter, text), depth) == path
+
+
+def test_a_corpus_does_not_run_from_one_entry_into_the_next(tmp_path: Path) -> None:
+    drafter = _with_corpus(tmp_path, [[3, 4], [5, 6]])
+    assert chain(drafter, running(drafter, [3]), 9) == [4]
+
+
+def test_a_shared_corpus_is_not_changed_by_requests(tmp_path: Path) -> None:
+    drafter = _with_corpus(tmp_path, [[1, 2, 3, 1, 2]])
+    states = [running(drafter, [1, 2, 3], "a"), running(drafter, [7, 1, 2, 8], "b")]
+    shared = [_own(state.drafter_state).shared for state in states]
+    assert shared[0] is not None
+    assert shared[1] is not None
+    assert shared[0].automaton is shared[1].automaton
+    before = vars(SuffixAutomaton([1, 2, 3, 1, 2, -1]))
+    for state in states:
+        chain(drafter, state, 5)
+        step(drafter, state, [4, 4])
+        chain(drafter, state, 5)
+    assert vars(shared[0].automaton) == before
+
+
+@pytest.mark.parametrize(
+    "line", ["{", "[1]", '{"words": 3}', '{"tokens": "ab"}', '{"tokens": [1.5]}', '{"tokens": [99]}']
+)
+def test_a_broken_corpus_names_file_and_line(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(f'{{"tokens": [1]}}\n{line}\n')
+    with pytest.raises(InputError, match=r"line 2 of .*corpus\.jsonl"):
+        Suffix(corpus=str(path)).bind(BESIDE)
+
+
+def test_a_corpus_of_text_needs_a_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text('{"text": "hello"}\n')
+    with pytest.raises(InputError, match="holds text and there is no tokenizer"):
+        Suffix(corpus=str(path)).bind(BESIDE)
+
+
+def test_a_missing_corpus_and_an_impossible_match_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"there is no corpus file .*none\.jsonl"):
+        Suffix(corpus=str(tmp_path / "none.jsonl")).bind(BESIDE)
+    with pytest.raises(InputError, match="min_match must be >= 1, got 0"):
+        Suffix(min_match=0)
+
+
+def _with_corpus(folder: Path, documents: Sequence[Sequence[int]]) -> Suffix:
+    path = folder / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"tokens": document}) + "\n" for document in documents))
+    return Suffix(min_match=1, corpus=str(path)).bind(BESIDE)
+
+
+def _own(state: object) -> SuffixState:
+    assert isinstance(state, SuffixState)
+    return state
+
+
+def _inside(state: object) -> dict[str, object]:
+    return dict(vars(_own(state).own))
