@@ -1,6 +1,7 @@
 """Text as it streams: whole characters, the same however tokens are grouped, ending before a stop string."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -87,6 +88,16 @@ def whole(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
 def byte_tokens(text: str) -> list[int]:
     """One token per byte of the text, as a model may choose to write it."""
     return byte_level().convert_tokens_to_ids([BYTES[byte] for byte in text.encode()])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Tokens, the groups in which they come, and strings that end their text."""
+
+    tokenizer: PreTrainedTokenizerFast
+    tokens: list[int]
+    stop: list[str]
+    pushes: list[list[int]]
 
 
 def groups(tokens: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
@@ -189,55 +200,52 @@ def test_a_window_stays_short() -> None:
     assert longest <= 12
 
 
-stops = st.lists(st.sampled_from(["stop", "sto", "top h", "🦊", "cat sat", "\n\n", "本語", "<e", "xx"]), max_size=3)
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A text in large or small tokens, and stop strings of which most occur in it, overlap, or nearly occur."""
+    text = draw(texts)
+    make = draw(st.sampled_from([byte_level, metaspace, None]))
+    tokens = byte_tokens(text) if make is None else make()(text, add_special_tokens=False)["input_ids"]
+    stops = st.sampled_from(["xx", "stop there", "🦊"])
+    if text:
+        cuts = st.tuples(st.integers(0, len(text) - 1), st.integers(1, 6))
+        stops |= cuts.map(lambda cut: text[cut[0] : cut[0] + cut[1]])
+    stop = draw(st.lists(stops, max_size=3))
+    sizes = draw(st.lists(st.integers(1, 6), max_size=20))
+    return Case(tokenizer=(make or byte_level)(), tokens=tokens, stop=stop, pushes=groups(tokens, sizes))
 
 
-@pytest.mark.parametrize("make", TOKENIZERS)
-@given(data=st.data())
-def test_text_and_tokens_are_the_same_however_many_each_step_brings(make: Maker, data: st.DataObject) -> None:
-    tokenizer = make()
-    tokens = tokenizer(data.draw(texts), add_special_tokens=False)["input_ids"]
-    stop = data.draw(stops)
-    sizes = data.draw(st.lists(st.integers(1, 6), max_size=20))
-    single, grouped = Ending(tokenizer, stop), Ending(tokenizer, stop)
-    one_by_one, kept = streamed(single, [[token] for token in tokens])
-    in_groups, also_kept = streamed(grouped, groups(tokens, sizes))
+@given(case=cases())
+def test_text_and_tokens_are_the_same_however_many_each_step_brings(case: Case) -> None:
+    single, grouped = Ending(case.tokenizer, case.stop), Ending(case.tokenizer, case.stop)
+    one_by_one, kept = streamed(single, [[token] for token in case.tokens])
+    in_groups, also_kept = streamed(grouped, case.pushes)
     assert "".join(in_groups) == "".join(one_by_one) == single.text == grouped.text
     assert also_kept == kept
     assert single.stopped == grouped.stopped
 
 
-@pytest.mark.parametrize("make", TOKENIZERS)
-@given(data=st.data())
-def test_the_text_ends_before_the_first_stop_string_and_the_token_that_completes_it_is_kept(
-    make: Maker, data: st.DataObject
-) -> None:
-    tokenizer = make()
-    tokens = tokenizer(data.draw(texts), add_special_tokens=False)["input_ids"]
-    stop = data.draw(stops)
-    ending = Ending(tokenizer, stop)
-    pieces, kept = streamed(ending, groups(tokens, data.draw(st.lists(st.integers(1, 6), max_size=20))))
-
-    stream, so_far, needed = TextStream(tokenizer), "", len(tokens)
-    for count, token in enumerate(tokens, 1):
+@given(case=cases())
+def test_the_text_ends_before_the_first_stop_string_and_the_token_that_completes_it_is_kept(case: Case) -> None:
+    pieces, kept = streamed(Ending(case.tokenizer, case.stop), case.pushes)
+    stream, so_far, needed = TextStream(case.tokenizer), "", len(case.tokens)
+    for count, token in enumerate(case.tokens, 1):
         so_far += stream.push(token)
-        if any(s in so_far for s in stop):
+        if any(stop in so_far for stop in case.stop):
             needed = count
             break
     else:
         so_far += stream.finish()
-    ends = [so_far.find(s) for s in stop if s in so_far]
+    ends = [so_far.find(stop) for stop in case.stop if stop in so_far]
     assert "".join(pieces) == so_far[: min(ends, default=len(so_far))]
     assert len(kept) == needed
 
 
-@given(text=texts, stop=stops)
-def test_nothing_handed_out_is_taken_back_and_only_possible_stops_are_held(text: str, stop: list[str]) -> None:
-    tokenizer = byte_level()
-    ending = Ending(tokenizer, stop)
-    stream = TextStream(tokenizer)
+@given(case=cases())
+def test_nothing_handed_out_is_taken_back_and_only_possible_stops_are_held(case: Case) -> None:
+    ending, stream = Ending(case.tokenizer, case.stop), TextStream(case.tokenizer)
     out = so_far = ""
-    for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+    for token in case.tokens:
         ending.keep([token])
         so_far += stream.push(token)
         out += ending.take()
@@ -246,7 +254,7 @@ def test_nothing_handed_out_is_taken_back_and_only_possible_stops_are_held(text:
             break
         held = so_far[len(out) :]
         assert so_far.startswith(out)
-        assert held == "" or any(s.startswith(held) for s in stop)
+        assert held == "" or any(stop.startswith(held) for stop in case.stop)
 
 
 def test_a_stop_string_that_begins_and_does_not_end_is_text_after_all() -> None:
