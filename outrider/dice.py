@@ -67,7 +67,8 @@ def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]
     """
     running = weights.cumsum(-1, dtype=torch.float64)
     total = running[:, -1:]
-    share = torch.minimum(uniforms.to(torch.float64)[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    # The product may round up to the total, behind the last weight; the number below the total is still within it.
+    share = torch.minimum(uniforms[:, None] * total, total * (1 - 2**-53))
     return torch.searchsorted(running, share, right=True).squeeze(-1)
 
 

@@ -26,7 +26,9 @@ def test_python_examples_run(page, capsys):
     assert "False" not in capsys.readouterr().out
 
 
-COMMANDS = [line[2:] for p in PAGES for block in fenced(p, "console") for line in block.splitlines() if line[:2] == "$ "]
+COMMANDS = [
+    line[2:] for p in PAGES for block in fenced(p, "console") for line in block.splitlines() if line[:2] == "$ "
+]
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("outrider ")])

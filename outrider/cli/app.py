@@ -26,10 +26,11 @@ app.command()(prove)
 app.command()(methods)
 
 
-def _version(wanted: bool) -> None:
+def _version(wanted: bool) -> bool:
     if wanted:
         print(__version__)
         raise typer.Exit
+    return wanted
 
 
 @app.callback()

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 from outrider.cli import options
 from outrider.cli.options import Setup
@@ -59,6 +60,7 @@ def chat(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
+    engine.eos_ids |= _turn_markers(engine.tokenizer)
     opening = [] if system is None else [{"role": "system", "content": system}]
     messages = list(opening)
     console = Console(stderr=True, highlight=False)
@@ -68,6 +70,16 @@ def chat(
         elif line:
             messages.append({"role": "user", "content": line})
             messages.append({"role": "assistant", "content": _answer(engine, messages, settings, max_new_tokens)})
+
+
+def _turn_markers(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The special token, if any, with which the template begins a user's turn after an answer: an answer ends there."""
+    talk = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
+    ends, goes_on = (list(tokenizer.apply_chat_template(talk[:n], return_dict=False)) for n in (2, 3))
+    following = goes_on[len(ends) :]
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    same = goes_on[: len(ends)] == ends
+    return frozenset(following[:1]) & special if same else frozenset()
 
 
 def _ask(console: Console) -> str | None:

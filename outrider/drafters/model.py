@@ -76,10 +76,10 @@ class Model:
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         tokens = frontier.tokens.to(self.lm.device)
-        owners, starts = np.unique(frontier.owners, return_index=True)
+        starts = [0, *(np.flatnonzero(np.diff(frontier.owners)) + 1).tolist()]
         segments = []
-        for owner, first, end in zip(owners, starts, [*starts[1:], len(frontier.owners)], strict=True):
-            own = _own(states[owner])
+        for first, end in zip(starts, [*starts[1:], len(frontier.owners)], strict=True):
+            own = _own(states[int(frontier.owners[first])])
             parents = [own.fed.get(parent, -1) for parent in frontier.parents[first:end].tolist()]
             for node in frontier.nodes[first:end].tolist():
                 own.fed[node] = len(own.fed)

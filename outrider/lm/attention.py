@@ -201,10 +201,15 @@ class MaskBuilder:
     additive: torch.dtype | None
     device: torch.device
 
-    def masks(self, sight: Sight, positions: Int[Tensor, "rows queries"], view: int) -> Tensor | Mapping[str, Tensor]:
-        """Masks over the keys with an index below `view`; `positions` are the sight's, on the device."""
+    def masks(
+        self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
+    ) -> Tensor | Mapping[str, Tensor]:
+        """Masks over the keys with an index below `view`; `positions` are the sight's, on the device.
+
+        Without a sight, each query sees the keys up to its own position.
+        """
         keys = torch.arange(view, device=self.device)
-        if sight.ancestors is None:
+        if sight is None or sight.ancestors is None:
             seen, logical = keys <= positions[:, :, None], keys[None]
         else:
             seen, logical = self._tree(sight, keys)

@@ -227,6 +227,12 @@ class SlotCache:
         within = np.where(columns < numbers, ends - numbers + columns, self._capacity - 1)
         return rows[:, None] * self._capacity + within
 
+    def run(self, slot: int, used: int, positions: Int[Tensor, "one width"]) -> Int[Tensor, "one width"]:
+        """Where the next forward writes if it extends one slot by the positions below `used`; storage may grow."""
+        self._reserve(used)
+        self._used[slot] = used
+        return positions + self._row_of[slot] * self._capacity
+
     def _reserve(self, used: int) -> None:
         rows, capacity = self._num_rows, self._capacity
         while rows < len(self._row_of):

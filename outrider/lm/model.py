@@ -222,10 +222,15 @@ class LanguageModel:
             return self._empty(taps)
         slots = [s.slot for s in batch.segments]
         used = [self._slots[s].length + len(grown[s]) for s in slots]
-        places = self._cache.places(slots, used, batch.counts, batch.width)
-        sight = look([self._slots[s].length for s in slots], [grown[s] for s in slots], batch.counts, batch.width)
+        sight = None
+        if len(slots) == 1 and grown[slots[0]].chain and batch.counts[0] == batch.width:
+            positions = torch.arange(used[0] - batch.width, used[0], device=self.device)[None]
+            written = self._cache.run(slots[0], used[0], positions)
+        else:
+            places = self._cache.places(slots, used, batch.counts, batch.width)
+            sight = look([self._slots[s].length for s in slots], [grown[s] for s in slots], batch.counts, batch.width)
+            written, positions = upload([places, sight.positions], self.device)
         view = self._cache.view(max(used))
-        written, positions = upload([places, sight.positions], self.device)
         self._cache.prepare(slots, written, view)
         wanted = batch.wanted()
         columns = self._columns(wanted, batch.width)
@@ -277,6 +282,8 @@ class LanguageModel:
         return _Batch(segments=[segments[i] for i in by_row], order=order, counts=counts, width=width)
 
     def _tokens(self, batch: _Batch) -> Int[Tensor, "rows width"]:
+        if len(batch.segments) == 1 and batch.counts[0] == batch.width:
+            return batch.segments[0].tokens.to(self.device, torch.long, non_blocking=True)[None]
         tokens = torch.cat([s.tokens.to(self.device, torch.long, non_blocking=True) for s in batch.segments])
         if (batch.counts == batch.width).all():
             return tokens.view(-1, batch.width)
@@ -286,6 +293,8 @@ class LanguageModel:
 
     def _columns(self, wanted: Sequence[Int[np.ndarray, " _"]], width: int) -> Int[np.ndarray, " columns"]:
         """The columns for which the LM head runs: those that any row wants, at least `pad_to` if there are any."""
+        if len(wanted) == 1 and len(wanted[0]) >= self.pad_to:
+            return wanted[0]
         marked = np.zeros(width, dtype=bool)
         for columns in wanted:
             marked[columns] = True
@@ -301,6 +310,8 @@ class LanguageModel:
         wanted: Sequence[Int[np.ndarray, " _"]],
     ) -> Float[Tensor, "wanted dim"]:
         """What is wanted of each row, one behind the other in the caller's order of segments."""
+        if len(wanted) == 1 and len(wanted[0]) == len(columns):
+            return values[0]
         places = [row * len(columns) + np.searchsorted(columns, wanted[row]) for row in batch.order]
         index = np.concatenate(places)
         flat = values.flatten(0, 1)

@@ -190,4 +190,4 @@ def _error(
                 longer = (*output, token)
                 below[longer] = (ours * p + emitted.get(longer, 0.0), targets * p)
         level = below
-    return max(abs(ours - targets) for ours, targets in level.values())
+    return float(max(abs(ours - targets) for ours, targets in level.values()))

@@ -1,0 +1,198 @@
+"""The command line: what it prints for programs, and one sentence with exit status 2 for wrong input."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider.cli.app import main
+from outrider.load import EMBEDDED_TARGET
+
+SHORT = ["--max-new-tokens", "8", "--temperature", "0"]
+
+
+def run(monkeypatch, capsys, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, standard output and standard error of `outrider ...`."""
+    monkeypatch.setattr(sys, "argv", ["outrider", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory) -> Path:
+    """A draft model with another vocabulary."""
+    place = tmp_path_factory.mktemp("stranger")
+    config = LlamaConfig(
+        vocab_size=77, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--drafter", "ngrm"], "unknown drafter 'ngrm'; did you mean 'ngram'?"),
+        (["--verifier", "nothing-like-it"], "unknown verifier 'nothing-like-it'. Available: token, block, match"),
+        (["--drafter", "ngram:lookup=3"], "unknown drafter 'ngram' field 'lookup'"),
+        (["--length", "fixed:many"], "must be int, got 'many'"),
+        (["--length", "fixed:0"], "num_speculative_tokens must be >= 1"),
+        (["--drafter", "model"], "drafter 'model' needs path"),
+        (["--target", "/no/such/place"], "there is no directory /no/such/place"),
+        (["--drafter", "model:path=/no/such/place"], "there is no directory /no/such/place"),
+        (["--prompt-file", "/no/such/file"], "there is no prompt file /no/such/file"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "word " * 1200], "the prompt has"),
+        (["--prompt", "a", "--temperature", "-0.5"], "temperature must be >= 0 (0 means greedy), got -0.5"),
+        (["--prompt", "a", "--top-p", "0"], "top_p must be in (0, 1], got 0"),
+        (["--prompt", "a", "--top-p", "1.5"], "top_p must be in (0, 1], got 1.5"),
+        (["--prompt", "a", "--max-new-tokens", "0"], "max_new_tokens must be >= 1, got 0"),
+        (["--prompt", "a", "-n", "0"], "n must be >= 1, got 0"),
+        (["--dtype", "float17"], "unknown dtype 'float17'; available: auto, float32"),
+        (["--device", "warp"], "device 'warp' cannot be used"),
+        (["--batch-size", "0"], "max_slots must be >= 1, got 0"),
+        (["--max-context", "5000"], "max_context must be <= 1024"),
+        (["--prompt", "a", "--stop", ""], "a stop string must not be empty"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_wrong_input_gets_one_sentence(monkeypatch, capsys, arguments, sentence):
+    given = arguments if "--prompt" in arguments or "--prompt-file" in arguments else [*arguments, "--prompt", "a"]
+    status, out, err = run(monkeypatch, capsys, "generate", *given)
+    assert status == 2
+    assert sentence in err
+    assert "Traceback" not in err
+    assert err.strip().count("\n") == 0
+    assert out == ""
+
+
+def test_another_vocabulary_is_refused_with_the_reason(monkeypatch, capsys, stranger):
+    status, _, err = run(monkeypatch, capsys, "generate", "--drafter", f"model:path={stranger}", "--prompt", "a")
+    assert status == 2
+    assert "77 token ids and the target 8192" in err
+
+
+def test_an_unknown_option_is_exit_status_two(monkeypatch, capsys):
+    assert run(monkeypatch, capsys, "generate", "--no-such-option")[0] == 2
+
+
+def test_json_of_one_prompt_has_the_documented_fields(monkeypatch, capsys):
+    status, out, _ = run(monkeypatch, capsys, "generate", "--prompt", "Once upon a time", *SHORT, "--json")
+    assert status == 0
+    found = json.loads(out)
+    for field in ("text", "tokens", "num_steps", "num_draft_tokens", "num_accepted_tokens", "accepted_per_position"):
+        assert field in found
+    assert found["block_efficiency"] == pytest.approx(len(found["tokens"]) / found["num_steps"])
+    assert found["seconds"] > 0
+    assert found["tokens_per_second"] > 0
+
+
+def test_several_prompts_give_a_line_each(monkeypatch, capsys, tmp_path):
+    lines = [{"prompt": "One day"}, {"turns": ["Hello, I need a taxi."]}]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    status, out, _ = run(monkeypatch, capsys, "generate", "--prompt-file", str(file), *SHORT, "--json")
+    assert status == 0
+    assert [len(json.loads(line)["tokens"]) > 0 for line in out.splitlines()] == [True, True]
+
+
+def test_a_broken_prompt_file_names_the_line(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "One day"}\n{"prompt"')
+    status, _, err = run(monkeypatch, capsys, "generate", "--prompt-file", str(file))
+    assert (status, "line 2" in err) == (2, True)
+
+
+def test_streamed_text_is_the_text_of_json(monkeypatch, capsys):
+    prompt = [
+        "generate",
+        "--prompt",
+        "Once upon a time",
+        "--max-new-tokens",
+        "40",
+        "--temperature",
+        "0.9",
+        "--seed",
+        "3",
+    ]
+    streamed = run(monkeypatch, capsys, *prompt)[1]
+    whole = json.loads(run(monkeypatch, capsys, *prompt, "--json")[1])["text"]
+    assert streamed == "Once upon a time" + whole + "\n"
+
+
+def test_a_stop_string_ends_the_text_before_it(monkeypatch, capsys):
+    prompt = ["generate", "--prompt", "Once upon a time", "--max-new-tokens", "60", "--temperature", "0", "--json"]
+    whole = json.loads(run(monkeypatch, capsys, *prompt)[1])["text"]
+    stop = whole[12:18]
+    cut = json.loads(run(monkeypatch, capsys, *prompt, "--stop", stop)[1])
+    assert cut["text"] == whole[: whole.index(stop)]
+    assert cut["finish_reason"] == "stop"
+
+
+def test_version_and_methods(monkeypatch, capsys):
+    assert run(monkeypatch, capsys, "--version")[:2] == (0, "0.1.0\n")
+    found = json.loads(run(monkeypatch, capsys, "methods", "--json")[1])
+    assert {"ngram", "suffix", "model", "none"} <= {row["name"] for row in found["methods"]}
+    assert found["lossless"]["token"]["chosen tree"] is False
+
+
+def test_prove_holds_for_the_embedded_pair(monkeypatch, capsys):
+    status, out, _ = run(monkeypatch, capsys, "prove", "--num-draws", "100", "--json")
+    found = json.loads(out)
+    assert found["law_error"] < 1e-12
+    assert found["greedy_identical"]["holds"]
+    assert (status, found["proven"]) == (0, True)
+
+
+def test_compare_prints_a_speedup_behind_the_gate(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    prompt = ["generate", "--prompt", "Once upon a time", *SHORT, "--compare", "--profile"]
+    status, _, err = run(monkeypatch, capsys, *prompt)
+    assert status == 0
+    assert "speedup" in err
+    assert "where the time" in err
+    assert len(list((tmp_path / "outrider" / "gate").iterdir())) == 1
+
+
+def test_chat_answers_every_line(monkeypatch, capsys):
+    lines = iter(["I need a taxi to the station.", "", "For two people.", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda: next(lines))
+    status, out, err = run(monkeypatch, capsys, "chat", *SHORT)
+    assert status == 0
+    assert len(out.strip().splitlines()) >= 2
+    assert err.count("block efficiency") == 2
+
+
+def test_an_interrupt_says_how_far_it_came():
+    command = [sys.executable, "-m", "outrider.cli.app", "generate", "--prompt", "Once upon a time"]
+    command += ["--max-new-tokens", "900", "--temperature", "1.5", "--seed", "1", "--drafter", "none"]
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(20)
+        time.sleep(0.2)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert first.startswith(b"Once upon")
+    if process.returncode != 0:  # an end token may come first
+        assert process.returncode == 130
+        assert b"interrupted after" in err
+        assert b"Traceback" not in err
+
+
+def test_the_embedded_pair_is_small_and_complete():
+    package = EMBEDDED_TARGET.parent
+    assert sum(path.stat().st_size for path in package.rglob("*") if path.is_file()) < 60e6
+    prompts = [json.loads(line) for line in (package / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
+    kinds = [prompt["category"] for prompt in prompts]
+    assert {kind: kinds.count(kind) for kind in set(kinds)} == dict.fromkeys(
+        ("story", "dialogue", "math", "python"), 10
+    )
