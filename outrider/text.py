@@ -13,8 +13,25 @@ class TextStream:
     Decodes a short window of newest tokens twice, with and without the new one, and hands out the difference: the text
     of a token depends on its neighbours. A character whose bytes are incomplete is held back.
 
+    The pieces add up to what the tokenizer makes of all tokens. There is one exception: with byte fallback
+    (SentencePiece), a run of bytes that turns out not to be UTF-8 would change characters that have been handed out;
+    they stand.
+
     Args:
         tokenizer: Any transformers tokenizer; special tokens give no text.
+
+    Example:
+        >>> from tokenizers import Tokenizer, decoders, models
+        >>> from transformers import PreTrainedTokenizerFast
+        >>> words = Tokenizer(models.WordLevel({"two": 0, "Ã©": 1, "Ã": 2, "©": 3}, unk_token="two"))
+        >>> words.decoder = decoders.ByteLevel()
+        >>> stream = TextStream(PreTrainedTokenizerFast(tokenizer_object=words))
+        >>> [stream.push(token) for token in (0, 1, 2, 3)]
+        ['two', 'é', '', 'é']
+
+    References:
+        The two offsets are those of Hugging Face's text-generation-inference and of vLLM's detokenizer.
+        https://github.com/vllm-project/vllm
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
