@@ -1,4 +1,4 @@
-"""The gate before any printed speedup: the combination is lossless, and this very pair is greedy-identical in float32."""
+"""The gate before any printed speedup: a lossless combination, and greedy identity of this very pair in float32."""
 
 import copy
 import hashlib
