@@ -132,18 +132,18 @@ class Engine:
         if isinstance(prompt, Request):
             request = prompt
         else:
-            sampling = sampling or self.sampling
-            if sampling.seed is None:
-                sampling = replace(sampling, seed=int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0]))
             request = Request(
                 id=id or uuid.uuid4().hex[:12],
                 prompt=tuple(self.encode(prompt)),
                 max_new_tokens=max_new_tokens,
-                sampling=sampling,
+                sampling=sampling or self.sampling,
                 eos_ids=frozenset() if ignore_eos else self.eos_ids,
                 stop=tuple(stop),
                 logprobs=logprobs,
             )
+        if request.sampling.seed is None:
+            seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
         self._check(request)
         seat = _Seat(request=request, ending=Ending(self.tokenizer, request.stop))
         self._seats[request.id] = seat

@@ -14,6 +14,9 @@ Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plu
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A stateless transformers `LogitsProcessor`: `(input_ids [1, n], scores [1, vocab]) -> scores [1, vocab]`."""
 
+STATEFUL = frozenset({"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"})
+"""transformers' processors that remember earlier calls; a draft's branches would confuse them."""
+
 
 class InputError(ValueError):
     """Something that a person typed is wrong; the message says what was given, what is allowed, what to do."""
@@ -65,6 +68,11 @@ class Sampling:
         for fine, rule, given in checks:
             if not fine:
                 raise InputError(f"{rule}, got {given}")
+        if names := STATEFUL.intersection(type(processor).__name__ for processor in self.processors):
+            raise InputError(
+                f"{', '.join(sorted(names))} remembers earlier calls and cannot follow a draft; "
+                "use processors that depend on the tokens alone"
+            )
 
     @property
     def reads_prefix(self) -> bool:
@@ -81,7 +89,7 @@ class Request:
         id: Unique name within an engine.
         prompt: Token ids, at least one.
         max_new_tokens: Most tokens to emit, at least one.
-        sampling: How tokens are drawn; its seed is set.
+        sampling: How tokens are drawn; the engine sets its seed where it has none.
         eos_ids: Token ids that end the output; the ending token is kept in `tokens`.
         stop: Strings that end the output; the text ends before the first of them.
         logprobs: Whether to record the log-softmax of the raw target logits of each emitted token.

@@ -1,0 +1,81 @@
+"""outrider.load puts fitting parts together and refuses the others with one that works."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+
+import outrider
+from outrider import InputError, catalog
+from outrider.drafters.ngram import Ngram
+from outrider.proof.matrix import KINDS, LOSSLESS, Cell, refusal
+from outrider.trees.chain import Chain
+
+
+def test_the_default_drafter_of_a_target_alone_is_suffix():
+    config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    engine = outrider.load(LlamaForCausalLM(config))
+    assert catalog.name_of(engine.parts.drafter) == "suffix"
+    [output] = engine.generate([[1, 2, 3]], max_new_tokens=5, sampling=outrider.Sampling(temperature=0), ignore_eos=True)
+    assert len(output.tokens) == 5
+
+
+def test_the_embedded_pair_drafts_with_its_own_model():
+    assert catalog.name_of(outrider.load().parts.drafter) == "Model"
+
+
+def test_objects_and_names_make_the_same_parts():
+    by_name = outrider.load(drafter="ngram:prompt_lookup_max=3", length="fixed:2").parts
+    by_object = outrider.load(drafter=Ngram(prompt_lookup_max=3), length="fixed:num_speculative_tokens=2").parts
+    assert (by_name.drafter, by_name.length) == (by_object.drafter, by_object.length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Branching(Chain):
+    """Declares chosen children, whatever it grows."""
+
+    @property
+    def structure(self):
+        return "deterministic"
+
+
+def test_a_chain_verifier_on_a_branching_tree_is_refused_with_one_that_works():
+    with pytest.raises(InputError, match=r"verifier 'block' does not keep .* on a chosen tree; use verifier 'match'"):
+        outrider.load(tree=Branching())
+
+
+def test_every_cell_of_the_matrix_is_lossless_or_names_a_verifier_that_is():
+    for verifier in LOSSLESS:
+        for structure in ("chain", *KINDS):
+            for rows in ("sampled", "point"):
+                reason = refusal(Cell(rows=rows, structure=structure, verifier=verifier))
+                assert reason is None or "use verifier 'match'" in reason
+
+
+def test_every_verifier_of_the_catalog_is_in_the_matrix():
+    assert set(LOSSLESS) == set(catalog.rows("verifier"))
+
+
+def test_a_recurrent_model_is_refused_with_the_reason():
+    config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(InputError, match="recurrent"):
+        outrider.load(MambaForCausalLM(config))
+
+
+def test_a_padded_vocabulary_of_the_same_tokenizer_is_cut(tmp_path):
+    own = outrider.load(drafter="none")
+    config = LlamaConfig(
+        vocab_size=8192 + 64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    own.tokenizer.save_pretrained(tmp_path)
+    padded = outrider.load(drafter=f"model:path={tmp_path}")
+    greedy = outrider.Sampling(temperature=0.0, seed=0)
+    outputs = [e.generate(["Once upon a time"], max_new_tokens=12, sampling=greedy)[0].tokens for e in (own, padded)]
+    assert outputs[0] == outputs[1]
+
+
+def test_a_cache_that_cannot_fit_is_refused_before_it_is_taken():
+    with pytest.raises(InputError, match="lower max_slots or max_context"):
+        outrider.load(drafter="none", max_slots=10_000_000, max_context=1024)

@@ -1,0 +1,86 @@
+"""A drafter that asks for hidden states is told every position but the anchor, once, in order, with the right values."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider import decode
+from outrider.decode import Parts
+from outrider.drafters.ngram import Ngram
+from outrider.engine import Engine
+from outrider.lengths.fixed import Fixed
+from outrider.lm.model import LanguageModel
+from outrider.trees.chain import Chain
+from outrider.types import Running, Sampling
+from outrider.verifiers.block import Block
+from tests.zoo import VOCAB, tiny
+
+pytestmark = pytest.mark.usefixtures("float64_stays_float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener(Ngram):
+    """Prompt lookup that keeps what it observes, per request."""
+
+    heard: dict[str, list[tuple[int, dict[int, Tensor]]]] = field(default_factory=dict)
+    wanted: tuple[int, ...] = (0, 2, 3)
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.wanted
+
+    def observe(
+        self,
+        states: Sequence[Running],
+        tokens: Sequence[Sequence[int]],
+        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
+    ) -> None:
+        for state, said, seen in zip(states, tokens, taps, strict=True):
+            heard = self.heard.setdefault(state.request.id, [])
+            for i, token in enumerate(said):
+                heard.append((token, {k: values[i].clone() for k, values in seen.items()}))
+
+
+def plain_states(tokens: list[int]) -> dict[int, Tensor]:
+    """What enters layers 0 and 2, and what leaves the last, in one uncached forward."""
+    model = tiny("llama")
+    left: list[Tensor] = []
+    handle = model.model.layers[-1].register_forward_hook(
+        lambda module, args, out: left.append(out[0] if isinstance(out, tuple) else out)
+    )
+    with torch.no_grad():
+        hidden = model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+    handle.remove()
+    return {0: hidden[0][0], 2: hidden[2][0], 3: left[0].reshape(len(tokens), -1)}
+
+
+def test_observe_hears_every_position_but_the_anchor_once_and_in_order(monkeypatch):
+    monkeypatch.setattr(decode, "PREFILL_CHUNK", 7)
+    listener = Listener(prompt_lookup_min=1)
+    target = LanguageModel(tiny("llama"), max_slots=3)
+    parts = Parts(
+        target=target, drafter=listener, tree=Chain(), verifier=Block(), length=Fixed(num_speculative_tokens=3)
+    )
+    engine = Engine(parts, max_slots=3)
+    random = np.random.default_rng(0)
+    prompts = {str(n): random.integers(3, VOCAB, size=n).tolist() for n in (1, 9, 23)}
+    for name, prompt in prompts.items():
+        engine.add(prompt, max_new_tokens=15, sampling=Sampling(temperature=0.5, seed=1), id=name)
+    outputs = {}
+    while engine.busy:
+        for update in engine.step():
+            if update.output is not None:
+                outputs[update.id] = update.output
+    assert sum(output.num_accepted_tokens for output in outputs.values()) > 0
+    for name, prompt in prompts.items():
+        everything = [*prompt, *outputs[name].tokens]
+        assert [token for token, _ in listener.heard[name]] == everything[:-1]
+        expected = plain_states(everything[:-1])
+        for i, (_, seen) in enumerate(listener.heard[name]):
+            for tap, value in seen.items():
+                assert float((value - expected[tap][i]).abs().max()) < 1e-9, (name, i, tap)
