@@ -12,7 +12,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 demo: $(READY)
 	@echo "== The embedded pair speaks; then what was measured =="
-	$(BIN)/outrider generate --compare --prompt "Once upon a time, there was a little fox who" --temperature 0 --max-new-tokens 128
+	$(BIN)/outrider generate --compare --prompt "One day, a boy named Tim went to the park with his dog. They" --temperature 0 --max-new-tokens 128
 
 test: $(READY)
 	@echo "== All tests (a few minutes on two cores) =="

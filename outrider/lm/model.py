@@ -53,11 +53,25 @@ class _Batch:
         return [np.arange(first[s.logits](n), n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
 
 
+def padded_width(count: int) -> int:
+    """Columns of a forward over `count` nodes: the count itself up to 16, then the next of four sizes per doubling.
+
+    Kernel libraries keep what they prepare for every shape that they have seen; with few shapes that comes to an end.
+
+    Example:
+        >>> [padded_width(n) for n in (5, 16, 17, 33, 100, 512)]
+        [5, 16, 20, 40, 112, 512]
+    """
+    step = 1 if count <= 16 else 1 << ((count - 1).bit_length() - 3)
+    return -(-count // step) * step
+
+
 class LanguageModel:
     """An unmodified transformers causal LM behind the `LM` protocol.
 
     Every node's logits are those of a plain causal run over its slot's committed tokens and its own root path, up to
-    rounding. Rows of one forward may be ragged; all are padded to the longest. The cache begins small and grows;
+    rounding. Rows of one forward may be ragged; all are padded to the longest, and long
+    ones to one of few sizes. The cache begins small and grows;
     at construction its worst case is compared with free memory. The model is put into evaluation mode and otherwise
     left alone: it may be trained, or called by others, between calls. All methods run in inference mode.
 
@@ -278,7 +292,7 @@ class LanguageModel:
         for row, i in enumerate(by_row):
             order[i] = row
         counts = np.array([len(segments[i].tokens) for i in by_row], dtype=np.int64)
-        width = max(self.pad_to, int(counts.max(initial=0)))
+        width = max(self.pad_to, padded_width(int(counts.max(initial=0))))
         return _Batch(segments=[segments[i] for i in by_row], order=order, counts=counts, width=width)
 
     def _tokens(self, batch: _Batch) -> Int[Tensor, "rows width"]:
