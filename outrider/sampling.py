@@ -54,7 +54,11 @@ def to_rows(
     greedy = [s.temperature == 0 for s in per_row]
     if all(greedy):
         return _one_hot(scores)
-    rows = _filter(scores / _column(scores, [s.temperature or 1.0 for s in per_row]), per_row)
+    # A temperature below the smallest normal number would round to 0; the largest score becomes 0, lest the quotient
+    # overflow.
+    smallest = torch.finfo(scores.dtype).tiny
+    temperatures = _column(scores, [max(s.temperature or 1.0, smallest) for s in per_row])
+    rows = _filter((scores - scores.amax(-1, keepdim=True)) / temperatures, per_row)
     if any(greedy):
         rows = torch.where(_column(scores, greedy).bool(), _one_hot(scores), rows)
     return rows

@@ -14,10 +14,13 @@ from outrider.trees.chain import Chain
 
 
 def test_the_default_drafter_of_a_target_alone_is_suffix():
-    config = LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
     engine = outrider.load(LlamaForCausalLM(config))
     assert catalog.name_of(engine.parts.drafter) == "suffix"
-    [output] = engine.generate([[1, 2, 3]], max_new_tokens=5, sampling=outrider.Sampling(temperature=0), ignore_eos=True)
+    greedy = outrider.Sampling(temperature=0)
+    [output] = engine.generate([[1, 2, 3]], max_new_tokens=5, sampling=greedy, ignore_eos=True)
     assert len(output.tokens) == 5
 
 

@@ -207,7 +207,8 @@ class SlotCache:
             return
         moved = next(s for s, row in self._row_of.items() if row == last)
         used = self._used[moved]
-        for group in self._groups:
+        # A slot that was opened and never extended may lie in a row that storage has not grown to yet.
+        for group in self._groups if used else ():
             group.storage[:, hole, :used].copy_(group.storage[:, last, :used])
             self.bytes_moved += group.storage[:, hole, :used].nbytes
         self._row_of[moved] = hole
