@@ -54,7 +54,7 @@ def to_rows(
     greedy = [s.temperature == 0 for s in per_row]
     if all(greedy):
         return _one_hot(scores)
-    # A temperature below the smallest normal number would round to 0; the largest score becomes 0, lest the quotient
+    # A tiny temperature may round to 0, so it has a floor; the largest score becomes 0, lest the quotient overflow.
     # overflow.
     smallest = torch.finfo(scores.dtype).tiny
     temperatures = _column(scores, [max(s.temperature or 1.0, smallest) for s in per_row])
