@@ -37,6 +37,13 @@ TARGET_SHAPE = {
     "num_key_value_heads": 1,
 }
 DRAFT_SHAPES = {
+    "1x128": {
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    },
     "1x256": {
         "hidden_size": 256,
         "intermediate_size": 768,
