@@ -12,13 +12,33 @@ from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import Suffix
+from outrider.lengths.adaedl import Adaedl
 from outrider.lengths.fixed import Fixed
 from outrider.lengths.heuristic import Heuristic
+from outrider.lengths.planned import Planned
+from outrider.lengths.svip import Svip
+from outrider.lengths.tetris import Tetris
+from outrider.trees import fixed as fixed_tree
+from outrider.trees import top_plus_one as top_plus_one_tree
+from outrider.trees.beam import Beam
 from outrider.trees.chain import Chain
+from outrider.trees.dynamic import Dynamic
+from outrider.trees.gumbel import Gumbel
+from outrider.trees.iid import Iid
+from outrider.trees.lattice import Lattice
+from outrider.trees.opt import Opt
 from outrider.types import InputError
 from outrider.verifiers.block import Block
+from outrider.verifiers.greedy_block import GreedyBlock
+from outrider.verifiers.kseq import Kseq
+from outrider.verifiers.lenient import Lenient
 from outrider.verifiers.match import Match
+from outrider.verifiers.multipath import Multipath
+from outrider.verifiers.recursive import Recursive
 from outrider.verifiers.token import Token
+from outrider.verifiers.top_plus_one import TopPlusOne
+from outrider.verifiers.traversal import Traversal
+from outrider.verifiers.typical import Typical
 
 Family = Literal["drafter", "tree", "verifier", "length"]
 
@@ -68,6 +88,62 @@ ROWS = (
     ),
     Row(family="tree", name="chain", make=Chain, summary="one child per node", source=LEVIATHAN),
     Row(
+        family="tree",
+        name="iid",
+        make=Iid,
+        summary="independent paths, repeated draws kept or, with dedup, dropped",
+        source="Miao et al. 2023, SpecInfer, https://arxiv.org/abs/2305.09781",
+    ),
+    Row(
+        family="tree",
+        name="gumbel",
+        make=Gumbel,
+        summary="children drawn without replacement, so many per depth",
+        source="Jeon et al. 2024, RSD-C, https://arxiv.org/abs/2402.14160",
+    ),
+    Row(
+        family="tree",
+        name="beam",
+        make=Beam,
+        summary="stochastic beam: sequences drawn without replacement, so many per level",
+        source="Jeon et al. 2024, RSD-S, https://arxiv.org/abs/2402.14160",
+    ),
+    Row(
+        family="tree",
+        name="top_plus_one",
+        make=top_plus_one_tree.TopPlusOne,
+        summary="the likeliest n-1 tokens and one drawn from the rest",
+        source="Hu et al. 2025, https://arxiv.org/abs/2502.18779",
+    ),
+    Row(
+        family="tree",
+        name="dynamic",
+        make=Dynamic,
+        summary="expand the likeliest nodes, keep the likeliest of all",
+        source="Li et al. 2024, EAGLE-2, https://arxiv.org/abs/2406.16858",
+    ),
+    Row(
+        family="tree",
+        name="lattice",
+        make=Lattice,
+        summary="the best prefixes of per-position rows under a budget",
+        source="Ringel and Romano 2026, DDTree, https://arxiv.org/abs/2604.12989",
+    ),
+    Row(
+        family="tree",
+        name="fixed",
+        make=fixed_tree.Fixed,
+        summary="a given topology, children drawn without replacement or chosen",
+        source="Chen et al. 2024, Sequoia, https://arxiv.org/abs/2402.12374",
+    ),
+    Row(
+        family="tree",
+        name="opt",
+        make=Opt,
+        summary="the tree of the largest expected acceptance; deeper while that pays",
+        source="Wang et al. 2024, OPT-Tree, https://arxiv.org/abs/2406.17276",
+    ),
+    Row(
         family="verifier",
         name="token",
         make=Token,
@@ -88,6 +164,64 @@ ROWS = (
         summary="draw from the target and follow the draft while it agrees",
         source="Li et al. 2024, EAGLE, https://arxiv.org/abs/2401.15077",
     ),
+    Row(
+        family="verifier",
+        name="recursive",
+        make=Recursive,
+        summary="try children in turn, each on what the ones before left",
+        source="Yang et al. 2024, MCSD, https://arxiv.org/abs/2401.06706",
+    ),
+    Row(
+        family="verifier",
+        name="kseq",
+        make=Kseq,
+        summary="judge all independent draws of a node by one discounted ratio",
+        source="Sun et al. 2023, SpecTr, https://arxiv.org/abs/2310.15141",
+    ),
+    Row(
+        family="verifier",
+        name="top_plus_one",
+        make=TopPlusOne,
+        summary="the optimal rule for top n-1 and one draw",
+        source="Hu et al. 2025, https://arxiv.org/abs/2502.18779",
+    ),
+    Row(
+        family="verifier",
+        name="traversal",
+        make=Traversal,
+        summary="judge a tree from its leaves upwards; block verification for trees",
+        source="Weng et al. 2025, https://arxiv.org/abs/2505.12398",
+    ),
+    Row(
+        family="verifier",
+        name="multipath",
+        make=Multipath,
+        summary="block verification of the highest-ranking of independent paths",
+        source="GBV 2026, https://arxiv.org/abs/2602.16961",
+    ),
+    Row(
+        family="verifier",
+        name="greedy_block",
+        make=GreedyBlock,
+        summary="the most one block can give, paid back in the next; an experiment",
+        source="Sun et al. 2024, appendix, https://arxiv.org/abs/2403.10444",
+    ),
+    Row(
+        family="verifier",
+        name="lenient",
+        make=Lenient,
+        summary="accept more than the law allows, by a stated factor",
+        source="Zhou et al. 2023, DistillSpec, https://arxiv.org/abs/2310.08461",
+        guarantee="lossy",
+    ),
+    Row(
+        family="verifier",
+        name="typical",
+        make=Typical,
+        summary="accept what the target finds likely enough, given how sure it is",
+        source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
+        guarantee="lossy",
+    ),
     Row(family="length", name="fixed", make=Fixed, summary="the same length at every step", source=LEVIATHAN),
     Row(
         family="length",
@@ -95,6 +229,34 @@ ROWS = (
         make=Heuristic,
         summary="longer after full acceptance, shorter after a rejection",
         source="Gante 2023, https://huggingface.co/blog/assisted-generation",
+    ),
+    Row(
+        family="length",
+        name="adaedl",
+        make=Adaedl,
+        summary="stop where the entropy says that acceptance is unlikely; adapts",
+        source="Agrawal et al. 2024, https://arxiv.org/abs/2410.18351",
+    ),
+    Row(
+        family="length",
+        name="svip",
+        make=Svip,
+        summary="stop after a token that was drawn from an uncertain row",
+        source="Zhang et al. 2024, https://arxiv.org/abs/2411.18462",
+    ),
+    Row(
+        family="length",
+        name="planned",
+        make=Planned,
+        summary="the length of the most tokens per second, by costs and past acceptance",
+        source="Yan et al. 2024, https://arxiv.org/abs/2402.01528",
+    ),
+    Row(
+        family="length",
+        name="tetris",
+        make=Tetris,
+        summary="draft longer, verify the most promising tokens of the batch",
+        source="Wu et al. 2025, https://arxiv.org/abs/2502.15197",
     ),
 )
 
@@ -154,7 +316,11 @@ def _unknown(what: str, given: str, known: Iterable[str]) -> str:
 
 
 def _value(what: str, text: str, hint: object) -> object:
-    """Read a field's value by its type: an int, float, bool, string, or a list of ints written 4x2x2."""
+    """Read a field's value by its type: an int, float, bool, string, one of given words, or a list of ints 4x2x2."""
+    if typing.get_origin(hint) is Literal:
+        if text in typing.get_args(hint):
+            return text
+        raise InputError(_unknown(what, text, typing.get_args(hint)))
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in options:
         if kind is type(None):

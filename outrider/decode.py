@@ -17,7 +17,7 @@ from outrider.sampling import Prefix, log_probs, to_rows
 from outrider.trees.grow import grow
 from outrider.trees.protocol import Tree
 from outrider.types import Draft, Running, Step, Timing, Verdict
-from outrider.verifiers.protocol import Verifier
+from outrider.verifiers.protocol import Carrying, Verifier
 
 PREFILL_CHUNK = 512
 """Most prompt tokens that one forward digests for one request."""
@@ -78,14 +78,14 @@ def step(
     owners = np.repeat(np.arange(len(states)), np.diff(draft.offsets))
     rows = to_rows(extension.logits, owners, samplings, lambda node: _prefix(draft, states[owners[node]], node))
     clock.lap("rows")
-    verdict = parts.verifier.verify(draft, rows, dice)
+    verdict = _verify(parts.verifier, draft, rows, dice, states)
     survivors = _survivors(draft, verdict)
     clock.lap("verify")
     emitted = [_cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
     paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
     log_probabilities = _log_probabilities(extension, draft, states, paths, emitted)
     parts.target.commit({s.slot: [0, *path] for s, path in zip(states, paths, strict=True)})
-    parts.drafter.commit(states, paths)
+    parts.drafter.commit(states, _numbered(draft, paths))
     steps = []
     for i, (state, survivor, tokens) in enumerate(zip(states, survivors, emitted, strict=True)):
         state.tokens.extend(tokens)
@@ -137,6 +137,23 @@ def _room(parts: Parts, state: Running) -> int:
     if parts.drafter.max_context is not None:
         room = min(room, parts.drafter.max_context - len(state.tokens) - 1)
     return max(room, 0)
+
+
+def _verify(
+    verifier: Verifier, draft: Draft, rows: Float[Tensor, "nodes vocab"], dice: Dice, states: Sequence[Running]
+) -> Verdict:
+    """The verdict; what the rule carries to each request's next step goes into its state."""
+    if not isinstance(verifier, Carrying):
+        return verifier.verify(draft, rows, dice)
+    verdict = verifier.verify_carrying(draft, rows, dice, [state.carried for state in states])
+    for state, carried in zip(states, verdict.carried, strict=True):
+        state.carried = carried
+    return verdict
+
+
+def _numbered(draft: Draft, paths: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Paths by the numbers that the drafter knows the nodes by."""
+    return [draft.numbers[draft.offsets[i] + np.array(path, dtype=np.int64)].tolist() for i, path in enumerate(paths)]
 
 
 def _segments(draft: Draft, states: Sequence[Running]) -> list[Segment]:

@@ -48,7 +48,10 @@ class Dice(Protocol):
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
     ) -> Int[Tensor, "n count"]:
-        """`count` indices per row in drawing order, using slots `slot .. slot + count - 1`."""
+        """`count` indices per row in drawing order, using slots `slot .. slot + count - 1`.
+
+        Without replacement, -1 stands where a row has no further index of positive weight.
+        """
         ...
 
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
@@ -66,10 +69,41 @@ def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]
         tensor([2])
     """
     running = weights.cumsum(-1, dtype=torch.float64)
-    total = running[:, -1:]
+    return _where(running, running[:, -1:], uniforms[:, None]).squeeze(-1)
+
+
+def _where(
+    running: Float[Tensor, "n vocab"], total: Float[Tensor, "n 1"], uniforms: Float[Tensor, "n 1"]
+) -> Int[Tensor, "n 1"]:
     # The product may round up to the total, behind the last weight; the number below the total is still within it.
-    share = torch.minimum(uniforms[:, None] * total, total * (1 - 2**-53))
-    return torch.searchsorted(running, share, right=True).squeeze(-1)
+    share = torch.minimum(uniforms * total, total * (1 - 2**-53))
+    return torch.searchsorted(running, share, right=True)
+
+
+def _without_replacement(
+    weights: Float[Tensor, "n vocab"], uniforms: list[Float[Tensor, " n"]]
+) -> Int[Tensor, "n count"]:
+    """Sequential draws from one running sum: a later draw's share of what is left is moved past what has gone."""
+    running = weights.cumsum(-1, dtype=torch.float64)
+    total = running[:, -1:]
+    available = (weights > 0).sum(-1)
+    chosen: list[Int[Tensor, "n 1"]] = []
+    below, above = running[:, :0], running[:, :0]
+    for k, uniform in enumerate(uniforms):
+        gone = (above - below).sum(-1, keepdim=True)
+        left = (total - gone).clamp_min(0)
+        share = torch.minimum(uniform[:, None] * left, left * (1 - 2**-53))
+        for i in range(k):
+            passed = share >= below[:, i : i + 1]
+            moved = torch.maximum(share + (above - below)[:, i : i + 1], above[:, i : i + 1])
+            share = torch.where(passed, moved, share)
+        found = torch.searchsorted(running, share, right=True).clamp_max(weights.shape[1] - 1)
+        chosen.append(torch.where(available[:, None] > k, found, -1))
+        edges = torch.where(found > 0, running.gather(1, (found - 1).clamp_min(0)), 0.0)
+        below, above = torch.cat([below, edges], 1), torch.cat([above, running.gather(1, found)], 1)
+        below, order = below.sort(-1)
+        above = above.gather(1, order)
+    return torch.cat(chosen, 1)
 
 
 def _upload(numbers: list[float], device: torch.device) -> Float[Tensor, " n"]:
@@ -123,12 +157,11 @@ class PhiloxDice:
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
     ) -> Int[Tensor, "n count"]:
-        chosen = []
-        for k in range(count):
-            chosen.append(inverse_cdf(weights, _upload(self._uniforms(draws, offset=k), weights.device)))
-            if not replace:
-                weights = weights.scatter(1, chosen[-1][:, None], 0.0)
-        return torch.stack(chosen, 1)
+        uniforms = [_upload(self._uniforms(draws, offset=k), weights.device) for k in range(count)]
+        if replace:
+            running = weights.cumsum(-1, dtype=torch.float64)
+            return torch.cat([_where(running, running[:, -1:], u[:, None]) for u in uniforms], 1)
+        return _without_replacement(weights, uniforms)
 
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)

@@ -12,9 +12,10 @@ from outrider.decode import Parts
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine import Engine
 from outrider.lengths.protocol import LengthPolicy
+from outrider.lengths.tetris import Tetris
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import open_model, open_tokenizer
-from outrider.proof.matrix import Cell, refusal
+from outrider.proof.matrix import DEFAULT, Cell, refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
@@ -29,7 +30,7 @@ def load(
     *,
     drafter: str | object | None = None,
     tree: str | object = "chain",
-    verifier: str | object = "block",
+    verifier: str | object | None = None,
     length: str | object | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_slots: int = 8,
@@ -40,6 +41,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pad_to: int | None = None,
+    allow_lossy: bool = False,
 ) -> Engine:
     """An engine for a target, with parts that are proven to fit each other.
 
@@ -47,7 +49,7 @@ def load(
         target: Directory, hub id or loaded model; None is the embedded pair.
         drafter: `name:key=value,...` or an object. By default `suffix`, for the embedded target its draft model.
         tree: How drafts grow.
-        verifier: Which nodes survive.
+        verifier: Which nodes survive. By default the lossless one that accepts most of the tree's drafts.
         length: When to stop drafting. By default `fixed:5`, for the embedded pair `fixed:4`.
         tokenizer: By default the one beside the target.
         max_slots: Most requests at once.
@@ -59,6 +61,7 @@ def load(
         trust_remote_code: Let transformers run code that comes with the model.
         pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a block of one token takes
             other kernels than longer ones and would differ in the last bits; otherwise 1.
+        allow_lossy: Let rules pass that do not keep the target's law.
 
     Raises:
         InputError: Anything that does not exist, does not fit or would not be lossless, with what would.
@@ -67,11 +70,11 @@ def load(
         >>> load(verifier="blok")
         Traceback (most recent call last):
         ...
-        outrider.types.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match
+        outrider.types.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match,
+        recursive, kseq, top_plus_one, traversal, multipath, greedy_block, lenient, typical
     """
     own_draft = target is None and drafter is None
     grower: Tree = _make("tree", tree)
-    rule: Verifier = _make("verifier", verifier)
     policy: LengthPolicy = _make("length", length or ("fixed:4" if own_draft else "fixed:5"))
     guesser = _make("drafter", drafter or (f"model:path={EMBEDDED_DRAFT}" if own_draft else "suffix"))
     if max_slots < 1:
@@ -104,7 +107,8 @@ def load(
         max_slots=max_slots,
     )
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
-    if reason := refusal(Cell(rows=bound.rows, structure=grower.structure, verifier=catalog.name_of(rule))):
+    rule: Verifier = _make("verifier", verifier or _default_verifier(bound, grower))
+    if reason := refusal(cell(bound, grower, rule, policy), allow_lossy):
         raise InputError(reason)
     return Engine(
         Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy),
@@ -113,6 +117,22 @@ def load(
         sampling=_default_sampling(model),
         max_slots=max_slots,
     )
+
+
+def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy) -> Cell:
+    """Where a combination of parts stands in the refusal matrix."""
+    original = isinstance(length, Tetris) and length.criterion == "original"
+    return Cell(
+        rows=drafter.rows,
+        context_pure=drafter.context_pure,
+        structure=tree.structure,
+        verifier=catalog.name_of(verifier),
+        length="tetris:criterion=original" if original else catalog.name_of(length),
+    )
+
+
+def _default_verifier(drafter: Drafter, tree: Tree) -> str:
+    return DEFAULT[Cell(rows=drafter.rows, structure=tree.structure, verifier="match").kind]
 
 
 def _make(family: Family, given: str | object) -> Any:

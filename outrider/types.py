@@ -114,6 +114,7 @@ class Running:
         slot: The target's slot.
         drafter_state: What the drafter's `open` returned.
         length_state: What the length policy's `open` returned.
+        carried: What the verifier carries from step to step, if it does.
         num_steps: Steps made; part of the key of every draw.
     """
 
@@ -122,6 +123,7 @@ class Running:
     slot: int
     drafter_state: object = None
     length_state: object = None
+    carried: object = None
     num_steps: int = 0
 
     @property
@@ -168,6 +170,7 @@ class Draft:
         tokens: Token id of each node.
         parents: Packed index of each node's parent; -1 for roots.
         depths: Distance from the root.
+        numbers: Number of each node in its request's growing tree; numbers follow growth order and survive pruning.
         offsets: Where each request's nodes begin; the last entry is the number of nodes.
         first_child: `links[first_child[n] : first_child[n + 1]]` are the children of n in drawing order.
         links: Packed child indices; iid draws of one token repeat its node.
@@ -180,6 +183,7 @@ class Draft:
     tokens: Int[Tensor, " nodes"]
     parents: Int[np.ndarray, " nodes"]
     depths: Int[np.ndarray, " nodes"]
+    numbers: Int[np.ndarray, " nodes"]
     offsets: Int[np.ndarray, " bounds"]
     first_child: Int[np.ndarray, " node_bounds"]
     links: Int[np.ndarray, " links"]
@@ -209,11 +213,13 @@ class Verdict:
         paths: Packed node indices of each request's accepted path in order, without the root, padded with -1.
         num_accepted: Length of each path.
         next_tokens: The recovered token (after a rejection) or the bonus token (after none), on the device.
+        carried: What each request's next verification is to be given, where the rule carries anything over.
     """
 
     paths: Int[np.ndarray, "requests depth"]
     num_accepted: Int[np.ndarray, " requests"]
     next_tokens: Int[Tensor, " requests"]
+    carried: tuple[object, ...] = ()
 
 
 @dataclass(kw_only=True)

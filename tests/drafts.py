@@ -26,6 +26,7 @@ def chains(tokens: Sequence[Sequence[int]], rows: Float[Tensor, "drawn vocab"] |
         tokens=torch.tensor([t for chain in tokens for t in (anchor, *chain)]),
         parents=parents,
         depths=np.arange(nodes) - np.repeat(offsets[:-1], lengths + 1),
+        numbers=np.arange(nodes) - np.repeat(offsets[:-1], lengths + 1),
         offsets=offsets,
         first_child=np.concatenate([[0], np.cumsum(counts)]),
         links=children,

@@ -15,12 +15,15 @@ Target = Annotated[
 ]
 Drafter = Annotated[str | None, typer.Option(help="Who guesses, as name:key=value; see `outrider methods`.")]
 Tree = Annotated[str, typer.Option(help="How drafts grow.")]
-Verifier = Annotated[str, typer.Option(help="Which draft tokens survive.")]
+Verifier = Annotated[
+    str | None, typer.Option(help="Which draft tokens survive; by default the best lossless rule for the tree.")
+]
 Length = Annotated[str | None, typer.Option(help="When to stop drafting, such as fixed:5.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default the GPU where there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.")]
 Attention = Annotated[str | None, typer.Option("--attn-implementation", help="sdpa or eager.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Let rules pass that change the target's law.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 BatchSize = Annotated[int, typer.Option(help="Most requests at once.")]
 MaxContext = Annotated[int | None, typer.Option(help="Longest context in tokens.")]
@@ -44,8 +47,9 @@ class Setup:
     target: str | None
     drafter: str | None
     tree: str
-    verifier: str
+    verifier: str | None
     length: str | None
+    allow_lossy: bool
     device: str | None
     dtype: str
     attn_implementation: str | None
@@ -63,6 +67,7 @@ class Setup:
             tree=self.tree,
             verifier=self.verifier,
             length=self.length,
+            allow_lossy=self.allow_lossy,
             device=self.device,
             dtype=self.dtype,
             attn_implementation=self.attn_implementation,

@@ -58,7 +58,10 @@ class Drafter(Protocol):
         ...
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
-        """Per request, the tree numbers of the nodes that were accepted; called before `state.tokens` grows."""
+        """Per request, the numbers of the nodes that were accepted, as `expand` was given them; the rest is forgotten.
+
+        Nodes that were never expanded may be among them. Called before `state.tokens` grows.
+        """
         ...
 
     def reuse(self, state: object, request: Request, length: int) -> object:

@@ -3,10 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Float, Int
-from torch import Tensor
-
+from outrider.trees.protocol import Level
 from outrider.types import InputError, Step
 
 
@@ -40,7 +37,7 @@ class Heuristic:
     def limit(self, state: object) -> int:
         return int(state)  # type: ignore[call-overload]
 
-    def more(self, states: Sequence[object], owners: Int[np.ndarray, " n"], rows: Float[Tensor, "n vocab"]) -> None:
+    def reach(self, states: Sequence[object], level: Level) -> None:
         return None
 
     def update(self, state: object, step: Step) -> int:

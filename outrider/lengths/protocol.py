@@ -1,12 +1,13 @@
-"""What the loop asks of a length policy: how deep at most, whether to go on, and to be told what happened."""
+"""What the loop asks of a length policy: how deep at most, how far to go on, and to be told what happened."""
 
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.trees.protocol import Level
 from outrider.types import Step
 
 
@@ -24,12 +25,25 @@ class LengthPolicy(Protocol):
         """Deepest draft of the next step."""
         ...
 
-    def more(
-        self, states: Sequence[object], owners: Int[np.ndarray, " n"], rows: Float[Tensor, "n vocab"]
-    ) -> Bool[np.ndarray, " n"] | None:
-        """Which nodes should get children, given the rows these would be drawn from; None means all."""
+    def reach(self, states: Sequence[object], level: Level) -> Int[np.ndarray, " n"] | None:
+        """How many more tokens may follow each node of a level, given the scores of what these may be: 0 stops
+        there, 1 keeps one more. None sets no bound. Asked of drafters that have rows, before a token is drawn.
+        """
         ...
 
     def update(self, state: object, step: Step) -> object:
         """State after a step."""
+        ...
+
+
+@runtime_checkable
+class BatchPolicy(Protocol):
+    """A length policy that shares one budget of target nodes among the chains of a batch, after they were drafted."""
+
+    def note(self, level: Level, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n 2"]:
+        """What `share` will need of the tokens that were drawn at a level."""
+        ...
+
+    def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]:
+        """How many drafted tokens of each request to verify; -inf stands where a request drafted fewer."""
         ...

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from outrider.decode import Parts, prefill, step
 from outrider.dice import Draws
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
-from outrider.types import Request, Running, Sampling
+from outrider.types import Request, Running, Sampling, Step
 
 BATCH = 512
 """Worlds that are walked as one batch."""
@@ -26,31 +27,37 @@ class _World:
     script: list[int]
     position: int = 0
     probability: float = 1.0
-    used: set[tuple[str, int]] = field(default_factory=set)
+    used: set[tuple[int, str, int]] = field(default_factory=set)
 
 
 class EnumeratingDice:
-    """Dice that take every outcome: each row follows its script, then always the first possible outcome, and notes the
-    others as scripts still to be walked. Walking all of them visits every outcome exactly once.
+    """Dice that take every outcome: each world follows its script, then always the first possible outcome, and notes
+    the others as scripts still to be walked. Walking all of them visits every outcome exactly once.
 
     A draw with one possible outcome is no draw. Using one slot twice for one purpose is an error, because in
     production it would be the same random number.
+
+    Args:
+        scripts: One per world.
+        size: Requests of one world; those of world w are `w * size` and the following.
     """
 
-    def __init__(self, scripts: Sequence[list[int]]) -> None:
+    def __init__(self, scripts: Sequence[list[int]], size: int = 1) -> None:
         self.worlds = [_World(script=list(script)) for script in scripts]
+        self._size = size
         self.others: list[tuple[int, list[int]]] = []
 
     def _choose(self, request: int, slot: int, draws: Draws, outcomes: Sequence[tuple[int, float]]) -> int:
-        world = self.worlds[request]
-        if (draws.purpose, slot) in world.used:
+        world = self.worlds[request // self._size]
+        key = (request, draws.purpose, slot)
+        if key in world.used:
             raise RuntimeError(f"the random number of slot {slot} for {draws.purpose!r} was used twice in one step")
         if len(outcomes) == 1:
             return outcomes[0][0]
-        world.used.add((draws.purpose, slot))
+        world.used.add(key)
         if world.position == len(world.script):
             for other in range(1, len(outcomes)):
-                self.others.append((request, [*world.script, other]))
+                self.others.append((request // self._size, [*world.script, other]))
             world.script.append(0)
         outcome, probability = outcomes[world.script[world.position]]
         world.position += 1
@@ -93,7 +100,24 @@ class EnumeratingDice:
 
     def _index(self, row: Float[np.ndarray, " vocab"], request: int, slot: int, draws: Draws) -> int:
         total = row.sum()
+        if total == 0:
+            return -1
         return self._choose(request, slot, draws, [(int(i), row[i] / total) for i in np.flatnonzero(row > 0)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Before:
+    """What a request enters a step with; equal ones are one world.
+
+    Attributes:
+        output: Tokens emitted so far.
+        length: State of the length policy.
+        carried: What the verifier carries over.
+    """
+
+    output: tuple[int, ...]
+    length: object
+    carried: object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +128,8 @@ class Law:
         emitted: Probability of each emitted sequence.
         accepted: Expected number of accepted draft tokens, over all steps.
         error: Largest absolute difference to the target's law, over all sequences as long as the longest emitted
-            one, the shorter ones continued by the target.
+            one or as the horizon, the shorter ones continued by the target. Where a verifier still carries something
+            over, what follows is not the target's alone, and sequences are compared as far as all such outputs reach.
     """
 
     emitted: Mapping[tuple[int, ...], float]
@@ -118,41 +143,85 @@ def law(
     num_steps: int,
     sampling: Sampling | None = None,
     target_law: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]] | None = None,
+    horizon: int | None = None,
 ) -> Law:
     """Enumerate `num_steps` steps of the production loop on tabular language models.
 
-    Worlds with equal tokens and equal length state are merged between steps, so the drafter must be context-pure.
+    Worlds with equal tokens and equal states of length policy and verifier are merged between steps, so the drafter
+    must be context-pure.
 
     Args:
         target_law: The target's distribution after the output so far; by default read from the target's own rows.
+        horizon: Compare so many tokens; outputs that are as long are not walked further.
     """
-    sampling = sampling or Sampling()
-    request = Request(id="law", prompt=tuple(prompt), max_new_tokens=1 << 20, sampling=sampling)
-    worlds: dict[tuple[tuple[int, ...], object], float] = {((), parts.length.open()): 1.0}
+    request = _request(prompt, sampling)
+    worlds: dict[_Before, float] = {_Before(output=(), length=parts.length.open(), carried=None): 1.0}
     accepted = 0.0
     for _ in range(num_steps):
-        after: dict[tuple[tuple[int, ...], object], float] = defaultdict(float)
-        queue: list[tuple[tuple[int, ...], object, float, list[int]]] = [
-            (output, length_state, mass, []) for (output, length_state), mass in worlds.items()
-        ]
+        after: dict[_Before, float] = defaultdict(float)
+        queue: list[tuple[_Before, float, list[int]]] = []
+        for before, mass in worlds.items():
+            if horizon is not None and len(before.output) >= horizon:
+                after[before] += mass
+            else:
+                queue.append((before, mass, []))
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
-            states = [_resume(parts, request, output, length_state) for output, length_state, _, _ in batch]
-            dice = EnumeratingDice([script for _, _, _, script in batch])
-            for i, made in enumerate(step(parts, states, dice=dice)):
-                mass = batch[i][2] * dice.worlds[i].probability
-                after[tuple(states[i].output), states[i].length_state] += mass
+            dice = EnumeratingDice([script for _, _, script in batch])
+            states = [_resume(parts, request, before) for before, _, _ in batch]
+            for i, made in enumerate(_walk(parts, states, dice)):
+                mass = batch[i][1] * dice.worlds[i].probability
+                after[_before(states[i])] += mass
                 accepted += mass * made.num_accepted_tokens
-            queue += [(*batch[i][:3], script) for i, script in dice.others]
-            for state in states:
-                parts.target.release(state.slot)
-                parts.drafter.close(state.drafter_state)
+            queue += [(*batch[i][:2], script) for i, script in dice.others]
         worlds = after
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
-    for (output, _), mass in worlds.items():
-        emitted[output] += mass
+    for before, mass in worlds.items():
+        emitted[before.output] += mass
+    reached = [len(before.output) for before in worlds if before.carried]
+    if reached:
+        horizon = min(reached) if horizon is None else min(horizon, *reached)
     rows = target_law or (lambda output: target_row(parts, request, output))
-    return Law(emitted=dict(emitted), accepted=accepted, error=_error(emitted, rows))
+    return Law(emitted=dict(emitted), accepted=accepted, error=law_error(emitted, rows, horizon))
+
+
+def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[Law]:
+    """Enumerate one step of a batch whose requests share a budget; the law of each, whatever the others do."""
+    requests = [_request(prompt, sampling) for prompt in prompts]
+    new = _Before(output=(), length=parts.length.open(), carried=None)
+    emitted: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in requests]
+    accepted = [0.0] * len(requests)
+    queue: list[list[int]] = [[]]
+    while queue:
+        dice = EnumeratingDice([queue.pop()], size=len(requests))
+        states = [_resume(parts, request, new) for request in requests]
+        steps = _walk(parts, states, dice)
+        mass = dice.worlds[0].probability
+        for i, (state, made) in enumerate(zip(states, steps, strict=True)):
+            emitted[i][tuple(state.output)] += mass
+            accepted[i] += mass * made.num_accepted_tokens
+        queue += [script for _, script in dice.others]
+    return [
+        Law(
+            emitted=dict(own),
+            accepted=count,
+            error=law_error(own, partial(target_row, parts, request)),
+        )
+        for own, count, request in zip(emitted, accepted, requests, strict=True)
+    ]
+
+
+def _request(prompt: Sequence[int], sampling: Sampling | None) -> Request:
+    return Request(id="law", prompt=tuple(prompt), max_new_tokens=1 << 20, sampling=sampling or Sampling())
+
+
+def _walk(parts: Parts, states: Sequence[Running], dice: EnumeratingDice) -> list[Step]:
+    """One step of these states, which are closed."""
+    steps = step(parts, states, dice=dice)
+    for state in states:
+        parts.target.release(state.slot)
+        parts.drafter.close(state.drafter_state)
+    return steps
 
 
 def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float[np.ndarray, " vocab"]:
@@ -165,23 +234,35 @@ def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float
     return to_rows(logits, np.zeros(1, dtype=np.int64), [request.sampling], lambda _: prefix)[0].double().numpy()
 
 
-def _resume(parts: Parts, request: Request, output: tuple[int, ...], length_state: object) -> Running:
+def _before(state: Running) -> _Before:
+    return _Before(output=tuple(state.output), length=state.length_state, carried=state.carried)
+
+
+def _resume(parts: Parts, request: Request, before: _Before) -> Running:
     state = Running(
         request=request,
-        tokens=[*request.prompt, *output],
+        tokens=[*request.prompt, *before.output],
         slot=parts.target.open(),
         drafter_state=parts.drafter.open(request),
-        length_state=length_state,
+        length_state=before.length,
+        carried=before.carried,
     )
     while not prefill(parts, state):
         pass
     return state
 
 
-def _error(
-    emitted: Mapping[tuple[int, ...], float], rows: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
+def law_error(
+    emitted: Mapping[tuple[int, ...], float],
+    rows: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]],
+    horizon: int | None = None,
 ) -> float:
-    longest = max(len(output) for output in emitted)
+    """Largest difference to the target's law over all sequences as long as the longest emitted one, or the horizon."""
+    longest = max(len(output) for output in emitted) if horizon is None else horizon
+    cut: dict[tuple[int, ...], float] = defaultdict(float)
+    for output, mass in emitted.items():
+        cut[output[:longest]] += mass
+    emitted = cut
     level: dict[tuple[int, ...], tuple[float, float]] = {(): (emitted.get((), 0.0), 1.0)}
     for _ in range(longest):
         below: dict[tuple[int, ...], tuple[float, float]] = {}

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level
-from outrider.types import InputError, Structure
+from outrider.trees.protocol import Children, Level, Whole
+from outrider.types import Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class Chain(Whole):
     """Speculative decoding as first published: a row of tokens, each drawn after the one before.
 
     References:
@@ -23,15 +23,12 @@ class Chain:
         return "chain"
 
     def choose(self, level: Level, dice: Dice) -> Children:
-        if level.rows is not None:
-            everything = np.arange(len(level.nodes))
-            tokens = dice.pick(level.rows, Draws(requests=level.owners, slots=level.nodes, purpose="draft"))
-            return Children(parents=everything, tokens=tokens, expand=np.ones(len(everything), dtype=bool))
-        if level.tokens is None:
-            raise InputError("a level has neither rows nor tokens")
-        proposed = np.flatnonzero(level.tokens >= 0)
-        return Children(
-            parents=proposed,
-            tokens=torch.from_numpy(level.tokens[proposed]),
-            expand=np.ones(len(proposed), dtype=bool),
-        )
+        if level.proposed is None:
+            draws = Draws(requests=level.owners, slots=level.nodes, purpose="draft")
+            tokens = dice.pick(level.drawable, draws)
+            owners, parents = level.owners, level.nodes
+        else:
+            there = np.flatnonzero(level.proposed >= 0)
+            tokens = torch.from_numpy(level.proposed[there])
+            owners, parents = level.owners[there], level.nodes[there]
+        return Children(owners=owners, parents=parents, tokens=tokens, expand=np.ones(len(owners), dtype=bool))

@@ -1,7 +1,7 @@
 """The growth loop: ask the drafter, let the tree choose, let the length policy say when to stop; pack the draft."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from outrider.dice import Dice
 from outrider.sampling import Prefix, to_rows
-from outrider.trees.protocol import Level, Tree
-from outrider.types import Draft, Frontier, Guess, Running
+from outrider.trees.protocol import Children, Grown, Level, Tree
+from outrider.types import Draft, Frontier, Guess, Running, Sampling, Structure
 
 
 @runtime_checkable
@@ -29,22 +29,56 @@ class Stopper(Protocol):
     """The part of a length policy that growing needs."""
 
     def limit(self, state: object) -> int: ...
-    def more(
-        self, states: Sequence[object], owners: Int[np.ndarray, " n"], rows: Float[Tensor, "n vocab"]
-    ) -> Bool[np.ndarray, " n"] | None: ...
+    def reach(self, states: Sequence[object], level: Level) -> Int[np.ndarray, " n"] | None: ...
+
+
+@runtime_checkable
+class Sharer(Protocol):
+    """The part of a batch policy that growing needs, beyond that of a length policy."""
+
+    def note(self, level: Level, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n 2"]: ...
+    def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]: ...
 
 
 @dataclass(kw_only=True)
 class _Growth:
     """Nodes so far, level by level, beginning with the roots."""
 
+    sizes: Int[np.ndarray, " requests"]
     owners: list[Int[np.ndarray, " n"]] = field(default_factory=list)
     nodes: list[Int[np.ndarray, " n"]] = field(default_factory=list)
     parents: list[Int[np.ndarray, " n"]] = field(default_factory=list)
-    depths: list[Int[np.ndarray, " n"]] = field(default_factory=list)
     tokens: list[Int[Tensor, " n"]] = field(default_factory=list)
+    values: list[Float[np.ndarray, "n values"]] = field(default_factory=list)
+    links: list[Int[np.ndarray, " links"]] = field(default_factory=list)
     row_of: list[Int[np.ndarray, " n"]] = field(default_factory=list)
     rows: list[Float[Tensor, "n vocab"]] = field(default_factory=list)
+
+    def add(self, children: Children, device: torch.device) -> None:
+        """Append a level; numbers follow the order of growth."""
+        owners = children.owners
+        first = np.searchsorted(owners, owners)
+        numbers = self.sizes[owners] + np.arange(len(owners)) - first
+        before = sum(len(level) for level in self.owners)
+        drawn = np.arange(len(owners)) if children.links is None else children.links
+        self.sizes += np.bincount(owners, minlength=len(self.sizes))
+        self.owners.append(owners)
+        self.nodes.append(numbers)
+        self.parents.append(children.parents)
+        self.tokens.append(children.tokens.to(device))
+        self.values.append(np.zeros((len(owners), 0)) if children.values is None else children.values)
+        self.links.append(before + drawn)
+        self.row_of.append(np.full(len(owners), -1))
+
+    def grown(self) -> Grown:
+        width = max(v.shape[1] for v in self.values)
+        return Grown(
+            owners=np.concatenate(self.owners),
+            nodes=np.concatenate(self.nodes),
+            parents=np.concatenate(self.parents),
+            depths=np.repeat(np.arange(len(self.owners)), [len(level) for level in self.owners]),
+            values=np.concatenate([v if v.shape[1] else np.zeros((len(v), width)) for v in self.values]),
+        )
 
     def path(self, owner: int, node: int) -> list[int]:
         """Tokens from the root's child down to a node; reads the device."""
@@ -73,99 +107,140 @@ def grow(
         room: Deepest draft that still fits each request; 0 makes its step a plain one.
     """
     count = len(states)
-    everyone = np.arange(count)
     limits = np.array([min(length.limit(s.length_state), r) for s, r in zip(states, room, strict=True)])
-    samplings = [s.request.sampling for s in states]
-    zeros = np.zeros(count, dtype=np.int64)
-    growth = _Growth(
-        owners=[everyone],
-        nodes=[zeros],
-        parents=[zeros - 1],
-        depths=[zeros],
-        tokens=[torch.tensor([s.tokens[-1] for s in states]).to(device)],
-        row_of=[zeros - 1],
+    samplings = [_own(s.request.sampling, tree.structure) for s in states]
+    roots = Children(
+        owners=np.arange(count),
+        parents=np.full(count, -1),
+        tokens=torch.tensor([s.tokens[-1] for s in states]),
+        expand=limits > 0,
+        links=np.zeros(0, dtype=np.int64),
     )
-    sizes = np.ones(count, dtype=np.int64)
-    num_rows = depth = 0
-    here = np.flatnonzero(limits > 0)
+    growth = _Growth(sizes=np.zeros(count, dtype=np.int64))
+    growth.add(roots, device)
+    notes: list[Float[Tensor, "n 2"]] = []
+    here, depth, num_rows = np.flatnonzero(limits > 0), 0, 0
     while len(here):
-        owners, nodes = growth.owners[-1][here], growth.nodes[-1][here]
         if depth == 0:
             guess = drafter.begin([states[i] for i in here.tolist()])
         else:
-            frontier = Frontier(
-                owners=owners,
-                nodes=nodes,
-                parents=growth.parents[-1][here],
-                depths=growth.depths[-1][here],
-                tokens=_take(growth.tokens[-1], here),
-            )
-            guess = drafter.expand(states, frontier)
-        rows, tokens = None, guess.tokens
-        if guess.logits is not None:
-            prefixes = partial(_prefix, states, growth, owners, nodes)
-            rows = to_rows(guess.logits.to(device), owners, samplings, prefixes)
-            if (wanted := length.more([s.length_state for s in states], owners, rows)) is not None:
-                here, owners, nodes = here[wanted], owners[wanted], nodes[wanted]
-                rows = rows[torch.from_numpy(wanted).to(rows.device)]
+            guess = drafter.expand(states, _frontier(growth, here, depth))
+        level = Level(
+            owners=growth.owners[-1][here],
+            nodes=growth.nodes[-1][here],
+            depth=depth,
+            values=growth.values[-1][here],
+            logits=None if guess.logits is None else guess.logits.to(device),
+            proposed=guess.tokens,
+            rows=None,
+            so_far=growth.grown,
+        )
+        if level.logits is not None:
+            reach = length.reach([s.length_state for s in states], level)
+            if reach is not None:
+                limits[level.owners] = np.minimum(limits[level.owners], depth + reach)
+                here = here[reach > 0]
+                level = _part(level, reach > 0)
                 if not len(here):
                     break
-        level = Level(owners=owners, nodes=nodes, depths=growth.depths[-1][here], rows=rows, tokens=tokens)
+            if tree.structure != "deterministic":
+                prefixes = partial(_prefix, states, growth, level)
+                level = replace(level, rows=to_rows(level.raw, level.owners, samplings, prefixes))
         children = tree.choose(level, dice)
-        if rows is not None:
+        if not len(children.owners):
+            break
+        if level.rows is not None:
             growth.row_of[-1][here] = num_rows + np.arange(len(here))
-            growth.rows.append(rows)
+            growth.rows.append(level.rows)
             num_rows += len(here)
-        child_owners = owners[children.parents]
-        first = np.searchsorted(child_owners, child_owners)
-        growth.nodes.append(sizes[child_owners] + np.arange(len(child_owners)) - first)
-        sizes += np.bincount(child_owners, minlength=count)
-        growth.owners.append(child_owners)
-        growth.parents.append(nodes[children.parents])
-        growth.depths.append(level.depths[children.parents] + 1)
-        growth.tokens.append(children.tokens.to(device))
-        growth.row_of.append(np.full(len(child_owners), -1))
+        if isinstance(length, Sharer):
+            notes.append(length.note(level, children.tokens))
+        growth.add(children, device)
         depth += 1
-        here = np.flatnonzero(children.expand & (limits[child_owners] > depth))
-    return _pack(growth, tree, sizes)
+        here = np.flatnonzero(children.expand & (limits[children.owners] > depth))
+    grown = growth.grown()
+    keep = _shared(length, growth, grown, notes) if isinstance(length, Sharer) and notes else tree.finish(grown)
+    return _pack(growth, grown, keep, tree.structure)
 
 
-def _take(tokens: Int[Tensor, " n"], index: Int[np.ndarray, " m"]) -> Int[Tensor, " m"]:
-    return tokens if len(index) == len(tokens) else tokens[torch.from_numpy(index).to(tokens.device)]
+def _own(sampling: Sampling, structure: Structure) -> Sampling:
+    """The drafter's settings: the request's, but a greedy request's branching tree is drawn at temperature 1."""
+    if sampling.temperature > 0 or structure in ("chain", "deterministic"):
+        return sampling
+    return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def _prefix(
-    states: Sequence[Running],
-    growth: _Growth,
-    owners: Int[np.ndarray, " n"],
-    nodes: Int[np.ndarray, " n"],
-    row: int,
-) -> Prefix:
-    state = states[int(owners[row])]
-    path = growth.path(int(owners[row]), int(nodes[row]))
+def _frontier(growth: _Growth, here: Int[np.ndarray, " n"], depth: int) -> Frontier:
+    tokens = growth.tokens[-1]
+    if len(here) < len(tokens):
+        tokens = tokens[torch.from_numpy(here).to(tokens.device)]
+    return Frontier(
+        owners=growth.owners[-1][here],
+        nodes=growth.nodes[-1][here],
+        parents=growth.parents[-1][here],
+        depths=np.full(len(here), depth),
+        tokens=tokens,
+    )
+
+
+def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:
+    if mask.all() or level.logits is None:
+        return level
+    return replace(
+        level,
+        owners=level.owners[mask],
+        nodes=level.nodes[mask],
+        values=level.values[mask],
+        logits=level.logits[torch.from_numpy(mask).to(level.logits.device)],
+    )
+
+
+def _prefix(states: Sequence[Running], growth: _Growth, level: Level, row: int) -> Prefix:
+    state = states[int(level.owners[row])]
+    path = growth.path(int(level.owners[row]), int(level.nodes[row]))
     return Prefix(prompt=state.request.prompt, output=[*state.output, *path])
 
 
-def _pack(growth: _Growth, tree: Tree, sizes: Int[np.ndarray, " requests"]) -> Draft:
-    owners = np.concatenate(growth.owners)
-    order = np.argsort(owners, kind="stable")
+def _shared(
+    length: Sharer, growth: _Growth, grown: Grown, notes: Sequence[Float[Tensor, "_ 2"]]
+) -> Bool[np.ndarray, " n"]:
+    """What a batch policy leaves of the drafts, which are chains."""
+    table = np.full((len(growth.sizes), int(grown.depths.max()), 2), -np.inf)
+    drawn = grown.depths > 0
+    table[grown.owners[drawn], grown.depths[drawn] - 1] = torch.cat(list(notes)).double().cpu().numpy()
+    return grown.depths <= length.share(table)[grown.owners]
+
+
+def _pack(growth: _Growth, grown: Grown, keep: Bool[np.ndarray, " n"] | None, structure: Structure) -> Draft:
+    """Request by request instead of level by level, without the nodes that are not kept."""
+    keep = np.ones(len(grown.owners), dtype=bool) if keep is None else keep
+    kept = np.flatnonzero(keep)
+    order = kept[np.argsort(grown.owners[kept], kind="stable")]
+    owners = grown.owners[order]
+    sizes = np.bincount(owners, minlength=len(growth.sizes))
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    local = np.concatenate(growth.parents)[order]
-    parents = np.where(local >= 0, local + offsets[owners[order]], -1)
-    children = np.flatnonzero(parents >= 0)
-    links = children[np.argsort(parents[children], kind="stable")]
-    counts = np.bincount(parents[children], minlength=len(parents))
+    # Where each node of each request went, by number.
+    starts = np.concatenate([[0], np.cumsum(growth.sizes)])
+    place = np.full(int(starts[-1]), -1)
+    place[starts[owners] + grown.nodes[order]] = np.arange(len(order))
+    above = grown.parents[order]
+    parents = np.where(above >= 0, place[starts[owners] + above.clip(0)], -1)
+    links = np.concatenate(growth.links)
+    links = place[(starts[grown.owners] + grown.nodes)[links[keep[links]]]]
+    links = links[np.argsort(parents[links], kind="stable")]
+    counts = np.bincount(parents[links], minlength=len(order))
     tokens = torch.cat(growth.tokens)
-    if len(sizes) > 1:
+    if len(sizes) > 1 or len(order) < len(tokens):
         tokens = tokens[torch.from_numpy(order).to(tokens.device)]
     return Draft(
         tokens=tokens,
         parents=parents,
-        depths=np.concatenate(growth.depths)[order],
+        depths=grown.depths[order],
+        numbers=grown.nodes[order],
         offsets=offsets,
         first_child=np.concatenate([[0], np.cumsum(counts)]),
         links=links,
         rows=torch.cat(growth.rows) if growth.rows else None,
-        row_of=np.concatenate(growth.row_of)[order],
-        structure=tree.structure,
+        row_of=np.where(counts > 0, np.concatenate(growth.row_of)[order], -1),
+        structure=structure,
     )

@@ -1,48 +1,101 @@
-"""What the growth loop asks of a tree: which children each new node gets, and which of them to expand."""
+"""What the growth loop asks of a tree: which children the new nodes get, which to expand, and which to keep."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice
-from outrider.types import Structure
+from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level:
-    """Nodes that were just expanded, over all requests; either rows to draw from, or one token each.
+class Grown:
+    """All nodes so far, level by level, the roots first; a level's nodes lie request by request.
 
     Attributes:
-        owners: Index of each node's request in the batch; ascending.
+        owners: Index of each node's request in the batch.
         nodes: Number of the node in its request's tree, in growth order; the root is 0.
+        parents: Number of its parent; -1 for roots.
         depths: Distance from the root.
-        rows: Distributions that children may be drawn from.
-        tokens: The one token that a point drafter proposes.
+        values: What the tree noted at each node; 0 at roots.
     """
 
     owners: Int[np.ndarray, " n"]
     nodes: Int[np.ndarray, " n"]
+    parents: Int[np.ndarray, " n"]
     depths: Int[np.ndarray, " n"]
+    values: Float[np.ndarray, "n values"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Nodes that were just expanded, over all requests; all are equally deep.
+
+    Attributes:
+        owners: Index of each node's request in the batch; ascending.
+        nodes: Number of the node in its request's tree.
+        depth: Distance from the root.
+        values: What the tree noted at each node.
+        logits: The drafter's raw logits, on the device; None where it proposes one token each.
+        proposed: The one token that a point drafter proposes; -1 for none.
+        rows: Distributions to draw children from; None where children are chosen, not drawn.
+        so_far: All nodes grown until now.
+    """
+
+    owners: Int[np.ndarray, " n"]
+    nodes: Int[np.ndarray, " n"]
+    depth: int
+    values: Float[np.ndarray, "n values"]
+    logits: Float[Tensor, "n vocab"] | None
+    proposed: Int[np.ndarray, " n"] | None
     rows: Float[Tensor, "n vocab"] | None
-    tokens: Int[np.ndarray, " n"] | None
+    so_far: Callable[[], Grown]
+
+    @cached_property
+    def scores(self) -> Float[Tensor, "n vocab"]:
+        """Log-softmax of the raw logits: what chosen children and stopping rules go by, at every temperature."""
+        return (self.raw if self.raw.dtype == torch.float64 else self.raw.float()).log_softmax(-1)
+
+    @property
+    def raw(self) -> Float[Tensor, "n vocab"]:
+        """The logits. Raises InputError where there are none."""
+        if self.logits is None:
+            raise InputError("this tree needs distributions, and the drafter proposes single tokens; use tree 'chain'")
+        return self.logits
+
+    @property
+    def drawable(self) -> Float[Tensor, "n vocab"]:
+        """The rows. Raises InputError where there are none."""
+        if self.rows is None:
+            raise InputError("this tree draws from distributions, and the drafter has none; use tree 'chain'")
+        return self.rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Children:
-    """New nodes, siblings in drawing order.
+    """New nodes, one level deeper; those of one request together, siblings in drawing order.
 
     Attributes:
-        parents: Index into the level; ascending.
+        owners: Index of each one's request; ascending.
+        parents: Number of its parent in the request's tree, any node of the level above.
         tokens: Token of each.
         expand: Which of them the drafter should look beyond.
+        values: What the tree wants to know of them later.
+        links: Indices into the children in drawing order, a repeated draw repeating its child; None is one each.
     """
 
+    owners: Int[np.ndarray, " m"]
     parents: Int[np.ndarray, " m"]
     tokens: Int[Tensor, " m"]
     expand: Bool[np.ndarray, " m"]
+    values: Float[np.ndarray, "m values"] | None = None
+    links: Int[np.ndarray, " links"] | None = None
 
 
 @runtime_checkable
@@ -50,8 +103,29 @@ class Tree(Protocol):
     """A way of growing. Pure: what it needs to know is in the level."""
 
     @property
-    def structure(self) -> Structure: ...
+    def structure(self) -> Structure:
+        """How children are made: the rows that sampled ones are drawn from are handed to the verifier."""
+        ...
 
     def choose(self, level: Level, dice: Dice) -> Children:
         """Name the children of a level's nodes."""
         ...
+
+    def finish(self, grown: Grown) -> Bool[np.ndarray, " n"] | None:
+        """Which nodes to keep, a parent with each; None keeps all. Only chosen nodes may be dropped: whether a drawn
+        one exists must not depend on which token it is.
+        """
+        ...
+
+
+class Whole:
+    """What trees share that keep all their nodes."""
+
+    def finish(self, grown: Grown) -> None:
+        return None
+
+
+def nothing(level: Level) -> Children:
+    """No children."""
+    none = np.zeros(0, dtype=np.int64)
+    return Children(owners=none, parents=none, tokens=torch.from_numpy(none), expand=none.astype(bool))

@@ -30,9 +30,9 @@ class Block:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)
-        w = np.ones((len(side.roots), side.depth + 1))
+        ratios, w = side.ratios, np.ones((len(side.roots), side.depth + 1))
         for i in range(side.depth):
-            w[:, i + 1] = np.minimum(1, w[:, i] * side.ratios[:, i])
+            w[:, i + 1] = np.minimum(1, w[:, i] * ratios[:, i])
         h = w.copy()
         position = np.arange(side.depth + 1)
         inner = (position > 0) & (position < side.lengths[:, None])

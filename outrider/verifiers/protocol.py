@@ -1,5 +1,6 @@
 """What the loop asks of a verifier, and the pieces that the rules share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -25,6 +26,17 @@ class Verifier(Protocol):
         ...
 
 
+@runtime_checkable
+class Carrying(Protocol):
+    """A verifier that carries something of each request from step to step: what its verdict's `carried` says."""
+
+    def verify_carrying(
+        self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice, carried: Sequence[object]
+    ) -> Verdict:
+        """As `verify`, given what the last verdict carried of each request; None for a new one."""
+        ...
+
+
 def residual(target_rows: Float[Tensor, "n vocab"], draft_rows: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
     r"""Weights of the token that replaces a rejected one, not normalised: $\max(0, p(x) - q(x))$.
 
@@ -42,19 +54,31 @@ def residual(target_rows: Float[Tensor, "n vocab"], draft_rows: Float[Tensor, "n
 
 
 def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
-    """The law of the first child of each node: the row it was drawn from, or one-hot where it was chosen.
-
-    Leaves get an arbitrary row.
+    """The law of the first child of each node, in a fresh tensor: the row it was drawn from, or one-hot where it was
+    chosen. Leaves get an arbitrary row.
     """
     row_of = draft.row_of[nodes]
     if draft.rows is not None and (row_of >= 0).all():
         return draft.rows[upload(row_of, like.device)].to(like.dtype)
-    following = upload(np.minimum(nodes + 1, len(draft.row_of) - 1), like.device)
+    following = first_children(draft, nodes, like.device)
     chosen = torch.zeros_like(like).scatter_(1, draft.tokens[following][:, None], 1.0)
     if draft.rows is None:
         return chosen
     drawn = draft.rows[upload(row_of.clip(0), like.device)].to(like.dtype)
     return torch.where(upload(row_of >= 0, like.device)[:, None], drawn, chosen)
+
+
+def first_children(draft: Draft, nodes: Int[np.ndarray, " n"], device: torch.device) -> Int[Tensor, " n"]:
+    """Packed index of the first child of each node; of leaves some node."""
+    if not len(draft.links):
+        return upload(np.zeros_like(nodes), device)
+    return upload(draft.links[np.minimum(draft.first_child[nodes], len(draft.links) - 1)], device)
+
+
+def ratio(p: Float[Tensor, "n k"], q: Float[Tensor, "n k"]) -> Float[np.ndarray, "n k"]:
+    """Chances min(1, p/q) on the host; 0 where p is 0, and where q is, which only rounding makes it."""
+    quotient = torch.where((p > 0) & (q > 0), p.double() / q.double(), 0.0)
+    return quotient.clamp(max=1).cpu().numpy()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,17 +88,24 @@ class Chains:
     Attributes:
         roots: Packed index of each chain's root.
         lengths: Drafted tokens of each chain.
-        ratios: p(x) / q(x) of each chain's i-th token given its prefix; 0 where the chain is shorter, so that padding
-            is never accepted.
+        p: The target's probability of each chain's i-th token given its prefix; 0 where the chain is shorter, so that
+            padding is never accepted.
+        q: The draft's; 1 of a chosen token.
     """
 
     roots: Int[np.ndarray, " requests"]
     lengths: Int[np.ndarray, " requests"]
-    ratios: Float[np.ndarray, "requests depth"]
+    p: Float[np.ndarray, "requests depth"]
+    q: Float[np.ndarray, "requests depth"]
 
     @property
     def depth(self) -> int:
-        return self.ratios.shape[1]
+        return self.p.shape[1]
+
+    @property
+    def ratios(self) -> Float[np.ndarray, "requests depth"]:
+        """p/q; 0 where q is 0, which only rounding makes it."""
+        return np.divide(self.p, self.q, out=np.zeros_like(self.p), where=self.q > 0)
 
     def verdict(self, num_accepted: Int[np.ndarray, " requests"], next_tokens: Int[Tensor, " requests"]) -> Verdict:
         """The verdict that keeps the first `num_accepted` nodes of each chain."""
@@ -88,28 +119,27 @@ def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
     if draft.branches:
         raise InputError("a chain verifier was given a branching draft; use match(), which walks any tree")
     roots, lengths = draft.offsets[:-1], np.diff(draft.offsets) - 1
-    ratios = np.zeros((len(roots), int(lengths.max(initial=0))))
+    found = np.zeros((2, len(roots), int(lengths.max(initial=0))))
+    found[1] = 1
     if lengths.any():
-        inner = draft.parents >= 0
-        children = upload(np.flatnonzero(inner), target_rows.device)
+        inner = np.flatnonzero(draft.parents >= 0)
+        children = upload(inner, target_rows.device)
         tokens = draft.tokens[children]
         p = target_rows[children - 1, tokens].double()
-        row_of = draft.row_of[np.flatnonzero(inner) - 1]
-        if draft.rows is None:
-            found = p
-        else:
+        q = torch.ones_like(p)
+        if draft.rows is not None:
+            row_of = draft.row_of[inner - 1]
             q = draft.rows[upload(row_of.clip(0), p.device), tokens].double()
             if (row_of < 0).any():
                 q = torch.where(upload(row_of >= 0, p.device), q, 1.0)
-            found = torch.where(q > 0, p / q, 0.0)
         owners = np.repeat(np.arange(len(roots)), lengths)
-        ratios[owners, draft.depths[inner] - 1] = found.cpu().numpy()
-    return Chains(roots=roots, lengths=lengths, ratios=ratios)
+        found[:, owners, draft.depths[inner] - 1] = torch.stack([p, q]).cpu().numpy()
+    return Chains(roots=roots, lengths=lengths, p=found[0], q=found[1])
 
 
 def upload(
-    array: Int[np.ndarray, " n"] | Bool[np.ndarray, " n"], device: torch.device
-) -> Int[Tensor, " n"] | Bool[Tensor, " n"]:
+    array: Int[np.ndarray, "..."] | Bool[np.ndarray, "..."], device: torch.device
+) -> Int[Tensor, "..."] | Bool[Tensor, "..."]:
     """A host array on the device."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 

@@ -25,9 +25,9 @@ class Token:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)
-        num_accepted = np.zeros_like(side.lengths)
+        ratios, num_accepted = side.ratios, np.zeros_like(side.lengths)
         for i in range(side.depth):
             alive = num_accepted == i
-            num_accepted += alive & dice.accept(side.ratios[:, i] * alive, everyone(draft, i, "accept"))
+            num_accepted += alive & dice.accept(ratios[:, i] * alive, everyone(draft, i, "accept"))
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))

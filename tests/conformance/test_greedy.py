@@ -15,7 +15,7 @@ from outrider.lengths.fixed import Fixed
 from outrider.lengths.heuristic import Heuristic
 from outrider.lm.model import LanguageModel
 from outrider.trees.chain import Chain
-from outrider.trees.protocol import Children, Level
+from outrider.trees.protocol import Children, Level, Whole
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import Block
 from outrider.verifiers.match import Match
@@ -51,7 +51,7 @@ def noisy_twin(name: str, noise: float = 0.02) -> LanguageModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HandMade:
+class HandMade(Whole):
     """A branching tree: the drafter's two likeliest tokens at even depths, one at odd ones; all chosen, not drawn."""
 
     @property
@@ -59,12 +59,15 @@ class HandMade:
         return "deterministic"
 
     def choose(self, level: Level, dice) -> Children:
-        counts = np.where(level.depths % 2 == 0, 2, 1)
-        best = level.rows.topk(2).indices
-        parents = np.repeat(np.arange(len(counts)), counts)
-        rank = np.arange(len(parents)) - np.searchsorted(parents, parents)
-        tokens = best[torch.from_numpy(parents), torch.from_numpy(rank)]
-        return Children(parents=parents, tokens=tokens, expand=np.ones(len(parents), dtype=bool))
+        count = 2 if level.depth % 2 == 0 else 1
+        best = level.scores.topk(count).indices
+        parents = np.repeat(np.arange(len(best)), count)
+        return Children(
+            owners=level.owners[parents],
+            parents=level.nodes[parents],
+            tokens=best.flatten(),
+            expand=np.ones(len(parents), dtype=bool),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

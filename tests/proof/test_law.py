@@ -1,6 +1,6 @@
 """The law of the production code, enumerated; toys, and negative vectors that a right checker must catch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -14,18 +14,30 @@ from outrider.drafters.model import Model
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import Suffix
+from outrider.lengths.adaedl import Adaedl
 from outrider.lengths.fixed import Fixed
 from outrider.lengths.heuristic import Heuristic
+from outrider.lengths.planned import Planned
+from outrider.lengths.svip import Svip
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
+from outrider.proof.matrix import FIXED_LENGTH, LOSSLESS
 from outrider.trees.chain import Chain
+from outrider.trees.protocol import Children, Whole
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import Block
+from outrider.verifiers.greedy_block import GreedyBlock
 from outrider.verifiers.match import Match
 from outrider.verifiers.protocol import chains, everyone, recover
 from outrider.verifiers.token import Token
 
-VERIFIERS = [pytest.param(row.make(), id=name) for name, row in catalog.rows("verifier").items()]
+VERIFIERS = [pytest.param(catalog.rows("verifier")[name].make(), id=name) for name in LOSSLESS]
+FOR_CHOSEN = [
+    pytest.param(catalog.rows("verifier")[name].make(), id=name)
+    for name, kinds in LOSSLESS.items()
+    if "chosen chain" in kinds
+]
+FOR_ANY_LENGTH = [v for v in VERIFIERS if v.id not in FIXED_LENGTH]
 BOUND = 1e-12
 
 
@@ -43,21 +55,50 @@ def test_one_step_of_a_chain_of_four_at_vocabulary_three_keeps_the_law(verifier,
     assert found.error < BOUND
 
 
+@pytest.mark.parametrize("gamma", [2, 3])
+def test_greedy_block_keeps_the_law_over_the_blocks_that_its_changes_reach(gamma):
+    found = law(assemble(3, GreedyBlock(), Fixed(num_speculative_tokens=gamma), seed=8), [0], 4, horizon=4)
+    assert found.error < BOUND
+    assert max(map(len, found.emitted)) > 4
+
+
+LENGTHS = [
+    pytest.param(Heuristic(num_speculative_tokens=2, most=3), id="heuristic"),
+    pytest.param(Adaedl(num_speculative_tokens=2, threshold=0.66, epsilon=0.2), id="adaedl"),
+    pytest.param(Svip(num_speculative_tokens=2), id="svip"),
+    pytest.param(Planned(most=3, prior=1, draft_cost=0.3), id="planned"),
+]
+
+
 @pytest.mark.parametrize("verifier", VERIFIERS)
-@pytest.mark.parametrize("length", [Fixed(num_speculative_tokens=2), Heuristic(num_speculative_tokens=2, most=3)])
-def test_three_steps_at_vocabulary_two_keep_the_law(verifier, length):
+def test_three_steps_at_vocabulary_two_keep_the_law(verifier):
+    horizon = 3 if isinstance(verifier, GreedyBlock) else None
+    found = law(assemble(2, verifier, Fixed(num_speculative_tokens=2), seed=5), [1], 3, horizon=horizon)
+    assert found.error < BOUND
+
+
+@pytest.mark.parametrize("verifier", FOR_ANY_LENGTH)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_three_steps_at_vocabulary_two_keep_the_law_under_every_stopping_rule(verifier, length):
     found = law(assemble(2, verifier, length, seed=5), [1], 3)
     assert found.error < BOUND
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
-def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_over(verifier):
-    length = Heuristic(num_speculative_tokens=1, grow=1, most=2)
+@pytest.mark.parametrize("verifier", FOR_ANY_LENGTH)
+@pytest.mark.parametrize(
+    "length",
+    [
+        Heuristic(num_speculative_tokens=1, grow=1, most=2),
+        Adaedl(num_speculative_tokens=2, threshold=0.6, epsilon=0.2),
+    ],
+    ids=["heuristic", "adaedl"],
+)
+def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_over(verifier, length):
     found = law(assemble(3, verifier, length, seed=7), [0], 3)
     assert found.error < BOUND
 
 
-@pytest.mark.parametrize("verifier", VERIFIERS)
+@pytest.mark.parametrize("verifier", FOR_CHOSEN)
 @pytest.mark.parametrize(
     "drafter", [NoDrafter(), Ngram(prompt_lookup_min=1), Suffix(min_match=1)], ids=["none", "ngram", "suffix"]
 )
@@ -147,7 +188,7 @@ def test_block_gains_nothing_at_temperature_zero_or_on_chosen_drafts():
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArgmaxScoredWithItsSoftmax:
+class ArgmaxScoredWithItsSoftmax(Whole):
     """Drafts the argmax but hands over the softmax row, as if the token had been drawn from it."""
 
     @property
@@ -155,8 +196,7 @@ class ArgmaxScoredWithItsSoftmax:
         return "chain"
 
     def choose(self, level, dice):
-        children = Chain().choose(level, dice)
-        return type(children)(parents=children.parents, tokens=level.rows.argmax(-1), expand=children.expand)
+        return replace(Chain().choose(level, dice), tokens=level.rows.argmax(-1))
 
 
 def test_an_argmax_scored_with_its_softmax_is_caught():
@@ -210,7 +250,7 @@ def test_recovering_from_the_target_instead_of_the_residual_is_caught():
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropsUnlikelyDraws:
+class DropsUnlikelyDraws(Whole):
     """Draws a token and then drops it because its own probability is low."""
 
     @property
@@ -221,8 +261,11 @@ class DropsUnlikelyDraws:
         children = Chain().choose(level, dice)
         likely = level.rows.gather(1, children.tokens[:, None]).squeeze(1) >= 0.5
         kept = np.flatnonzero(likely.numpy())
-        return type(children)(
-            parents=children.parents[kept], tokens=children.tokens[likely], expand=children.expand[kept]
+        return Children(
+            owners=children.owners[kept],
+            parents=children.parents[kept],
+            tokens=children.tokens[likely],
+            expand=children.expand[kept],
         )
 
 

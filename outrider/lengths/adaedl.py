@@ -1,0 +1,91 @@
+"""AdaEDL: stop drafting where the entropy says that acceptance is unlikely; the threshold adapts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from outrider.lengths.entropy import entropies
+from outrider.trees.protocol import Level
+from outrider.types import InputError, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaedlState:
+    """The running acceptance rate and the threshold."""
+
+    rate: float
+    threshold: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adaedl:
+    r"""Stop before a token if $1 - \sqrt{\gamma H} < \lambda$, with H the entropy of the draft's row in nats.
+
+    After a step with d drafted and a accepted tokens the rate becomes $\beta_1 r + (1 - \beta_1) a/d$, and $\lambda$
+    moves by $\beta_2$ towards $\lambda + \epsilon$ if the rate is below the target rate, else, unless all of the
+    longest draft was accepted, towards $\lambda - \epsilon$. A step drafts at least one token.
+
+    Attributes:
+        num_speculative_tokens: Longest draft.
+        gamma: $\gamma$, what stands for the unknown cross term.
+        threshold: $\lambda$ of a new request.
+        target_rate: Acceptance rate that the threshold steers to.
+        epsilon: $\epsilon$.
+        rate_decay: $\beta_1$.
+        threshold_decay: $\beta_2$.
+
+    References:
+        Agrawal et al. 2024, AdaEDL. https://arxiv.org/abs/2410.18351
+    """
+
+    num_speculative_tokens: int = 16
+    gamma: float = 0.2
+    threshold: float = 0.4
+    target_rate: float = 0.9
+    epsilon: float = 0.01
+    rate_decay: float = 0.5
+    threshold_decay: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1:
+            raise InputError(f"num_speculative_tokens must be >= 1, got {self.num_speculative_tokens}")
+        if self.gamma <= 0:
+            raise InputError(f"gamma must be > 0, got {self.gamma}")
+        for name in ("target_rate", "rate_decay", "threshold_decay"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise InputError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+
+    def open(self) -> AdaedlState:
+        return AdaedlState(rate=self.target_rate, threshold=self.threshold)
+
+    def limit(self, state: object) -> int:
+        return self.num_speculative_tokens
+
+    def reach(self, states: Sequence[object], level: Level) -> Int[np.ndarray, " n"] | None:
+        if level.depth == 0:
+            return None
+        bound = 1 - np.sqrt(self.gamma * entropies(level))
+        thresholds = np.array([_own(states[owner]).threshold for owner in level.owners.tolist()])
+        return np.where(bound < thresholds, 0, self.num_speculative_tokens)
+
+    def update(self, state: object, step: Step) -> AdaedlState:
+        own = _own(state)
+        drafted, accepted = step.num_draft_tokens, step.num_accepted_tokens
+        if drafted == 0:
+            return own
+        rate = self.rate_decay * own.rate + (1 - self.rate_decay) * accepted / drafted
+        aim = own.threshold
+        if rate < self.target_rate:
+            aim += self.epsilon
+        elif accepted != self.num_speculative_tokens:
+            aim -= self.epsilon
+        decay = self.threshold_decay
+        return AdaedlState(rate=rate, threshold=decay * own.threshold + (1 - decay) * aim)
+
+
+def _own(state: object) -> AdaedlState:
+    if not isinstance(state, AdaedlState):
+        raise TypeError(f"adaedl keeps an AdaedlState, got {type(state).__name__}")
+    return state

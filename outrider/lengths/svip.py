@@ -1,0 +1,49 @@
+"""SVIP: stop drafting after a token that was drawn from an uncertain row."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Int
+
+from outrider.lengths.entropy import entropies
+from outrider.trees.protocol import Level
+from outrider.types import InputError, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Svip:
+    r"""Keep the token, then stop if the row that it was drawn from has $\sqrt{c H} > h$, with H its entropy in nats.
+
+    Attributes:
+        num_speculative_tokens: Longest draft.
+        scale: c.
+        threshold: h; with the defaults a row of more than 0.6 nats ends the draft.
+
+    References:
+        Zhang et al. 2024, SVIP. https://arxiv.org/abs/2411.18462
+    """
+
+    num_speculative_tokens: int = 40
+    scale: float = 0.15
+    threshold: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1 or self.scale <= 0 or self.threshold < 0:
+            raise InputError(
+                "num_speculative_tokens must be >= 1, scale > 0 and threshold >= 0, got "
+                f"{self.num_speculative_tokens}, {self.scale} and {self.threshold}"
+            )
+
+    def open(self) -> None:
+        return None
+
+    def limit(self, state: object) -> int:
+        return self.num_speculative_tokens
+
+    def reach(self, states: Sequence[object], level: Level) -> Int[np.ndarray, " n"]:
+        unsure = np.sqrt(self.scale * entropies(level)) > self.threshold
+        return np.where(unsure, 1, self.num_speculative_tokens)
+
+    def update(self, state: object, step: Step) -> None:
+        return None

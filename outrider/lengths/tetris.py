@@ -1,0 +1,78 @@
+"""TETRIS: draft longer than can be verified, and verify the most promising tokens of the whole batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.trees.protocol import Level
+from outrider.types import InputError, Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tetris:
+    r"""Each request drafts `num_speculative_tokens + extra` tokens; of the batch's, the best `num_speculative_tokens`
+    per request are verified.
+
+    A token's value stands for the chance that it and all before it are accepted. The `predictable` one is
+    $\min_{k \le j} (\sum_{l<k} \log q(x_l) + \log \hat a_k)$ with $\hat a$ the largest probability of the row, which
+    does not read the token itself, so that whether a token is verified does not depend on which token it is. The
+    published one, `original`, is $\sum_{l \le j} \log q(x_l)$: it drops drawn tokens because of their own probability
+    and is not lossless above temperature 0.
+
+    A request's own draws do not depend on its companions, but what is verified of them does, so a seed repeats an
+    output only in the same batch.
+
+    References:
+        Wu et al. 2025, TETRIS. https://arxiv.org/abs/2502.15197
+    """
+
+    num_speculative_tokens: int = 4
+    extra: int = 2
+    criterion: Literal["predictable", "original"] = "predictable"
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens < 1 or self.extra < 0:
+            raise InputError(
+                "num_speculative_tokens must be >= 1 and extra >= 0, got "
+                f"{self.num_speculative_tokens} and {self.extra}"
+            )
+
+    def open(self) -> None:
+        return None
+
+    def limit(self, state: object) -> int:
+        return self.num_speculative_tokens + self.extra
+
+    def reach(self, states: Sequence[object], level: Level) -> None:
+        return None
+
+    def update(self, state: object, step: Step) -> None:
+        return None
+
+    def note(self, level: Level, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n 2"]:
+        """Log of each token's own probability, and of the row's largest, at temperature 1."""
+        if level.proposed is not None:
+            return torch.zeros(len(tokens), 2, device=tokens.device)
+        own = level.scores.gather(1, tokens[:, None].to(level.scores.device))
+        return torch.cat([own, level.scores.amax(-1, keepdim=True)], 1)
+
+    def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]:
+        values = self.values(notes)
+        count = min(self.num_speculative_tokens * len(values), int((values > -np.inf).sum()))
+        # Of equal values the shallower is taken, so that each request keeps a beginning of its draft.
+        depth, request = np.meshgrid(np.arange(values.shape[1]), np.arange(len(values)))
+        best = np.lexsort([request.ravel(), depth.ravel(), -values.ravel()])[:count]
+        return np.bincount(best // values.shape[1], minlength=len(values))
+
+    def values(self, notes: Float[np.ndarray, "requests depth 2"]) -> Float[np.ndarray, "requests depth"]:
+        """Log of each token's value, never rising along a draft."""
+        own, row = notes[..., 0], notes[..., 1]
+        if self.criterion == "original":
+            return own.cumsum(1)
+        before = np.concatenate([np.zeros((len(own), 1)), own.cumsum(1)[:, :-1]], 1)
+        return np.minimum.accumulate(before + row, axis=1)

@@ -1,0 +1,61 @@
+"""The dynamic tree of EAGLE-2: expand the most promising nodes, then keep the most promising of all."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool
+
+from outrider.dice import Dice
+from outrider.trees.protocol import Children, Grown, Level
+from outrider.trees.ranking import Likeliest, best_of_each
+from outrider.types import InputError, Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dynamic:
+    """Give the `width` likeliest nodes of each level their `width` likeliest children; of all, keep `num_nodes`.
+
+    A node's likelihood is the product of the drafter's probabilities along its path. It falls from parent to child, so
+    what is kept is a tree; of equal ones the earlier, shallower one is kept.
+
+    References:
+        Li et al. 2024, EAGLE-2. https://arxiv.org/abs/2406.16858
+    """
+
+    width: int = 10
+    num_nodes: int = 60
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.num_nodes < 1:
+            raise InputError(f"width and num_nodes must be >= 1, got {self.width} and {self.num_nodes}")
+
+    @property
+    def structure(self) -> Structure:
+        return "deterministic"
+
+    def choose(self, level: Level, dice: Dice) -> Children:
+        best = Likeliest(level, self.width)
+        parents = np.repeat(np.arange(len(best.tokens)), best.tokens.shape[1])
+        owners, logs = level.owners[parents], best.logs.ravel()
+        return Children(
+            owners=owners,
+            parents=level.nodes[parents],
+            tokens=torch.from_numpy(best.tokens.ravel()),
+            expand=best_of_each(owners, logs, self.width),
+            values=logs[:, None],
+        )
+
+    def finish(self, grown: Grown) -> Bool[np.ndarray, " n"]:
+        return likeliest_tree(grown, self.num_nodes)
+
+
+def likeliest_tree(grown: Grown, num_nodes: int) -> Bool[np.ndarray, " n"]:
+    """The roots and the `num_nodes` likeliest nodes of each request, by the first value of each."""
+    below = grown.depths > 0
+    keep = ~below
+    if not below.any():
+        return keep
+    # No child is above its parent, and of equals the earlier wins, so parents are kept with their children.
+    keep[below] = best_of_each(grown.owners[below], grown.values[below, 0], num_nodes)
+    return keep

@@ -1,0 +1,139 @@
+"""A given topology (Sequoia, Medusa), and the dynamic programme that finds the best one (Sequoia)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from outrider.dice import Dice, Draws
+from outrider.trees.protocol import Children, Level, Whole, nothing
+from outrider.types import InputError, Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed(Whole):
+    """The same tree at every step: `children` lists how many children each node has, breadth first from the root.
+
+    Children are drawn without replacement, or with `chosen` are the likeliest tokens. `2x1x0x0` is a root with two
+    children, the first of which has one; zeros at the end may be left out.
+
+    References:
+        Chen et al. 2024, Sequoia. https://arxiv.org/abs/2402.12374
+        Cai et al. 2024, Medusa. https://arxiv.org/abs/2401.10774
+    """
+
+    children: tuple[int, ...] = (4, 2, 1, 1, 0, 2, 1, 1, 1, 1)
+    chosen: bool = False
+
+    def __post_init__(self) -> None:
+        reached = 1
+        for node, count in enumerate(self.children):
+            if count < 0 or node >= reached:
+                raise InputError(
+                    f"children must list counts >= 0 breadth first, no more than there are nodes; {self.children} has "
+                    f"{reached} nodes before its entry {node}"
+                )
+            reached += count
+        if reached == 1:
+            raise InputError("children must give the root at least one child")
+
+    @property
+    def structure(self) -> Structure:
+        return "deterministic" if self.chosen else "without_replacement"
+
+    @cached_property
+    def first(self) -> Int[np.ndarray, " nodes"]:
+        """For every node with an entry, the breadth-first number of its first child."""
+        return 1 + np.concatenate([[0], np.cumsum(self.children)[:-1]])
+
+    def choose(self, level: Level, dice: Dice) -> Children:
+        at = level.values[:, 0].astype(np.int64) if level.depth else np.zeros(len(level.nodes), dtype=np.int64)
+        counts = np.array([self.children[node] if node < len(self.children) else 0 for node in at.tolist()])
+        most = int(counts.max(initial=0))
+        if most == 0:
+            return nothing(level)
+        if self.chosen:
+            tokens = level.scores.topk(min(most, level.scores.shape[1]), -1).indices
+        else:
+            draws = Draws(requests=level.owners, slots=at * max(self.children), purpose="draft")
+            tokens = dice.pick_many(level.drawable, most, False, draws)
+        table = tokens.cpu().numpy()
+        parents, ranks = np.nonzero((np.arange(table.shape[1]) < counts[:, None]) & (table >= 0))
+        numbers = self.first[at[parents]] + ranks
+        inner = np.array([node < len(self.children) and self.children[node] > 0 for node in numbers.tolist()])
+        return Children(
+            owners=level.owners[parents],
+            parents=level.nodes[parents],
+            tokens=torch.from_numpy(table[parents, ranks]),
+            expand=inner.astype(bool),
+            values=numbers[:, None].astype(float),
+        )
+
+
+def best_topology(
+    acceptance: Sequence[float], num_nodes: int, depth: int, draft_cost: float, target_costs: Sequence[float]
+) -> tuple[int, ...]:
+    r"""The `children` of the tree with the most tokens per second, by Sequoia's dynamic programme.
+
+    With $a_j$ the measured probability that the j-th of a node's children is the accepted one, $T(m, l, b)$ is the most
+    tokens expected from m nodes, the root among them, in l levels, the root having b children:
+    $T(1, l, 0) = 1$ and $T(m, l, b) = \max_y T(y, l, b-1) + a_b \max_{b'} T(m-y, l-1, b')$.
+    The tree minimises $(l\,c + v_m) / T$ over its size m and its depth l.
+
+    Args:
+        acceptance: $a_1, a_2, \ldots$
+        num_nodes: Largest number of drafted nodes.
+        depth: Deepest tree.
+        draft_cost: c, the cost of drafting one level.
+        target_costs: $v_1 \ldots$, the cost of a target forward over 1, 2, ... nodes, the root included; at least
+            `num_nodes + 1` of them, in the same unit.
+
+    Example:
+        >>> best_topology([0.9], num_nodes=3, depth=3, draft_cost=0.0, target_costs=[1, 1, 1, 1])
+        (1, 1, 1)
+
+    References:
+        Chen et al. 2024, Sequoia, section 3.1. https://arxiv.org/abs/2402.12374
+    """
+    if len(target_costs) <= num_nodes:
+        raise InputError(f"{num_nodes} drafted nodes need {num_nodes + 1} target_costs, got {len(target_costs)}")
+
+    @cache
+    def most(m: int, levels: int, b: int) -> tuple[float, int]:
+        """T(m, levels, b) and the y that attains it."""
+        if b == 0:
+            return (1.0, 0) if m == 1 else (-np.inf, 0)
+        if levels == 0 or m < 1 + b or b > len(acceptance):
+            return -np.inf, 0
+        options = [(most(y, levels, b - 1)[0] + acceptance[b - 1] * best(m - y, levels - 1)[0], y) for y in range(b, m)]
+        return max(options)
+
+    @cache
+    def best(m: int, levels: int) -> tuple[float, int]:
+        """The best T over the number of children of the root, and that number."""
+        return max((most(m, levels, b)[0], -b) for b in range(min(m, len(acceptance) + 1)))
+
+    sizes = [
+        ((levels * draft_cost + target_costs[m - 1]) / best(m, levels)[0], m, levels)
+        for m in range(2, num_nodes + 2)
+        for levels in range(1, depth + 1)
+        if best(m, levels)[0] > 0
+    ]
+    _, m, levels = min(sizes)
+    counts, queue = [], [(m, levels)]
+    while queue:
+        size, left = queue.pop(0)
+        b = -best(size, left)[1]
+        counts.append(b)
+        subtrees = []
+        while b:
+            y = most(size, left, b)[1]
+            subtrees.append((size - y, left - 1))
+            size, b = y, b - 1
+        queue += subtrees[::-1]
+    while counts[-1] == 0:
+        counts.pop()
+    return tuple(counts)

@@ -1,0 +1,65 @@
+"""Independent paths: each is drawn from the drafter as a chain; equal beginnings share their nodes."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from outrider.dice import Dice, Draws
+from outrider.trees.protocol import Children, Level, Whole
+from outrider.types import InputError, Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iid(Whole):
+    """Draw `num_paths` chains independently (SpecInfer, SpecTr).
+
+    A node that m paths run through has m draws behind it. Repeated draws are kept, as links to one node; with `dedup`
+    each node links to its distinct children once, in the order of their first appearance.
+
+    References:
+        Miao et al. 2023, SpecInfer. https://arxiv.org/abs/2305.09781
+        Sun et al. 2023, SpecTr. https://arxiv.org/abs/2310.15141
+    """
+
+    num_paths: int = 3
+    dedup: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_paths < 1:
+            raise InputError(f"num_paths must be >= 1, got {self.num_paths}")
+
+    @property
+    def structure(self) -> Structure:
+        return "iid_dedup" if self.dedup else "iid"
+
+    def choose(self, level: Level, dice: Dice) -> Children:
+        paths = level.values[:, 0].astype(np.int64) if level.depth else np.full(len(level.nodes), self.num_paths)
+        drawn: list[Int[np.ndarray, " m"]] = [np.zeros(0, dtype=np.int64)] * len(paths)
+        for count in np.unique(paths).tolist():
+            rows = np.flatnonzero(paths == count)
+            slots = level.nodes[rows] * self.num_paths
+            draws = Draws(requests=level.owners[rows], slots=slots, purpose="draft")
+            picked = dice.pick_many(
+                level.drawable[torch.from_numpy(rows).to(level.drawable.device)], count, True, draws
+            )
+            for row, tokens in zip(rows.tolist(), picked.cpu().numpy(), strict=True):
+                drawn[row] = tokens
+        distinct = [list(dict.fromkeys(tokens.tolist())) for tokens in drawn]
+        sizes = np.array([len(tokens) for tokens in distinct])
+        first = np.concatenate([[0], np.cumsum(sizes)])
+        links = [
+            first[i] + own.index(token)
+            for i, (own, tokens) in enumerate(zip(distinct, drawn, strict=True))
+            for token in tokens.tolist()
+        ]
+        parents = np.repeat(np.arange(len(sizes)), sizes)
+        return Children(
+            owners=level.owners[parents],
+            parents=level.nodes[parents],
+            tokens=torch.tensor([token for own in distinct for token in own]),
+            expand=np.ones(len(parents), dtype=bool),
+            values=np.bincount(links, minlength=len(parents))[:, None].astype(float),
+            links=None if self.dedup else np.array(links),
+        )

@@ -1,0 +1,79 @@
+"""The best prefixes of a lattice of per-position rows, under a budget of nodes (DDTree)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from outrider.dice import Dice
+from outrider.trees.dynamic import likeliest_tree
+from outrider.trees.protocol import Children, Grown, Level
+from outrider.types import InputError, Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lattice:
+    """Treat the rows along the likeliest path as the marginals of their positions, and keep the `num_nodes` prefixes
+    of the largest product.
+
+    A drafter of per-position marginals gives these rows as they are; any other is asked along its own likeliest path
+    alone, one row per depth. A prefix is never likelier than what it extends, so the best of all prefixes are a tree,
+    and those of one depth are among the best `num_nodes` of that depth.
+
+    References:
+        Ringel and Romano 2026, DDTree. https://arxiv.org/abs/2604.12989
+    """
+
+    num_nodes: int = 32
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1:
+            raise InputError(f"num_nodes must be >= 1, got {self.num_nodes}")
+
+    @property
+    def structure(self) -> Structure:
+        return "deterministic"
+
+    def choose(self, level: Level, dice: Dice) -> Children:
+        best = level.scores.topk(min(self.num_nodes, level.scores.shape[1]), -1)
+        tokens, logs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
+        before = level.so_far()
+        made = []
+        for row, owner in enumerate(level.owners.tolist()):
+            above = np.flatnonzero((before.owners == owner) & (before.depths == level.depth))
+            made.append(self._extend(before.nodes[above], before.values[above].sum(1), logs[row]))
+        owners = np.repeat(level.owners, [len(m.parents) for m in made])
+        return Children(
+            owners=owners,
+            parents=np.concatenate([m.parents for m in made]),
+            tokens=torch.from_numpy(np.concatenate([tokens[row, m.ranks] for row, m in enumerate(made)])),
+            expand=np.concatenate([np.arange(len(m.parents)) == 0 for m in made]),
+            values=np.concatenate([m.logs for m in made])[:, None],
+        )
+
+    def finish(self, grown: Grown) -> Bool[np.ndarray, " n"]:
+        return likeliest_tree(grown, self.num_nodes)
+
+    def _extend(
+        self,
+        nodes: Int[np.ndarray, " n"],
+        above: Float[np.ndarray, " n"],
+        logs: Float[np.ndarray, " ranks"],
+    ) -> "_Prefixes":
+        """The best prefixes one token longer, the likeliest path first."""
+        order = np.argsort(-above, kind="stable")
+        # Of the i-th prefix and the j-th token, (i + 1)(j + 1) - 1 pairs are at least as good.
+        i, j = np.nonzero(np.arange(1, len(order) + 1)[:, None] * np.arange(1, len(logs) + 1) <= self.num_nodes)
+        sums = above[order[i]] + logs[j]
+        best = np.argsort(-sums, kind="stable")[: self.num_nodes]
+        return _Prefixes(parents=nodes[order[i[best]]], ranks=j[best], logs=sums[best])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prefixes:
+    """Prefixes of one depth: the node that each extends, the rank of its token, its log-probability."""
+
+    parents: Int[np.ndarray, " n"]
+    ranks: Int[np.ndarray, " n"]
+    logs: Float[np.ndarray, " n"]

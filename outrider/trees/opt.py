@@ -1,0 +1,66 @@
+"""OPT-Tree: grow the tree that maximises the expected acceptance, and stop when a level no longer pays."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+
+from outrider.dice import Dice
+from outrider.trees.dynamic import likeliest_tree
+from outrider.trees.protocol import Children, Grown, Level, nothing
+from outrider.trees.ranking import Likeliest, best_of_each
+from outrider.types import InputError, Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opt:
+    r"""Expand the `num_nodes` likeliest nodes of each level; keep the `num_nodes` likeliest of all.
+
+    With the drafter's probabilities for the target's, the expected number of accepted tokens is the sum of the nodes'
+    path probabilities. A request goes deeper while a level raised the sum over its best `num_nodes` nodes by more than
+    `threshold`, the cost of one more level in tokens.
+
+    References:
+        Wang et al. 2024, OPT-Tree. https://arxiv.org/abs/2406.17276
+    """
+
+    num_nodes: int = 30
+    threshold: float = 0.3
+
+    def __post_init__(self) -> None:
+        if self.num_nodes < 1 or self.threshold < 0:
+            raise InputError(f"num_nodes must be >= 1 and threshold >= 0, got {self.num_nodes} and {self.threshold}")
+
+    @property
+    def structure(self) -> Structure:
+        return "deterministic"
+
+    def choose(self, level: Level, dice: Dice) -> Children:
+        before = level.so_far()
+        weights = np.where(before.depths > 0, np.exp(before.values.sum(1)), 0.0)
+        best = Likeliest(level, self.num_nodes)
+        parents = np.repeat(np.arange(len(best.tokens)), best.tokens.shape[1])
+        owners, logs = level.owners[parents], best.logs.ravel()
+        kept = best_of_each(owners, logs, self.num_nodes)
+        parents, owners, logs = parents[kept], owners[kept], logs[kept]
+        last = _sums(before.owners, weights, self.num_nodes)
+        now = _sums(np.concatenate([before.owners, owners]), np.concatenate([weights, np.exp(logs)]), self.num_nodes)
+        if not len(owners):
+            return nothing(level)
+        return Children(
+            owners=owners,
+            parents=level.nodes[parents],
+            tokens=torch.from_numpy(best.tokens.ravel()[kept]),
+            expand=(now - last > self.threshold)[owners],
+            values=logs[:, None],
+        )
+
+    def finish(self, grown: Grown) -> Bool[np.ndarray, " n"]:
+        return likeliest_tree(grown, self.num_nodes)
+
+
+def _sums(owners: Int[np.ndarray, " n"], weights: Float[np.ndarray, " n"], count: int) -> Float[np.ndarray, " owners"]:
+    """Sum of the `count` largest weights of each owner."""
+    best = best_of_each(owners, weights, count)
+    return np.bincount(owners[best], weights=weights[best], minlength=int(owners.max()) + 1)

@@ -1,0 +1,43 @@
+"""The top n-1 tokens of each row and one draw from the rest (Hu et al. 2025)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.dice import Dice, Draws
+from outrider.trees.gumbel import drawn
+from outrider.trees.protocol import Children, Level, Whole
+from outrider.types import InputError, Structure
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopPlusOne(Whole):
+    """Each node gets its `width - 1` likeliest tokens, then one drawn from the row without them.
+
+    Where nothing is left to draw from, the likeliest tokens are all. `width` children per node over d levels make
+    `width + width^2 + ... + width^d` nodes.
+
+    References:
+        Hu et al. 2025, greedy multi-draft sampling. https://arxiv.org/abs/2502.18779
+        Sun et al. 2024, SpecHub, for width 2. https://arxiv.org/abs/2411.05289
+    """
+
+    width: int = 2
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise InputError(f"width must be >= 1, got {self.width}")
+
+    @property
+    def structure(self) -> Structure:
+        return "top_plus_one"
+
+    def choose(self, level: Level, dice: Dice) -> Children:
+        rows = level.drawable
+        top = rows.topk(min(self.width - 1, rows.shape[1]), -1)
+        rest = rows.scatter(1, top.indices, 0.0)
+        draws = Draws(requests=level.owners, slots=level.nodes, purpose="draft")
+        last = dice.pick_many(rest, 1, False, draws)
+        chosen = torch.where(top.values > 0, top.indices, -1)
+        return drawn(level, torch.cat([chosen, last], 1).cpu().numpy().astype(np.int64))

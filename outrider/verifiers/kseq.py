@@ -1,0 +1,91 @@
+"""K-SEQ: judge all draws of a node by one discounted ratio (SpecTr, Sun et al. 2023)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.dice import Dice
+from outrider.types import Draft, Verdict
+from outrider.verifiers.protocol import child_rows, ratio, upload
+from outrider.verifiers.walk import Walk, coins
+
+ROUNDS = 30
+"""Rounds of the search for the discount; two of three are secants."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kseq:
+    r"""Accept each of a node's k independent draws with probability $\min(1, p(x)/(\rho\,q(x)))$, in order.
+
+    With $\beta(\rho) = \sum_x \min(p(x)/\rho, q(x))$, one of them is accepted with probability $1 - (1 - \beta)^k$; the
+    discount $\rho \in [1, k]$ is where that equals $\rho\beta$. After k rejections the next token is drawn from
+    $p - \min(p/\rho, q)\,(1 - (1-\beta)^k)/\beta$. Any $\rho$ from there to k is lossless, so the search keeps the
+    upper end of its bracket. k is the number of draws at the node: of the paths that run through it.
+
+    References:
+        Sun et al. 2023, SpecTr, algorithm 2. https://arxiv.org/abs/2310.15141
+    """
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        walk = Walk(draft)
+        while len(walk.active):
+            children = walk.brood()
+            weights = target_rows[upload(walk.nodes, target_rows.device)]
+            inner = np.flatnonzero(children.counts)
+            chances = np.zeros(children.nodes.shape)
+            if len(inner):
+                at = upload(inner, weights.device)
+                p, q = weights[at], child_rows(draft, walk.nodes[inner], weights[at])
+                k = torch.from_numpy(children.counts[inner][:, None]).to(p.device).double()
+                rho, beta = discount(p, q, k)
+                x = draft.tokens[upload(children.nodes[inner].clip(0), p.device)]
+                chances[inner] = ratio(p.gather(1, x), q.gather(1, x).double() * rho)
+                share = torch.where(beta > 0, _any(beta, k) / beta, 0.0)
+                left = (p - torch.minimum(p / rho.to(p), q) * share.to(p)).clamp_min_(0)
+                weights[at] = torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+            stopped = walk.go(coins(walk, children, chances, dice))
+            walk.recover(stopped, weights, dice)
+        return walk.verdict()
+
+
+def discount(
+    p: Float[Tensor, "n vocab"], q: Float[Tensor, "n vocab"], k: Float[Tensor, "n 1"]
+) -> tuple[Float[Tensor, "n 1"], Float[Tensor, "n 1"]]:
+    r"""$\rho$ and $\beta(\rho)$ of each row: the root of $1 - (1-\beta)^k - \rho\beta$, which falls from at least 0 at
+    1 to at most 0 at k, from above.
+
+    Example:
+        >>> p, q = torch.tensor([[0.3, 0.4, 0.3]]).double(), torch.tensor([[0.6, 0.3, 0.1]]).double()
+        >>> [round(float(discount(p, q, torch.tensor([[k]]).double())[0]), 4) for k in (1.0, 2.0, 3.0)]
+        [1.0, 1.4, 1.75]
+    """
+    low, high = torch.ones_like(k), k
+    low_gap, high_gap = _gap(p, q, low, k), _gap(p, q, high, k)
+    for round_ in range(ROUNDS):
+        slope = high_gap - low_gap
+        secant = torch.where(slope < 0, high - high_gap * (high - low) / slope, high)
+        middle = (low + high) / 2 if round_ % 3 == 2 else secant.clamp(min=low, max=high)
+        gap = _gap(p, q, middle, k)
+        over = gap <= 0
+        low, low_gap = torch.where(over, low, middle), torch.where(over, low_gap, gap)
+        high, high_gap = torch.where(over, middle, high), torch.where(over, gap, high_gap)
+    return high, _beta(p, q, high)
+
+
+def _gap(
+    p: Float[Tensor, "n vocab"], q: Float[Tensor, "n vocab"], rho: Float[Tensor, "n 1"], k: Float[Tensor, "n 1"]
+) -> Float[Tensor, "n 1"]:
+    beta = _beta(p, q, rho)
+    return _any(beta, k) - rho * beta
+
+
+def _any(beta: Float[Tensor, "n 1"], k: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
+    """Chance that any of k draws is accepted."""
+    return -torch.expm1(k * torch.log1p(-beta))
+
+
+def _beta(p: Float[Tensor, "n vocab"], q: Float[Tensor, "n vocab"], rho: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
+    return torch.minimum(p / rho.to(p), q).sum(-1, keepdim=True).double().clamp(0, 1)

@@ -1,0 +1,52 @@
+"""Lenient verification: accept more than the target's law allows, by a stated rule. Lossy."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.dice import Dice
+from outrider.types import Draft, InputError, Verdict
+from outrider.verifiers.protocol import chains, everyone, recover
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lenient:
+    r"""Token verification with $\min(1, f(p(x))/q(x))$ for the chance of a token; the residual stays $(p - q)_+$.
+
+    `linear` is $f(p) = p/e$, where e is called lenience; `squared` is $p/e^2$; `exponential` is $p^e$. At e = 1 all are
+    lossless; the smaller e, the more is accepted and the further the output is from the target's law. With `linear` no
+    token becomes more than 1/e times as likely as the target has it. Since $f \ge p$, the residual of the modified rule
+    is the plain one.
+
+    References:
+        Leviathan et al. 2023, appendix on lenience. https://arxiv.org/abs/2211.17192
+        Zhou et al. 2023, DistillSpec, section 5. https://arxiv.org/abs/2310.08461
+    """
+
+    strength: float = 0.5
+    family: Literal["linear", "squared", "exponential"] = "linear"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.strength <= 1:
+            raise InputError(f"strength must be in (0, 1] (1 is lossless), got {self.strength}")
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        side = chains(draft, target_rows)
+        chances = self.loosened(side.p, side.q)
+        num_accepted = np.zeros_like(side.lengths)
+        for i in range(side.depth):
+            alive = num_accepted == i
+            num_accepted += alive & dice.accept(chances[:, i] * alive, everyone(draft, i, "accept"))
+        last, rejected = side.roots + num_accepted, num_accepted < side.lengths
+        return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))
+
+    def loosened(
+        self, p: Float[np.ndarray, "requests depth"], q: Float[np.ndarray, "requests depth"]
+    ) -> Float[np.ndarray, "requests depth"]:
+        """f(p)/q, at most 1; 0 where p is 0."""
+        e = self.strength
+        f = {"linear": p / e, "squared": p / e**2, "exponential": p**e}[self.family]
+        return np.divide(f, q, out=np.zeros_like(p), where=(p > 0) & (q > 0)).clip(max=1)

@@ -1,0 +1,120 @@
+"""Greedy multi-path block verification: block verification of the path that ranks highest (GBV)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from outrider.dice import Dice
+from outrider.types import Draft, Verdict
+from outrider.verifiers.block import Block
+from outrider.verifiers.protocol import child_rows, upload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Multipath:
+    r"""Of K independent paths follow, at every node, the child that ranks highest in p/q; verify that path as a block.
+
+    Ranking needs a strict order: by p/q, and among equals by token id, here and in the path's law. Let x be the
+    probability that one path runs through a node, A that it ranks below the node's, and $c(t)$ the draft's mass of the
+    tokens that rank no higher than t. Then the chosen path goes on with t with probability
+    $\tilde q(t) \propto (A + x c(t))^K - (A + x (c(t) - q(t)))^K$, and that is the draft's row that the block rule must
+    be given. Below t, $A \gets A + x (c(t) - q(t))$ and $x \gets x q(t)$.
+
+    References:
+        Greedy multi-path block verification, 2026. https://arxiv.org/abs/2602.16961
+    """
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if draft.rows is None:
+            return Block().verify(draft, target_rows, dice)
+        chain, nodes = _select(draft, target_rows)
+        verdict = Block().verify(chain, target_rows[upload(nodes, target_rows.device)], dice)
+        paths = np.where(verdict.paths >= 0, nodes[verdict.paths], -1)
+        return Verdict(paths=paths, num_accepted=verdict.num_accepted, next_tokens=verdict.next_tokens)
+
+
+def _select(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> tuple[Draft, Int[np.ndarray, " chosen"]]:
+    """The highest-ranking path of each request as a chain with its own law, and the nodes that it consists of."""
+    device, tokens = target_rows.device, draft.tokens.cpu().numpy()
+    ratios = _ratios(draft, target_rows)
+    paths = [_highest(draft, request, ratios, tokens) for request in range(draft.num_requests)]
+    chosen, lengths = np.concatenate(paths), np.array([len(path) for path in paths])
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    depths = np.arange(len(chosen)) - np.repeat(offsets[:-1], lengths)
+    inner = np.append(depths[1:] > 0, False)
+    rows = None
+    if inner.any():
+        root = np.repeat(draft.offsets[:-1], lengths)[inner]
+        num_paths = draft.first_child[root + 1] - draft.first_child[root]
+        rows = _law(draft, target_rows, chosen[inner], tokens[chosen[1:][inner[:-1]]], num_paths)
+    chain = Draft(
+        tokens=draft.tokens[upload(chosen, device)],
+        parents=np.where(depths > 0, np.arange(len(chosen)) - 1, -1),
+        depths=depths,
+        numbers=draft.numbers[chosen],
+        offsets=offsets,
+        first_child=np.concatenate([[0], np.cumsum(inner)]),
+        links=np.flatnonzero(depths > 0),
+        rows=rows,
+        row_of=np.where(inner, np.cumsum(inner) - 1, -1),
+        structure="chain",
+    )
+    return chain, chosen
+
+
+def _ratios(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Float[np.ndarray, " nodes"]:
+    """p/q of each node's token, given its parent."""
+    ratios = np.zeros(len(draft.parents))
+    nodes = np.flatnonzero(draft.parents >= 0)
+    if len(nodes) and draft.rows is not None:
+        above, device = draft.parents[nodes], target_rows.device
+        token = draft.tokens[upload(nodes, device)]
+        q = draft.rows[upload(draft.row_of[above], device), token].to(target_rows)
+        ratios[nodes] = (target_rows[upload(above, device), token] / q).double().cpu().numpy()
+    return ratios
+
+
+def _highest(
+    draft: Draft, request: int, ratios: Float[np.ndarray, " nodes"], tokens: Int[np.ndarray, " nodes"]
+) -> Int[np.ndarray, " path"]:
+    """From the root always on to the child that ranks highest."""
+    path = [int(draft.offsets[request])]
+    while len(below := draft.links[draft.first_child[path[-1]] : draft.first_child[path[-1] + 1]]):
+        path.append(max(below.tolist(), key=lambda node: (ratios[node], tokens[node])))
+    return np.array(path)
+
+
+def _law(
+    draft: Draft,
+    target_rows: Float[Tensor, "nodes vocab"],
+    nodes: Int[np.ndarray, " n"],
+    following: Int[np.ndarray, " n"],
+    num_paths: Int[np.ndarray, " n"],
+) -> Float[Tensor, "n vocab"]:
+    r"""$\tilde q$ after each node, given the token that follows it and how many paths there are."""
+    p = target_rows[upload(nodes, target_rows.device)]
+    q = child_rows(draft, nodes, p)
+    order = torch.sort(torch.where(q > 0, p / q, torch.inf), dim=-1, stable=True).indices
+    q = q.double()
+    c = torch.empty_like(q).scatter_(1, order, q.gather(1, order).cumsum(-1))
+    token = upload(following, q.device)[:, None]
+    picked = torch.cat([c.gather(1, token), q.gather(1, token)], 1).cpu().numpy()
+    below, through = np.zeros(len(nodes)), np.ones(len(nodes))
+    for i in range(1, len(nodes)):
+        if draft.parents[nodes[i]] >= 0:
+            upto, own = picked[i - 1]
+            below[i] = below[i - 1] + through[i - 1] * (upto - own)
+            through[i] = through[i - 1] * own
+    A, x = (torch.from_numpy(side[:, None]).to(q.device) for side in (below, through))
+    a, b = A + x * c, A + x * (c - q)
+    K = torch.from_numpy(num_paths[:, None]).to(q.device)
+    # (a^K - b^K) / x = q (a^(K-1) + a^(K-2) b + ... + b^(K-1)), which does not cancel.
+    total, power = torch.ones_like(q), torch.ones_like(q)
+    for k in range(1, int(num_paths.max())):
+        power = power * b
+        total = torch.where(k < K, total * a + power, total)
+    weights = q * total
+    return (weights / weights.sum(-1, keepdim=True)).to(p.dtype)

@@ -1,0 +1,70 @@
+"""Recursive rejection: try a node's children in drawing order, each on what the ones before left (MCSD, SpecInfer)."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.dice import Dice
+from outrider.types import Draft, Verdict
+from outrider.verifiers.protocol import child_rows, ratio, upload
+from outrider.verifiers.walk import Brood, Walk, coins
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recursive:
+    r"""At each node, with $P = p$ and $Q = q$, accept the next child x with probability $\min(1, P(x)/Q(x))$ and
+    descend, or else set $P \propto (P - Q)_+$; after the last child draw from $P$ and stop.
+
+    Children drawn without replacement, or de-duplicated, were drawn from what the earlier ones left of $q$, so after a
+    rejection $Q(x) = 0$ too. Independent draws keep $Q = q$, and repeated ones are tried again. Independent draws are
+    exchangeable, so that SpecInfer's random order is no different from theirs.
+
+    All of a node's chances follow from its children's order alone, so they are worked out on the device without
+    looking at an outcome, and copied to the host once per level.
+
+    References:
+        Miao et al. 2023, SpecInfer, algorithm 2 (with replacement). https://arxiv.org/abs/2305.09781
+        Yang et al. 2024, MCSD (both). https://arxiv.org/abs/2401.06706
+        Jeon et al. 2024, RSD (without). https://arxiv.org/abs/2402.14160
+    """
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        walk = Walk(draft)
+        while len(walk.active):
+            children = walk.brood()
+            P = target_rows[upload(walk.nodes, target_rows.device)]
+            chances = np.zeros(children.nodes.shape)
+            if children.counts.any():
+                P, chances = _try(draft, walk, children, P)
+            stopped = walk.go(coins(walk, children, chances, dice))
+            walk.recover(stopped, P, dice)
+        return walk.verdict()
+
+
+def _try(
+    draft: Draft, walk: Walk, children: Brood, p: Float[Tensor, "n vocab"]
+) -> tuple[Float[Tensor, "n vocab"], Float[np.ndarray, "n most"]]:
+    """What all children leave of the target's row, and each child's chance when its turn comes."""
+    P, Q = p, child_rows(draft, walk.nodes, p)
+    tokens = draft.tokens[upload(children.nodes.clip(0), P.device)]
+    missing = upload(children.nodes < 0, P.device)
+    ragged = bool((children.nodes < 0).any())
+    mass_p, mass_q = P.sum(-1, keepdim=True), Q.sum(-1, keepdim=True)
+    above, below = [], []
+    for k in range(tokens.shape[1]):
+        x = tokens[:, k : k + 1]
+        above.append(P.gather(1, x) * mass_q)
+        below.append(Q.gather(1, x) * mass_p)
+        left = torch.mul(Q, mass_p / mass_q)
+        torch.sub(P, left, out=left).clamp_min_(0)
+        mass = left.sum(-1, keepdim=True)
+        # Without mass nothing is left to reject; rounding alone leads here, and the row before stands.
+        stays = (mass <= 0) | missing[:, k : k + 1] if ragged else mass <= 0
+        P, mass_p = torch.where(stays, P, left), torch.where(stays, mass_p, mass)
+        if draft.structure != "iid":
+            Q.scatter_(1, x, 0.0)
+            mass_q = Q.sum(-1, keepdim=True)
+    return P, ratio(torch.cat(above, 1), torch.cat(below, 1))

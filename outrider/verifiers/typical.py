@@ -1,0 +1,61 @@
+"""Typical acceptance: keep what the target finds likely enough, given how sure it is (Medusa). Lossy."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.dice import Dice
+from outrider.types import Draft, InputError, Verdict
+from outrider.verifiers.protocol import everyone, upload
+from outrider.verifiers.walk import verdict_at
+
+
+@dataclass(frozen=True, kw_only=True)
+class Typical:
+    r"""Accept a token x if $p(x) > \min(\epsilon, \delta e^{-H})$, with H the entropy of the target's row in nats.
+
+    Of the nodes whose whole path is accepted the deepest is taken, and of equally deep ones the likeliest path; the
+    next token is drawn from the target's row there. Acceptance is not random, so unlikely tokens are never drafted into
+    the output: its law is not the target's. At temperature 0 it is greedy decoding.
+
+    Attributes:
+        posterior_threshold: $\epsilon$; the names are Medusa's.
+        posterior_alpha: $\delta$, about the square root of $\epsilon$.
+
+    References:
+        Cai et al. 2024, Medusa, section 3.3. https://arxiv.org/abs/2401.10774
+    """
+
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not 0 < self.posterior_threshold < 1 or self.posterior_alpha <= 0:
+            raise InputError(
+                "posterior_threshold must be in (0, 1) and posterior_alpha > 0, got "
+                f"{self.posterior_threshold} and {self.posterior_alpha}"
+            )
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        nodes = np.flatnonzero(draft.parents >= 0)
+        best = draft.offsets[:-1].copy()
+        if len(nodes):
+            entropy = torch.special.entr(target_rows).sum(-1)
+            threshold = (self.posterior_alpha * (-entropy).exp()).clamp(max=self.posterior_threshold)
+            above = upload(draft.parents[nodes], target_rows.device)
+            p = target_rows[above, draft.tokens[upload(nodes, above.device)]]
+            chances, enough = torch.stack([p, (p > threshold[above]).to(p)]).double().cpu().numpy()
+            accepted, logs = np.ones(len(draft.parents), dtype=bool), np.zeros(len(draft.parents))
+            owners = np.repeat(np.arange(draft.num_requests), np.diff(draft.offsets))[nodes]
+            for node, owner, chance, fine in zip(nodes.tolist(), owners.tolist(), chances, enough, strict=True):
+                parent = draft.parents[node]
+                accepted[node] = accepted[parent] and fine > 0
+                logs[node] = logs[parent] + (np.log(chance) if fine > 0 else -np.inf)
+                held = best[owner]
+                if accepted[node] and (draft.depths[node], logs[node]) > (draft.depths[held], logs[held]):
+                    best[owner] = node
+        rows = target_rows[upload(best, target_rows.device)]
+        return verdict_at(draft, best, dice.pick(rows, everyone(draft, 0, "recover")))
