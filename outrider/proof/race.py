@@ -45,6 +45,10 @@ class Race:
         num_heavy: Number of heavy tokens in each prefix.
         moments: Prefix sums of $(q \cdot end)^d$ over the small tokens, d = 1, 2, ...
 
+    Example:
+        >>> Race.of(np.array([0.5, 0.25, 0.25]), n=2).escape(np.array([1, 2])).round(6).tolist()
+        [1.0, 0.583333]
+
     References:
         The double exponential rule: Takahasi and Mori 1974. https://doi.org/10.2977/prims/1195192451
     """
