@@ -2,7 +2,8 @@
 
 from outrider.engine import Engine, Output, Update
 from outrider.load import load
+from outrider.proof.optimal import optimal_acceptance
 from outrider.types import InputError, Request, Sampling, Step
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "InputError", "Output", "Request", "Sampling", "Step", "Update", "load"]
+__all__ = ["Engine", "InputError", "Output", "Request", "Sampling", "Step", "Update", "load", "optimal_acceptance"]

@@ -1,0 +1,193 @@
+"""How often each rule accepts: the probability that one of n tokens drafted at a node survives, in closed form.
+
+Every function takes target rows and draft rows of one shape, float32 or float64, and the number n of drafted tokens;
+it gives one probability per row in float64, and raises `InputError` as `outrider.optimal_acceptance` does. The bound
+on all of them, for draws from the same law, is `outrider.optimal_acceptance`.
+"""
+
+import math
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.proof.optimal import checked
+from outrider.proof.race import outside
+from outrider.types import InputError
+
+BISECTIONS = 80
+"""Halvings of the interval that holds K-SEQ's rho; more than float64 has digits."""
+
+MOST_BRANCHES = 100_000
+"""Draws that `recursive_without_replacement` follows one by one, before it refuses."""
+
+
+def match_acceptance(
+    target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."], n: int
+) -> Float[Tensor, "*batch"]:
+    r"""Match, n independent draws: an output drawn from p is among them with $\sum_x p(x) (1 - (1 - q(x))^n)$.
+
+    Example:
+        >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
+        >>> match_acceptance(p, q, n=2)
+        tensor(0.5130, dtype=torch.float64)
+    """
+    rows = checked(target_probs, draft_probs, n)
+    return (rows.p * (1 - (1 - rows.q) ** n)).sum(-1)
+
+
+def recursive_with_replacement(
+    target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."], n: int
+) -> Float[Tensor, "*batch"]:
+    r"""Recursive rejection, n independent draws.
+
+    Each draw is tried against what is left of the target: it passes with $b = \sum_x \min(P, q)$, else
+    $P \leftarrow (P - q)_+$, normalised, which does not depend on the token refused. So $1 - \prod_i (1 - b_i)$.
+
+    Example:
+        >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
+        >>> recursive_with_replacement(p, q, n=3)
+        tensor(0.8480, dtype=torch.float64)
+
+    References:
+        Miao et al. 2024, multi-step speculative sampling. https://arxiv.org/abs/2305.09781
+    """
+    rows = checked(target_probs, draft_probs, n)
+    left, refused = rows.p, torch.ones_like(rows.p[..., 0])
+    for _ in range(n):
+        residual = (left - rows.q).clamp_min(0)
+        mass = residual.sum(-1)
+        refused = refused * mass
+        left = torch.where(mass[..., None] > 0, residual / mass[..., None], left)
+    return 1 - refused
+
+
+def recursive_without_replacement(
+    target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."], n: int
+) -> Float[Tensor, "*batch"]:
+    r"""Recursive rejection, n draws without replacement, by following every draw that can be refused.
+
+    With $P$ what is left of the target and $Q$ of the draft row, a draw passes with $\sum_x \min(P, Q)$ and is x and
+    refused with $(Q - P)_+(x)$; then $P \leftarrow (P - Q)_+$ and $Q(x) \leftarrow 0$, normalised. The last draw is
+    summed over all branches at once by sorting, so two draws cost $V \log V$ and each further one a factor of up to
+    the support of q: exact, but meant for n = 2, small vocabularies, or rows cut by top-k or top-p.
+
+    Raises:
+        InputError: Also if there are too many branches to follow.
+
+    Example:
+        >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
+        >>> recursive_without_replacement(p, q, n=2)
+        tensor(0.8750, dtype=torch.float64)
+
+    References:
+        Jeon et al. 2024, recursive rejection sampling. https://arxiv.org/abs/2402.14160
+    """
+    rows = checked(target_probs, draft_probs, n)
+    vocab = rows.p.shape[-1]
+    target, draft = (side.cpu().reshape(-1, vocab).numpy() for side in (rows.p, rows.q))
+    found = []
+    for p, q in zip(target, draft, strict=True):
+        support = int((q > 0).sum())
+        draws = min(n, support)
+        branches = math.perm(support, max(0, draws - 2))
+        if branches > MOST_BRANCHES:
+            raise InputError(
+                f"{n} draws without replacement from {support} tokens branch up to {branches} times, "
+                f"at most {MOST_BRANCHES} are followed; cut the rows by top-k or top-p, or take n = 2"
+            )
+        found.append(_follow(p, q, draws))
+    return torch.tensor(found, dtype=torch.float64, device=rows.p.device).reshape(rows.p.shape[:-1])
+
+
+def kseq_acceptance(
+    target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."], n: int
+) -> Float[Tensor, "*batch"]:
+    r"""K-SEQ, n independent draws: each passes with $\min(1, p(x) / (\rho\, q(x)))$.
+
+    With $\beta(\rho) = \sum_x \min(p / \rho, q)$ the acceptance is $1 - (1 - \beta)^n$. The smallest valid $\rho$ in
+    $[1, n]$ is where that equals $\rho \beta$. A larger one is valid too and a smaller one is not, so the upper end of
+    the bisection is kept.
+
+    Example:
+        >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
+        >>> kseq_acceptance(p, q, n=3)
+        tensor(0.8750, dtype=torch.float64)
+
+    References:
+        Sun et al. 2023, SpecTr. https://arxiv.org/abs/2310.15141
+    """
+    rows = checked(target_probs, draft_probs, n)
+    low = torch.ones_like(rows.p[..., 0])
+    high = n * low
+    for _ in range(BISECTIONS if n > 1 else 0):
+        rho = (low + high) / 2
+        beta = torch.minimum(rows.p / rho[..., None], rows.q).sum(-1)
+        valid = 1 - (1 - beta) ** n <= rho * beta
+        low, high = torch.where(valid, low, rho), torch.where(valid, rho, high)
+    beta = torch.minimum(rows.p / high[..., None], rows.q).sum(-1)
+    return 1 - (1 - beta) ** n
+
+
+def top_plus_one_acceptance(
+    target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."], n: int
+) -> Float[Tensor, "*batch"]:
+    r"""The n-1 likeliest tokens T of the draft row and one draw from the others, $\tilde q$: the optimum for that law.
+
+    $p(T) + \sum_{x \notin T} \min(p(x), \tilde q(x))$. Tokens with q = 0 are not drafted.
+
+    Example:
+        >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
+        >>> top_plus_one_acceptance(p, q, n=2)
+        tensor(0.9500, dtype=torch.float64)
+
+    References:
+        Hu et al. 2025, the greedy scheme. https://arxiv.org/abs/2502.18779
+    """
+    rows = checked(target_probs, draft_probs, n)
+    top = rows.q.topk(min(n - 1, rows.q.shape[-1]), dim=-1).indices
+    chosen = (rows.p.gather(-1, top) * (rows.q.gather(-1, top) > 0)).sum(-1)
+    others = rows.q.scatter(-1, top, 0)
+    mass = others.sum(-1, keepdim=True)
+    others = torch.where(mass > 0, others / mass, others)
+    return chosen + torch.minimum(rows.p.scatter(-1, top, 0), others).sum(-1)
+
+
+def _follow(p: Float[np.ndarray, " vocab"], q: Float[np.ndarray, " vocab"], n: int) -> float:
+    """Acceptance of n draws from q, normalised, against what is left of the target."""
+    passed, over, left = float(np.minimum(p, q).sum()), np.maximum(q - p, 0), np.maximum(p - q, 0)
+    if n == 1 or not left.any():
+        return passed
+    left = left / left.sum()
+    if n == 2:
+        return passed + _last(left, q, over)
+    for x in np.flatnonzero(over):
+        rest = q.copy()
+        rest[x] = 0
+        if rest.any():
+            passed += over[x] * _follow(left, rest / rest.sum(), n - 1)
+    return passed
+
+
+def _last(
+    left: Float[np.ndarray, " vocab"], q: Float[np.ndarray, " vocab"], over: Float[np.ndarray, " vocab"]
+) -> float:
+    r"""The last draw, after token x was refused: $\sum_x over(x) \sum_{y \ne x} \min(left(y), q(y) / (1 - q(x)))$.
+
+    Nothing is left of the target at a refused token, so $y \ne x$ need not be said. The tokens y are sorted by
+    left / q; for each x the first ones, up to $1 / (1 - q(x))$, count with left and the others with q.
+    """
+    refused = np.flatnonzero(over)
+    others = 1 - q[refused]
+    top = int(q.argmax())
+    others[refused == top] = q[:top].sum() + q[top + 1 :].sum()
+    refused, others = refused[others > 0], others[others > 0]
+    drawn = q > 0
+    left, rest = left[drawn], q[drawn]
+    with np.errstate(over="ignore"):
+        ratios = left / rest
+    order = np.argsort(ratios)
+    below = np.concatenate([[0.0], np.cumsum(left[order])])
+    count = np.searchsorted(ratios[order], 1 / others, side="right")
+    return float(over[refused] @ (below[count] + outside(rest[order])[count] / others))
