@@ -12,14 +12,15 @@ from torch import Tensor
 from outrider.types import Sampling
 
 FIRST_LOOK = 256
-"""Up to this vocabulary top-p sorts a row; beyond it, it sorts only the tokens near the floor."""
+"""How many of the most likely tokens top-p looks at first, in vocabularies below `WIDE`; in wider ones that is slower
+than what follows it."""
+WIDE = 2**15
 BUCKETS = 2**14
-"""Into how many kinds of equal exponent and leading bits top-p divides the probabilities of a wide row."""
-FOLDED_ABOVE = 0.01
-"""From this temperature on, the quotient of no logit overflows that is below 1e36, so softmax alone takes the maximum
-off; below it, that happens before the division."""
+"""Into how many buckets of equal exponent and leading bits top-p divides probabilities, at most."""
+FOLDED_FROM = 0.01
+"""From this temperature on, softmax alone takes the maximum off: the quotient of a logit below 1e36 cannot overflow."""
 AT_ONCE = {"cpu": 2**19}
-"""Numbers in one piece of work, by device: on a CPU as many as its caches hold."""
+"""Numbers that are filtered at once: on a CPU about as many as its cache holds, elsewhere `AT_ONCE_ELSEWHERE`."""
 AT_ONCE_ELSEWHERE = 2**25
 
 
@@ -55,19 +56,27 @@ def to_rows(
         tensor([[1., 0., 0.]])
     """
     per_row = [samplings[owner] for owner in owners.tolist()]
-    scores = logits if logits.dtype == torch.float64 else logits.float()
+    scores = logits
     if any(s.reads_prefix or s.logit_bias for s in per_row):
+        scores = logits if logits.dtype == torch.float64 else logits.float()
         scores = torch.stack(
             [_adjust(row, s, i, prefix) for i, (row, s) in enumerate(zip(scores, per_row, strict=True))]
         )
     if all(s.temperature == 0 for s in per_row):
         return _one_hot(scores)
-    rows = torch.empty_like(scores, memory_format=torch.contiguous_format)
-    count = max(1, AT_ONCE.get(scores.device.type, AT_ONCE_ELSEWHERE) // max(1, scores.shape[-1]))
-    spare = torch.empty_like(rows[:count])
-    for first in range(0, len(rows), count):
-        part = slice(first, first + count)
-        _fill(rows[part], scores[part], per_row[part], spare[: len(rows[part])])
+    rows = torch.empty(scores.shape, dtype=_dtype(scores), device=scores.device)
+    if not any(s.top_k or s.top_p < 1 or s.min_p for s in per_row):
+        _scale(rows, scores, per_row)
+        torch.softmax(rows, -1, out=rows)
+    else:
+        count = max(1, AT_ONCE.get(rows.device.type, AT_ONCE_ELSEWHERE) // rows.shape[-1])
+        spare = _Spare.like(rows[:count])
+        for first in range(0, len(rows), count):
+            part = slice(first, first + count)
+            _scale(rows[part], scores[part], per_row[part])
+            _filter(rows[part], per_row[part], spare.first(len(rows[part])))
+    if greedy := [i for i, s in enumerate(per_row) if s.temperature == 0]:
+        rows[greedy] = _one_hot(scores[greedy])
     return rows
 
 
@@ -81,7 +90,11 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
-    return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return torch.zeros_like(scores, dtype=_dtype(scores)).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+
+
+def _dtype(scores: Tensor) -> torch.dtype:
+    return torch.float64 if scores.dtype == torch.float64 else torch.float32
 
 
 def _adjust(
@@ -105,37 +118,54 @@ def _adjust(
     return scores
 
 
-def _fill(
-    rows: Float[Tensor, "n vocab"],
-    scores: Float[Tensor, "n vocab"],
-    per_row: Sequence[Sampling],
-    spare: Float[Tensor, "n vocab"],
-) -> None:
-    """Write the distributions of some rows; the scores are read only, the spare memory is overwritten."""
-    vocab = scores.shape[-1]
+@dataclass(frozen=True, kw_only=True)
+class _Spare:
+    """Memory that one piece of work after the other overwrites; to take fresh memory costs more than to compute."""
+
+    scores: Float[Tensor, "n vocab"]
+    masses: Float[Tensor, "n vocab"]
+    index: Int[Tensor, "n vocab"]
+
+    @classmethod
+    def like(cls, rows: Float[Tensor, "n vocab"]) -> "_Spare":
+        empty = torch.empty_like
+        return cls(scores=empty(rows), masses=empty(rows, dtype=torch.float64), index=empty(rows, dtype=torch.int64))
+
+    def first(self, count: int) -> "_Spare":
+        """The memory for the first rows."""
+        return _Spare(scores=self.scores[:count], masses=self.masses[:count], index=self.index[:count])
+
+
+def _scale(rows: Float[Tensor, "n vocab"], scores: Float[Tensor, "n vocab"], per_row: Sequence[Sampling]) -> None:
+    """Write scores over temperature into the rows."""
     # A tiny temperature may round to 0, so it has a floor.
     temperatures = [max(s.temperature or 1.0, torch.finfo(rows.dtype).tiny) for s in per_row]
-    if min(temperatures) < FOLDED_ABOVE:
-        torch.sub(scores, scores.amax(-1, keepdim=True), out=spare).div_(_column(rows, temperatures))
+    if min(temperatures) < FOLDED_FROM:
+        torch.sub(scores, scores.amax(-1, keepdim=True).to(rows.dtype), out=rows).div_(_column(rows, temperatures))
     elif any(t != 1 for t in temperatures):
-        torch.div(scores, _column(rows, temperatures), out=spare)
+        torch.div(scores, _column(rows, temperatures), out=rows)
     else:
-        spare = spare.copy_(scores)
-    torch.softmax(spare, -1, out=rows)
-    top_ks = [min(s.top_k, vocab) or vocab for s in per_row]
-    if (largest := max((k for k in top_ks if k < vocab), default=0)) > 0:
-        best = spare.topk(largest).values
-        last = torch.tensor([k - 1 if k < vocab else 0 for k in top_ks], device=rows.device)[:, None]
-        floor = torch.where(_column(rows, [k < vocab for k in top_ks]).bool(), best.gather(1, last), -torch.inf)
-        _keep(rows, spare.ge_(floor))
+        rows.copy_(scores)
+
+
+def _filter(rows: Float[Tensor, "n vocab"], per_row: Sequence[Sampling], spare: _Spare) -> None:
+    """Turn scaled scores into filtered distributions, in place."""
+    top_ks = [min(s.top_k, rows.shape[-1]) or rows.shape[-1] for s in per_row]
+    largest = max((k for k in top_ks if k < rows.shape[-1]), default=0)
+    if largest:
+        best = rows.topk(largest).values
+        last = torch.tensor([min(k, largest) - 1 for k in top_ks], device=rows.device)[:, None]
+        floor = best.gather(1, last).masked_fill_(_column(rows, [k > largest for k in top_ks]).bool(), -torch.inf)
+        torch.ge(rows, floor, out=spare.scores)
+    torch.softmax(rows, -1, out=rows)
+    if largest:
+        _keep(rows, spare.scores)
     if any(s.top_p < 1 for s in per_row):
-        _keep(rows, torch.ge(rows, _nucleus_floor(rows, _column(rows, [s.top_p for s in per_row]).double()), out=spare))
+        top_ps = torch.tensor([s.top_p for s in per_row], dtype=torch.float64, device=rows.device)
+        _keep(rows, torch.ge(rows, _nucleus_floor(rows, top_ps[:, None], spare), out=spare.scores))
     if any(s.min_p > 0 for s in per_row):
         floor = rows.amax(-1, keepdim=True) * _column(rows, [s.min_p for s in per_row])
-        _keep(rows, torch.ge(rows, floor, out=spare))
-    if any(s.temperature == 0 for s in per_row):
-        greedy = [i for i, s in enumerate(per_row) if s.temperature == 0]
-        rows[greedy] = _one_hot(scores[greedy])
+        _keep(rows, torch.ge(rows, floor, out=spare.scores))
 
 
 def _keep(rows: Float[Tensor, "n vocab"], kept: Float[Tensor, "n vocab"]) -> None:
@@ -144,46 +174,68 @@ def _keep(rows: Float[Tensor, "n vocab"], kept: Float[Tensor, "n vocab"]) -> Non
     rows.div_(rows.sum(-1, keepdim=True))
 
 
-def _nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
+@dataclass(frozen=True, kw_only=True)
+class _Candidates:
+    """The tokens among which the floor of top-p is, from the most likely on.
+
+    Attributes:
+        probabilities: Of these tokens; padded with 0.
+        before: Mass of all tokens that are more likely.
+        total: Mass of the whole row.
+    """
+
+    probabilities: Float[Tensor, "n some"]
+    before: Float[Tensor, "n 1"]
+    total: Float[Tensor, "n 1"]
+
+
+def _nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: _Spare) -> Float[Tensor, "n 1"]:
     """Probability of the last token of the smallest set whose mass reaches top_p; 0 where top_p is 1 or not reached.
 
-    Masses are added in float64. Wide rows are never sorted: positive floats are ordered as their bits are, so their
-    mass is added up by leading bits, and only the tokens of that bucket in which top_p is reached are sorted.
+    Masses are added up in float64.
     """
-    if rows.shape[-1] <= FIRST_LOOK:
-        best, before = rows.sort(-1, descending=True).values, 0.0
-    else:
-        best, before = _around(rows, top_p)
-    mass = best.double()
-    reached = mass.cumsum(-1).sub_(mass).add_(before) >= top_p
-    floor = best.masked_fill(reached, torch.inf).amin(-1, keepdim=True)
-    everything = (top_p >= 1) | (before + mass.sum(-1, keepdim=True) < top_p)
-    return floor.masked_fill(everything, 0.0)
+    found = _most_likely(rows, top_p) or _around(rows, top_p, spare)
+    running = torch.cat([found.before, found.probabilities], 1).cumsum(-1)[:, :-1]
+    dropped = (running >= top_p) | (found.probabilities == 0)
+    floor = found.probabilities.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
+    return floor.masked_fill_((top_p >= 1) | (found.total < top_p), 0.0)
 
 
-def _around(
-    rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]
-) -> tuple[Float[Tensor, "n some"], Float[Tensor, "n 1"]]:
-    """Per row, the probabilities of the bucket in which top_p is reached, from the largest on and padded with 0, and
-    the mass of all larger ones."""
+def _most_likely(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> _Candidates | None:
+    """The most likely tokens; None where that is slow, or a row may need more of them."""
+    if (vocab := rows.shape[-1]) >= WIDE:
+        return None
+    best = rows.topk(min(FIRST_LOOK, vocab)).values
+    total = best.sum(-1, keepdim=True, dtype=torch.float64)
+    if vocab > FIRST_LOOK and bool(((total < top_p) & (top_p < 1)).any()):
+        return None
+    return _Candidates(probabilities=best, before=torch.zeros_like(top_p), total=total)
+
+
+def _around(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: _Spare) -> _Candidates:
+    """The tokens near the floor: a radix selection.
+
+    Positive floats are ordered as their bits are. So the mass is added up by leading bits, and only the bucket in which
+    it reaches top_p needs sorting. The buckets are read from 1 downwards.
+    """
     bits = torch.int32 if rows.dtype == torch.float32 else torch.int64
     one = int(torch.ones((), dtype=rows.dtype).view(bits))
-    shift = max(0, (one // BUCKETS).bit_length())
-    size = (one >> shift) + 1
-    # Clamped, so that a row that is not a number stays one and does not break the rest.
-    bucket = rows.view(bits).bitwise_right_shift(shift).clamp_(0, size - 1)
-    mass = torch.zeros(len(rows), size, dtype=torch.float64, device=rows.device)
-    mass.scatter_add_(1, bucket.long(), rows.double())
-    above = mass.flip(-1).cumsum(-1)
-    steps = (above < top_p).sum(-1, keepdim=True).clamp_(max=size - 1)
-    before = above.gather(1, (steps - 1).clamp_(min=0)).masked_fill_(steps == 0, 0.0)
-    wanted = (size - 1 - steps).to(bits)
-    owners, columns = _ones(torch.eq(bucket, wanted, out=bucket))
+    shift = (one // BUCKETS).bit_length()
+    last = one >> shift
+    bucket = torch.bitwise_right_shift(rows.view(bits), shift, out=spare.scores.view(bits))
+    # What is not a number lies outside; clamped, it spoils no row but its own.
+    index = spare.index.copy_(bucket.clamp_(0, last))
+    mass = torch.zeros(len(rows), last + 1, dtype=torch.float64, device=rows.device)
+    running = mass.scatter_add_(1, index, spare.masses.copy_(rows)).flip(-1).cumsum(-1)
+    place = (running < top_p).sum(-1, keepdim=True).clamp_(max=last)
+    before = running.gather(1, (place - 1).clamp_(min=0)).masked_fill_(place == 0, 0.0)
+    owners, columns = _ones(torch.eq(bucket, (last - place).to(bits), out=bucket))
     counts = torch.bincount(owners, minlength=len(rows))
     number = torch.arange(len(owners), device=rows.device) - (counts.cumsum(0) - counts)[owners]
     best = rows.new_zeros(len(rows), int(counts.max()))
     best[owners, number] = rows[owners, columns]
-    return best.sort(-1, descending=True).values, before
+    best = best.sort(-1, descending=True).values
+    return _Candidates(probabilities=best, before=before, total=running[:, -1:])
 
 
 def _ones(marks: Int[Tensor, "n vocab"]) -> tuple[Int[Tensor, " m"], Int[Tensor, " m"]]:
