@@ -1,13 +1,14 @@
 """Rows are what transformers' processors give, one setting at a time and all together, in mixed batches too."""
 
+import itertools
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
@@ -19,7 +20,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.sampling import FIRST_LOOK, Prefix, to_rows
+from outrider.sampling import FIRST_LOOK, WIDE, Prefix, to_rows
 from outrider.types import InputError, Sampling
 
 PROMPT, OUTPUT = [3, 9, 9, 4], [5, 9, 5, 5]
@@ -174,6 +175,79 @@ def test_top_p_beyond_the_first_look_is_transformers_own(top_p, scale):
     if scale == 0.01 and top_p > 0.2:
         kept = (rows > 0).sum(-1)
         assert (kept > FIRST_LOOK).all(), kept
+
+
+def drawn_row(kind: str, seed: int, vocab: int, dtype: torch.dtype) -> Float[Tensor, "3 vocab"]:
+    """Logits whose rows are nearly flat, peaked, full of ties, or full of tokens that cannot come."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(3, vocab, dtype=torch.float64, generator=generator)
+    if kind == "peaked":
+        rank = torch.randperm(vocab, generator=generator) + 1
+        noise = noise * 0.3 - 1.75 * rank.double().log()
+    elif kind == "tied":
+        noise = (noise * 2).round() / 2
+    elif kind == "with zeros":
+        noise = noise.masked_fill(torch.rand(3, vocab, generator=generator) < 0.9, -torch.inf)
+        noise[:, seed % vocab] = 0.0
+    elif kind == "equal":
+        noise = torch.zeros_like(noise)
+    return noise.to(dtype)
+
+
+def kept_by_definition(row: Float[Tensor, " vocab"], top_p: float) -> Bool[np.ndarray, " vocab"]:
+    """The smallest set of most likely tokens that reaches the mass, and all that tie with its last; by a full sort."""
+    best = np.sort(row.double().numpy())[::-1]
+    running = np.array(list(itertools.accumulate(best.tolist())))
+    assume((abs(running - top_p) > 1e-9).all())
+    reached = np.flatnonzero(running >= top_p)
+    floor = best[reached[0]] if len(reached) else 0.0
+    return row.double().numpy() >= floor
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocab", [FIRST_LOOK + 1, WIDE, WIDE + 13])
+@pytest.mark.parametrize("kind", ["random", "peaked", "tied", "with zeros", "equal"])
+@settings(deadline=None, max_examples=5)
+@given(seed=st.integers(0, 10**6), top_p=st.floats(0.01, 0.99))
+def test_top_p_of_a_wide_row_keeps_what_a_full_sort_keeps(kind, vocab, dtype, seed, top_p):
+    logits = drawn_row(kind, seed, vocab, dtype)
+    whole, rows = ours(logits, Sampling(temperature=0.8)), ours(logits, Sampling(temperature=0.8, top_p=top_p))
+    for before, after in zip(whole, rows, strict=True):
+        kept = torch.from_numpy(kept_by_definition(before, top_p))
+        expected = torch.where(kept, before, 0.0).double()
+        assert torch.equal(after > 0, kept & (before > 0)), (int((after > 0).sum()), int(kept.sum()))
+        torch.testing.assert_close(after.double(), expected / expected.sum(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("top_p", [1 - 1e-16, 1 - 1e-8])
+def test_top_p_that_rounding_cannot_reach_keeps_everything_or_nearly(top_p):
+    rows = ours(drawn_row("random", 1, WIDE, torch.float32), Sampling(top_p=top_p))
+    assert ((rows > 0).sum(-1) >= WIDE - 2).all()
+
+
+def test_half_a_mass_that_the_first_token_reaches_alone_is_that_token():
+    for vocab in (8, FIRST_LOOK + 1, WIDE):
+        logits = torch.full((1, vocab), -torch.inf, dtype=torch.float64)
+        logits[0, [1, 3, 5]] = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
+        assert ours(logits, Sampling(top_p=0.5)).nonzero().tolist() == [[0, 1]]
+        assert ours(logits, Sampling(top_p=0.51)).nonzero().tolist() == [[0, 1], [0, 3], [0, 5]], "ties are kept"
+
+
+def test_a_row_that_is_not_a_number_spoils_no_other():
+    logits = drawn_row("random", 2, WIDE, torch.float32)
+    broken = logits.clone()
+    broken[1] = torch.nan
+    rows = ours(broken, Sampling(top_p=0.9))
+    assert torch.equal(rows[[0, 2]], ours(logits, Sampling(top_p=0.9))[[0, 2]])
+    assert rows[1].isnan().all()
+
+
+def test_rows_do_not_depend_on_how_many_are_filtered_at_once(monkeypatch):
+    logits = drawn_row("random", 3, WIDE, torch.float32)
+    setting = Sampling(temperature=0.7, top_k=9000, top_p=0.9, min_p=1e-4)
+    together = ours(logits, setting)
+    monkeypatch.setattr("outrider.sampling.AT_ONCE", {"cpu": 2 * WIDE})
+    assert torch.equal(ours(logits, setting), together)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
