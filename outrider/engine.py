@@ -12,8 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.decode import Parts, prefill, step, tokens_left
 from outrider.drafters.none import NoDrafter
+from outrider.lengths.fixed import Fixed
 from outrider.text import Ending
+from outrider.trees.chain import Chain
 from outrider.types import InputError, Request, Running, Sampling, Step
+from outrider.verifiers.match import Match
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, a list of token ids, or a list of chat messages."""
@@ -268,7 +271,7 @@ class Engine:
         """An engine over the same target that drafts nothing. The two share the target's slots."""
         self.rest()
         return Engine(
-            replace(self.parts, drafter=NoDrafter()),
+            replace(self.parts, drafter=NoDrafter(), tree=Chain(), verifier=Match(), length=Fixed()),
             tokenizer=self.tokenizer,
             eos_ids=self.eos_ids,
             sampling=self.sampling,

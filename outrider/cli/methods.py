@@ -11,7 +11,17 @@ from rich.table import Table
 from outrider import catalog
 from outrider.catalog import Family
 from outrider.cli.options import Json
-from outrider.proof.matrix import LOSSLESS, Kind
+from outrider.proof.matrix import CONTEXT_PURE, DEFAULT, FIXED_LENGTH, LOSSLESS, LOSSY, LOSSY_LENGTHS, Kind
+
+VERIFIERS = (*LOSSLESS, *LOSSY)
+CONDITIONS = (
+    "Lossy cells run with --allow-lossy (allow_lossy=True) only.",
+    "Branching trees need length 'fixed', and a drafter that gives distributions; drafters of single tokens make "
+    "chosen chains.",
+    f"Verifier {', '.join(sorted(FIXED_LENGTH))} needs length 'fixed'.",
+    f"Verifier {', '.join(sorted(CONTEXT_PURE))} needs a drafter whose rows depend on the tokens alone.",
+    f"Length {', '.join(sorted(LOSSY_LENGTHS))} is lossy above temperature 0.",
+)
 
 
 def methods(
@@ -29,8 +39,8 @@ def methods(
             | {"fields": _fields(r.make)}
             for r in catalog.ROWS
         ]
-        matrix = {name: {kind: kind in lossless for kind in kinds} for name, lossless in LOSSLESS.items()}
-        print(json.dumps({"methods": rows, "lossless": matrix}, indent=2))
+        matrix = {name: {kind: cell(name, kind) for kind in kinds} for name in VERIFIERS}
+        print(json.dumps({"methods": rows, "matrix": matrix, "conditions": CONDITIONS}, indent=2))
         return
     console = Console()
     for family in get_args(Family):
@@ -42,13 +52,15 @@ def methods(
             table.add_row(row.name, row.summary, fields, row.source)
         console.print(table)
         console.print()
-    table = Table(title="lossless combinations (the others are refused)", title_justify="left", box=None)
-    table.add_column("draft")
-    for name in LOSSLESS:
-        table.add_column(name)
+    table = Table(title="what each verifier is on each kind of draft", title_justify="left", box=None)
+    table.add_column("verifier")
     for kind in kinds:
-        table.add_row(kind, *("exact law" if kind in LOSSLESS[name] else "refused" for name in LOSSLESS))
+        table.add_column(kind, overflow="fold")
+    for name in VERIFIERS:
+        table.add_row(name, *(cell(name, kind) for kind in kinds))
     console.print(table)
+    for condition in CONDITIONS:
+        console.print(f"- {condition}")
 
 
 def markdown() -> str:
@@ -60,12 +72,22 @@ def markdown() -> str:
             fields = ", ".join(f"`{k}={v}`" for k, v in _fields(row.make).items()) or "-"
             lines.append(f"| `{row.name}` | {row.summary} | {fields} | {row.source} |")
         lines.append("")
-    lines += ["## Lossless combinations", "", "Every other cell is refused.", ""]
-    lines += ["| draft | " + " | ".join(LOSSLESS) + " |", "|---|" + "---|" * len(LOSSLESS)]
-    for kind in get_args(Kind):
-        cells = ("exact law" if kind in lossless else "refused" for lossless in LOSSLESS.values())
-        lines.append(f"| {kind} | " + " | ".join(cells) + " |")
+    lines += ["## Which verifier for which draft", ""]
+    lines += ["| verifier | " + " | ".join(get_args(Kind)) + " |", "|---|" + "---|" * len(get_args(Kind))]
+    for name in VERIFIERS:
+        lines.append(f"| `{name}` | " + " | ".join(cell(name, kind) for kind in get_args(Kind)) + " |")
+    lines += ["", "The default is the verifier that a tree gets where none is named.", ""]
+    lines += [f"- {condition}" for condition in CONDITIONS]
     return "\n".join(lines) + "\n"
+
+
+def cell(verifier: str, kind: Kind) -> str:
+    """One cell of the table: exact law, exact law and the default, lossy, or refused."""
+    if kind in LOSSY.get(verifier, ()):
+        return "lossy"
+    if kind not in LOSSLESS.get(verifier, ()):
+        return "refused"
+    return "exact law, default" if DEFAULT[kind] == verifier else "exact law"
 
 
 def _fields(make: type) -> dict[str, str]:

@@ -14,14 +14,26 @@ from outrider.cli.options import Setup
 from outrider.decode import Parts
 from outrider.drafters.model import Model
 from outrider.engine import Engine
+from outrider.lengths.protocol import BatchPolicy
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.proof.enumerate import law
+from outrider.proof.enumerate import joint_law, law
 from outrider.proof.gate import NUM_TOKENS, PROMPTS, in_float32
 from outrider.proof.identity import Identity, identity
 from outrider.proof.statistics import sampled_law
-from outrider.types import InputError, Sampling
+from outrider.trees.gumbel import Gumbel
+from outrider.trees.iid import Iid
+from outrider.trees.protocol import Tree
+from outrider.trees.top_plus_one import TopPlusOne
+from outrider.types import InputError, Sampling, Structure
+from outrider.verifiers.protocol import Carrying
 
 LAW_BOUND = 1e-12
+SMALL: dict[Structure, Tree] = {
+    "iid": Iid(num_paths=2),
+    "iid_dedup": Iid(num_paths=2, dedup=True),
+    "without_replacement": Gumbel(branching=(2, 2)),
+    "top_plus_one": TopPlusOne(width=2),
+}
 P_BOUND = 1e-3
 
 
@@ -96,20 +108,30 @@ def prove(
 
 
 def _law_error(engine: Engine) -> float:
-    """Law error of the engine's rule and length policy on small random tables, with its own kind of drafter."""
+    """Law error of the engine's rule and length policy on small random tables, with its own kind of drafter.
+
+    A tree that is drawn stands for its structure: one that is small enough to be enumerated takes its place. A policy
+    that shares a budget is enumerated over a batch of two.
+    """
     parts = engine.parts
-    vocab = 3
+    shared = isinstance(parts.length, BatchPolicy)
+    vocab, depth = (2, 3) if shared else (3, 2 if parts.tree.structure in SMALL else 4)
     drafter = parts.drafter
     if isinstance(drafter, Model):
         drafter = Model(lm=TabularLM(random_rows(vocab, seed=1), vocab))
     small = Parts(
-        target=TabularLM(random_rows(vocab, seed=0), vocab, max_context=8 + 5),
+        target=TabularLM(random_rows(vocab, seed=0), vocab, max_context=8 + 1 + depth),
         drafter=drafter,
-        tree=parts.tree,
+        tree=SMALL.get(parts.tree.structure, parts.tree),
         verifier=parts.verifier,
         length=parts.length,
     )
-    return law(small, [0, 1, 2, 0, 1, 2, 0, 1], 1).error
+    prompt = [token % vocab for token in (0, 1, 2, 0, 1, 2, 0, 1)]
+    if shared:
+        return max(found.error for found in joint_law(small, [prompt, prompt[::-1]]))
+    return (
+        law(small, prompt, 3, horizon=3).error if isinstance(parts.verifier, Carrying) else law(small, prompt, 1).error
+    )
 
 
 def _identity(found: Identity) -> dict[str, Any]:
