@@ -50,6 +50,12 @@ def sparse_model(vocab: int, seed: int) -> Model:
     return row
 
 
+def models(vocab: int, seed: int) -> tuple[Model, Model]:
+    """Prefix-dependent target and draft; from seed 100 on, rows with a token missing."""
+    make = random_model if seed < 100 else sparse_model
+    return make(vocab, seed), make(vocab, seed + 1000)
+
+
 def tree_of(lists: dict[Prefix, Prefix], p: Model, q: Model, chosen: bool = False) -> Tree:
     """The tree whose node `prefix` has the children `lists[prefix]`, in that order; nodes lie level by level."""
     prefixes: list[Prefix] = [()]

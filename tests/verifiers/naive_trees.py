@@ -2,8 +2,8 @@
 
 Each rule takes a tree and a source of choices and returns the accepted tokens followed by the next one. The coin of a
 link (a parent and its k-th child) has as slot the number of links before it, parents in packed order; in `multipath`
-and `greedy_block` it is the position along the path, from 0. The last token is picked with slot 0, except in rules that
-may pick once a level (`match`, `top_plus_one`), where the slot is the depth.
+it is the position along the path, from 0. The last token is picked with slot 0, except in rules that may pick once a
+level (`match`, `top_plus_one`), where the slot is the depth.
 """
 
 from collections.abc import Callable
@@ -64,58 +64,14 @@ def without(q: np.ndarray, token: int) -> np.ndarray:
 
 def token(tree: Tree, dice: Choices) -> list[int]:
     """Leviathan et al. 2023, algorithm 1, along the first children."""
-    return _loose_token(tree, dice, lambda p: p)
-
-
-def lenient(tree: Tree, dice: Choices, lenience: float) -> list[int]:
-    """Leviathan et al. 2023, appendix: accept with min(1, p / (l q)). Lossy below l = 1."""
-    return f_lin(tree, dice, lenience)
-
-
-def f_lin(tree: Tree, dice: Choices, epsilon: float) -> list[int]:
-    """Zhou et al. 2024, DistillSpec: f(p) = p / e."""
-    return _loose_token(tree, dice, lambda p: p / epsilon)
-
-
-def f_sq(tree: Tree, dice: Choices, epsilon: float) -> list[int]:
-    """Zhou et al. 2024, DistillSpec: f(p) = p / e^2."""
-    return _loose_token(tree, dice, lambda p: p / epsilon**2)
-
-
-def f_exp(tree: Tree, dice: Choices, epsilon: float) -> list[int]:
-    """Zhou et al. 2024, DistillSpec: f(p) = p^e."""
-    return _loose_token(tree, dice, lambda p: p**epsilon)
-
-
-def _loose_token(tree: Tree, dice: Choices, f: Callable[[float], float]) -> list[int]:
     node, emitted = 0, list[int]()
     while tree.children[node]:
         child = tree.children[node][0]
         x, p, q = tree.tokens[child], tree.p[node], tree.drawn_from(node, child)
-        if not dice.coin(ratio(f(float(p[x])), q[x]), tree.slot(node, 0)):
+        if not dice.coin(ratio(p[x], q[x]), tree.slot(node, 0)):
             return [*emitted, dice.pick(leftover(p, q), 0)]
         node, emitted = child, [*emitted, x]
     return [*emitted, dice.pick(tree.p[node], 0)]
-
-
-def typical(tree: Tree, dice: Choices, epsilon: float = 0.09, delta: float = 0.3) -> list[int]:
-    """Cai et al. 2024, Medusa, section 2.3.1: keep x where p(x) > min(e, d exp(-H)). Lossy.
-
-    The longest kept path wins, among equally long ones the likeliest, then the first in packed order.
-    """
-    best, kept = (0, 0.0, 0), {0: (0, 0.0)}
-    for node in range(1, len(tree.tokens)):
-        parent = tree.parents[node]
-        p = tree.p[parent]
-        entropy = -sum(float(x) * np.log(x) for x in p if x > 0)
-        chance = p[tree.tokens[node]]
-        if parent in kept and chance > min(epsilon, delta * np.exp(-entropy)):
-            depth, score = kept[parent]
-            kept[node] = (depth + 1, score + float(np.log(chance)))
-            best = max(best, (*kept[node], -node))
-    node = -best[2]
-    path = path_to(tree, node)
-    return [*path, dice.pick(tree.p[node], 0)]
 
 
 def path_to(tree: Tree, node: int) -> list[int]:
@@ -298,74 +254,6 @@ def block_along(tree: Tree, path: list[int], q: list[np.ndarray], dice: Choices,
         if i == 0 or dice.coin(h, slots[i - 1]):
             return [*tokens[:i], dice.pick(following, 0)]
     raise AssertionError("position 0 always stands")
-
-
-Carried = tuple[tuple[float, int], ...]
-"""Modifications of the target still in force, oldest first: the joint ratio R so far and how many positions remain."""
-
-
-def greedy_block(tree: Tree, dice: Choices, carried: Carried) -> tuple[list[int], Carried]:
-    """Sun et al. 2024, appendix: the block rule that is best for one block and borrows from the next ones.
-
-    A chain only. Each modification turns the row after a prefix z into (R(z) p - q)_+, R(z) being the joint ratio of
-    all that was emitted since its block began; the newer ones build on the older ones' rows.
-    """
-    path = [0]
-    while tree.children[path[-1]]:
-        path += tree.children[path[-1]]
-    gamma, tokens = len(path) - 1, [tree.tokens[node] for node in path[1:]]
-    q = [tree.drawn_from(node, child) for node, child in pairwise(path)]
-    ratios = [[R for R, _ in carried]]
-    before: list[list[np.ndarray]] = []
-    P: list[np.ndarray] = []
-    R = [1.0]
-    for i in range(gamma + 1):
-        row, stages = tree.p[path[i]], list[np.ndarray]()
-        for (_, remaining), weight in zip(carried, ratios[i], strict=True):
-            stages.append(row)
-            if i < remaining:
-                if i == gamma:
-                    raise ValueError("a modification reaches beyond the drafted rows")
-                row = _modified(row, q[i], weight)
-        before.append(stages)
-        P.append(row)
-        if i < gamma:
-            x = tokens[i]
-            ratios.append([_times(weight, p[x], q[i][x]) for weight, p in zip(ratios[i], stages, strict=True)])
-            R.append(_times(R[i], row[x], q[i][x]))
-    tau = gamma
-    while tau > 0:
-        if tau == gamma:
-            h = min(1.0, R[gamma])
-        else:
-            remaining_mass = float(np.maximum(R[tau] * P[tau] - q[tau], 0).sum())
-            rejected_mass = float(np.maximum(q[tau] - R[tau] * P[tau], 0).sum())
-            h = min(1.0, remaining_mass / rejected_mass) if rejected_mass > 0 else 1.0
-        if dice.coin(h, tau - 1):
-            break
-        tau -= 1
-    if tau == gamma:
-        return [*tokens, dice.pick(P[gamma], 0)], ()
-    y = dice.pick(_modified(P[tau], q[tau], R[tau]), 0)
-    after = [
-        (_times(weight, p[y], q[tau][y]), remaining - tau - 1)
-        for weight, p, (_, remaining) in zip(ratios[tau], before[tau], carried, strict=True)
-    ]
-    after.append((_times(R[tau], P[tau][y], q[tau][y]), gamma - tau - 1))
-    return [*tokens[:tau], y], tuple((weight, remaining) for weight, remaining in after if remaining > 0)
-
-
-def _times(weight: float, p: float, q: float) -> float:
-    """weight * p / q; infinite, and from then on, where the draft could not have drawn the token."""
-    return float(weight * p / q) if q > 0 and np.isfinite(weight) else float("inf")
-
-
-def _modified(p: np.ndarray, q: np.ndarray, weight: float) -> np.ndarray:
-    """(weight p - q)_+ normalised; p itself for an infinite weight, and where nothing is left."""
-    if np.isinf(weight):
-        return p
-    left = np.maximum(weight * p - q, 0)
-    return left / left.sum() if left.sum() > 0 else p
 
 
 def rank_by_ratio(p: np.ndarray, q: np.ndarray) -> list[int]:

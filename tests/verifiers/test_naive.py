@@ -3,14 +3,12 @@
 from collections import defaultdict
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import permutations
 
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from tests.verifiers import naive, naive_trees
-from tests.verifiers.beam_law import Levels, beam_trees, children, show
+from tests.verifiers import naive, naive_lossy, naive_trees
 from tests.verifiers.choices import Choices, Numbers, outcomes
 from tests.verifiers.draft_law import (
     Forest,
@@ -27,14 +25,15 @@ from tests.verifiers.draft_law import (
     law,
     likeliest,
     likelihood,
+    models,
     random_model,
     rearranged,
-    sparse_model,
     top_then_one,
     tree_of,
     without_replacement,
 )
-from tests.verifiers.naive_trees import Carried, Tree
+from tests.verifiers.naive_greedy_block import greedy_block
+from tests.verifiers.naive_trees import Tree
 
 BOUND = 1e-12
 P3, Q3 = fixed([0.3, 0.4, 0.3]), fixed([0.6, 0.3, 0.1])
@@ -43,10 +42,8 @@ TOY_P, TOY_Q = fixed([1 / 3, 2 / 3]), fixed([2 / 3, 1 / 3])
 with_replacement, without = naive_trees.recursive_with_replacement, naive_trees.recursive_without_replacement
 
 
-def models(vocab: int, seed: int) -> tuple[Model, Model]:
-    """Prefix-dependent target and draft; from seed 100 on, rows with a token missing."""
-    make = random_model if seed < 100 else sparse_model
-    return make(vocab, seed), make(vocab, seed + 1000)
+def greedy_block_once(tree: Tree, dice: Choices) -> list[int]:
+    return greedy_block(tree, dice, ())[0]
 
 
 def one_node(siblings: Callable[[np.ndarray], Siblings], rule: Rule) -> tuple[float, np.ndarray]:
@@ -153,7 +150,6 @@ TREES: dict[str, tuple[Callable[[Model, Model], Forest], list[Rule]]] = {
             naive_trees.top_plus_one,
             naive_trees.traversal,
             naive_trees.multipath,
-            lambda tree, dice: naive_trees.greedy_block(tree, dice, ())[0][:1],
         ],
     ),
     "two by two without replacement": (
@@ -256,7 +252,7 @@ def test_a_toy_block_of_two_accepts_as_published():
     chain = grown(TOY_P, TOY_Q, drawn(1), 2)
     assert_allclose(law(chain, naive_trees.token).accepted, 10 / 9)
     assert_allclose(law(chain, naive_trees.block).accepted, 11 / 9)
-    assert_allclose(law(chain, lambda tree, dice: naive_trees.greedy_block(tree, dice, ())[0]).accepted, 12 / 9)
+    assert_allclose(law(chain, greedy_block_once).accepted, 12 / 9)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -276,7 +272,7 @@ def test_acceptance_of_chain_rules_has_its_closed_form(seed, gamma):
     found = {
         "token": law(chain, naive_trees.token).accepted,
         "block": law(chain, naive_trees.block).accepted,
-        "greedy_block": law(chain, lambda tree, dice: naive_trees.greedy_block(tree, dice, ())[0]).accepted,
+        "greedy_block": law(chain, greedy_block_once).accepted,
     }
     assert_allclose(list(found.values()), list(by_rule.values()), atol=BOUND)
     assert found["token"] <= found["block"] + BOUND
@@ -296,84 +292,6 @@ def test_traversal_accepts_no_less_than_recursive_rejection_on_two_by_two_trees(
     p, q = models(3, seed)
     drafts = grown(p, q, without_replacement(2), 2)
     assert law(drafts, naive_trees.traversal).accepted >= law(drafts, without).accepted - BOUND
-
-
-def after_prefix(model: Model, prefix: Prefix) -> Model:
-    return lambda tail: model((*prefix, *tail))
-
-
-State = tuple[Prefix, Carried]
-
-
-def iterate(p: Model, q: Model, gamma: int, times: int) -> dict[State, float]:
-    """Emitted tokens and modifications carried on after some iterations of the greedy block rule."""
-    states: dict[State, float] = {((), ()): 1.0}
-    for _ in range(times):
-        after: dict[State, float] = defaultdict(float)
-        for (prefix, carried), mass in states.items():
-            beyond = [
-                partial(lambda model, tail, start: model((*start, *tail)), model, start=prefix) for model in (p, q)
-            ]
-            for tree, chance in grown(*beyond, drawn(1), gamma):
-
-                def step(dice: Choices, tree: Tree = tree, carried: Carried = carried) -> State:
-                    tokens, later = naive_trees.greedy_block(tree, dice, carried)
-                    return tuple(tokens), later
-
-                for (tokens, later), found in outcomes(step).items():
-                    after[(*prefix, *tokens), later] += mass * chance * found
-        states = after
-    return states
-
-
-def test_the_greedy_block_rule_wins_one_iteration_and_loses_three():
-    committed = [
-        sum(mass * len(tokens) for (tokens, _), mass in iterate(TOY_P, TOY_Q, 2, times).items()) for times in (1, 2, 3)
-    ]
-    assert_allclose(committed, [7 / 3, 40 / 9, 59 / 9])
-    block = 1 + law(grown(TOY_P, TOY_Q, drawn(1), 2), naive_trees.block).accepted
-    assert_allclose([block, 2 * block, 3 * block], [2.2222, 4.4444, 6.6667], atol=5e-5)
-
-
-@pytest.mark.parametrize("seed", [3, 103])
-@pytest.mark.parametrize(("vocab", "gamma", "times"), [(3, 2, 2), (2, 3, 2), (2, 2, 3), (3, 3, 1)])
-def test_the_greedy_block_rule_keeps_the_law_when_it_carries_its_debt_over(vocab, gamma, times, seed):
-    """What is still owed at the end is paid by the modified target, which continues the output."""
-    p, q = models(vocab, seed)
-    exact: dict[Prefix, float] = defaultdict(float)
-    longest = times * (gamma + 1)
-    for (tokens, carried), mass in iterate(p, q, gamma, times).items():
-        for longer, chance in pay(p, q, tokens, carried, longest):
-            exact[longer] += mass * chance
-    assert_allclose(sum(exact.values()), 1, atol=BOUND)
-    assert max(abs(mass - likelihood(p, (), tokens)) for tokens, mass in exact.items()) < BOUND
-
-
-def pay(p: Model, q: Model, tokens: Prefix, carried: Carried, length: int) -> list[tuple[Prefix, float]]:
-    """All continuations up to a length under the modified target, written apart from the rule."""
-    if len(tokens) == length:
-        return [(tokens, 1.0)]
-    row, stages = p(tokens), []
-    for weight, remaining in carried:
-        stages.append(row)
-        if remaining > 0 and np.isfinite(weight):
-            row = np.maximum(weight * row - q(tokens), 0)
-            row = row / row.sum()
-    found = []
-    for x in np.flatnonzero(row).tolist():
-        below = float(q(tokens)[x])
-        later = tuple(
-            (float(weight * stage[x]) / below if below > 0 else np.inf, remaining - 1)
-            for (weight, remaining), stage in zip(carried, stages, strict=True)
-        )
-        found += [(longer, float(row[x]) * chance) for longer, chance in pay(p, q, (*tokens, x), later, length)]
-    return found
-
-
-def test_the_greedy_block_rule_without_its_debt_fails_the_law():
-    p, q = models(3, 3)
-    chain = grown(p, q, drawn(1), 3)
-    assert law(chain, lambda tree, dice: naive_trees.greedy_block(tree, dice, ())[0]).error(p) > 1e-3
 
 
 def clipped(p: np.ndarray, q: np.ndarray) -> list[int]:
@@ -427,7 +345,7 @@ def distance(p: Model, found: Law) -> float:
     return float(np.abs(first - p(())).sum() / 2)
 
 
-@pytest.mark.parametrize("rule", [naive_trees.lenient, naive_trees.f_lin, naive_trees.f_sq, naive_trees.f_exp])
+@pytest.mark.parametrize("rule", [naive_lossy.lenient, naive_lossy.f_lin, naive_lossy.f_sq, naive_lossy.f_exp])
 def test_lenient_rules_trade_the_law_for_acceptance_and_are_lossless_at_one(rule):
     p, q = models(6, 7)
     laws = [
@@ -442,7 +360,7 @@ def test_lenient_rules_trade_the_law_for_acceptance_and_are_lossless_at_one(rule
 @pytest.mark.parametrize("lenience", [0.3, 0.6])
 def test_no_token_becomes_likelier_than_the_lenience_allows_and_some_reach_it(lenience):
     p, q = fixed([0.1, 0.5, 0.4]), fixed([0.7, 0.2, 0.1])
-    found = law(grown(p, q, drawn(1), 1), lambda tree, dice: naive_trees.lenient(tree, dice, lenience))
+    found = law(grown(p, q, drawn(1), 1), lambda tree, dice: naive_lossy.lenient(tree, dice, lenience))
     first = np.zeros(3)
     for tokens, mass in found.emitted.items():
         first[tokens[0]] += mass
@@ -454,11 +372,11 @@ def test_typical_acceptance_keeps_the_longest_path_that_is_likely_enough():
     p: Model = lambda prefix: {(): uniform, (1,): peaked, (2,): peaked}.get(prefix, np.eye(4)[3])  # noqa: E731
     tree = tree_of({(): (1, 2, 3), (1,): (1,), (2,): (0,), (3,): (0,)}, p, p, chosen=True)
     # ln 4 nats: the threshold is 0.3 / 4 and all three first tokens pass; 0.41 nats: it is 0.09, and 0.04 fails.
-    assert outcomes(lambda dice: tuple(naive_trees.typical(tree, dice))) == {(2, 0, 3): 1.0}
+    assert outcomes(lambda dice: tuple(naive_lossy.typical(tree, dice))) == {(2, 0, 3): 1.0}
     shorter = tree_of({(): (1, 2), (1,): (1,)}, p, p, chosen=True)
-    assert set(outcomes(lambda dice: tuple(naive_trees.typical(shorter, dice)))) == {(1, x) for x in range(4)}
+    assert set(outcomes(lambda dice: tuple(naive_lossy.typical(shorter, dice)))) == {(1, x) for x in range(4)}
     greedy = tree_of({(): (1, 2)}, fixed(np.eye(4)[2]), p, chosen=True)
-    assert outcomes(lambda dice: tuple(naive_trees.typical(greedy, dice))) == {(2, 2): 1.0}
+    assert outcomes(lambda dice: tuple(naive_lossy.typical(greedy, dice))) == {(2, 2): 1.0}
 
 
 @pytest.mark.parametrize(
@@ -496,10 +414,10 @@ def test_a_zero_uniform_never_accepts_a_token_of_probability_zero():
         naive_trees.top_plus_one,
         naive_trees.traversal,
         naive_trees.multipath,
-        naive_trees.typical,
-        partial(naive_trees.lenient, lenience=0.01),
-        partial(naive_trees.f_exp, epsilon=0.01),
-        lambda tree, dice: naive_trees.greedy_block(tree, dice, ())[0],
+        naive_lossy.typical,
+        partial(naive_lossy.lenient, lenience=0.01),
+        partial(naive_lossy.f_exp, epsilon=0.01),
+        greedy_block_once,
     ):
         assert rule(chain, zeros) == [1]
 
@@ -529,81 +447,3 @@ def test_uniforms_reproduce_the_enumerated_law():
     assert set(seen) <= set(exact)
     for tokens, mass in exact.items():
         assert abs(seen[tokens] / count - mass) < 5 * np.sqrt(mass * (1 - mass) / count) + BOUND
-
-
-@pytest.mark.parametrize(
-    ("vocab", "depth", "width"), [(3, 2, 2), (3, 2, 3), (2, 3, 3), (4, 2, 2), (3, 3, 2), (3, 2, 1)]
-)
-def test_beam_trees_are_a_law_whose_first_level_is_drawn_without_replacement(vocab, depth, width):
-    q = random_model(vocab, 21)
-    trees = beam_trees(q, vocab, depth, width)
-    assert_allclose(sum(trees.values()), 1, atol=BOUND)
-    first: dict[Prefix, float] = defaultdict(float)
-    for levels, mass in trees.items():
-        assert [len(level) for level in levels] == [min(width, vocab**length) for length in range(1, depth + 1)]
-        first[children(levels)[()]] += mass
-    expected = without_replacement(width)(q(()))
-    assert first.keys() == expected.keys()
-    assert_allclose([first[names] for names in expected], list(expected.values()), atol=BOUND)
-
-
-@pytest.mark.parametrize(("vocab", "depth", "width"), [(2, 2, 2), (2, 2, 3), (2, 3, 2)])
-def test_beam_trees_equal_those_of_all_orders_of_all_leaves(vocab, depth, width):
-    q = random_model(vocab, 22)
-    leaves = {leaf: likelihood(q, (), leaf) for leaf in np.ndindex(*(vocab,) * depth)}
-    found: dict[Levels, float] = defaultdict(float)
-    for order in permutations(leaves):
-        levels: Levels = ((),) * depth
-        mass, left = 1.0, sum(leaves.values())
-        for leaf in order:
-            mass *= leaves[leaf] / left if left > leaves[leaf] else 1.0
-            left -= leaves[leaf]
-            levels = show(levels, leaf, width)
-        found[levels] += mass
-    trees = beam_trees(q, vocab, depth, width)
-    assert trees.keys() == found.keys()
-    assert_allclose([trees[levels] for levels in found], list(found.values()), atol=1e-9)
-
-
-def test_beam_trees_are_those_of_top_down_sampling():
-    """The recursion that a drafter runs: children's noise conditioned on the largest being the parent's."""
-    q, width, count = random_model(3, 23), 2, 20_000
-    random = np.random.default_rng(3)
-    seen: dict[Levels, int] = defaultdict(int)
-    for _ in range(count):
-        beam: list[tuple[Prefix, float, float]] = [((), 0.0, 0.0)]
-        levels: list[tuple[Prefix, ...]] = []
-        for _ in range(2):
-            candidates = []
-            for prefix, phi, value in beam:
-                phis = phi + np.log(q(prefix))
-                noisy = phis + random.gumbel(size=3)
-                # Truncated Gumbels: exp(-v) is shifted so that the largest noise lands on the parent's value.
-                lowered = -np.log(np.exp(-value) - np.exp(-noisy.max()) + np.exp(-noisy))
-                candidates += [((*prefix, x), float(phis[x]), float(lowered[x])) for x in range(3)]
-            beam = sorted(candidates, key=lambda item: -item[2])[:width]
-            levels.append(tuple(prefix for prefix, _, _ in beam))
-        seen[tuple(levels)] += 1
-    trees = beam_trees(q, 3, 2, width)
-    assert set(seen) <= set(trees)
-    for levels, mass in trees.items():
-        assert abs(seen[levels] / count - mass) < 5 * np.sqrt(mass * (1 - mass) / count) + 1e-4
-
-
-@pytest.mark.parametrize("width", [2, 3])
-@pytest.mark.parametrize("rule", [without, naive_trees.traversal, naive_trees.match])
-def test_rules_for_draws_without_replacement_keep_the_law_over_beam_trees(width, rule):
-    p, q = models(3, 31)
-    drafts = [(tree_of(children(levels), p, q), mass) for levels, mass in beam_trees(q, 3, 2, width).items()]
-    assert any(len(links) != width for tree, _ in drafts for links in tree.children[: 1 + width])
-    assert law(drafts, rule).error(p) < BOUND
-
-
-def test_beam_trees_with_siblings_in_another_order_fail_the_law():
-    p, q = models(3, 31)
-    drafts = [
-        (tree_of({prefix: names[::-1] for prefix, names in children(levels).items()}, p, q), mass)
-        for levels, mass in beam_trees(q, 3, 2, 2).items()
-    ]
-    for rule in (without, naive_trees.traversal):
-        assert law(drafts, rule).error(p) > 1e-3
