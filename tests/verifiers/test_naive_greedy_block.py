@@ -23,16 +23,16 @@ def after_prefix(model: Model, prefix: Prefix) -> Model:
 State = tuple[Prefix, Carried]
 
 
-def iterate(p: Model, q: Model, gamma: int, times: int) -> dict[State, float]:
+def iterate(p: Model, q: Model, gamma: int, times: int, carried: Carried = ()) -> dict[State, float]:
     """Emitted tokens and modifications carried on after some iterations of the greedy block rule."""
-    states: dict[State, float] = {((), ()): 1.0}
+    states: dict[State, float] = {((), carried): 1.0}
     for _ in range(times):
         after: dict[State, float] = defaultdict(float)
-        for (prefix, carried), mass in states.items():
+        for (prefix, owed), mass in states.items():
             for tree, chance in grown(after_prefix(p, prefix), after_prefix(q, prefix), drawn(1), gamma):
 
-                def step(dice: Choices, tree: Tree = tree, carried: Carried = carried) -> State:
-                    tokens, later = greedy_block(tree, dice, carried)
+                def step(dice: Choices, tree: Tree = tree, owed: Carried = owed) -> State:
+                    tokens, later = greedy_block(tree, dice, owed)
                     return tuple(tokens), later
 
                 for (tokens, later), found in outcomes(step).items():
@@ -62,6 +62,18 @@ def test_the_greedy_block_rule_keeps_the_law_when_it_carries_its_debt_over(vocab
             exact[longer] += mass * chance
     assert_allclose(sum(exact.values()), 1, atol=BOUND)
     assert max(abs(mass - likelihood(p, (), tokens)) for tokens, mass in exact.items()) < BOUND
+
+
+@pytest.mark.parametrize("carried", [((1.5, 1),), ((1.4, 2), (1.2, 2)), ((1.3, 1), (1.6, 2), (np.inf, 2))])
+def test_a_block_pays_several_debts_oldest_first(carried):
+    p, q = models(3, 3)
+    exact: dict[Prefix, float] = defaultdict(float)
+    for (tokens, later), mass in iterate(p, q, 3, 1, carried).items():
+        for longer, chance in pay(p, q, tokens, later, 4):
+            exact[longer] += mass * chance
+    expected = dict(pay(p, q, (), carried, 4))
+    assert max(abs(mass - expected.get(tokens, 0.0)) for tokens, mass in exact.items()) < BOUND
+    assert_allclose(sum(exact.values()), 1, atol=BOUND)
 
 
 def pay(p: Model, q: Model, tokens: Prefix, carried: Carried, length: int) -> list[tuple[Prefix, float]]:
