@@ -37,7 +37,7 @@ class Block:
         position = np.arange(side.depth + 1)
         inner = (position > 0) & (position < side.lengths[:, None])
         mass = _mass(draft, side, target_rows, w, inner)
-        below = mass + 1 - w[inner]
+        below = mass + (1 - w[inner])
         h[inner] = np.where(below > 0, mass / np.where(below > 0, below, 1), 1)
         num_accepted = np.zeros_like(side.lengths)
         for i in range(side.depth, 0, -1):

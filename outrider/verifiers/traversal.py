@@ -93,7 +93,7 @@ def _weigh(
         q = Q[v]
         left = P[v].mul_((w[v] / mass_p[v]).to(P)).sub_(q / mass_q[v]).clamp_min_(0)
         mass = left.sum(-1, keepdim=True)
-        below = mass + 1 - w[v]
+        below = mass + (1 - w[v])
         # Without mass the parent's weight is 0, and it will be forgotten too; its row stands.
         w[v] = torch.where(mass > 0, mass / below, 0.0)
         P[v], mass_p[v] = torch.where(mass > 0, left, P[v]), torch.where(mass > 0, mass, mass_p[v])

@@ -7,10 +7,18 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from tests.verifiers.naive import draw
-
 Outcome = TypeVar("Outcome")
 Option = TypeVar("Option")
+
+
+def draw(weights: np.ndarray, uniform: float) -> int:
+    """Inverse CDF."""
+    reached = 0.0
+    for token, weight in enumerate(weights):
+        reached += float(weight)
+        if uniform * float(weights.sum()) < reached:
+            return token
+    return int(np.flatnonzero(weights)[-1])
 
 
 @runtime_checkable

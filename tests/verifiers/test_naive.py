@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
-from tests.verifiers import naive, naive_lossy, naive_trees
+from tests.verifiers import naive_lossy, naive_trees
 from tests.verifiers.choices import Choices, Numbers, outcomes
 from tests.verifiers.draft_law import (
     Forest,
@@ -420,19 +420,6 @@ def test_a_zero_uniform_never_accepts_a_token_of_probability_zero():
         greedy_block_once,
     ):
         assert rule(chain, zeros) == [1]
-
-
-@pytest.mark.parametrize("name", ["token", "block", "match"])
-def test_on_chains_the_twins_on_trees_decide_what_the_twins_on_arrays_decide(name):
-    random = np.random.default_rng(0)
-    for _ in range(200):
-        chain = random.integers(0, 3, size=random.integers(0, 4)).tolist()
-        p, q = models(3, int(random.integers(100)))
-        tree = tree_of({tuple(chain[:i]): (x,) for i, x in enumerate(chain)}, p, q)
-        accept, recover = random.random((2, 5))
-        uniforms = naive.Uniforms(accept=accept.tolist(), recover=recover.tolist())
-        numbers = Numbers(accept=accept.__getitem__, recover=recover.__getitem__)
-        assert getattr(naive_trees, name)(tree, numbers) == getattr(naive, name)(tree.p, tree.q, chain, uniforms)
 
 
 def test_uniforms_reproduce_the_enumerated_law():

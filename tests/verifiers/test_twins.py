@@ -1,4 +1,4 @@
-"""Each batched verifier equals its naive twin, request by request, on ragged batches."""
+"""Each batched verifier decides what its naive twin decides, request by request, on ragged batches of real drafts."""
 
 import numpy as np
 import pytest
@@ -8,92 +8,150 @@ from hypothesis import strategies as st
 
 from outrider import catalog
 from outrider.dice import Draws, PhiloxDice
-from outrider.types import InputError
+from outrider.drafters.model import Model
+from outrider.lengths.fixed import Fixed
+from outrider.lm.tabular import TabularLM, random_rows
+from outrider.proof.matrix import KINDS, LOSSLESS
+from outrider.trees.grow import grow
+from outrider.types import Draft, InputError, Request, Running, Sampling
 from tests.drafts import chains
-from tests.verifiers import naive
+from tests.verifiers import naive_lossy, naive_trees
+from tests.verifiers.choices import Choices, Numbers
+from tests.verifiers.naive_greedy_block import greedy_block
+from tests.verifiers.naive_trees import Tree
+
+VOCAB = 5
+TREES = [
+    "chain",
+    "iid:num_paths=3",
+    "iid:num_paths=3,dedup=true",
+    "gumbel:branching=3x2x1",
+    "beam:width=3",
+    "fixed:children=3x2x0x1x1",
+    "top_plus_one:width=3",
+    "dynamic:width=2,num_nodes=6",
+]
 
 
-def number(dice: PhiloxDice, request: int, slot: int, purpose: str) -> float:
-    """The dice's own random number, found by where coins of rising probability begin to land."""
-    return dice._uniform(request, slot, purpose)
+def recursive(tree: Tree, dice: Choices, structure: str) -> list[int]:
+    if structure == "iid":
+        return naive_trees.recursive_with_replacement(tree, dice)
+    return naive_trees.recursive_without_replacement(tree, dice)
 
 
-@pytest.mark.parametrize("name", list(catalog.rows("verifier")))
-@given(seed=st.integers(0, 10**6), lengths=st.lists(st.integers(0, 5), min_size=1, max_size=5), chosen=st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_a_batch_decides_what_the_twin_decides(name, seed, lengths, chosen):
-    random = np.random.default_rng(seed)
-    vocab = 4
-    drafted = [random.integers(0, vocab, size=n).tolist() for n in lengths]
-    q = random.dirichlet(np.full(vocab, 0.7), size=sum(lengths)) + 1e-9
-    p = random.dirichlet(np.full(vocab, 0.7), size=sum(lengths) + len(lengths))
-    if chosen:
-        q = np.eye(vocab)[[x for chain in drafted for x in chain]].reshape(-1, vocab)
-    q /= q.sum(-1, keepdims=True)
-    drafted_any = sum(lengths) > 0
-    draft = chains(drafted, None if chosen or not drafted_any else torch.from_numpy(q))
-    dice = PhiloxDice(seeds=list(range(len(lengths))), steps=[seed] * len(lengths))
-    verdict = catalog.rows("verifier")[name].make().verify(draft, torch.from_numpy(p), dice)
-    row = drawn = 0
-    for i, chain in enumerate(drafted):
-        uniforms = naive.Uniforms(
-            accept=[number(dice, i, k, "accept") for k in range(len(chain))],
-            recover=[number(dice, i, k, "recover") for k in range(len(chain) + 1)],
+def twin(name: str, tree: Tree, dice: Choices, structure: str) -> list[int]:
+    if name == "recursive":
+        return recursive(tree, dice, structure)
+    if name == "greedy_block":
+        return greedy_block(tree, dice, ())[0]
+    if name == "lenient":
+        return naive_lossy.lenient(tree, dice, 0.5)
+    return getattr(naive_lossy if name == "typical" else naive_trees, name)(tree, dice)
+
+
+def drafted(tree: str, rooms: list[int], seed: int) -> tuple[Draft, PhiloxDice]:
+    """A ragged batch, grown as in production from random tables."""
+    drafter = Model(lm=TabularLM(random_rows(VOCAB, seed, concentration=0.5), VOCAB))
+    states = []
+    for i in range(len(rooms)):
+        request = Request(id=str(i), prompt=(i % VOCAB, seed % VOCAB), max_new_tokens=9, sampling=Sampling())
+        states.append(
+            Running(request=request, tokens=list(request.prompt), slot=i, drafter_state=drafter.open(request))
         )
-        own_p, own_q = p[row : row + len(chain) + 1], q[drawn : drawn + len(chain)]
-        expected = getattr(naive, name)(own_p, own_q, chain, uniforms)
+    dice = PhiloxDice(seeds=list(range(len(rooms))), steps=[seed] * len(rooms))
+    length = Fixed(num_speculative_tokens=4)
+    return grow(drafter, catalog.make("tree", tree), length, states, rooms, dice, torch.device("cpu")), dice
+
+
+def tree_of(draft: Draft, request: int, p: np.ndarray) -> Tree:
+    """One request's tree, its nodes counted from its root."""
+    first, end = int(draft.offsets[request]), int(draft.offsets[request + 1])
+    q = np.full((end - first, VOCAB), np.nan)
+    for node in range(first, end):
+        if draft.row_of[node] >= 0:
+            q[node - first] = draft.rows[draft.row_of[node]].numpy()
+    return Tree(
+        tokens=draft.tokens[first:end].tolist(),
+        parents=[max(int(parent) - first, -1) for parent in draft.parents[first:end]],
+        children=[
+            (draft.links[draft.first_child[node] : draft.first_child[node + 1]] - first).tolist()
+            for node in range(first, end)
+        ],
+        p=p[first:end],
+        q=q,
+    )
+
+
+def pairs() -> list:
+    found = []
+    for tree in TREES:
+        structure = catalog.make("tree", tree).structure
+        kind = "sampled chain" if structure == "chain" else KINDS[structure]
+        names = [name for name, kinds in LOSSLESS.items() if kind in kinds]
+        names += ["typical", "lenient"] if structure == "chain" else ["typical"]
+        found += [pytest.param(tree, name, id=f"{name}-{tree}") for name in names]
+    return found
+
+
+@pytest.mark.parametrize("tree, name", pairs())
+@given(seed=st.integers(0, 10**6), rooms=st.lists(st.integers(0, 4), min_size=1, max_size=4))
+@settings(max_examples=12, deadline=None)
+def test_a_batch_decides_what_the_twin_decides(tree, name, seed, rooms):
+    if name == "multipath":
+        rooms = [room for room in rooms if room] or [2]
+    draft, dice = drafted(tree, rooms, seed)
+    p = np.random.default_rng(seed).dirichlet(np.full(VOCAB, 0.5), size=len(draft.parents))
+    verdict = catalog.rows("verifier")[name].make().verify(draft, torch.from_numpy(p), dice)
+    assert len(verdict.next_tokens) == len(rooms)
+    for i in range(len(rooms)):
+        numbers = Numbers(
+            accept=lambda slot, i=i: dice._uniform(i, slot, "accept"),
+            recover=lambda slot, i=i: dice._uniform(i, slot, "recover"),
+        )
+        expected = twin(name, tree_of(draft, i, p), numbers, draft.structure)
         count = int(verdict.num_accepted[i])
         path = verdict.paths[i, :count]
-        assert [*draft.tokens[path].tolist(), int(verdict.next_tokens[i])] == expected
-        assert path.tolist() == list(range(row + 1, row + 1 + count))
+        assert [*draft.tokens[torch.from_numpy(path)].tolist(), int(verdict.next_tokens[i])] == expected
+        assert draft.parents[path].tolist() == [int(draft.offsets[i]), *path[:-1].tolist()][:count]
         assert (verdict.paths[i, count:] == -1).all()
-        row, drawn = row + len(chain) + 1, drawn + len(chain)
 
 
-@pytest.mark.parametrize("name", ["token", "block"])
+@pytest.mark.parametrize("family", ["linear", "squared", "exponential"])
+def test_the_families_of_lenience_are_their_twins(family):
+    make = catalog.rows("verifier")["lenient"].make
+    twins = {"linear": naive_lossy.f_lin, "squared": naive_lossy.f_sq, "exponential": naive_lossy.f_exp}
+    for seed in range(10):
+        draft, dice = drafted("chain", [4], seed)
+        p = np.random.default_rng(seed).dirichlet(np.full(VOCAB, 0.5), size=len(draft.parents))
+        numbers = Numbers(
+            accept=lambda slot, dice=dice: dice._uniform(0, slot, "accept"),
+            recover=lambda slot, dice=dice: dice._uniform(0, slot, "recover"),
+        )
+        verdict = make(strength=0.3, family=family).verify(draft, torch.from_numpy(p), dice)
+        path = torch.from_numpy(verdict.paths[0, : verdict.num_accepted[0]])
+        expected = twins[family](tree_of(draft, 0, p), numbers, 0.3)
+        assert [*draft.tokens[path].tolist(), int(verdict.next_tokens[0])] == expected
+
+
+@pytest.mark.parametrize("name", ["token", "block", "greedy_block", "lenient"])
 def test_a_chain_verifier_refuses_a_branching_draft(name):
-    draft = chains([[1, 2]], None)
-    branching = type(draft)(
-        **{
-            **vars(draft),
-            "parents": np.array([-1, 0, 0]),
-            "first_child": np.array([0, 2, 2, 2]),
-            "links": np.array([1, 2]),
-        }
-    )
-    dice = PhiloxDice(seeds=[0], steps=[0])
+    draft, dice = drafted("gumbel:branching=2", [1], 0)
+    p = torch.full((len(draft.parents), VOCAB), 1 / VOCAB)
     with pytest.raises(InputError, match="branching draft; use match"):
-        catalog.rows("verifier")[name].make().verify(branching, torch.full((3, 4), 0.25), dice)
+        catalog.rows("verifier")[name].make().verify(draft, p, dice)
 
 
-def test_a_zero_probability_token_is_never_accepted_even_by_a_zero_uniform():
+@pytest.mark.parametrize("name", [*LOSSLESS, "lenient", "typical"])
+def test_a_zero_probability_token_is_never_accepted_even_by_a_zero_uniform(name):
     class Zeros(PhiloxDice):
         def _uniform(self, request, slot, purpose):
             return 0.0
 
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     q = torch.tensor([[1.0, 0.0]])
-    for name in ("token", "block", "match"):
-        verdict = catalog.rows("verifier")[name].make().verify(chains([[0]], q), p, Zeros(seeds=[0], steps=[0]))
-        assert int(verdict.num_accepted[0]) == 0
-        assert int(verdict.next_tokens[0]) == 1
-
-
-def test_match_walks_a_tree():
-    draft = chains([[1, 2]], None)
-    tree = type(draft)(
-        **{
-            **vars(draft),
-            "parents": np.array([-1, 0, 0]),
-            "first_child": np.array([0, 2, 2, 2]),
-            "links": np.array([1, 2]),
-        }
-    )
-    p = torch.eye(4)[[2, 0, 3]]
-    verdict = catalog.rows("verifier")["match"].make().verify(tree, p, PhiloxDice(seeds=[0], steps=[0]))
-    assert verdict.paths.tolist()[0][:1] == [2]
-    assert int(verdict.num_accepted[0]) == 1
-    assert int(verdict.next_tokens[0]) == 3
+    verdict = catalog.rows("verifier")[name].make().verify(chains([[0]], q), p, Zeros(seeds=[0], steps=[0]))
+    assert int(verdict.num_accepted[0]) == 0
+    assert int(verdict.next_tokens[0]) == 1
 
 
 def test_draws_of_one_request_do_not_depend_on_the_batch():
@@ -106,3 +164,20 @@ def test_draws_of_one_request_do_not_depend_on_the_batch():
             weights.expand(2, -1), Draws(requests=np.array([0, 1]), slots=np.array([40, 4]), purpose=purpose)
         )
         assert int(alone[0]) == int(beside[1])
+
+
+def test_draws_without_replacement_are_what_drawing_in_turn_gives():
+    random = np.random.default_rng(0)
+    weights = torch.from_numpy(random.dirichlet(np.full(6, 0.3), size=200))
+    weights[::3, 2] = 0
+    draws = Draws(requests=np.arange(200), slots=np.zeros(200, dtype=np.int64), purpose="draft")
+    dice = PhiloxDice(seeds=list(range(200)), steps=[0] * 200)
+    picked = dice.pick_many(weights, 6, False, draws)
+    left = weights.clone()
+    for k in range(6):
+        own = Draws(requests=draws.requests, slots=draws.slots + k, purpose="draft")
+        there = left.sum(-1) > 0
+        expected = torch.where(there, dice.pick(left, own), -1)
+        assert (picked[:, k] == expected).float().mean() > 0.999
+        assert ((picked[:, k] >= 0) == there).all()
+        left = left.scatter(1, picked[:, k : k + 1].clamp_min(0), 0.0) * there[:, None]
