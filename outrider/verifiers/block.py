@@ -66,7 +66,7 @@ def _mass(
     masses = []
     for first in range(0, len(nodes), count):
         some = nodes[first : first + count]
-        p = target_rows[upload(some, target_rows.device)]
+        p = target_rows.index_select(0, upload(some, target_rows.device))
         p.mul_(weights[first : first + count]).sub_(child_rows(draft, some, p))
         masses.append(p.clamp_min_(0).sum(-1))
     return torch.cat(masses).double().cpu().numpy()
