@@ -22,6 +22,7 @@ FOLDED_FROM = 0.01
 AT_ONCE = {"cpu": 2**19}
 """Numbers that are filtered at once: on a CPU about as many as its cache holds, elsewhere `AT_ONCE_ELSEWHERE`."""
 AT_ONCE_ELSEWHERE = 2**25
+_NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,12 +65,12 @@ def to_rows(
         )
     if all(s.temperature == 0 for s in per_row):
         return _one_hot(scores)
-    rows = torch.empty(scores.shape, dtype=_dtype(scores), device=scores.device)
+    rows = _fresh(scores, _dtype(scores))
     if not any(s.top_k or s.top_p < 1 or s.min_p for s in per_row):
         _scale(rows, scores, per_row)
         torch.softmax(rows, -1, out=rows)
     else:
-        count = max(1, AT_ONCE.get(rows.device.type, AT_ONCE_ELSEWHERE) // rows.shape[-1])
+        count = rows_at_once(rows)
         spare = _Spare.like(rows[:count])
         for first in range(0, len(rows), count):
             part = slice(first, first + count)
@@ -78,6 +79,11 @@ def to_rows(
     if greedy := [i for i, s in enumerate(per_row) if s.temperature == 0]:
         rows[greedy] = _one_hot(scores[greedy])
     return rows
+
+
+def rows_at_once(rows: Float[Tensor, "n vocab"]) -> int:
+    """How many rows to work on at once, where work makes copies of them: on a CPU as many as its cache holds."""
+    return max(1, AT_ONCE.get(rows.device.type, AT_ONCE_ELSEWHERE) // rows.shape[-1])
 
 
 def log_probs(logits: Float[Tensor, "n vocab"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
@@ -95,6 +101,13 @@ def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
 
 def _dtype(scores: Tensor) -> torch.dtype:
     return torch.float64 if scores.dtype == torch.float64 else torch.float32
+
+
+def _fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Uninitialised memory. On a CPU it is NumPy's, which asks for huge pages; those are quicker to touch."""
+    if like.device.type == "cpu":
+        return torch.from_numpy(np.empty(tuple(like.shape), dtype=_NUMPY[dtype]))
+    return torch.empty(like.shape, dtype=dtype, device=like.device)
 
 
 def _adjust(
@@ -128,8 +141,7 @@ class _Spare:
 
     @classmethod
     def like(cls, rows: Float[Tensor, "n vocab"]) -> "_Spare":
-        empty = torch.empty_like
-        return cls(scores=empty(rows), masses=empty(rows, dtype=torch.float64), index=empty(rows, dtype=torch.int64))
+        return cls(scores=_fresh(rows, rows.dtype), masses=_fresh(rows, torch.float64), index=_fresh(rows, torch.int64))
 
     def first(self, count: int) -> "_Spare":
         """The memory for the first rows."""

@@ -51,7 +51,7 @@ def random_llama(
     config = LlamaConfig(
         vocab_size=vocab,
         hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3,
+        intermediate_size=hidden * 19 // 6,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,

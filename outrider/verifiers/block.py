@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.dice import Dice
+from outrider.sampling import rows_at_once
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import Chains, chains, child_rows, everyone, recover, upload
 
@@ -60,6 +61,12 @@ def _mass(
     if not inner.any():
         return np.zeros(0)
     nodes = (side.roots[:, None] + np.arange(side.depth + 1))[inner]
-    p = target_rows[upload(nodes, target_rows.device)]
-    weights = torch.from_numpy(w[inner]).to(p)[:, None]
-    return (weights * p - child_rows(draft, nodes, p)).clamp_min(0).sum(-1).double().cpu().numpy()
+    weights = torch.from_numpy(w[inner]).to(target_rows)[:, None]
+    count = rows_at_once(target_rows)
+    masses = []
+    for first in range(0, len(nodes), count):
+        some = nodes[first : first + count]
+        p = target_rows.index_select(0, upload(some, target_rows.device))
+        p.mul_(weights[first : first + count]).sub_(child_rows(draft, some, p))
+        masses.append(p.clamp_min_(0).sum(-1))
+    return torch.cat(masses).double().cpu().numpy()

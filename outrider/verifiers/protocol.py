@@ -59,7 +59,7 @@ def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "
     """
     row_of = draft.row_of[nodes]
     if draft.rows is not None and (row_of >= 0).all():
-        return draft.rows[upload(row_of, like.device)].to(like.dtype)
+        return draft.rows.index_select(0, upload(row_of, like.device)).to(like.dtype)
     following = first_children(draft, nodes, like.device)
     chosen = torch.zeros_like(like).scatter_(1, draft.tokens[following][:, None], 1.0)
     if draft.rows is None:
