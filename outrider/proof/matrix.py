@@ -33,7 +33,7 @@ LOSSLESS: dict[str, frozenset[Kind]] = {
     "match": EVERY,
     "recursive": CHAINS | {"iid paths", "deduplicated iid paths", "tree drawn without replacement"},
     "kseq": CHAINS | {"iid paths"},
-    "top_plus_one": CHAINS | {"tree drawn without replacement", "top n-1 and one draw"},
+    "top_plus_one": CHAINS | {"top n-1 and one draw"},
     "traversal": CHAINS | {"deduplicated iid paths", "tree drawn without replacement"},
     "multipath": CHAINS | {"iid paths"},
     "greedy_block": CHAINS,

@@ -1,9 +1,18 @@
 """Length policies follow what happened, never what was drawn."""
 
-import pytest
+from itertools import product
 
+import numpy as np
+import pytest
+import torch
+
+from outrider.lengths.adaedl import Adaedl
 from outrider.lengths.fixed import Fixed
 from outrider.lengths.heuristic import Heuristic
+from outrider.lengths.planned import Planned
+from outrider.lengths.svip import Svip
+from outrider.lengths.tetris import Tetris
+from outrider.trees.protocol import Level
 from outrider.types import InputError, Step, Timing
 
 
@@ -42,3 +51,104 @@ def test_heuristic_never_falls_below_one():
 def test_impossible_fields_are_refused(fields):
     with pytest.raises(InputError):
         Heuristic(**fields)
+
+
+def test_adaedl_follows_the_worked_vector():
+    policy = Adaedl(num_speculative_tokens=4, threshold=0.5, target_rate=0.85)
+    state, seen = policy.open(), []
+    for accepted, drafted in ((4, 4), (1, 4), (4, 4), (3, 3)):
+        state = policy.update(state, step(drafted, accepted))
+        seen.append((state.rate, state.threshold))
+    expected = [(0.925, 0.5), (0.5875, 0.501), (0.79375, 0.502), (0.896875, 0.501)]
+    assert np.array(seen) == pytest.approx(np.array(expected), abs=1e-12)
+
+
+def level(rows: list[list[float]], depth: int) -> Level:
+    logits = torch.tensor(rows).double().log()
+    count = len(rows)
+    return Level(
+        owners=np.arange(count),
+        nodes=np.full(count, depth),
+        depth=depth,
+        values=np.zeros((count, 0)),
+        logits=logits,
+        proposed=None,
+        rows=None,
+        so_far=lambda: None,
+    )
+
+
+COIN, SURE = [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]
+
+
+def test_adaedl_stops_over_a_uniform_pair_at_its_threshold_and_never_before_the_first_token():
+    policy = Adaedl(threshold=0.7)
+    states = [policy.open()] * 2
+    assert policy.reach(states, level([COIN, SURE], 1)).tolist() == [0, 16]
+    assert policy.reach(states, level([COIN, SURE], 0)) is None
+
+
+def test_svip_keeps_one_token_of_an_uncertain_row_and_goes_on_after_a_certain_one():
+    policy = Svip()
+    assert policy.reach([None] * 2, level([COIN, SURE], 3)).tolist() == [1, 40]
+    assert policy.reach([None], level([[0.2, 0.2, 0.6]], 0)).tolist() == [1]
+
+
+def test_planned_takes_the_length_of_the_best_rate_and_follows_acceptance():
+    policy = Planned(draft_cost=0.1, token_cost=0.0, acceptance=0.8, most=12)
+    rates = [(1 - 0.8 ** (n + 1)) / 0.2 / (1 + 0.1 * n) for n in range(1, 13)]
+    state = policy.open()
+    assert policy.limit(state) == 1 + int(np.argmax(rates))
+    lengths = [policy.limit(state := policy.update(state, step(4, 0))) for _ in range(30)]
+    assert lengths[-1] == 1
+    lengths = [policy.limit(state := policy.update(state, step(4, 4))) for _ in range(60)]
+    assert lengths[-1] > 8
+
+
+def brute(values: np.ndarray, capacity: int) -> float:
+    """The best sum of values over all beginnings within the capacity."""
+    count, depth = values.shape
+    sums = np.concatenate([np.zeros((count, 1)), np.exp(values).cumsum(1)], 1)
+    return max(
+        sum(sums[r, n] for r, n in enumerate(lengths))
+        for lengths in product(range(depth + 1), repeat=count)
+        if sum(lengths) <= capacity
+    )
+
+
+@pytest.mark.parametrize("criterion", ["predictable", "original"])
+def test_tetris_takes_the_best_beginnings_within_its_budget(criterion):
+    random = np.random.default_rng(0)
+    for _ in range(40):
+        policy = Tetris(num_speculative_tokens=2, extra=2, criterion=criterion)
+        notes = np.log(random.uniform(0.05, 1, size=(3, 4, 2)))
+        values, lengths = policy.values(notes), policy.share(notes)
+        assert (np.diff(values, axis=1) <= 0).all()
+        assert lengths.sum() == 6
+        sums = np.concatenate([np.zeros((3, 1)), np.exp(values).cumsum(1)], 1)
+        assert sums[np.arange(3), lengths].sum() == pytest.approx(brute(values, 6))
+
+
+def test_tetris_is_uniform_over_equal_rows_and_never_verifies_what_was_not_drafted():
+    policy = Tetris(num_speculative_tokens=2, extra=2)
+    assert policy.share(np.full((3, 4, 2), -0.5)).tolist() == [2, 2, 2]
+    short = np.full((3, 4, 2), -0.5)
+    short[0, 1:] = -np.inf
+    assert policy.share(short).tolist() == [1, 3, 2]
+    assert Tetris(num_speculative_tokens=9, extra=0).share(short).tolist() == [1, 4, 4]
+
+
+@pytest.mark.parametrize(
+    "make, fields",
+    [
+        (Adaedl, {"gamma": 0}),
+        (Adaedl, {"rate_decay": 2}),
+        (Svip, {"scale": 0}),
+        (Planned, {"most": 0}),
+        (Planned, {"decay": 0}),
+        (Tetris, {"extra": -1}),
+    ],
+)
+def test_impossible_fields_of_stopping_rules_are_refused(make, fields):
+    with pytest.raises(InputError):
+        make(**fields)

@@ -179,6 +179,10 @@ def test_an_invalid_cell_is_refused_and_biased_when_forced(rule, kind):
         with pytest.raises(InputError, match="branching"):
             law(assemble(3, FORCED[kind], verifier(rule), 1), [0], 1)
         return
+    if (rule, kind) == ("top_plus_one", "tree drawn without replacement"):
+        # Where every node gets its full count the last draw does follow the row without the others. Where the count
+        # depends on the draws, as in the stochastic beam, it does not: tests/trees shows that bias.
+        return
     tree = Relabelled(tree=FORCED[kind], structure=TAKES.get(rule, "top_plus_one"))
     worst = max(law(assemble(3, tree, verifier(rule), 2, seed=seed), [0], 1).error for seed in range(3))
     assert worst > BIASED
