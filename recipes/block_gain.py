@@ -141,20 +141,8 @@ def main(
     threads: Threads = 2,
 ) -> None:
     """Measure what block verification gains over token verification."""
-    finish(
-        lambda: run(
-            Setting(
-                out=out,
-                target=target,
-                draft=draft,
-                prompts=prompts,
-                num_prompts=num_prompts,
-                seeds=seeds,
-                max_new_tokens=max_new_tokens,
-                threads=threads,
-            )
-        )
-    )
+    given = dict(locals())
+    finish(lambda: run(Setting(**given)))
 
 
 if __name__ == "__main__":

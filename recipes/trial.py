@@ -318,6 +318,12 @@ class Sums:
         """Tokens per second, prefill included."""
         return self.ratio(method, "tokens", "seconds")
 
+    def best(
+        self, of: Callable[[str], Float[np.ndarray, " samples"]], methods: Sequence[str]
+    ) -> Float[np.ndarray, " samples"]:
+        """The largest figure of several methods, in each resample anew."""
+        return np.max([of(method) for method in methods], axis=0)
+
 
 def _weights(prompts: int, seeds: int, resamples: int) -> Float[np.ndarray, "samples runs"]:
     """How often each resample has each run, runs in the order of prompts; the first line is the runs as they are."""

@@ -116,5 +116,5 @@ def test_prompts_that_cannot_be_read_are_one_sentence_and_leave_nothing(tmp_path
 
 
 def test_more_prompts_than_there_are_is_refused(tmp_path):
-    with pytest.raises(InputError, match="40 prompts of at most .* 41 are needed"):
+    with pytest.raises(InputError, match=r"40 prompts of at most .* 41 are needed"):
         block_gain.run(Setting(out=tmp_path / "run", prompts=PROMPTS, num_prompts=41, threads=1))
