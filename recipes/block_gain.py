@@ -76,7 +76,7 @@ def findings(sums: Sums) -> Findings:
                     timed.text("+.1f") if rule == block else "",
                 ]
             )
-        claims += _claims(n, reached, timed)
+        claims += _claims(n, reached, timed, sums)
     head = ("method", "block efficiency", "acceptance", "tokens/s", "gain in efficiency, %", "gain in tokens/s, %")
     panels = [
         Panel(
@@ -95,11 +95,12 @@ def findings(sums: Sums) -> Findings:
     return Findings(tables=[table(head, lines)], panels=panels, claims=claims)
 
 
-def _claims(n: int, reached: Estimate, timed: Estimate) -> Sequence[Claim]:
+def _claims(n: int, reached: Estimate, timed: Estimate, sums: Sums) -> Sequence[Claim]:
     made = [
         PAPER.claim(
             f"Block verification emits more tokens per step than token verification at length {n}.",
             reached,
+            over=sums,
             published=PUBLISHED[n],
             unit="% of block efficiency",
             least=0.0,
@@ -110,6 +111,7 @@ def _claims(n: int, reached: Estimate, timed: Estimate) -> Sequence[Claim]:
             PAPER.claim(
                 f"Block verification emits more tokens per second than token verification at length {n}.",
                 timed,
+                over=sums,
                 published=PUBLISHED_TIME[n],
                 unit="% of tokens per second",
                 least=0.0,

@@ -1,7 +1,7 @@
 """Trees over per-position rows against the chain, by budget of nodes (DDTree).
 
-`python -m recipes.marginals --out DIR` drafts six deep, as a chain and as the best prefixes of a lattice of 4, 8, 16, 32
-and 64 nodes, at temperatures 0 and 1. The paper's rows are the marginals of a block-diffusion drafter; ours are the
+`python -m recipes.marginals --out DIR` drafts six deep, as a chain and as the best prefixes of a lattice of 4, 8, 16,
+32 and 64 nodes, at temperatures 0 and 1. The paper's rows are the marginals of a block-diffusion drafter; ours are the
 draft model's own rows along its likeliest chain, taken as if they did not depend on the branch. So a lattice here costs
 six draft calls a step, as the chain does, and beyond its first branch its rows are those of another context.
 """
@@ -112,6 +112,7 @@ def _claims(sums: Sums, t: float) -> list[Claim]:
             PAPER.claim(
                 f"A tree over per-position rows emits more tokens per {words} than the chain at temperature {t:g}.",
                 gain(sums.best(of, [name(b, t) for b in BUDGETS]), of(name(CHAIN, t))),
+                over=sums,
                 published=round(100 * (pair[1] / pair[0] - 1), 1),
                 unit=unit,
                 least=0.0,

@@ -1,7 +1,7 @@
 """Rules that stop drafting by entropy against every static length (AdaEDL, SVIP).
 
-`python -m recipes.stopping --out DIR` drafts chains for the block verifier at temperatures 0 and 1: of each length from 1
-to 16, and as long as `adaedl` and `svip` see fit, at most 16. The best static length is known only afterwards; it is
+`python -m recipes.stopping --out DIR` drafts chains for the block verifier at temperatures 0 and 1: of each length from
+1 to 16, and as long as `adaedl` and `svip` see fit, at most 16. The best static length is known only afterwards; it is
 chosen anew in each resample, so that the interval of a gain over it covers the choice.
 """
 
@@ -124,6 +124,7 @@ def _claims(sums: Sums, t: float, lengths: Sequence[int], stoppers: Sequence[str
             paper.claim(
                 f"{stopper} is faster than the mean static length of 1 to {LONGEST} at temperature {t:g}.",
                 gain(own, mean),
+                over=sums,
                 published=published,
                 unit=unit,
                 least=0.0,
@@ -132,6 +133,7 @@ def _claims(sums: Sums, t: float, lengths: Sequence[int], stoppers: Sequence[str
             paper.claim(
                 f"{stopper} is faster than the best static length at temperature {t:g}.",
                 gain(own, best),
+                over=sums,
                 published=10 if stopper == "adaedl" else None,
                 unit=unit,
                 least=0.0,
@@ -143,6 +145,7 @@ def _claims(sums: Sums, t: float, lengths: Sequence[int], stoppers: Sequence[str
             ADAEDL.claim(
                 f"adaedl is faster than svip, another rule that needs no training, at temperature {t:g}.",
                 gain(sums.speed(name("adaedl", t)), sums.speed(name("svip", t))),
+                over=sums,
                 published="up to 10",
                 unit=unit,
                 least=0.0,

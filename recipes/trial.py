@@ -37,7 +37,7 @@ from recipes.speed import Question, Row, choose, read_prompts
 PROMPTS = Path(outrider.__file__).parent / "assets" / "prompts.jsonl"
 RESAMPLES = 2000
 FEWEST = 8
-"""Prompts below which a bootstrap interval says too little to judge a claim by."""
+"""With fewer prompts to resample than this, an interval says too little to judge a claim by."""
 PARTS = ("target", "drafter", "rows", "verify", "commit")
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
@@ -165,12 +165,12 @@ class Bench:
         """Every prompt by itself, with every seed."""
         return [Job(questions=(q,), seed=seed) for seed in range(self.setting.seeds) for q in questions]
 
-    def run(self, method: Method, job: Job) -> Row:
+    def run(self, method: Method, job: Job, max_new_tokens: int | None = None) -> Row:
         """One run, from a cold cache to the last token, as a line of `rows.jsonl`."""
         engine = self.engine(method)
         count = len(job.questions)
         samplings = [Sampling(temperature=method.temperature, seed=1000 * job.seed + i) for i in range(count)]
-        limit = self.setting.max_new_tokens
+        limit = max_new_tokens or self.setting.max_new_tokens
         began = perf_counter()
         outputs = engine.generate(
             [list(q.tokens) for q in job.questions],
@@ -197,7 +197,7 @@ class Bench:
         warm = progress.add_task(f"{phase}: warm-up", total=len(methods))
         for method in methods:
             short = replace(jobs[0].questions[0], tokens=jobs[0].questions[0].tokens[:8])
-            self.run(method, Job(questions=(short,) * len(jobs[0].questions), seed=0))
+            self.run(method, Job(questions=(short,) * len(jobs[0].questions), seed=0), max_new_tokens=8)
             progress.advance(warm)
         task = progress.add_task(phase, total=len(jobs) * len(methods))
         rows: list[Row] = []
@@ -294,10 +294,11 @@ class Sums:
             cells[each["method"]][each["prompt"], each["seed"]] = each
         prompts = sorted({each["prompt"] for each in rows})
         seeds = sorted({each["seed"] for each in rows})
+        self.num_prompts = len(prompts)
         self._units = [(prompt, seed) for prompt in prompts for seed in seeds]
         if not rows or any(set(own) != set(self._units) for own in cells.values()):
             raise InputError("every method needs a run of every prompt with every seed; the rows are not complete")
-        self._cells = cells
+        self.methods, self._cells = list(cells), cells
         self._weights = _weights(len(prompts), len(seeds), resamples)
 
     def get(self, method: str, name: str) -> Float[np.ndarray, " samples"]:
@@ -375,14 +376,18 @@ class Paper:
         claim: str,
         ours: Estimate,
         *,
+        over: "Sums",
         published: float | str | None,
         unit: str,
         least: float | None = None,
         most: float | None = None,
         note: str = "",
     ) -> Claim:
-        """Judge a sentence that says that a figure is above `least`, or below `most`."""
-        if least is not None:
+        """Judge a sentence that says that a figure, taken from `over`, is above `least` or below `most`."""
+        holds: bool | None
+        if over.num_prompts < FEWEST:
+            holds, note = None, "; ".join(filter(None, (note, f"too few to judge: {over.num_prompts} of {FEWEST}")))
+        elif least is not None:
             holds = True if ours.low > least else False if ours.high < least else None
         else:
             holds = None if most is None else True if ours.high < most else False if ours.low > most else None
@@ -496,9 +501,6 @@ def record(
         raise
     fresh.replace(setting.out / "rows.jsonl")
     claims = [asdict(claim) for claim in findings.claims]
-    if setting.num_prompts < FEWEST:
-        few = f"not judged: fewer than {FEWEST} prompts"
-        claims = [{**claim, "holds": None, "note": "; ".join(filter(None, (claim["note"], few)))} for claim in claims]
     about = (
         f"`python -m recipes.{recipe}`: {began['cpu']}, {setting.threads} threads; torch {began['versions']['torch']}, "
         f"outrider {began['versions']['outrider']} ({began['commit']}"

@@ -68,9 +68,12 @@ def test_rows_that_are_not_complete_are_refused():
 
 
 @pytest.mark.parametrize(("low", "high", "holds"), [(0.1, 2, True), (-2, -0.1, False), (-1, 1, None)])
-def test_a_claim_holds_only_with_its_whole_interval(low, high, holds):
-    found = Paper(name="", url="").claim("", Estimate(value=0, low=low, high=high), published=1, unit="", least=0)
-    assert found.holds is holds
+def test_a_claim_holds_only_with_its_whole_interval_and_enough_prompts(low, high, holds):
+    paper, ours = Paper(name="", url=""), Estimate(value=0, low=low, high=high)
+    for prompts in (8, 7):
+        sums = Sums([made("a", str(i), 1, 1) for i in range(prompts)])
+        found = paper.claim("", ours, over=sums, published=1, unit="", least=0)
+        assert found.holds is (holds if prompts == 8 else None)
 
 
 def test_block_efficiency_leaves_out_steps_that_the_end_cuts(tmp_path):
