@@ -274,7 +274,7 @@ def main(
     target: Target = None,
     draft: Draft = EMBEDDED_DRAFT,
     prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 8,
+    num_prompts: NumPrompts = 12,
     seeds: Seeds = 1,
     max_new_tokens: Tokens = 64,
     threads: Threads = 2,

@@ -1,7 +1,7 @@
 """How near the rules for several drafts come to the optimum at one node, by temperature (Hu et al. 2025).
 
 `python -m recipes.optimal_rate --out DIR` lets the target speak at temperatures 0.2 to 1.2, feeds its outputs to both
-models, and takes their rows at every fourth token. For n = 2 and 3 drafts from such a pair of rows it computes with
+models, and takes their rows at every second token. For n = 2 and 3 drafts from such a pair of rows it computes with
 which probability each rule accepts one of them, and with which the best rule could. No decoding is involved but the
 target's own; a row of `rows.jsonl` is one output, and holds the figures of all its positions.
 
@@ -17,19 +17,13 @@ import numpy as np
 import torch
 import typer
 from jaxtyping import Float
-from outrider.proof.acceptance import (
-    kseq_acceptance,
-    recursive_with_replacement,
-    recursive_without_replacement,
-    top_plus_one_acceptance,
-)
-from outrider.proof.optimal import optimal_acceptance
 from rich.progress import Progress
 from torch import Tensor
 
 from outrider import Sampling
 from outrider.lm.protocol import LM, Segment
 from outrider.load import EMBEDDED_DRAFT
+from outrider.proof import acceptance, optimal
 from outrider.sampling import Prefix, to_rows
 from recipes.speed import Question
 from recipes.trial import (
@@ -78,7 +72,7 @@ def without_replacement(p: Rows, q: Rows, n: int) -> Float[Tensor, " positions"]
     from q without x face what is left of p.
     """
     if n <= 2:
-        return recursive_without_replacement(p, q, n)
+        return acceptance.recursive_without_replacement(p, q, n)
     passed, over, left = torch.minimum(p, q).sum(-1), (q - p).clamp_min(0), (p - q).clamp_min(0)
     refused = over.sum(-1)
     found = passed.clone()
@@ -94,12 +88,12 @@ def without_replacement(p: Rows, q: Rows, n: int) -> Float[Tensor, " positions"]
 
 
 RULES: Mapping[str, Rule] = {
-    "optimum with replacement": lambda p, q, n: optimal_acceptance(p, q, n, replacement=True),
-    "recursive with replacement": recursive_with_replacement,
-    "K-SEQ": kseq_acceptance,
-    "optimum without replacement": lambda p, q, n: optimal_acceptance(p, q, n, replacement=False),
+    "optimum with replacement": lambda p, q, n: optimal.optimal_acceptance(p, q, n, replacement=True),
+    "recursive with replacement": acceptance.recursive_with_replacement,
+    "K-SEQ": acceptance.kseq_acceptance,
+    "optimum without replacement": lambda p, q, n: optimal.optimal_acceptance(p, q, n, replacement=False),
     "recursive without replacement": without_replacement,
-    "top plus one": top_plus_one_acceptance,
+    "top plus one": acceptance.top_plus_one_acceptance,
 }
 OPTIMUM = {
     "recursive with replacement": "optimum with replacement",
@@ -245,7 +239,7 @@ def claims(sums: Sums) -> list[Claim]:
     return made
 
 
-def run(setting: Setting, every: int = 4) -> list[dict[str, Any]]:
+def run(setting: Setting, every: int = 2) -> list[dict[str, Any]]:
     """Measure and write; returns the claims."""
 
     def work(file: TextIO, progress: Progress) -> Findings:
@@ -263,7 +257,7 @@ def main(
     seeds: Seeds = 1,
     max_new_tokens: Tokens = 64,
     threads: Threads = 2,
-    every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 4,
+    every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2,
 ) -> None:
     """Compare rules for several drafts with the best rule there can be."""
     given = dict(locals())

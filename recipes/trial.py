@@ -429,11 +429,11 @@ def draw(panels: Sequence[Panel], columns: int = 2) -> str:
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
     with matplotlib.rc_context({"svg.hashsalt": "outrider", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(6.4 * columns, 4.6 * lines), layout="constrained")
+        figure = Figure(figsize=(7 * columns, 4.6 * lines), layout="constrained")
         for i, panel in enumerate(panels):
             axes = figure.add_subplot(lines, columns, i + 1)
             ticks = sorted({x for curve in panel.curves for x in curve.x})
-            apart = min(np.diff(ticks), default=1.0) * 0.5 / max(1, len(panel.curves))
+            apart = min(np.diff(ticks), default=1.0) * 0.35 / max(1, len(panel.curves))
             for k, curve in enumerate(panel.curves):
                 value, low, high = (np.array([getattr(e, name) for e in curve.y]) for name in ("value", "low", "high"))
                 axes.errorbar(
@@ -454,7 +454,8 @@ def draw(panels: Sequence[Panel], columns: int = 2) -> str:
             if len(ticks) <= 16:
                 axes.set_xticks(ticks)
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=7, ncols=2 if len(panel.curves) > 6 else 1)
+            many = len(panel.curves) > 6
+            axes.legend(fontsize=7, **({"loc": "upper left", "bbox_to_anchor": (1.01, 1)} if many else {}))
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
