@@ -6,7 +6,7 @@ the same trees get the same shape. Independent paths share nodes where they begi
 drawn; the table has the number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TextIO
 
@@ -133,7 +133,7 @@ class Family:
         chosen: Whether the trees are chosen rather than drawn; an extra in the plot.
     """
 
-    shapes: Any
+    shapes: Callable[[int], list[Shape]]
     names: dict[str, str]
     chosen: bool = False
 
@@ -199,7 +199,7 @@ def findings(sums: Sums, methods: Sequence[Method], budgets: Sequence[int], fami
             ("Speed", "tokens per second", sums.speed),
         )
     ]
-    return Findings(tables=[table(head, lines)], panels=panels, claims=claims(sums, budgets))
+    return Findings(tables=[table(head, lines)], panels=panels, claims=claims(sums, budgets, methods[0].temperature))
 
 
 COMPARISONS = (
@@ -214,7 +214,7 @@ COMPARISONS = (
 """Paper, what is better, than what, by how many percent of block efficiency at temperature 1."""
 
 
-def claims(sums: Sums, budgets: Sequence[int]) -> list[Claim]:
+def claims(sums: Sums, budgets: Sequence[int], temperature: float) -> list[Claim]:
     """Each comparison that was measured, as the geometric mean of the quotients at all budgets."""
     made = []
     for paper, better, worse, published in COMPARISONS:
@@ -231,7 +231,7 @@ def claims(sums: Sums, budgets: Sequence[int]) -> list[Claim]:
                 published=published,
                 unit="% of block efficiency",
                 least=0.0,
-                note=f"mean over budgets, ahead at {ahead} of {len(budgets)}",
+                note=f"temperature {temperature:g}, mean over budgets, ahead at {ahead} of {len(budgets)}",
             )
         )
     return made

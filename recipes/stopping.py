@@ -134,7 +134,7 @@ def _claims(sums: Sums, t: float, lengths: Sequence[int], stoppers: Sequence[str
                 f"{stopper} is faster than the best static length at temperature {t:g}.",
                 gain(own, best),
                 over=sums,
-                published=10 if stopper == "adaedl" else None,
+                published=published,
                 unit=unit,
                 least=0.0,
                 note="the best of the static lengths is known only afterwards",

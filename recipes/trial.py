@@ -506,9 +506,9 @@ def record(
         f"`python -m recipes.{recipe}`: {began['cpu']}, {setting.threads} threads; torch {began['versions']['torch']}, "
         f"outrider {began['versions']['outrider']} ({began['commit']}"
         f"{', with uncommitted changes' if began['uncommitted_changes'] else ''}); {began['date']}.\n"
-        f"Target `{setting.target or 'embedded'}`, draft model `{setting.draft.name}`, {setting.num_prompts} prompts, "
-        f"{setting.seeds} seeds, up to {setting.max_new_tokens} tokens. Intervals: 95 %, bootstrap over prompts and "
-        "seeds, paired between methods.\n"
+        f"Target `{setting.target or 'embedded'}`, draft model `{setting.draft.name}`, prompts: {setting.num_prompts}, "
+        f"seeds: {setting.seeds}, tokens: at most {setting.max_new_tokens}. Intervals: 95 %, bootstrap over prompts "
+        "and seeds, paired between methods.\n"
     )
     end = {"recipe": recipe, "circumstances": began, "ended": circumstances({})}
     write(setting.out / "circumstances.json", json.dumps(end, indent=2) + "\n")
