@@ -16,30 +16,21 @@ from rich.progress import Progress
 
 from outrider import InputError
 from outrider.load import EMBEDDED_DRAFT
+from recipes.evidence import Claim, Estimate, Paper, Sums, gain
+from recipes.report import Curve, Findings, Panel, finish, record, table
 from recipes.trial import (
     PROMPTS,
     Bench,
-    Claim,
-    Curve,
     Draft,
-    Estimate,
-    Findings,
     Method,
     NumPrompts,
     Out,
-    Panel,
-    Paper,
     Prompts,
     Seeds,
     Setting,
-    Sums,
     Target,
     Threads,
     Tokens,
-    finish,
-    gain,
-    record,
-    table,
 )
 
 RSD = Paper(name="Jeon et al. 2024, RSD", url="https://arxiv.org/abs/2402.14160")

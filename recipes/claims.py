@@ -14,7 +14,7 @@ import typer
 
 from outrider import InputError
 from recipes.record import write
-from recipes.trial import table
+from recipes.report import table
 
 PAGE = Path(__file__).parent.parent / "docs" / "claims.md"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}

@@ -25,31 +25,10 @@ from outrider.lm.protocol import LM, Segment
 from outrider.load import EMBEDDED_DRAFT
 from outrider.proof import acceptance, optimal
 from outrider.sampling import Prefix, to_rows
+from recipes.evidence import Claim, Estimate, Paper, Sums, gain
+from recipes.report import Curve, Findings, Panel, finish, record, table
 from recipes.speed import Question
-from recipes.trial import (
-    PROMPTS,
-    Bench,
-    Claim,
-    Curve,
-    Draft,
-    Estimate,
-    Findings,
-    NumPrompts,
-    Out,
-    Panel,
-    Paper,
-    Prompts,
-    Seeds,
-    Setting,
-    Sums,
-    Target,
-    Threads,
-    Tokens,
-    finish,
-    gain,
-    record,
-    table,
-)
+from recipes.trial import PROMPTS, Bench, Draft, NumPrompts, Out, Prompts, Seeds, Setting, Target, Threads, Tokens
 
 PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org/abs/2502.18779")
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)

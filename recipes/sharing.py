@@ -17,32 +17,23 @@ from rich.progress import Progress
 
 from outrider import InputError
 from outrider.load import EMBEDDED_DRAFT
+from recipes.evidence import Claim, Estimate, Paper, Sums, gain
+from recipes.report import Curve, Findings, Panel, finish, record, table
 from recipes.speed import Question, Row
 from recipes.trial import (
     PROMPTS,
     Bench,
-    Claim,
-    Curve,
     Draft,
-    Estimate,
-    Findings,
     Job,
     Method,
     NumPrompts,
     Out,
-    Panel,
-    Paper,
     Prompts,
     Seeds,
     Setting,
-    Sums,
     Target,
     Threads,
     Tokens,
-    finish,
-    gain,
-    record,
-    table,
 )
 
 PAPER = Paper(name="Wu et al. 2025, TETRIS", url="https://arxiv.org/abs/2502.15197")

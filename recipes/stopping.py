@@ -12,30 +12,21 @@ import typer
 from rich.progress import Progress
 
 from outrider.load import EMBEDDED_DRAFT
+from recipes.evidence import Claim, Estimate, Paper, Sums, gain
+from recipes.report import Curve, Findings, Panel, finish, record, table
 from recipes.trial import (
     PROMPTS,
     Bench,
-    Claim,
-    Curve,
     Draft,
-    Estimate,
-    Findings,
     Method,
     NumPrompts,
     Out,
-    Panel,
-    Paper,
     Prompts,
     Seeds,
     Setting,
-    Sums,
     Target,
     Threads,
     Tokens,
-    finish,
-    gain,
-    record,
-    table,
 )
 
 ADAEDL = Paper(name="Agrawal et al. 2024, AdaEDL", url="https://arxiv.org/abs/2410.18351")

@@ -9,8 +9,9 @@ import torch
 
 from outrider import InputError, catalog
 from recipes import block_gain, budgets, claims, marginals, sharing, stopping
+from recipes.evidence import Estimate, Paper, Sums, gain
 from recipes.speed import Question, Row
-from recipes.trial import PROMPTS, Bench, Estimate, Method, Paper, Setting, Sums, gain
+from recipes.trial import PROMPTS, Bench, Method, Setting
 
 METHODS = {
     "block_gain": block_gain.METHODS,
