@@ -1,0 +1,289 @@
+"""Block efficiency of chains and trees at equal numbers of verified nodes (RSD, traversal verification, SpecTr).
+
+`python -m recipes.budgets --out DIR` gives every method budgets of 6, 10, 14, 21 and 30 nodes. Where a budget allows
+several shapes, the one with the highest block efficiency on a pilot of other prompts is taken. Verifiers that can judge
+the same trees get the same shape. Independent paths share nodes where they begin alike, so that fewer are verified than
+drawn; the table has the number.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, TextIO
+
+import numpy as np
+import typer
+from rich.progress import Progress
+
+from outrider import InputError
+from outrider.load import EMBEDDED_DRAFT
+from recipes.evidence import Claim, Estimate, Paper, Sums, gain
+from recipes.report import Curve, Findings, Panel, finish, record, table
+from recipes.trial import (
+    PROMPTS,
+    Bench,
+    Draft,
+    Method,
+    NumPrompts,
+    Out,
+    Prompts,
+    Seeds,
+    Setting,
+    Target,
+    Threads,
+    Tokens,
+)
+
+RSD = Paper(name="Jeon et al. 2024, RSD", url="https://arxiv.org/abs/2402.14160")
+TRAVERSAL = Paper(name="Weng et al. 2025, traversal verification", url="https://arxiv.org/abs/2505.12398")
+SPECTR = Paper(name="Sun et al. 2023, SpecTr", url="https://arxiv.org/abs/2310.15141")
+BUDGETS = (6, 10, 14, 21, 30)
+PILOT_PROMPTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A way to spend a budget: `name` for tables, the rest for the catalog."""
+
+    name: str
+    tree: str
+    depth: int
+
+
+def chain(budget: int) -> list[Shape]:
+    """A chain spends its budget in one way."""
+    return [Shape(name=str(budget), tree="chain", depth=budget)]
+
+
+BRANCHINGS = {
+    6: ("2x2", "2x1x1"),
+    10: ("2x2x1", "2x1x1x1x1"),
+    14: ("2x2x2", "2x2x1x1"),
+    21: ("3x2x1x1", "2x2x1x1x1"),
+    30: ("2x2x2x2", "3x3x1x1", "3x2x1x1x1"),
+}
+"""Children per node by depth; constant ones are MCSD's."""
+WIDE = {
+    6: ((2, 3), (3, 2)),
+    10: ((2, 5), (3, 3)),
+    14: ((2, 7), (3, 4)),
+    21: ((3, 7), (4, 5)),
+    30: ((3, 10), (5, 6)),
+}
+"""Width and depth of beams and of independent paths."""
+REGULAR = {6: ((2, 2),), 10: ((2, 2), (10, 1)), 14: ((2, 3), (3, 2)), 21: ((2, 3), (4, 2)), 30: ((2, 4), (5, 2))}
+"""Children of every node and depth."""
+
+
+def gumbel(budget: int) -> list[Shape]:
+    """Children drawn without replacement, so many per depth."""
+    made = []
+    for b in BRANCHINGS[budget]:
+        constant = len(set(b.split("x"))) == 1
+        label = f"{b} (MCSD)" if constant else b
+        made.append(Shape(name=label, tree=f"gumbel:branching={b}", depth=b.count("x") + 1))
+    return made
+
+
+def beam(budget: int) -> list[Shape]:
+    """The stochastic beam."""
+    return [Shape(name=f"width {w}, depth {d}", tree=f"beam:width={w}", depth=d) for w, d in WIDE[budget]]
+
+
+def iid(budget: int) -> list[Shape]:
+    """Independent paths."""
+    return [Shape(name=f"{k} paths of {d}", tree=f"iid:num_paths={k}", depth=d) for k, d in WIDE[budget]]
+
+
+def top_plus_one(budget: int) -> list[Shape]:
+    """The likeliest children and one drawn."""
+    return [Shape(name=f"width {w}, depth {d}", tree=f"top_plus_one:width={w}", depth=d) for w, d in REGULAR[budget]]
+
+
+def dynamic(budget: int) -> list[Shape]:
+    """The likeliest nodes of what expanding four per level gives."""
+    return [
+        Shape(name=f"width 4, depth {d}", tree=f"dynamic:width=4,num_nodes={budget}", depth=d)
+        for d in (4, 6)
+        if d <= budget
+    ]
+
+
+def opt(budget: int) -> list[Shape]:
+    """The tree of the largest expected acceptance."""
+    return [
+        Shape(name=f"threshold {t}", tree=f"opt:num_nodes={budget},threshold={t}", depth=min(budget, 10))
+        for t in (0.1, 0.3)
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Ways to draft of one kind, and the verifiers that judge them: name by verifier, the first picks the shape.
+
+    Attributes:
+        chosen: Whether the trees are chosen rather than drawn; an extra in the plot.
+    """
+
+    shapes: Callable[[int], list[Shape]]
+    names: dict[str, str]
+    chosen: bool = False
+
+
+FAMILIES = (
+    Family(shapes=chain, names={"token": "chain, token", "block": "chain, block"}),
+    Family(shapes=gumbel, names={"recursive": "RSD-C", "traversal": "RSD-C tree, traversal"}),
+    Family(shapes=beam, names={"recursive": "RSD-S", "traversal": "RSD-S tree, traversal"}),
+    Family(shapes=iid, names={"recursive": "SpecInfer", "kseq": "SpecTr (K-SEQ)"}),
+    Family(shapes=top_plus_one, names={"top_plus_one": "top plus one"}),
+    Family(shapes=dynamic, names={"match": "dynamic (EAGLE-2)"}, chosen=True),
+    Family(shapes=opt, names={"match": "OPT-Tree"}, chosen=True),
+)
+
+
+def method(family: Family, verifier: str, shape: Shape, budget: int, temperature: float) -> Method:
+    """A method at a budget, named by both alone."""
+    return Method(
+        name=f"{family.names[verifier]} @{budget}",
+        tree=shape.tree,
+        verifier=verifier,
+        length=f"fixed:{shape.depth}",
+        temperature=temperature,
+        deepest=budget,
+        labels={"way": family.names[verifier], "budget": budget, "shape": shape.name},
+    )
+
+
+def candidates(family: Family, budget: int, temperature: float) -> list[Method]:
+    """The shapes among which the pilot chooses, with the family's first verifier."""
+    made = [method(family, next(iter(family.names)), s, budget, temperature) for s in family.shapes(budget)]
+    return [replace(m, name=f"{m.name} {m.labels['shape']}") for m in made]
+
+
+def findings(sums: Sums, methods: Sequence[Method], budgets: Sequence[int], families: Sequence[Family]) -> Findings:
+    """Tables, panels and claims."""
+    lines = [
+        [
+            m.labels["budget"],
+            m.labels["way"],
+            m.labels["shape"],
+            Estimate.of(sums.ratio(m.name, "drafted", "steps")).text(".1f"),
+            Estimate.of(sums.efficiency(m.name)).text(),
+            Estimate.of(sums.ratio(m.name, "accepted", "drafted")).text(),
+            Estimate.of(sums.speed(m.name)).text(".1f"),
+        ]
+        for m in sorted(methods, key=lambda m: m.labels["budget"])
+    ]
+    head = ("budget", "method", "shape", "nodes per step", "block efficiency", "acceptance", "tokens/s")
+    panels = [
+        Panel(
+            title=f"{title} at temperature {methods[0].temperature:g}",
+            x="budget (verified nodes per step, at most)",
+            y=y,
+            curves=[
+                Curve(label=way, x=budgets, y=[Estimate.of(of(f"{way} @{b}")) for b in budgets], dashed=f.chosen)
+                for f in families
+                for way in f.names.values()
+            ],
+        )
+        for title, y, of in (
+            ("Block efficiency", "tokens per step", sums.efficiency),
+            ("Speed", "tokens per second", sums.speed),
+        )
+    ]
+    return Findings(tables=[table(head, lines)], panels=panels, claims=claims(sums, budgets, methods[0].temperature))
+
+
+COMPARISONS = (
+    (RSD, "RSD-S", "RSD-C", "in most cases"),
+    (RSD, "RSD-C", "SpecInfer", "in most cases"),
+    (RSD, "RSD-C", "chain, token", "in most cases"),
+    (RSD, "RSD-S", "chain, token", "in most cases"),
+    (TRAVERSAL, "RSD-C tree, traversal", "RSD-C", 2.2),
+    (TRAVERSAL, "RSD-S tree, traversal", "RSD-S", 2.4),
+    (SPECTR, "SpecTr (K-SEQ)", "chain, token", 37.9),
+)
+"""Paper, what is better, than what, by how many percent of block efficiency at temperature 1."""
+
+
+def claims(sums: Sums, budgets: Sequence[int], temperature: float) -> list[Claim]:
+    """Each comparison that was measured, as the geometric mean of the quotients at all budgets."""
+    made = []
+    for paper, better, worse, published in COMPARISONS:
+        names = [(f"{better} @{b}", f"{worse} @{b}") for b in budgets]
+        if not all(name in sums.methods for pair in names for name in pair):
+            continue
+        quotients = [sums.efficiency(a) / sums.efficiency(b) for a, b in names]
+        ahead = sum(bool(q[0] >= 1) for q in quotients)
+        made.append(
+            paper.claim(
+                f"{better} emits more tokens per step than {worse} at equal budgets of nodes.",
+                gain(np.exp(np.mean(np.log(quotients), axis=0)), np.ones(len(quotients[0]))),
+                over=sums,
+                published=published,
+                unit="% of block efficiency",
+                least=0.0,
+                note=f"temperature {temperature:g}, mean over budgets, ahead at {ahead} of {len(budgets)}",
+            )
+        )
+    return made
+
+
+def run(
+    setting: Setting,
+    budgets: Sequence[int] = BUDGETS,
+    temperature: float = 1.0,
+    pilot_prompts: int = PILOT_PROMPTS,
+    families: Sequence[Family] = FAMILIES,
+) -> list[dict[str, Any]]:
+    """Choose shapes, measure and write; returns the claims."""
+    if not budgets or not set(budgets) <= set(BUDGETS):
+        given = ", ".join(map(str, budgets)) or "none"
+        raise InputError(f"budgets must be some of {', '.join(map(str, BUDGETS))}, got {given}")
+
+    def work(file: TextIO, progress: Progress) -> Findings:
+        bench = Bench(setting)
+        questions = bench.questions(setting.num_prompts)
+        pilot = bench.jobs(bench.questions(pilot_prompts, without=questions))
+        options = {(f.shapes, b): candidates(f, b, temperature) for f in families for b in budgets}
+        tried = [m for each in options.values() if len(each) > 1 for m in each]
+        seen = Sums(bench.measure("pilot", tried, pilot, file, progress), resamples=1) if tried else None
+        chosen = []
+        for f in families:
+            for b in budgets:
+                own = options[f.shapes, b]
+                reached = [float(seen.efficiency(m.name)[0]) if seen and len(own) > 1 else 0.0 for m in own]
+                shape = f.shapes(b)[int(np.argmax(reached))]
+                chosen += [method(f, verifier, shape, b, temperature) for verifier in f.names]
+        sums = Sums(bench.measure("measured", chosen, bench.jobs(questions), file, progress))
+        return findings(sums, chosen, budgets, families)
+
+    return record(setting, "budgets", work, budgets=list(budgets), temperature=temperature, pilot_prompts=pilot_prompts)
+
+
+def main(
+    out: Out,
+    target: Target = None,
+    draft: Draft = EMBEDDED_DRAFT,
+    prompts: Prompts = PROMPTS,
+    num_prompts: NumPrompts = 12,
+    seeds: Seeds = 1,
+    max_new_tokens: Tokens = 64,
+    threads: Threads = 2,
+    budgets: Annotated[str, typer.Option(help="Some of the budgets, with commas.")] = ",".join(map(str, BUDGETS)),
+    temperature: Annotated[float, typer.Option(min=0, help="Of target and drafter.")] = 1.0,
+    pilot_prompts: Annotated[int, typer.Option(min=1, help="Further prompts, for the pilot.")] = PILOT_PROMPTS,
+) -> None:
+    """Measure chains and trees at equal budgets of verified nodes."""
+    given = dict(locals())
+    if not all(part.strip().isdigit() for part in budgets.split(",")):
+        raise typer.BadParameter(f"--budgets must be whole numbers with commas between them, got {budgets!r}")
+    own = {
+        "budgets": sorted({int(part) for part in given.pop("budgets").split(",")}),
+        "temperature": given.pop("temperature"),
+        "pilot_prompts": given.pop("pilot_prompts"),
+    }
+    finish(lambda: run(Setting(**given), **own))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,118 @@
+"""Collect the published claims that were tested into one page, `docs/claims.md`.
+
+`python -m recipes.claims DIR [DIR ...]` reads the `claims.json` and `circumstances.json` that the recipes
+`block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing` and `marginals` wrote, and makes one row per claim and
+run. Why ours differs from the paper's is in `REASONS`, which people write.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outrider import InputError
+from recipes.record import write
+from recipes.report import table
+
+PAGE = Path(__file__).parent.parent / "docs" / "claims.md"
+VERDICTS = {True: "yes", False: "no", None: "undecided"}
+
+REASONS: dict[str, str] = {
+    "TETRIS gives more tokens per second": (
+        "every request drafts two tokens more than it may verify, and the embedded pair's draft forward costs a sixth "
+        "of its target's; the criterion is the lossless one, which may not look at the token that it judges"
+    ),
+    "A tree over per-position rows emits more tokens per": (
+        "the rows of a draft model beyond its likeliest chain belong to another context; a block-diffusion drafter's "
+        "are marginals, and the paper's depth is 15"
+    ),
+    "adaedl is faster than": (
+        "AdaEDL's threshold moves by at most 0.001 a step, and an output of 64 tokens has some twenty steps, so that "
+        "it stays where it began"
+    ),
+    "SpecTr (K-SEQ) emits more tokens": "the paper's figure is for eight paths of eight tokens, 64 nodes against 8",
+}
+"""Why a figure differs from the paper's, by how the claim begins; the longest beginning that fits is taken."""
+
+
+def reason(claim: str) -> str:
+    """What `REASONS` has to say of a claim.
+
+    Example:
+        >>> reason("SpecTr (K-SEQ) emits more tokens per step than chain, token at equal budgets of nodes.")[:17]
+        "the paper's figure"
+    """
+    fitting = [start for start in REASONS if claim.startswith(start)]
+    return REASONS[max(fitting, key=len)] if fitting else ""
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """A run's record with its claims."""
+    try:
+        run: dict[str, Any] = json.loads((folder / "circumstances.json").read_text(encoding="utf-8"))
+        return {**run, "claims": json.loads((folder / "claims.json").read_text(encoding="utf-8")), "folder": folder}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{folder} is not the folder of a finished run: {error}") from error
+
+
+def number(value: float | str | None) -> str:
+    """A figure of a paper; a dash where it gives none."""
+    return "-" if value is None else value if isinstance(value, str) else f"{value:g}"
+
+
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The page."""
+    lines, about = [], []
+    for i, run in enumerate(runs, 1):
+        made = run["circumstances"]
+        given = made["arguments"]
+        pair = f"{Path(given['target']).name} with {Path(given['draft']).name}"
+        about.append(
+            f"{i}. `{run['recipe']}`: {pair}, prompts: {given['num_prompts']}, seeds: {given['seeds']}, "
+            f"tokens: at most {given['max_new_tokens']}; {made['cpu']}, {made['threads']} threads, torch "
+            f"{made['versions']['torch']}, commit {str(made['commit'])[:10]}"
+            f"{' with uncommitted changes' if made['uncommitted_changes'] else ''}, {made['date']}."
+        )
+        for claim in run["claims"]:
+            low, high = claim["interval"]
+            explained = "; ".join(filter(None, (claim["note"], reason(claim["claim"]))))
+            lines.append(
+                [
+                    claim["claim"],
+                    f"[{claim['paper']}]({claim['url']})",
+                    number(claim["paper_value"]),
+                    f"{claim['our_value']:.3g} [{low:.3g}, {high:.3g}]",
+                    claim["unit"],
+                    VERDICTS[claim["holds"]],
+                    i,
+                    explained,
+                ]
+            )
+    head = ("claim", "paper", "paper's figure", "ours", "unit", "holds", "run", "remarks")
+    holds = [claim["holds"] for run in runs for claim in run["claims"]]
+    counts = ", ".join(f"{VERDICTS[v]}: {holds.count(v)}" for v in (True, False, None))
+    return (
+        "# Published claims, tested\n\n"
+        "Each sentence is judged on a small pair: it holds if the whole 95 % interval is on its side, does not if the "
+        "whole\ninterval is on the other, and is undecided otherwise. That says nothing of the papers' own models. "
+        "Written by\n`python -m recipes.claims`; the raw rows lie in each run's folder.\n\n"
+        f"{counts}.\n\n{table(head, lines)}\n## Runs\n\n" + "\n".join(about) + "\n"
+    )
+
+
+def main(
+    folders: Annotated[list[Path], typer.Argument(help="Folders that the recipes wrote.")],
+    out: Annotated[Path, typer.Option(help="The page.")] = PAGE,
+) -> None:
+    """Collect tested claims into one page."""
+    try:
+        write(out, page([read(folder) for folder in folders]))
+    except (InputError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(f"wrote {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,262 @@
+"""The recipes that test published claims: whole runs of tiny size, statistics by hand, configurations that parse."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from outrider import InputError, catalog
+from recipes import block_gain, budgets, claims, marginals, sharing, stopping
+from recipes.evidence import Estimate, Paper, Sums, gain
+from recipes.speed import Question, Row
+from recipes.trial import PROMPTS, Bench, Method, Setting
+
+METHODS = {
+    "block_gain": block_gain.METHODS,
+    "budgets": [m for f in budgets.FAMILIES for b in budgets.BUDGETS for m in budgets.candidates(f, b, 1.0)],
+    "marginals": marginals.METHODS,
+    "sharing": sharing.methods(),
+    "stopping": stopping.methods(),
+}
+FILES = {"rows.jsonl", "table.md", "plot.svg", "claims.json", "circumstances.json"}
+
+
+def made(method: str, prompt: str, tokens: int, steps: int, seed: int = 0) -> Row:
+    return {"method": method, "prompt": prompt, "seed": seed, "tokens": tokens, "steps": steps}
+
+
+def known(family: catalog.Family, text: str) -> None:
+    """Skip what is not in the catalog."""
+    if text.split(":")[0] not in catalog.rows(family):
+        pytest.skip(f"there is no {family} {text}")
+
+
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, id=f"{recipe}-{m.name}") for recipe, methods in METHODS.items() for m in methods]
+)
+def test_every_configuration_is_one_that_the_catalog_reads(method):
+    for family, text in (("tree", method.tree), ("verifier", method.verifier), ("length", method.length)):
+        known(family, text)
+        catalog.make(family, text)
+
+
+def test_names_of_methods_are_unique():
+    for methods in METHODS.values():
+        assert len({m.name for m in methods}) == len(methods)
+
+
+def test_sums_are_plain_sums_and_resamples_are_shared_by_all_methods():
+    rows = [made(m, p, tokens * scale, 10) for m, scale in (("a", 1), ("b", 2)) for p, tokens in (("x", 10), ("y", 40))]
+    sums = Sums(rows)
+    assert sums.get("a", "tokens")[0] == 50
+    assert set(sums.get("a", "tokens")) == {20, 50, 80}
+    assert gain(sums.ratio("b", "tokens", "steps"), sums.ratio("a", "tokens", "steps")) == Estimate(
+        value=100.0, low=100.0, high=100.0
+    )
+
+
+def test_seeds_are_resampled_within_prompts():
+    rows = [made("a", "x", tokens, 1, seed) for seed, tokens in enumerate((0, 3))]
+    assert set(Sums(rows).get("a", "tokens")) == {0, 3, 6}
+
+
+def test_the_interval_of_a_mean_is_the_one_that_theory_gives():
+    values = np.random.default_rng(0).normal(5, 2, 200)
+    rows = [made("a", str(i), value, 1) for i, value in enumerate(values)]
+    found = Estimate.of(Sums(rows).ratio("a", "tokens", "steps"))
+    half = 1.96 * values.std() / np.sqrt(200)
+    assert found.value == pytest.approx(values.mean())
+    assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
+
+
+def test_rows_that_are_not_complete_are_refused():
+    with pytest.raises(InputError, match="not complete"):
+        Sums([made("a", "x", 1, 1), made("b", "y", 1, 1)])
+
+
+@pytest.mark.parametrize(("low", "high", "holds"), [(0.1, 2, True), (-2, -0.1, False), (-1, 1, None)])
+def test_a_claim_holds_only_with_its_whole_interval_and_enough_prompts(low, high, holds):
+    paper, ours = Paper(name="", url=""), Estimate(value=0, low=low, high=high)
+    for prompts in (8, 7):
+        sums = Sums([made("a", str(i), 1, 1) for i in range(prompts)])
+        found = paper.claim("", ours, over=sums, published=1, unit="", least=0)
+        assert found.holds is (holds if prompts == 8 else None)
+
+
+def test_block_efficiency_leaves_out_steps_that_the_end_cuts(tmp_path):
+    bench = Bench(Setting(out=tmp_path, max_new_tokens=16, threads=1))
+    [job] = bench.jobs(bench.questions(1))
+    method = Method(name="m", length="fixed:8", deepest=8)
+    made = bench.run(method, job)
+    [output] = bench.engine(method).generate(
+        [list(job.questions[0].tokens)],
+        max_new_tokens=16,
+        sampling=bench.first.sampling.__class__(temperature=1.0, seed=0),
+    )
+    starts = np.cumsum([0, *(len(step.tokens) for step in output.steps)])
+    assert made["tokens"] == len(output.tokens)
+    assert made["free_steps"] == sum(starts[:-1] < 8)
+    assert made["free_tokens"] == starts[made["free_steps"]]
+
+
+def test_block_gain_writes_its_folder(tmp_path):
+    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=9, threads=1)
+    found = block_gain.run(setting)
+    assert {path.name for path in setting.out.iterdir()} == FILES
+    assert json.loads((setting.out / "claims.json").read_text()) == json.loads(json.dumps(found))
+    rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == len(block_gain.METHODS)
+    assert all(sum(row["drafted_per_position"]) == row["drafted"] for row in rows)
+    assert all(claim["holds"] is None for claim in found)
+    page = claims.page([claims.read(setting.out)] * 2)
+    assert page.count("| Block verification emits") == 2 * len(found)
+    assert f"undecided: {2 * len(found)}" in page
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [(None, "cannot read"), ("{}", "on every line"), ("[1]", "on every line"), ("no", "on every line")],
+)
+def test_prompts_that_cannot_be_read_are_one_sentence_and_leave_nothing(tmp_path, text, sentence):
+    given: Path = tmp_path / "prompts.jsonl"
+    if text is not None:
+        given.write_text(text)
+    setting = Setting(out=tmp_path / "run", prompts=given, threads=1)
+    with pytest.raises(InputError, match=sentence):
+        block_gain.run(setting)
+    assert not setting.out.exists()
+
+
+def test_more_prompts_than_there_are_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"40 prompts of at most .* 41 are needed"):
+        block_gain.run(Setting(out=tmp_path / "run", prompts=PROMPTS, num_prompts=41, threads=1))
+
+
+def nodes(shape: budgets.Shape) -> int:
+    """Most nodes of a drawn tree."""
+    name, _, rest = shape.tree.partition(":")
+    value = rest.partition("=")[2].partition(",")[0]
+    if name in ("chain", "iid", "beam"):
+        return shape.depth * int(value or 1)
+    if name == "gumbel":
+        return int(np.cumprod([int(part) for part in value.split("x")]).sum())
+    return sum(int(value) ** d for d in range(1, shape.depth + 1))
+
+
+def test_shapes_keep_to_their_budgets_and_each_budget_is_nearly_spent():
+    for family in budgets.FAMILIES:
+        for budget in budgets.BUDGETS:
+            shapes = family.shapes(budget)
+            if not family.chosen:
+                sizes = [nodes(shape) for shape in shapes]
+                assert max(sizes) <= budget
+                assert max(sizes) >= 0.9 * budget
+            assert all(shape.depth <= budget for shape in shapes)
+
+
+def test_compared_methods_of_the_budgets_are_measured_ones():
+    names = {name for family in budgets.FAMILIES for name in family.names.values()}
+    assert {name for _, better, worse, _ in budgets.COMPARISONS for name in (better, worse)} <= names
+
+
+def test_budgets_writes_its_folder(tmp_path):
+    known("tree", "gumbel")
+    setting = Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1)
+    budgets.run(setting, budgets=(6,), pilot_prompts=1, families=budgets.FAMILIES[:2])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert not {r["prompt"] for r in rows if r["phase"] == "pilot"} & {
+        r["prompt"] for r in rows if r["phase"] == "measured"
+    }
+    measured = {r["way"]: r for r in rows if r["phase"] == "measured"}
+    assert measured["RSD-C"]["tree"] == measured["RSD-C tree, traversal"]["tree"]
+
+
+def test_budgets_refuses_one_that_it_has_no_shapes_for(tmp_path):
+    with pytest.raises(InputError, match="some of 6, 10, 14, 21, 30, got 7"):
+        budgets.run(Setting(out=tmp_path), budgets=(7,))
+
+
+def test_stopping_compares_with_the_best_static_length(tmp_path):
+    setting = Setting(out=tmp_path, num_prompts=1, max_new_tokens=17, threads=1)
+    stoppers = [name for name in stopping.STOPPERS if name in catalog.rows("length")]
+    found = stopping.run(setting, lengths=(1, 3), stoppers=stoppers)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert len(found) == 2 * {0: 0, 2: 5}[len(stoppers)]
+
+
+def test_batches_hold_each_prompt_once_per_seed():
+    questions = [Question(id=str(i), category="c", tokens=(1,)) for i in range(10)]
+    jobs = sharing.batches(questions, 4, seeds=2)
+    assert [len(job.questions) for job in jobs] == [4] * 4
+    for seed in range(2):
+        taken = [q.id for job in jobs if job.seed == seed for q in job.questions]
+        assert len(set(taken)) == len(taken) == 8
+    assert jobs[0].questions != jobs[2].questions
+
+
+def test_sharing_runs_whole_batches(tmp_path):
+    setting = Setting(out=tmp_path, num_prompts=2, max_new_tokens=8, threads=1)
+    policies = [name for name, text in sharing.POLICIES.items() if text.split(":")[0] in catalog.rows("length")]
+    sharing.run(setting, policies=policies, lengths=(2,), sizes=(2,))
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert all(row["requests"] == 2 and row["tokens"] == 16 and row["iterations"] < row["steps"] for row in rows)
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_sharing_refuses_fewer_prompts_than_a_batch(tmp_path):
+    with pytest.raises(InputError, match="num_prompts must be >= 16"):
+        sharing.run(Setting(out=tmp_path, num_prompts=15))
+
+
+def test_marginals_writes_its_folder(tmp_path):
+    known("tree", "lattice")
+    found = marginals.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1))
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert [claim["paper_value"] for claim in found] == [37.7, 35.3, 47.7, 44.5]
+
+
+def test_the_best_of_several_methods_is_chosen_in_each_resample():
+    rows = [made(m, p, tokens, 1) for m, figures in (("a", (1, 4)), ("b", (3, 3))) for p, tokens in enumerate(figures)]
+    sums = Sums([{**r, "prompt": str(r["prompt"])} for r in rows])
+    best = sums.best(lambda m: sums.ratio(m, "tokens", "steps"), ["a", "b"])
+    assert best[0] == 3
+    assert set(best) == {3, 4}
+
+
+def test_a_reason_is_the_longest_that_fits(monkeypatch):
+    monkeypatch.setattr(claims, "REASONS", {"A": "short", "A tree": "long"})
+    assert claims.reason("A tree is better.") == "long"
+    assert claims.reason("Nothing.") == ""
+
+
+def test_a_folder_without_claims_is_refused(tmp_path):
+    with pytest.raises(InputError, match="not the folder of a finished run"):
+        claims.read(tmp_path)
+
+
+def test_three_drafts_without_replacement_are_near_the_exact_figure():
+    acceptance = pytest.importorskip("outrider.proof.acceptance")
+    from recipes.optimal_rate import without_replacement
+
+    torch.manual_seed(0)
+    p, q = (torch.randn(6, 12, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
+    exact = acceptance.recursive_without_replacement(p, q, 3)
+    assert (without_replacement(p, q, 3) - exact).abs().max() < 0.02
+
+
+def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
+    pytest.importorskip("outrider.proof.acceptance")
+    from recipes import optimal_rate
+
+    optimal_rate.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=3, threads=1), every=2)
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == len(optimal_rate.TEMPERATURES)
+    for row in rows:
+        for rule in ("recursive with replacement", "K-SEQ"):
+            for n in optimal_rate.DRAFTS:
+                best = row[optimal_rate.key(optimal_rate.OPTIMUM[rule], n)]
+                assert row["one draft"] - 1e-6 <= row[optimal_rate.key(rule, n)] <= best + 1e-6
+    assert {path.name for path in tmp_path.iterdir()} == FILES
