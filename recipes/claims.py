@@ -41,7 +41,7 @@ def reason(claim: str) -> str:
     """What `REASONS` has to say of a claim.
 
     Example:
-        >>> reason("SpecTr (K-SEQ) emits more tokens per step than chain, token at equal budgets of nodes.")[:17]
+        >>> reason("SpecTr (K-SEQ) emits more tokens per step than chain, token at equal budgets of nodes.")[:18]
         "the paper's figure"
     """
     fitting = [start for start in REASONS if claim.startswith(start)]
