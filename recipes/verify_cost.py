@@ -72,7 +72,7 @@ CASES = (
     Case(verifier="traversal", tree="gumbel:branching=3x4x2x1", depth=4),
     Case(verifier="kseq", tree="iid:num_paths=4", depth=16),
     Case(verifier="multipath", tree="iid:num_paths=4", depth=16),
-    Case(verifier="top_plus_one", tree="top_plus_one:width=3", depth=21),
+    Case(verifier="top_plus_one", tree="top_plus_one:width=2", depth=5),
 )
 SAMPLINGS = {"T=0.8": Sampling(temperature=0.8), "T=0.8, top-p 0.95": Sampling(temperature=0.8, top_p=0.95)}
 

@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from outrider.dice import Dice
-from outrider.sampling import rows_at_once
 from outrider.types import Draft, Verdict
-from outrider.verifiers.protocol import Chains, chains, child_rows, everyone, recover, upload
+from outrider.verifiers.protocol import chains, everyone, gains, recover
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +35,8 @@ class Block:
         h = w.copy()
         position = np.arange(side.depth + 1)
         inner = (position > 0) & (position < side.lengths[:, None])
-        mass = _mass(draft, side, target_rows, w, inner)
+        nodes = (side.roots[:, None] + position)[inner]
+        mass = gains(draft, nodes, w[inner], target_rows)
         below = mass + (1 - w[inner])
         h[inner] = np.where(below > 0, mass / np.where(below > 0, below, 1), 1)
         num_accepted = np.zeros_like(side.lengths)
@@ -48,25 +47,3 @@ class Block:
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         weight = w[np.arange(len(last)), num_accepted]
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected, weight))
-
-
-def _mass(
-    draft: Draft,
-    side: Chains,
-    target_rows: Float[Tensor, "nodes vocab"],
-    w: Float[np.ndarray, "requests positions"],
-    inner: np.ndarray,
-) -> Float[np.ndarray, " inner"]:
-    """$A_i$ at every accepted prefix that is neither empty nor the whole chain."""
-    if not inner.any():
-        return np.zeros(0)
-    nodes = (side.roots[:, None] + np.arange(side.depth + 1))[inner]
-    weights = torch.from_numpy(w[inner]).to(target_rows)[:, None]
-    count = rows_at_once(target_rows)
-    masses = []
-    for first in range(0, len(nodes), count):
-        some = nodes[first : first + count]
-        p = target_rows.index_select(0, upload(some, target_rows.device))
-        p.mul_(weights[first : first + count]).sub_(child_rows(draft, some, p))
-        masses.append(p.clamp_min_(0).sum(-1))
-    return torch.cat(masses).double().cpu().numpy()

@@ -1,16 +1,18 @@
 """Greedy block verification with carry-over: the most tokens a block can give, paid back in the next (Sun et al.)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice
 from outrider.types import Draft, InputError, Verdict
-from outrider.verifiers.protocol import child_rows, everyone
+from outrider.verifiers.protocol import Chains, chains, child_rows, everyone, gains, recover
+
+LARGEST = 1e30
+"""R beyond this is taken for this, so that a float32 row times it is finite; what it leaves of q is rounding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,92 +53,105 @@ class GreedyBlock:
         self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice, carried: Sequence[object]
     ) -> Verdict:
         """As `verify`, given each request's changes: a tuple of `Pull`, the oldest first."""
+        pulls = [own if isinstance(own, tuple) else () for own in carried]
         if draft.branches:
             raise InputError("greedy_block was given a branching draft; use match(), which walks any tree")
-        blocks = [
-            _Block(draft, target_rows, request, own if isinstance(own, tuple) else ())
-            for request, own in enumerate(carried)
+        rows, histories = _pull_rows(draft, target_rows, pulls)
+        side = chains(draft, rows)
+        R = np.concatenate([np.ones((len(side.roots), 1)), side.ratios.cumprod(1)], 1)
+        num_accepted = self._accept(draft, rows, side, R, dice)
+        last, rejected = side.roots + num_accepted, num_accepted < side.lengths
+        weight = R[np.arange(len(last)), num_accepted].clip(max=LARGEST)
+        tokens = recover(draft, dice, rows, last, rejected, weight)
+        carried = [
+            () if whole else _carry(draft, target_rows, history, int(node), int(tau), int(length), float(own), token)
+            for whole, history, node, tau, length, own, token in zip(
+                ~rejected, histories, last, num_accepted, side.lengths, weight, tokens.tolist(), strict=True
+            )
         ]
-        lengths = np.array([block.length for block in blocks])
-        chances = np.zeros((len(blocks), int(lengths.max(initial=0)) + 1))
-        for own, block in zip(chances, blocks, strict=True):
-            own[: block.length + 1] = block.chances()
-        num_accepted = np.zeros_like(lengths)
-        for i in range(chances.shape[1] - 1, 0, -1):
-            undecided = (num_accepted == 0) & (i <= lengths)
+        return replace(side.verdict(num_accepted, tokens), carried=tuple(carried))
+
+    def _accept(
+        self,
+        draft: Draft,
+        rows: Float[Tensor, "nodes vocab"],
+        side: Chains,
+        ratios: Float[np.ndarray, "requests positions"],
+        dice: Dice,
+    ) -> Int[np.ndarray, " requests"]:
+        position = np.arange(side.depth + 1)
+        # Both rows sum to one: what q has more of is what R p has more of, less R - 1. From R = 1 on all is accepted.
+        chances = ratios.clip(max=1)
+        inner = (position > 0) & (position < side.lengths[:, None]) & (ratios < 1)
+        gain = gains(draft, (side.roots[:, None] + position)[inner], ratios[inner], rows)
+        chances[inner] = gain / (gain + (1 - ratios[inner]))
+        num_accepted = np.zeros_like(side.lengths)
+        for i in range(side.depth, 0, -1):
+            undecided = (num_accepted == 0) & (i <= side.lengths)
             landed = dice.accept(chances[:, i] * undecided, everyone(draft, i - 1, "accept"))
             num_accepted[undecided & landed] = i
-        weights = torch.stack([block.weights(tau) for block, tau in zip(blocks, num_accepted.tolist(), strict=True)])
-        tokens = dice.pick(weights, everyone(draft, 0, "recover"))
-        position = np.arange(1, chances.shape[1])
-        return Verdict(
-            paths=np.where(position <= num_accepted[:, None], draft.offsets[:-1, None] + position, -1),
-            num_accepted=num_accepted,
-            next_tokens=tokens,
-            carried=tuple(
-                block.carry(tau, token)
-                for block, tau, token in zip(blocks, num_accepted.tolist(), tokens.tolist(), strict=True)
-            ),
-        )
+        return num_accepted
 
 
-class _Block:
-    """One request's chain, with the target's rows as earlier changes leave them."""
+@dataclass(frozen=True, kw_only=True)
+class _History:
+    """A change along the draft: what it was, and its R after each drafted token that it reaches."""
 
-    def __init__(
-        self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], request: int, pulls: tuple[Pull, ...]
-    ) -> None:
-        first, end = int(draft.offsets[request]), int(draft.offsets[request + 1])
-        self.length = end - first - 1
-        self._pulls = pulls
-        self._plain = target_rows[first:end]
-        self._q = child_rows(draft, np.arange(first, end - 1), self._plain[:-1])
-        self._tokens = draft.tokens[first + 1 : end].tolist()
-        # ratios[k][i]: what R of the k-th change is after i tokens of this chain.
-        self._ratios = [[pull.ratio] for pull in pulls]
-        rows = []
-        for i in range(self.length + 1):
-            stages = self._stages(i)
-            rows.append(stages[-1])
-            if i < self.length:
-                for ratios, base in zip(self._ratios, stages, strict=False):
-                    ratios.append(ratios[-1] * _quotient(base, self._q[i], self._tokens[i]))
-        self._rows = torch.stack(rows)
-        own = [_quotient(row, q, token) for row, q, token in zip(rows, self._q, self._tokens, strict=False)]
-        self._R = np.concatenate([[1.0], np.cumprod(own)])
+    pull: Pull
+    ratios: list[float]
 
-    def _stages(self, i: int) -> list[Float[Tensor, " vocab"]]:
-        """The target's row after i tokens: before any change, after the first, after the second..."""
-        stages = [self._plain[i]]
-        for pull, ratios in zip(self._pulls, self._ratios, strict=True):
-            reaches = pull.left > i and i < self.length
-            stages.append(_pulled(stages[-1], self._q[i], ratios[i]) if reaches else stages[-1])
-        return stages
 
-    def chances(self) -> Float[np.ndarray, " positions"]:
-        R = torch.from_numpy(self._R[:-1, None]).to(self._q)
-        gap = R * self._rows[:-1] - self._q
-        gain = torch.stack([gap.clamp_min(0).sum(-1), gap.clamp_max(0).sum(-1).neg()]).double().cpu().numpy()
-        found = np.divide(gain[0], gain[1], out=np.ones(self.length), where=gain[1] > 0)
-        return np.minimum(1, np.append(found, self._R[-1]))
+def _pull_rows(
+    draft: Draft, target_rows: Float[Tensor, "nodes vocab"], pulls: Sequence[tuple[Pull, ...]]
+) -> tuple[Float[Tensor, "nodes vocab"], list[list[_History]]]:
+    """The target's rows as the changes leave them, and each change followed along the draft."""
+    histories = [[_History(pull=pull, ratios=[pull.ratio]) for pull in own] for own in pulls]
+    if not any(pulls):
+        return target_rows, histories
+    rows = target_rows.clone()
+    tokens = draft.tokens.tolist()
+    for first, end, own in zip(draft.offsets[:-1].tolist(), draft.offsets[1:].tolist(), histories, strict=True):
+        for i in range(min(max((h.pull.left for h in own), default=0), end - first - 1)):
+            q = child_rows(draft, np.array([first + i]), target_rows[:1])[0]
+            stages = _stages(target_rows[first + i], q, own, i)
+            rows[first + i] = stages[-1]
+            for history, base in zip(own, stages, strict=False):
+                history.ratios.append(history.ratios[-1] * _quotient(base, q, tokens[first + i + 1]))
+    return rows, histories
 
-    def weights(self, tau: int) -> Float[Tensor, " vocab"]:
-        return self._rows[tau] if tau == self.length else _pulled(self._rows[tau], self._q[tau], float(self._R[tau]))
 
-    def carry(self, tau: int, token: int) -> tuple[Pull, ...]:
-        """The changes that reach beyond the tokens of this step."""
-        if tau == self.length:
-            return ()
-        bases = self._stages(tau)
-        ratios = [*(ratios[tau] for ratios in self._ratios), float(self._R[tau])]
-        lefts = [*(pull.left for pull in self._pulls), self.length]
-        kept = []
-        for base, ratio, left in zip(bases, ratios, lefts, strict=True):
-            onward = ratio * _quotient(base, self._q[tau], token)
-            # A token that the draft could not have proposed ends the change: the quotient's limit is the plain row.
-            if left > tau + 1 and np.isfinite(onward):
-                kept.append(Pull(ratio=onward, left=left - tau - 1))
-        return tuple(kept)
+def _stages(
+    p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], own: Sequence[_History], i: int
+) -> list[Float[Tensor, " vocab"]]:
+    """The target's row after i drafted tokens: before any change, after the first, after the second..."""
+    stages = [p]
+    for history in own:
+        stages.append(_pulled(stages[-1], q, history.ratios[i]) if history.pull.left > i else stages[-1])
+    return stages
+
+
+def _carry(
+    draft: Draft,
+    target_rows: Float[Tensor, "nodes vocab"],
+    own: Sequence[_History],
+    node: int,
+    tau: int,
+    length: int,
+    ratio: float,
+    token: int,
+) -> tuple[Pull, ...]:
+    """The changes that reach beyond this step, which ends with a token recovered at a node, tau tokens in."""
+    q = child_rows(draft, np.array([node]), target_rows[:1])[0]
+    alive = [history for history in own if history.pull.left > tau]
+    bases = _stages(target_rows[node], q, alive, tau)
+    changes = [*((h.ratios[tau], h.pull.left) for h in alive), (ratio, length)]
+    kept = []
+    for base, (weight, left) in zip(bases, changes, strict=True):
+        onward = weight * _quotient(base, q, token)
+        # A token that the draft could not have proposed ends the change: the quotient's limit is the plain row.
+        if left > tau + 1 and np.isfinite(onward):
+            kept.append(Pull(ratio=onward, left=left - tau - 1))
+    return tuple(kept)
 
 
 def _quotient(p: Float[Tensor, " vocab"], q: Float[Tensor, " vocab"], token: int) -> float:

@@ -1,13 +1,16 @@
 """Greedy multi-path block verification: block verification of the path that ranks highest (GBV)."""
 
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt16
 from torch import Tensor
 
 from outrider.dice import Dice
+from outrider.sampling import rows_at_once
 from outrider.types import Draft, Verdict
 from outrider.verifiers.block import Block
 from outrider.verifiers.protocol import child_rows, upload
@@ -95,26 +98,55 @@ def _law(
     num_paths: Int[np.ndarray, " n"],
 ) -> Float[Tensor, "n vocab"]:
     r"""$\tilde q$ after each node, given the token that follows it and how many paths there are."""
-    p = target_rows[upload(nodes, target_rows.device)]
-    q = child_rows(draft, nodes, p)
-    order = torch.sort(torch.where(q > 0, p / q, torch.inf), dim=-1, stable=True).indices
-    q = q.double()
-    c = torch.empty_like(q).scatter_(1, order, q.gather(1, order).cumsum(-1))
-    token = upload(following, q.device)[:, None]
-    picked = torch.cat([c.gather(1, token), q.gather(1, token)], 1).cpu().numpy()
+    device, size = target_rows.device, rows_at_once(target_rows)
+    parts = [slice(first, first + size) for first in range(0, len(nodes), size)]
+    c = torch.empty(len(nodes), target_rows.shape[1], dtype=torch.float64, device=device)
+    for part in parts:
+        p = target_rows.index_select(0, upload(nodes[part], device))
+        q = child_rows(draft, nodes[part], p)
+        # Where q is 0 the rank does not matter.
+        order = _ranked(p.div_(q))
+        c[part].scatter_(1, order, q.gather(1, order).cumsum(-1, dtype=torch.float64))
+    token = upload(following, device)
+    own = draft.rows[upload(draft.row_of[nodes], device), token].double()  # type: ignore[index]
+    picked = torch.stack([c.gather(1, token[:, None])[:, 0], own]).cpu().numpy()
     below, through = np.zeros(len(nodes)), np.ones(len(nodes))
     for i in range(1, len(nodes)):
         if draft.parents[nodes[i]] >= 0:
-            upto, own = picked[i - 1]
-            below[i] = below[i - 1] + through[i - 1] * (upto - own)
-            through[i] = through[i - 1] * own
-    A, x = (torch.from_numpy(side[:, None]).to(q.device) for side in (below, through))
-    a, b = A + x * c, A + x * (c - q)
-    K = torch.from_numpy(num_paths[:, None]).to(q.device)
-    # (a^K - b^K) / x = q (a^(K-1) + a^(K-2) b + ... + b^(K-1)), which does not cancel.
-    total, power = torch.ones_like(q), torch.ones_like(q)
-    for k in range(1, int(num_paths.max())):
-        power = power * b
-        total = torch.where(k < K, total * a + power, total)
-    weights = q * total
-    return (weights / weights.sum(-1, keepdim=True)).to(p.dtype)
+            below[i] = below[i - 1] + through[i - 1] * (picked[0, i - 1] - picked[1, i - 1])
+            through[i] = through[i - 1] * picked[1, i - 1]
+    rows = target_rows.new_empty(len(nodes), target_rows.shape[1])
+    for part in parts:
+        q = child_rows(draft, nodes[part], target_rows).double()
+        A, x, K = (torch.from_numpy(side[part, None]).to(device) for side in (below, through, num_paths))
+        a = c[part].mul_(x).add_(A)
+        b = torch.addcmul(a, q, x, value=-1)
+        # (a^K - b^K) / x = q (a^(K-1) + a^(K-2) b + ... + b^(K-1)), which does not cancel.
+        total, power = torch.ones_like(q), torch.ones_like(q)
+        for k in range(1, int(num_paths.max())):
+            power.mul_(b)
+            more = total * a + power if bool((num_paths[part] <= k).any()) else total.mul_(a).add_(power)
+            total = torch.where(k < K, more, total)
+        weights = total.mul_(q)
+        rows[part] = weights.div_(weights.sum(-1, keepdim=True))
+    return rows
+
+
+def _ranked(ratios: Float[Tensor, "n vocab"]) -> Int[Tensor, "n vocab"]:
+    """Token ids of each row from the lowest ratio to the highest, equal ones by id.
+
+    On a CPU by radix: ratios are not negative, so that the bits of a float32 stand in the order of its values, and
+    NumPy sorts 16 of them at a time, a tenth of the work of comparing.
+    """
+    if ratios.device.type != "cpu" or ratios.dtype != torch.float32 or sys.byteorder != "little":
+        return torch.sort(ratios, dim=-1, stable=True).indices
+    bits = ratios.numpy().view(np.uint16)
+    high = torch.from_numpy(bits[..., 1::2].astype(np.int32))
+    first = _radix(bits[..., ::2])
+    return first.gather(-1, _radix(high.gather(-1, first).numpy().astype(np.uint16)))
+
+
+def _radix(keys: UInt16[np.ndarray, "n vocab"]) -> Int[Tensor, "n vocab"]:
+    """Stable order of each row; rows side by side, since NumPy sorts on one core."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return torch.from_numpy(np.stack(list(pool.map(lambda row: np.argsort(row, kind="stable"), keys))))

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice, Draws, Purpose
+from outrider.sampling import rows_at_once
 from outrider.types import Draft, InputError, Verdict
 
 
@@ -53,15 +54,15 @@ def residual(target_rows: Float[Tensor, "n vocab"], draft_rows: Float[Tensor, "n
     return torch.where(left.sum(-1, keepdim=True) > 0, left, target_rows)
 
 
-def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
+def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "_ vocab"]) -> Float[Tensor, "n vocab"]:
     """The law of the first child of each node, in a fresh tensor: the row it was drawn from, or one-hot where it was
-    chosen. Leaves get an arbitrary row.
+    chosen. Leaves get an arbitrary row. `like` says how wide, of what type and where.
     """
     row_of = draft.row_of[nodes]
     if draft.rows is not None and (row_of >= 0).all():
         return draft.rows.index_select(0, upload(row_of, like.device)).to(like.dtype)
     following = first_children(draft, nodes, like.device)
-    chosen = torch.zeros_like(like).scatter_(1, draft.tokens[following][:, None], 1.0)
+    chosen = like.new_zeros(len(nodes), like.shape[1]).scatter_(1, draft.tokens[following][:, None], 1.0)
     if draft.rows is None:
         return chosen
     drawn = draft.rows[upload(row_of.clip(0), like.device)].to(like.dtype)
@@ -135,6 +136,26 @@ def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
         owners = np.repeat(np.arange(len(roots)), lengths)
         found[:, owners, draft.depths[inner] - 1] = torch.stack([p, q]).cpu().numpy()
     return Chains(roots=roots, lengths=lengths, p=found[0], q=found[1])
+
+
+def gains(
+    draft: Draft,
+    nodes: Int[np.ndarray, " n"],
+    weights: Float[np.ndarray, " n"],
+    target_rows: Float[Tensor, "nodes vocab"],
+) -> Float[np.ndarray, " n"]:
+    r"""$\sum_x (w\,p(x) - q(x))_+$ at each node, on the host; a few rows at a time, in memory that is used again."""
+    if not len(nodes):
+        return np.zeros(0)
+    scale = torch.from_numpy(weights).to(target_rows)[:, None]
+    count = rows_at_once(target_rows)
+    masses = []
+    for first in range(0, len(nodes), count):
+        some = nodes[first : first + count]
+        p = target_rows.index_select(0, upload(some, target_rows.device))
+        p.mul_(scale[first : first + count]).sub_(child_rows(draft, some, p))
+        masses.append(p.clamp_min_(0).sum(-1))
+    return torch.cat(masses).double().cpu().numpy()
 
 
 def upload(

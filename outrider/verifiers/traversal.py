@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice, Draws
@@ -33,7 +33,7 @@ class Traversal:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         visits = [list(_visits(draft, request)) for request in range(draft.num_requests)]
-        P, weights = _weigh(draft, target_rows, visits)
+        weighed = _weigh(draft, target_rows, visits)
         slots = np.empty(len(draft.parents), dtype=np.int64)
         slots[draft.links] = np.arange(len(draft.links))
         accepted = draft.offsets[:-1].copy()
@@ -42,10 +42,10 @@ class Traversal:
             asked = np.flatnonzero(undecided & np.array([i < len(own) for own in visits]))
             nodes = np.array([visits[r][i].node for r in asked.tolist()], dtype=np.int64)
             own = slots[nodes] - draft.first_child[draft.offsets[asked]]
-            landed = dice.accept(weights[nodes], Draws(requests=asked, slots=own, purpose="accept"))
+            landed = dice.accept(weighed.weights[nodes], Draws(requests=asked, slots=own, purpose="accept"))
             accepted[asked[landed]] = nodes[landed]
             undecided[asked[landed]] = False
-        tokens = dice.pick(P[upload(accepted, P.device)], everyone(draft, 0, "recover"))
+        tokens = dice.pick(weighed.after(accepted, target_rows), everyone(draft, 0, "recover"))
         return verdict_at(draft, accepted, tokens)
 
 
@@ -55,6 +55,34 @@ class _Visit:
 
     node: int
     entered: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Weighed:
+    """What the visits come to.
+
+    Attributes:
+        rows: $P$ of each node that has children, when they are gone.
+        place: Where each node's row is; -1 of a leaf, whose row is the target's.
+        empty: Whether nothing is left of a row; rounding alone leads here, and the target's row stands.
+        weights: Chance of each node when its turn comes.
+    """
+
+    rows: Float[Tensor, "inner vocab"]
+    place: Int[np.ndarray, " nodes"]
+    empty: Bool[Tensor, " inner"]
+    weights: Float[np.ndarray, " nodes"]
+
+    def after(
+        self, nodes: Int[np.ndarray, " n"], target_rows: Float[Tensor, "nodes vocab"]
+    ) -> Float[Tensor, "n vocab"]:
+        """Weights of the token that follows each accepted node."""
+        plain = target_rows.index_select(0, upload(nodes, target_rows.device))
+        if (self.place[nodes] < 0).all():
+            return plain
+        at = upload(self.place[nodes].clip(0), plain.device)
+        leaf = upload(self.place[nodes] < 0, plain.device) | self.empty[at]
+        return torch.where(leaf[:, None], plain, self.rows[at])
 
 
 def _visits(draft: Draft, request: int) -> Iterator[_Visit]:
@@ -72,31 +100,37 @@ def _visits(draft: Draft, request: int) -> Iterator[_Visit]:
             entered = []
 
 
-def _weigh(
-    draft: Draft, target_rows: Float[Tensor, "nodes vocab"], visits: list[list[_Visit]]
-) -> tuple[Float[Tensor, "nodes vocab"], Float[np.ndarray, " nodes"]]:
+def _weigh(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], visits: list[list[_Visit]]) -> "_Weighed":
     """Every node's $P$ and weight when its turn comes."""
-    P, device = target_rows.clone(), target_rows.device
-    Q = child_rows(draft, np.arange(len(draft.parents)), target_rows)
-    w = torch.ones(len(P), 1, dtype=torch.float64, device=device)
-    mass_p, mass_q = P.sum(-1, keepdim=True), Q.sum(-1, keepdim=True)
+    device = target_rows.device
+    inner = np.flatnonzero(np.diff(draft.first_child))
+    place = np.full(len(draft.parents), -1)
+    place[inner] = np.arange(len(inner))
+    P = target_rows.index_select(0, upload(inner, device))
+    Q = child_rows(draft, inner, P)
+    w = torch.ones(len(place), 1, dtype=torch.float64, device=device)
+    mass_p, mass_q = P.sum(-1, keepdim=True).double(), Q.sum(-1, keepdim=True).double()
+    left, below = P.new_empty(len(visits), P.shape[1]), P.new_empty(len(visits), P.shape[1])
     for i in range(max(map(len, visits))):
         now = [own[i] for own in visits if i < len(own)]
         for k in range(max(len(visit.entered) for visit in now)):
             nodes = np.array([visit.entered[k] for visit in now if k < len(visit.entered)])
-            v, at = upload(draft.parents[nodes], device), upload(nodes, device)
-            token = draft.tokens[at][:, None]
-            p, q = P[v].gather(1, token).double() / mass_p[v], Q[v].gather(1, token).double() / mass_q[v]
-            w[at] = torch.where((p > 0) & (q > 0), w[v] * p / q, 0.0).clamp(max=1)
+            above, v, at = (upload(x, device) for x in (draft.parents[nodes], place[draft.parents[nodes]], nodes))
+            p, q = P[v, draft.tokens[at]][:, None].double(), Q[v, draft.tokens[at]][:, None].double()
+            chance = w[above] * (p * mass_q[v]) / (q * mass_p[v])
+            w[at] = torch.where((p > 0) & (q > 0), chance, 0.0).clamp(max=1)
         nodes = np.array([visit.node for visit in now])
-        v, token = upload(draft.parents[nodes], device), draft.tokens[upload(nodes, device)][:, None]
-        q = Q[v]
-        left = P[v].mul_((w[v] / mass_p[v]).to(P)).sub_(q / mass_q[v]).clamp_min_(0)
-        mass = left.sum(-1, keepdim=True)
-        below = mass + (1 - w[v])
-        # Without mass the parent's weight is 0, and it will be forgotten too; its row stands.
-        w[v] = torch.where(mass > 0, mass / below, 0.0)
-        P[v], mass_p[v] = torch.where(mass > 0, left, P[v]), torch.where(mass > 0, mass, mass_p[v])
-        q.scatter_(1, token, 0.0)
-        Q[v], mass_q[v] = q, q.sum(-1, keepdim=True)
-    return P, w.squeeze(1).cpu().numpy()
+        above, v = (upload(x, device) for x in (draft.parents[nodes], place[draft.parents[nodes]]))
+        token = draft.tokens[upload(nodes, device)]
+        # Without mass the parent's weight is 0, its row stays empty, and it will be forgotten too.
+        scale = torch.where(mass_p[v] > 0, w[above] / mass_p[v], 0.0).to(P)
+        gone = torch.where(mass_q[v] > 0, 1 / mass_q[v], 0.0).to(P)
+        rest = torch.index_select(P, 0, v, out=left[: len(nodes)]).mul_(scale)
+        rest.addcmul_(torch.index_select(Q, 0, v, out=below[: len(nodes)]), gone, value=-1).clamp_min_(0)
+        mass = rest.sum(-1, keepdim=True).double()
+        w[above] = torch.where(mass > 0, mass / (mass + (1 - w[above])), 0.0)
+        P.index_copy_(0, v, rest)
+        mass_p[v] = mass
+        mass_q[v] = (mass_q[v] - Q[v, token][:, None].double()).clamp_min(0)
+        Q[v, token] = 0
+    return _Weighed(rows=P, place=place, empty=(mass_p <= 0).squeeze(1), weights=w.squeeze(1).cpu().numpy())
