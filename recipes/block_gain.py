@@ -129,7 +129,7 @@ def main(
     draft: Draft = EMBEDDED_DRAFT,
     prompts: Prompts = PROMPTS,
     num_prompts: NumPrompts = 40,
-    seeds: Seeds = 3,
+    seeds: Seeds = 4,
     max_new_tokens: Tokens = 64,
     threads: Threads = 2,
 ) -> None:

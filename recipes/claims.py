@@ -24,10 +24,7 @@ REASONS: dict[str, str] = {
         "every request drafts two tokens more than it may verify, and the embedded pair's draft forward costs a sixth "
         "of its target's; the criterion is the lossless one, which may not look at the token that it judges"
     ),
-    "A tree over per-position rows emits more tokens per": (
-        "the rows of a draft model beyond its likeliest chain belong to another context; a block-diffusion drafter's "
-        "are marginals, and the paper's depth is 15"
-    ),
+    "A tree over per-position rows": "our rows beyond the likeliest chain are of another context; depth 6 against 15",
     "adaedl is faster than": (
         "AdaEDL's threshold moves by at most 0.001 a step, and an output of 64 tokens has some twenty steps, so that "
         "it stays where it began"

@@ -1,7 +1,7 @@
 """What rows say: figures with intervals, methods compared on the same resamples, published sentences judged."""
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -77,11 +77,26 @@ class Sums:
         """Tokens per second, prefill included."""
         return self.ratio(method, "tokens", "seconds")
 
-    def best(
-        self, of: Callable[[str], Float[np.ndarray, " samples"]], methods: Sequence[str]
-    ) -> Float[np.ndarray, " samples"]:
-        """The largest figure of several methods, in each resample anew."""
-        return np.max([of(method) for method in methods], axis=0)
+    def best(self, over: str, under: str, methods: Sequence[str]) -> Float[np.ndarray, " samples"]:
+        """Ratio of the best of several methods, as somebody has it who must choose before.
+
+        Each half of the prompts counts with the method that has the largest ratio on the other half. The largest of
+        many noisy figures would flatter them.
+        """
+        top, bottom = (
+            np.array([[self._cells[method][unit][name] for unit in self._units] for method in methods], dtype=float)
+            for name in (over, under)
+        )
+        places = {prompt: i for i, prompt in enumerate(sorted({prompt for prompt, _ in self._units}))}
+        odd = np.array([places[prompt] % 2 == 1 for prompt, _ in self._units])
+        lines = np.arange(len(self._weights))
+        sums = np.zeros((2, len(lines)))
+        for own in (odd, ~odd):
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratios = (self._weights[:, ~own] @ top[:, ~own].T) / (self._weights[:, ~own] @ bottom[:, ~own].T)
+            chosen = np.nan_to_num(ratios, nan=-np.inf).argmax(1)
+            sums += [(self._weights[:, own] @ figures[:, own].T)[lines, chosen] for figures in (top, bottom)]
+        return sums[0] / sums[1]
 
 
 def _weights(prompts: int, seeds: int, resamples: int) -> Float[np.ndarray, "samples runs"]:

@@ -60,7 +60,7 @@ def draw(panels: Sequence[Panel], columns: int = 2) -> str:
                     # A quantile interval need not hold the figure itself.
                     yerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
                     label=curve.label,
-                    color=matplotlib.colormaps["tab20"](k % 20),
+                    color=matplotlib.colormaps["tab10" if len(panel.curves) <= 10 else "tab20"](k),
                     marker="osD^v<>Px*"[k % 10],
                     linestyle="--" if curve.dashed else "-",
                     markersize=4,
