@@ -1,12 +1,11 @@
 """Greedy multi-path block verification: block verification of the path that ranks highest (GBV)."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, UInt16
+from jaxtyping import Float, Int, Int16
 from torch import Tensor
 
 from outrider.dice import Dice
@@ -20,7 +19,9 @@ from outrider.verifiers.protocol import child_rows, upload
 class Multipath:
     r"""Of K independent paths follow, at every node, the child that ranks highest in p/q; verify that path as a block.
 
-    Ranking needs a strict order: by p/q, and among equals by token id, here and in the path's law. Let x be the
+    Ranking needs a strict order, the same here and in the path's law: p/q to the sixteen leading bits of a float32,
+    less than a hundredth of its value, and among equals the token id. The law is exact whatever the order; one that can
+    be sorted by radix makes it affordable. Let x be the
     probability that one path runs through a node, A that it ranks below the node's, and $c(t)$ the draft's mass of the
     tokens that rank no higher than t. Then the chosen path goes on with t with probability
     $\tilde q(t) \propto (A + x c(t))^K - (A + x (c(t) - q(t)))^K$, and that is the draft's row that the block rule must
@@ -42,8 +43,8 @@ class Multipath:
 def _select(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> tuple[Draft, Int[np.ndarray, " chosen"]]:
     """The highest-ranking path of each request as a chain with its own law, and the nodes that it consists of."""
     device, tokens = target_rows.device, draft.tokens.cpu().numpy()
-    ratios = _ratios(draft, target_rows)
-    paths = [_highest(draft, request, ratios, tokens) for request in range(draft.num_requests)]
+    ranks = _ranks(draft, target_rows)
+    paths = [_highest(draft, request, ranks, tokens) for request in range(draft.num_requests)]
     chosen, lengths = np.concatenate(paths), np.array([len(path) for path in paths])
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     depths = np.arange(len(chosen)) - np.repeat(offsets[:-1], lengths)
@@ -68,25 +69,25 @@ def _select(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> tuple[Dr
     return chain, chosen
 
 
-def _ratios(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Float[np.ndarray, " nodes"]:
-    """p/q of each node's token, given its parent."""
-    ratios = np.zeros(len(draft.parents))
+def _ranks(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Int[np.ndarray, " nodes"]:
+    """Rank of each node's token, given its parent."""
+    ranks = np.zeros(len(draft.parents), dtype=np.int64)
     nodes = np.flatnonzero(draft.parents >= 0)
     if len(nodes) and draft.rows is not None:
         above, device = draft.parents[nodes], target_rows.device
         token = draft.tokens[upload(nodes, device)]
         q = draft.rows[upload(draft.row_of[above], device), token].to(target_rows)
-        ratios[nodes] = (target_rows[upload(above, device), token] / q).double().cpu().numpy()
-    return ratios
+        ranks[nodes] = _rank(target_rows[upload(above, device), token] / q).cpu().numpy()
+    return ranks
 
 
 def _highest(
-    draft: Draft, request: int, ratios: Float[np.ndarray, " nodes"], tokens: Int[np.ndarray, " nodes"]
+    draft: Draft, request: int, ranks: Int[np.ndarray, " nodes"], tokens: Int[np.ndarray, " nodes"]
 ) -> Int[np.ndarray, " path"]:
     """From the root always on to the child that ranks highest."""
     path = [int(draft.offsets[request])]
     while len(below := draft.links[draft.first_child[path[-1]] : draft.first_child[path[-1] + 1]]):
-        path.append(max(below.tolist(), key=lambda node: (ratios[node], tokens[node])))
+        path.append(max(below.tolist(), key=lambda node: (ranks[node], tokens[node])))
     return np.array(path)
 
 
@@ -132,21 +133,19 @@ def _law(
     return rows
 
 
+def _rank(ratios: Float[Tensor, "..."]) -> Int16[Tensor, "..."]:
+    """Sixteen leading bits of ratios as float32; these are not negative, so the bits stand in the order of values."""
+    return (ratios.float().view(torch.int32) >> 16).to(torch.int16)
+
+
 def _ranked(ratios: Float[Tensor, "n vocab"]) -> Int[Tensor, "n vocab"]:
-    """Token ids of each row from the lowest ratio to the highest, equal ones by id.
+    """Token ids of each row from the lowest rank to the highest, equal ones by id.
 
-    On a CPU by radix: ratios are not negative, so that the bits of a float32 stand in the order of its values, and
-    NumPy sorts 16 of them at a time, a tenth of the work of comparing.
+    On a CPU NumPy sorts by radix, a tenth of the work of comparing; on one core, so rows are sorted side by side.
     """
-    if ratios.device.type != "cpu" or ratios.dtype != torch.float32 or sys.byteorder != "little":
-        return torch.sort(ratios, dim=-1, stable=True).indices
-    bits = ratios.numpy().view(np.uint16)
-    high = torch.from_numpy(bits[..., 1::2].astype(np.int32))
-    first = _radix(bits[..., ::2])
-    return first.gather(-1, _radix(high.gather(-1, first).numpy().astype(np.uint16)))
-
-
-def _radix(keys: UInt16[np.ndarray, "n vocab"]) -> Int[Tensor, "n vocab"]:
-    """Stable order of each row; rows side by side, since NumPy sorts on one core."""
+    keys = _rank(ratios)
+    if keys.device.type != "cpu":
+        return torch.sort(keys, dim=-1, stable=True).indices
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        return torch.from_numpy(np.stack(list(pool.map(lambda row: np.argsort(row, kind="stable"), keys))))
+        rows = list(pool.map(lambda row: np.argsort(row, kind="stable"), keys.numpy()))
+    return torch.from_numpy(np.stack(rows))

@@ -261,16 +261,24 @@ def rank_by_ratio(p: np.ndarray, q: np.ndarray) -> list[int]:
     return sorted(range(len(p)), key=lambda x: (float(p[x] / q[x]) if q[x] > 0 else float("inf"), x))
 
 
-def multipath(tree: Tree, dice: Choices) -> list[int]:
+def rank_by_bits(p: np.ndarray, q: np.ndarray) -> list[int]:
+    """The same with ratios cut to the sixteen leading bits of a float32."""
+    ratios = np.divide(p, q, out=np.full(len(p), np.inf), where=q > 0).astype(np.float32)
+    return sorted(range(len(p)), key=lambda x: (int(ratios.view(np.uint32)[x]) >> 16, x))
+
+
+def multipath(
+    tree: Tree, dice: Choices, rank: Callable[[np.ndarray, np.ndarray], list[int]] = rank_by_ratio
+) -> list[int]:
     """Greedy multi-path block verification (arXiv 2602.16961) over K iid paths of equal length.
 
     Follow the highest ranked child at every node; that path's law is known, and block verification judges it.
     """
     path = [0]
     while links := tree.children[path[-1]]:
-        order = rank_by_ratio(tree.p[path[-1]], tree.q[path[-1]])
+        order = rank(tree.p[path[-1]], tree.q[path[-1]])
         path.append(max(links, key=lambda child: order.index(tree.tokens[child])))
-    return block_along(tree, path, skewed(tree, path, rank_by_ratio), dice, list(range(len(path))))
+    return block_along(tree, path, skewed(tree, path, rank), dice, list(range(len(path))))
 
 
 def skewed(tree: Tree, path: list[int], rank: Callable[[np.ndarray, np.ndarray], list[int]]) -> list[np.ndarray]:

@@ -44,6 +44,8 @@ def twin(name: str, tree: Tree, dice: Choices, structure: str) -> list[int]:
         return recursive(tree, dice, structure)
     if name == "greedy_block":
         return greedy_block(tree, dice, ())[0]
+    if name == "multipath":
+        return naive_trees.multipath(tree, dice, naive_trees.rank_by_bits)
     if name == "lenient":
         return naive_lossy.lenient(tree, dice, 0.5)
     return getattr(naive_lossy if name == "typical" else naive_trees, name)(tree, dice)
