@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import InputError, catalog
-from recipes import block_gain, budgets, claims, marginals, sharing, stopping
+from recipes import block_gain, block_trace, budgets, claims, marginals, sharing, stopping
 from recipes.evidence import Estimate, Paper, Sums, gain
 from recipes.speed import Question, Row
 from recipes.trial import PROMPTS, Bench, Method, Setting
@@ -260,3 +260,17 @@ def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
                 best = row[optimal_rate.key(optimal_rate.OPTIMUM[rule], n)]
                 assert row["one draft"] - 1e-6 <= row[optimal_rate.key(rule, n)] <= best + 1e-6
     assert {path.name for path in tmp_path.iterdir()} == FILES
+
+
+def test_a_trace_orders_the_rules_on_every_prompt(tmp_path):
+    setting = Setting(out=tmp_path / "run", num_prompts=2, max_new_tokens=24, threads=1)
+    block_trace.run(setting)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 * 9
+    by = {(row["prompt"], row["method"]): row for row in rows}
+    for (prompt, method), row in by.items():
+        rule, length = method.split()
+        assert row["free_tokens"] >= row["free_steps"] > 0
+        if rule == "token":
+            others = [by[prompt, f"{name} {length}"]["free_tokens"] for name in ("block", "bound")]
+            assert row["free_tokens"] <= others[0] <= others[1]
