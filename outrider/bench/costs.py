@@ -1,0 +1,102 @@
+"""What drafting and verifying cost on this machine, and how often each of a node's children is the one accepted."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.dice import Dice
+from outrider.engine import Engine
+from outrider.lengths.fixed import Fixed
+from outrider.trees.chain import Chain
+from outrider.trees.gumbel import Gumbel
+from outrider.types import Draft, InputError, Sampling, Verdict
+from outrider.verifiers.match import Match
+from outrider.verifiers.recursive import Recursive
+
+LENGTHS = (1, 4, 8, 16)
+"""Draft lengths that are timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """Costs in forwards of the target over one token, as `planned` and `best_topology` want them.
+
+    Attributes:
+        draft: One call of the drafter.
+        token: What one more token adds to the target's forward.
+    """
+
+    draft: float
+    token: float
+
+    def target(self, count: int) -> list[float]:
+        """A target forward over 1, 2, ... `count` tokens."""
+        return [1 + self.token * more for more in range(count)]
+
+
+def measure_costs(engine: Engine, prompt: Sequence[int], *, max_new_tokens: int = 96, rounds: int = 3) -> Costs:
+    """Time an engine's target and drafter in greedy chains of several lengths, taking turns; medians of steps.
+
+    Raises:
+        InputError: The engine's drafter proposed nothing.
+    """
+    ways = {n: _chains(engine, n) for n in LENGTHS}
+    target: dict[int, list[float]] = {n: [] for n in (0, *LENGTHS)}
+    drafter: list[float] = []
+    plain = engine.plain()
+    for _ in range(rounds):
+        for length, way in {0: plain, **ways}.items():
+            [output] = way.generate([prompt], max_new_tokens=max_new_tokens, sampling=Sampling(temperature=0, seed=0))
+            way.rest()
+            for step in output.steps[1:]:
+                if step.num_draft_tokens == length:
+                    target[length].append(step.timing.target)
+                    if length:
+                        drafter.append(step.timing.drafter / length)
+    if not drafter:
+        raise InputError("the drafter proposed nothing on this prompt; give one that it can continue")
+    one = statistics.median(target[0])
+    slopes = [(statistics.median(target[n]) - one) / n for n in LENGTHS if target[n]]
+    return Costs(draft=statistics.median(drafter) / one, token=max(0.0, statistics.median(slopes)) / one)
+
+
+def _chains(engine: Engine, length: int) -> Engine:
+    parts = replace(engine.parts, tree=Chain(), verifier=Match(), length=Fixed(num_speculative_tokens=length))
+    return Engine(parts, eos_ids=frozenset(), max_slots=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Ranks:
+    """Recursive rejection that notes which of the root's children was accepted; -1 for none."""
+
+    width: int
+    seen: list[int] = field(default_factory=list)
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        verdict = Recursive().verify(draft, target_rows, dice)
+        for request in range(draft.num_requests):
+            if draft.num_draft_tokens(request) == self.width:
+                first = int(verdict.paths[request, 0])
+                self.seen.append(first - int(draft.offsets[request]) - 1 if first >= 0 else -1)
+        return verdict
+
+
+def measure_acceptance(
+    engine: Engine, prompts: Sequence[Sequence[int]], *, width: int = 4, max_new_tokens: int = 64, seed: int = 0
+) -> list[float]:
+    """How often the 1st, 2nd, ... child drawn without replacement is the accepted one, at temperature 1."""
+    ranks = _Ranks(width=width)
+    parts = replace(
+        engine.parts, tree=Gumbel(branching=(width,)), verifier=ranks, length=Fixed(num_speculative_tokens=1)
+    )
+    recorded = Engine(parts, eos_ids=engine.eos_ids, max_slots=engine.max_slots)
+    samplings = [Sampling(temperature=1.0, seed=seed + i) for i in range(len(prompts))]
+    recorded.generate(prompts, max_new_tokens=max_new_tokens, sampling=samplings)
+    recorded.rest()
+    if not ranks.seen:
+        raise InputError("no step drafted as many children as asked for; give longer outputs")
+    return (np.bincount(np.array(ranks.seen) + 1, minlength=width + 1)[1:] / len(ranks.seen)).tolist()
