@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider import catalog
 from outrider.decode import Parts
 from outrider.drafters.model import Model
 from outrider.drafters.ngram import Ngram
@@ -11,8 +12,8 @@ from outrider.drafters.none import NoDrafter
 from outrider.engine import Engine
 from outrider.lengths.fixed import Fixed
 from outrider.lengths.heuristic import Heuristic
+from outrider.lengths.tetris import Tetris
 from outrider.lm.model import LanguageModel
-from outrider.trees.chain import Chain
 from outrider.types import Request, Sampling
 from outrider.verifiers.block import Block
 from outrider.verifiers.match import Match
@@ -39,7 +40,24 @@ CELLS = {
 }
 
 
-def engine(drafter: str, verifier, length, max_slots: int = 8, draft_context: int | None = None) -> Engine:
+TREES = {
+    "iid:num_paths=3": "recursive",
+    "iid:num_paths=2": "kseq",
+    "iid:num_paths=4": "multipath",
+    "iid:num_paths=3,dedup=true": "traversal",
+    "gumbel:branching=3x2x1": "traversal",
+    "beam:width=3": "recursive",
+    "top_plus_one:width=2": "top_plus_one",
+    "dynamic:width=3,num_nodes=8": "match",
+    "lattice:num_nodes=8": "match",
+    "opt:num_nodes=8,threshold=0.1": "match",
+    "fixed:children=3x1x0x2": "traversal",
+}
+
+
+def engine(
+    drafter: str, verifier, length, max_slots: int = 8, draft_context: int | None = None, tree: str = "chain"
+) -> Engine:
     guesser = {"ngram": Ngram(prompt_lookup_min=1), "none": NoDrafter()}.get(drafter)
     if guesser is None:
         # Another seed would never agree; one layer fewer of the same weights sometimes does.
@@ -48,7 +66,7 @@ def engine(drafter: str, verifier, length, max_slots: int = 8, draft_context: in
         draft.config.num_hidden_layers = 2
         guesser = Model(lm=LanguageModel(draft, max_slots=max_slots, max_context=draft_context))
     target = LanguageModel(tiny("llama"), max_slots=max_slots)
-    parts = Parts(target=target, drafter=guesser, tree=Chain(), verifier=verifier, length=length)
+    parts = Parts(target=target, drafter=guesser, tree=catalog.make("tree", tree), verifier=verifier, length=length)
     return Engine(parts, max_slots=max_slots)
 
 
@@ -92,6 +110,34 @@ def run(engine_: Engine, these: list[Request], late: int = 0) -> list[list[int]]
 def test_a_ragged_batch_gives_each_request_what_it_gets_alone(cell, slots, late):
     drafter, verifier, length = CELLS[cell]
     assert run(engine(drafter, verifier, length, max_slots=slots), requests(), late) == alone(cell)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_ragged_batch_of_trees_gives_each_request_what_it_gets_alone(tree):
+    rule, length = catalog.make("verifier", TREES[tree]), Fixed(num_speculative_tokens=3)
+    single = [run(engine("model", rule, length, tree=tree), [request])[0] for request in requests()]
+    for slots, late in ((8, 0), (3, 2)):
+        assert run(engine("model", rule, length, max_slots=slots, tree=tree), requests(), late) == single
+
+
+@pytest.mark.parametrize("length", ["adaedl:num_speculative_tokens=5", "svip:num_speculative_tokens=5", "planned"])
+def test_a_stopping_rule_stops_each_request_by_itself(length):
+    policy = catalog.make("length", length)
+    single = [run(engine("model", Block(), policy), [request])[0] for request in requests()]
+    assert run(engine("model", Block(), policy, max_slots=4), requests(), 2) == single
+
+
+def test_a_shared_budget_is_kept_in_every_step_of_a_batch():
+    busy = engine("model", Block(), Tetris(num_speculative_tokens=2, extra=2))
+    for request in requests():
+        busy.add(request)
+    seen = []
+    while busy.busy:
+        steps = []
+        busy.step(sink=steps.append)
+        seen += [(sum(s.num_draft_tokens for s in steps), len(steps), [s.num_draft_tokens for s in steps])]
+    assert all(drafted <= 2 * count for drafted, count, _ in seen)
+    assert any(max(lengths) > 2 > min(lengths) for _, count, lengths in seen if count > 1)
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -135,7 +135,7 @@ def _law(
 
 def _rank(ratios: Float[Tensor, "..."]) -> Int16[Tensor, "..."]:
     """Sixteen leading bits of ratios as float32; these are not negative, so the bits stand in the order of values."""
-    return (ratios.float().view(torch.int32) >> 16).to(torch.int16)
+    return (ratios.to(torch.float32).view(torch.int32) >> 16).to(torch.int16)
 
 
 def _ranked(ratios: Float[Tensor, "n vocab"]) -> Int[Tensor, "n vocab"]:
