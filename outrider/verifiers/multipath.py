@@ -135,7 +135,8 @@ def _law(
 
 def _rank(ratios: Float[Tensor, "..."]) -> Int16[Tensor, "..."]:
     """Sixteen leading bits of ratios as float32; these are not negative, so the bits stand in the order of values."""
-    return (ratios.to(torch.float32).view(torch.int32) >> 16).to(torch.int16)
+    short = torch.empty_like(ratios, dtype=torch.float32).copy_(ratios)
+    return (short.view(torch.int32) >> 16).to(torch.int16)
 
 
 def _ranked(ratios: Float[Tensor, "n vocab"]) -> Int[Tensor, "n vocab"]:
