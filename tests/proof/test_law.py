@@ -80,7 +80,7 @@ def test_three_steps_at_vocabulary_two_keep_the_law(verifier):
 @pytest.mark.parametrize("verifier", FOR_ANY_LENGTH)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_three_steps_at_vocabulary_two_keep_the_law_under_every_stopping_rule(verifier, length):
-    found = law(assemble(2, verifier, length, seed=5), [1], 3)
+    found = law(assemble(2, verifier, length, seed=5), [1], 3, horizon=5)
     assert found.error < BOUND
 
 
@@ -94,7 +94,7 @@ def test_three_steps_at_vocabulary_two_keep_the_law_under_every_stopping_rule(ve
     ids=["heuristic", "adaedl"],
 )
 def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_over(verifier, length):
-    found = law(assemble(3, verifier, length, seed=7), [0], 3)
+    found = law(assemble(3, verifier, length, seed=7), [0], 3, horizon=4)
     assert found.error < BOUND
 
 

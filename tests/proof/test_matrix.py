@@ -184,8 +184,8 @@ def test_an_invalid_cell_is_refused_and_biased_when_forced(rule, kind):
         # depends on the draws, as in the stochastic beam, it does not: tests/trees shows that bias.
         return
     tree = Relabelled(tree=FORCED[kind], structure=TAKES.get(rule, "top_plus_one"))
-    worst = max(law(assemble(3, tree, verifier(rule), 2, seed=seed), [0], 1).error for seed in range(3))
-    assert worst > BIASED
+    errors = (law(assemble(3, tree, verifier(rule), 2, seed=seed), [0], 1).error for seed in range(3))
+    assert any(error > BIASED for error in errors)
 
 
 @pytest.mark.parametrize("rule", LOSSY)
@@ -329,7 +329,7 @@ def test_a_negative_vector_is_caught_with_the_law_that_is_known_of_it(name):
 
 
 def test_traversal_is_block_on_a_chain_and_at_least_recursive_on_trees():
-    for seed in range(6):
+    for seed in range(3):
         chain = [law(assemble(3, Chain(), rule, 3, seed), [0], 1).accepted for rule in (Block(), Traversal())]
         assert chain[0] == pytest.approx(chain[1], abs=1e-12)
         tree = Gumbel(branching=(2, 2))
