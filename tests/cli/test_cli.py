@@ -141,7 +141,8 @@ def test_version_and_methods(monkeypatch, capsys):
     assert run(monkeypatch, capsys, "--version")[:2] == (0, "0.1.0\n")
     found = json.loads(run(monkeypatch, capsys, "methods", "--json")[1])
     assert {"ngram", "suffix", "model", "none"} <= {row["name"] for row in found["methods"]}
-    assert found["lossless"]["token"]["chosen tree"] is False
+    assert found["matrix"]["token"]["chosen tree"] == "refused"
+    assert found["matrix"]["match"]["chosen tree"] == "exact law, default"
 
 
 def test_prove_holds_for_the_embedded_pair(monkeypatch, capsys):
