@@ -16,7 +16,7 @@ import outrider
 def circumstances(arguments: Mapping[str, object]) -> dict[str, object]:
     """Under what a figure came about."""
     return {
-        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
+        "arguments": {name: _place(value) if isinstance(value, Path) else value for name, value in arguments.items()},
         "commit": _git("rev-parse", "HEAD"),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "versions": {
@@ -46,6 +46,12 @@ def write(place: Path, text: str) -> None:
     fresh = place.with_name(f"{place.name}.new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(place)
+
+
+def _place(path: Path) -> str:
+    """A path within the project from the project's root, another as its name alone."""
+    root, whole = Path(__file__).parent.parent, path.absolute()
+    return str(whole.relative_to(root)) if whole.is_relative_to(root) else path.name
 
 
 def _git(*arguments: str) -> str | None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int, Int16
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from outrider.dice import Dice
@@ -14,13 +14,16 @@ from outrider.types import Draft, Verdict
 from outrider.verifiers.block import Block
 from outrider.verifiers.protocol import child_rows, upload
 
+LOWEST = (127 - 8) << 4
+"""Exponent and four leading bits of 2^-8 as a float32."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Multipath:
     r"""Of K independent paths follow, at every node, the child that ranks highest in p/q; verify that path as a block.
 
-    Ranking needs a strict order, the same here and in the path's law: p/q to the sixteen leading bits of a float32,
-    less than a hundredth of its value, and among equals the token id. The law is exact whatever the order; one that can
+    Ranking needs a strict order, the same here and in the path's law: p/q in steps of a sixteenth of an octave, from
+    2^-8 to 2^8, and among equals the token id. The law is exact whatever the order; one of 256 steps can
     be sorted by radix makes it affordable. Let x be the
     probability that one path runs through a node, A that it ranks below the node's, and $c(t)$ the draft's mass of the
     tokens that rank no higher than t. Then the chosen path goes on with t with probability
@@ -101,42 +104,49 @@ def _law(
     r"""$\tilde q$ after each node, given the token that follows it and how many paths there are."""
     device, size = target_rows.device, rows_at_once(target_rows)
     parts = [slice(first, first + size) for first in range(0, len(nodes), size)]
-    c = torch.empty(len(nodes), target_rows.shape[1], dtype=torch.float64, device=device)
+    c = target_rows.new_empty(len(nodes), target_rows.shape[1])
     for part in parts:
         p = target_rows.index_select(0, upload(nodes[part], device))
         q = child_rows(draft, nodes[part], p)
         # Where q is 0 the rank does not matter.
         order = _ranked(p.div_(q))
-        c[part].scatter_(1, order, q.gather(1, order).cumsum(-1, dtype=torch.float64))
+        c[part].scatter_(1, order, q.gather(1, order).cumsum(-1, dtype=torch.float64).to(c.dtype))
     token = upload(following, device)
-    own = draft.rows[upload(draft.row_of[nodes], device), token].double()  # type: ignore[index]
-    picked = torch.stack([c.gather(1, token[:, None])[:, 0], own]).cpu().numpy()
+    own = draft.rows[upload(draft.row_of[nodes], device), token]  # type: ignore[index]
+    picked = torch.stack([c.gather(1, token[:, None])[:, 0], own.to(c.dtype)]).double().cpu().numpy()
+    # The law depends on the proportion of the two alone; their sum stays 1, so that deep paths do not vanish.
     below, through = np.zeros(len(nodes)), np.ones(len(nodes))
     for i in range(1, len(nodes)):
         if draft.parents[nodes[i]] >= 0:
-            below[i] = below[i - 1] + through[i - 1] * (picked[0, i - 1] - picked[1, i - 1])
-            through[i] = through[i - 1] * picked[1, i - 1]
-    rows = target_rows.new_empty(len(nodes), target_rows.shape[1])
+            less = below[i - 1] + through[i - 1] * (picked[0, i - 1] - picked[1, i - 1])
+            own_part = through[i - 1] * picked[1, i - 1]
+            below[i], through[i] = less / (less + own_part), own_part / (less + own_part)
+    spare = [torch.empty_like(c[:size]) for _ in range(3)]
     for part in parts:
-        q = child_rows(draft, nodes[part], target_rows).double()
-        A, x, K = (torch.from_numpy(side[part, None]).to(device) for side in (below, through, num_paths))
+        q = child_rows(draft, nodes[part], target_rows)
+        A, x = (torch.from_numpy(side[part, None]).to(c) for side in (below, through))
+        K = upload(num_paths[part, None], device)
+        b, total, power = (memory[: len(q)] for memory in spare)
         a = c[part].mul_(x).add_(A)
-        b = torch.addcmul(a, q, x, value=-1)
+        torch.addcmul(a, q, x, value=-1, out=b)
         # (a^K - b^K) / x = q (a^(K-1) + a^(K-2) b + ... + b^(K-1)), which does not cancel.
-        total, power = torch.ones_like(q), torch.ones_like(q)
+        total.fill_(1)
+        power.fill_(1)
         for k in range(1, int(num_paths.max())):
             power.mul_(b)
-            more = total * a + power if bool((num_paths[part] <= k).any()) else total.mul_(a).add_(power)
-            total = torch.where(k < K, more, total)
-        weights = total.mul_(q)
-        rows[part] = weights.div_(weights.sum(-1, keepdim=True))
-    return rows
+            if bool((num_paths[part] <= k).any()):
+                total = torch.where(k < K, total * a + power, total)
+            else:
+                total.mul_(a).add_(power)
+        torch.mul(total, q, out=a)
+        a.div_(a.sum(-1, keepdim=True))
+    return c
 
 
-def _rank(ratios: Float[Tensor, "..."]) -> Int16[Tensor, "..."]:
-    """Sixteen leading bits of ratios as float32; these are not negative, so the bits stand in the order of values."""
+def _rank(ratios: Float[Tensor, "..."]) -> UInt8[Tensor, "..."]:
+    """Exponent and four more bits of ratios as float32, counted from 2^-8; bits stand in the order of values."""
     short = torch.empty_like(ratios, dtype=torch.float32).copy_(ratios)
-    return (short.view(torch.int32) >> 16).to(torch.int16)
+    return short.view(torch.int32).bitwise_right_shift_(19).sub_(LOWEST).clamp_(0, 255).to(torch.uint8)
 
 
 def _ranked(ratios: Float[Tensor, "n vocab"]) -> Int[Tensor, "n vocab"]:

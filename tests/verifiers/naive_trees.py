@@ -262,9 +262,11 @@ def rank_by_ratio(p: np.ndarray, q: np.ndarray) -> list[int]:
 
 
 def rank_by_bits(p: np.ndarray, q: np.ndarray) -> list[int]:
-    """The same with ratios cut to the sixteen leading bits of a float32."""
-    ratios = np.divide(p, q, out=np.full(len(p), np.inf), where=q > 0).astype(np.float32)
-    return sorted(range(len(p)), key=lambda x: (int(ratios.view(np.uint32)[x]) >> 16, x))
+    """The same in steps of a sixteenth of an octave, from 2^-8 to 2^8."""
+    ratios = np.divide(p, q, out=np.full(len(p), np.inf), where=q > 0).clip(2.0**-8, 2.0**8 * (1 - 2**-5))
+    octave = np.floor(np.log2(ratios))
+    steps = octave * 16 + np.floor((ratios / 2.0**octave - 1) * 16)
+    return sorted(range(len(p)), key=lambda t: (steps[t], t))
 
 
 def multipath(

@@ -14,6 +14,7 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.matrix import KINDS, LOSSLESS
 from outrider.trees.grow import grow
 from outrider.types import Draft, InputError, Request, Running, Sampling
+from outrider.verifiers.multipath import _select
 from tests.drafts import chains
 from tests.verifiers import naive_lossy, naive_trees
 from tests.verifiers.choices import Choices, Numbers
@@ -183,3 +184,16 @@ def test_draws_without_replacement_are_what_drawing_in_turn_gives():
         assert (picked[:, k] == expected).float().mean() > 0.999
         assert ((picked[:, k] >= 0) == there).all()
         left = left.scatter(1, picked[:, k : k + 1].clamp_min(0), 0.0) * there[:, None]
+
+
+def test_the_law_of_a_deep_best_path_does_not_vanish_in_float32():
+    drafter = Model(lm=TabularLM(random_rows(VOCAB, 0), VOCAB))
+    request = Request(id="", prompt=(0, 1), max_new_tokens=80, sampling=Sampling())
+    state = Running(request=request, tokens=[0, 1], slot=0, drafter_state=drafter.open(request))
+    dice = PhiloxDice(seeds=[0], steps=[0])
+    length = Fixed(num_speculative_tokens=64)
+    draft = grow(drafter, catalog.make("tree", "iid:num_paths=4"), length, [state], [64], dice, torch.device("cpu"))
+    chain, nodes = _select(draft, torch.softmax(torch.randn(len(draft.parents), VOCAB), -1))
+    assert len(nodes) == 65
+    assert chain.rows is not None
+    torch.testing.assert_close(chain.rows.sum(-1), torch.ones(64))
