@@ -65,7 +65,7 @@ def to_rows(
         )
     if all(s.temperature == 0 for s in per_row):
         return _one_hot(scores)
-    rows = _fresh(scores, _dtype(scores))
+    rows = fresh(scores, dtype=_dtype(scores))
     if not any(s.top_k or s.top_p < 1 or s.min_p for s in per_row):
         _scale(rows, scores, per_row)
         torch.softmax(rows, -1, out=rows)
@@ -103,11 +103,20 @@ def _dtype(scores: Tensor) -> torch.dtype:
     return torch.float64 if scores.dtype == torch.float64 else torch.float32
 
 
-def _fresh(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory. On a CPU it is NumPy's, which asks for huge pages; those are quicker to touch."""
-    if like.device.type == "cpu":
-        return torch.from_numpy(np.empty(tuple(like.shape), dtype=_NUMPY[dtype]))
-    return torch.empty(like.shape, dtype=dtype, device=like.device)
+def fresh(like: Tensor, *, rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Uninitialised memory of a tensor's size, or for other rows, or of another type.
+
+    On a CPU it is NumPy's, which asks for huge pages; those are quicker to touch.
+    """
+    shape, dtype = (len(like) if rows is None else rows, *like.shape[1:]), dtype or like.dtype
+    if like.device.type == "cpu" and dtype in _NUMPY:
+        return torch.from_numpy(np.empty(shape, dtype=_NUMPY[dtype]))
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def rows_at(rows: Float[Tensor, "n vocab"], index: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
+    """Some rows, in fresh memory."""
+    return torch.index_select(rows, 0, index, out=fresh(rows, rows=len(index)))
 
 
 def _adjust(
@@ -141,7 +150,7 @@ class _Spare:
 
     @classmethod
     def like(cls, rows: Float[Tensor, "n vocab"]) -> "_Spare":
-        return cls(scores=_fresh(rows, rows.dtype), masses=_fresh(rows, torch.float64), index=_fresh(rows, torch.int64))
+        return cls(scores=fresh(rows), masses=fresh(rows, dtype=torch.float64), index=fresh(rows, dtype=torch.int64))
 
     def first(self, count: int) -> "_Spare":
         """The memory for the first rows."""

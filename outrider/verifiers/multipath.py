@@ -1,6 +1,5 @@
 """Greedy multi-path block verification: block verification of the path that ranks highest (GBV)."""
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from outrider.dice import Dice
-from outrider.sampling import rows_at_once
+from outrider.sampling import fresh, rows_at, rows_at_once
 from outrider.types import Draft, Verdict
 from outrider.verifiers.block import Block
 from outrider.verifiers.protocol import child_rows, upload
@@ -38,7 +37,7 @@ class Multipath:
         if draft.rows is None:
             return Block().verify(draft, target_rows, dice)
         chain, nodes = _select(draft, target_rows)
-        verdict = Block().verify(chain, target_rows[upload(nodes, target_rows.device)], dice)
+        verdict = Block().verify(chain, rows_at(target_rows, upload(nodes, target_rows.device)), dice)
         paths = np.where(verdict.paths >= 0, nodes[verdict.paths], -1)
         return Verdict(paths=paths, num_accepted=verdict.num_accepted, next_tokens=verdict.next_tokens)
 
@@ -104,9 +103,9 @@ def _law(
     r"""$\tilde q$ after each node, given the token that follows it and how many paths there are."""
     device, size = target_rows.device, rows_at_once(target_rows)
     parts = [slice(first, first + size) for first in range(0, len(nodes), size)]
-    c = target_rows.new_empty(len(nodes), target_rows.shape[1])
+    c = fresh(target_rows, rows=len(nodes))
     for part in parts:
-        p = target_rows.index_select(0, upload(nodes[part], device))
+        p = rows_at(target_rows, upload(nodes[part], device))
         q = child_rows(draft, nodes[part], p)
         # Where q is 0 the rank does not matter.
         order = _ranked(p.div_(q))
@@ -152,11 +151,10 @@ def _rank(ratios: Float[Tensor, "..."]) -> UInt8[Tensor, "..."]:
 def _ranked(ratios: Float[Tensor, "n vocab"]) -> Int[Tensor, "n vocab"]:
     """Token ids of each row from the lowest rank to the highest, equal ones by id.
 
-    On a CPU NumPy sorts by radix, a tenth of the work of comparing; on one core, so rows are sorted side by side.
+    On a CPU NumPy sorts by radix, a tenth of the work of comparing; side by side on several cores it is no quicker.
     """
     keys = _rank(ratios)
     if keys.device.type != "cpu":
         return torch.sort(keys, dim=-1, stable=True).indices
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        rows = list(pool.map(lambda row: np.argsort(row, kind="stable"), keys.numpy()))
+    rows = [np.argsort(row, kind="stable") for row in keys.numpy()]
     return torch.from_numpy(np.stack(rows))

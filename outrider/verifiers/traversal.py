@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice, Draws
+from outrider.sampling import rows_at
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, everyone, upload
 from outrider.verifiers.walk import verdict_at
@@ -106,7 +107,7 @@ def _weigh(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], visits: list
     inner = np.flatnonzero(np.diff(draft.first_child))
     place = np.full(len(draft.parents), -1)
     place[inner] = np.arange(len(inner))
-    P = target_rows.index_select(0, upload(inner, device))
+    P = rows_at(target_rows, upload(inner, device))
     Q = child_rows(draft, inner, P)
     w = torch.ones(len(place), 1, dtype=torch.float64, device=device)
     mass_p, mass_q = P.sum(-1, keepdim=True).double(), Q.sum(-1, keepdim=True).double()

@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.dice import Dice
+from outrider.sampling import rows_at_once
 from outrider.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import everyone, upload
 from outrider.verifiers.walk import verdict_at
@@ -43,7 +44,8 @@ class Typical:
         nodes = np.flatnonzero(draft.parents >= 0)
         best = draft.offsets[:-1].copy()
         if len(nodes):
-            entropy = torch.special.entr(target_rows).sum(-1)
+            parts = target_rows.split(rows_at_once(target_rows))
+            entropy = torch.cat([torch.special.entr(part).sum(-1) for part in parts])
             threshold = (self.posterior_alpha * (-entropy).exp()).clamp(max=self.posterior_threshold)
             above = upload(draft.parents[nodes], target_rows.device)
             p = target_rows[above, draft.tokens[upload(nodes, above.device)]]
