@@ -114,11 +114,6 @@ def fresh(like: Tensor, *, rows: int | None = None, dtype: torch.dtype | None = 
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def rows_at(rows: Float[Tensor, "n vocab"], index: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
-    """Some rows, in fresh memory."""
-    return torch.index_select(rows, 0, index, out=fresh(rows, rows=len(index)))
-
-
 def _adjust(
     scores: Float[Tensor, " vocab"], sampling: Sampling, row: int, prefix: Callable[[int], Prefix]
 ) -> Float[Tensor, " vocab"]:

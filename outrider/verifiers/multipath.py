@@ -8,7 +8,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
 from outrider.dice import Dice
-from outrider.sampling import fresh, rows_at, rows_at_once
+from outrider.sampling import fresh, rows_at_once
 from outrider.types import Draft, Verdict
 from outrider.verifiers.block import Block
 from outrider.verifiers.protocol import child_rows, upload
@@ -37,7 +37,7 @@ class Multipath:
         if draft.rows is None:
             return Block().verify(draft, target_rows, dice)
         chain, nodes = _select(draft, target_rows)
-        verdict = Block().verify(chain, rows_at(target_rows, upload(nodes, target_rows.device)), dice)
+        verdict = Block().verify(chain, target_rows.index_select(0, upload(nodes, target_rows.device)), dice)
         paths = np.where(verdict.paths >= 0, nodes[verdict.paths], -1)
         return Verdict(paths=paths, num_accepted=verdict.num_accepted, next_tokens=verdict.next_tokens)
 
@@ -105,7 +105,7 @@ def _law(
     parts = [slice(first, first + size) for first in range(0, len(nodes), size)]
     c = fresh(target_rows, rows=len(nodes))
     for part in parts:
-        p = rows_at(target_rows, upload(nodes[part], device))
+        p = target_rows.index_select(0, upload(nodes[part], device))
         q = child_rows(draft, nodes[part], p)
         # Where q is 0 the rank does not matter.
         order = _ranked(p.div_(q))

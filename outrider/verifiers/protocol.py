@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice, Draws, Purpose
-from outrider.sampling import rows_at, rows_at_once
+from outrider.sampling import rows_at_once
 from outrider.types import Draft, InputError, Verdict
 
 
@@ -60,7 +60,7 @@ def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "
     """
     row_of = draft.row_of[nodes]
     if draft.rows is not None and (row_of >= 0).all():
-        return rows_at(draft.rows, upload(row_of, like.device)).to(like.dtype)
+        return draft.rows.index_select(0, upload(row_of, like.device)).to(like.dtype)
     following = first_children(draft, nodes, like.device)
     chosen = like.new_zeros(len(nodes), like.shape[1]).scatter_(1, draft.tokens[following][:, None], 1.0)
     if draft.rows is None:
@@ -152,7 +152,7 @@ def gains(
     masses = []
     for first in range(0, len(nodes), count):
         some = nodes[first : first + count]
-        p = rows_at(target_rows, upload(some, target_rows.device))
+        p = target_rows.index_select(0, upload(some, target_rows.device))
         p.mul_(scale[first : first + count]).sub_(child_rows(draft, some, p))
         masses.append(p.clamp_min_(0).sum(-1))
     return torch.cat(masses).double().cpu().numpy()

@@ -9,10 +9,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice, Draws
-from outrider.sampling import rows_at
+from outrider.sampling import rows_at_once
 from outrider.types import Draft, Verdict
-from outrider.verifiers.protocol import child_rows, everyone, upload
+from outrider.verifiers.protocol import child_rows, upload
 from outrider.verifiers.walk import verdict_at
+
+PIECES = 16
+"""How many times the rows that fit a cache are worked on in step; more would be memory that is never used again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +28,7 @@ class Traversal:
     $Q_v(x) = 0$. What the last node leaves to the root needs no coin. The next token is drawn from the $P$ of the node
     that was accepted. On a chain this is block verification.
 
-    The weights follow from the tree alone, so they are worked out on the device, all requests in step, and copied to
+    The weights follow from the tree alone, so they are worked out on the device, some requests in step, and copied to
     the host once; the coins are thrown there.
 
     References:
@@ -33,21 +36,34 @@ class Traversal:
     """
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        visits = [list(_visits(draft, request)) for request in range(draft.num_requests)]
-        weighed = _weigh(draft, target_rows, visits)
+        count = max(1, draft.num_requests * PIECES * rows_at_once(target_rows) // len(target_rows))
+        parts = [
+            self._decide(draft, np.arange(first, min(first + count, draft.num_requests)), target_rows, dice)
+            for first in range(0, draft.num_requests, count)
+        ]
+        return verdict_at(draft, np.concatenate([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+
+    def _decide(
+        self, draft: Draft, requests: Int[np.ndarray, " some"], target_rows: Float[Tensor, "nodes vocab"], dice: Dice
+    ) -> tuple[Int[np.ndarray, " some"], Int[Tensor, " some"]]:
+        """Of some requests, the accepted nodes and the tokens that follow."""
+        visits = [list(_visits(draft, request)) for request in requests.tolist()]
+        span = slice(draft.offsets[requests[0]], draft.offsets[requests[-1] + 1])
+        weighed = _weigh(draft, target_rows, visits, span)
         slots = np.empty(len(draft.parents), dtype=np.int64)
         slots[draft.links] = np.arange(len(draft.links))
-        accepted = draft.offsets[:-1].copy()
+        accepted = draft.offsets[requests]
         undecided = np.ones(len(visits), dtype=bool)
         for i in range(max(map(len, visits))):
             asked = np.flatnonzero(undecided & np.array([i < len(own) for own in visits]))
             nodes = np.array([visits[r][i].node for r in asked.tolist()], dtype=np.int64)
-            own = slots[nodes] - draft.first_child[draft.offsets[asked]]
-            landed = dice.accept(weighed.weights[nodes], Draws(requests=asked, slots=own, purpose="accept"))
+            own = slots[nodes] - draft.first_child[draft.offsets[requests[asked]]]
+            draws = Draws(requests=requests[asked], slots=own, purpose="accept")
+            landed = dice.accept(weighed.weights[nodes], draws)
             accepted[asked[landed]] = nodes[landed]
             undecided[asked[landed]] = False
-        tokens = dice.pick(weighed.after(accepted, target_rows), everyone(draft, 0, "recover"))
-        return verdict_at(draft, accepted, tokens)
+        draws = Draws(requests=requests, slots=np.zeros_like(requests), purpose="recover")
+        return accepted, dice.pick(weighed.after(accepted, target_rows), draws)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +117,15 @@ def _visits(draft: Draft, request: int) -> Iterator[_Visit]:
             entered = []
 
 
-def _weigh(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], visits: list[list[_Visit]]) -> "_Weighed":
-    """Every node's $P$ and weight when its turn comes."""
+def _weigh(
+    draft: Draft, target_rows: Float[Tensor, "nodes vocab"], visits: list[list[_Visit]], span: slice
+) -> "_Weighed":
+    """The $P$ and weight of every node of a span when its turn comes."""
     device = target_rows.device
-    inner = np.flatnonzero(np.diff(draft.first_child))
+    inner = span.start + np.flatnonzero(np.diff(draft.first_child[span.start : span.stop + 1]))
     place = np.full(len(draft.parents), -1)
     place[inner] = np.arange(len(inner))
-    P = rows_at(target_rows, upload(inner, device))
+    P = target_rows.index_select(0, upload(inner, device))
     Q = child_rows(draft, inner, P)
     w = torch.ones(len(place), 1, dtype=torch.float64, device=device)
     mass_p, mass_q = P.sum(-1, keepdim=True).double(), Q.sum(-1, keepdim=True).double()

@@ -197,3 +197,17 @@ def test_the_law_of_a_deep_best_path_does_not_vanish_in_float32():
     assert len(nodes) == 65
     assert chain.rows is not None
     torch.testing.assert_close(chain.rows.sum(-1), torch.ones(64))
+
+
+def test_traversal_decides_the_same_request_by_request(monkeypatch):
+    rule = catalog.make("verifier", "traversal")
+    for seed in range(5):
+        draft, _ = drafted("gumbel:branching=3x2x1", [3, 1, 0, 4], seed)
+        p = torch.from_numpy(np.random.default_rng(seed).dirichlet(np.full(VOCAB, 0.5), size=len(draft.parents)))
+        dice = PhiloxDice(seeds=[0, 1, 2, 3], steps=[seed] * 4)
+        together = rule.verify(draft, p, dice)
+        monkeypatch.setattr("outrider.verifiers.traversal.PIECES", 0)
+        alone = rule.verify(draft, p, dice)
+        monkeypatch.undo()
+        assert (together.paths == alone.paths).all()
+        assert together.next_tokens.tolist() == alone.next_tokens.tolist()
