@@ -55,8 +55,8 @@ REASONS: dict[str, str] = {
     "RSD-S tree, traversal": "differences of two percent need about ten times as many prompts",
     "SpecTr (K-SEQ) emits more tokens": ("the paper's figure is for eight paths of eight tokens, 64 nodes against 8"),
     "Block verification emits more tokens per step than token verification at length": (
-        "two runs draw different texts, which alone makes some six percent of noise; the estimate from one trace, "
-        "below, has the same expectation with a tenth of it"
+        "two runs draw different texts, which alone makes some six percent of noise; the estimates from traces, "
+        "below, throw no coins and carry less"
     ),
     "Acceptance does not go one way": (
         "each temperature speaks its own text; the turn, if there is one, is less than the noise"
@@ -72,7 +72,7 @@ def reason(claim: str) -> str:
         >>> reason("SpecTr (K-SEQ) emits more tokens per step than chain, token at equal budgets of nodes.")[:18]
         "the paper's figure"
     """
-    if claim.endswith("by one trace."):
+    if claim.endswith(("by one trace.", "own chains.")):
         return ""
     fitting = [start for start in REASONS if claim.startswith(start)]
     return REASONS[max(fitting, key=len)] if fitting else ""
