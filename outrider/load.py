@@ -15,6 +15,7 @@ from outrider.lengths.protocol import LengthPolicy
 from outrider.lengths.tetris import Tetris
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.packed import worth_packing
 from outrider.proof.matrix import DEFAULT, Cell, refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
@@ -41,6 +42,8 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pad_to: int | None = None,
+    compile: bool = False,
+    prepack: bool | None = None,
     allow_lossy: bool = False,
 ) -> Engine:
     """An engine for a target, with parts that are proven to fit each other.
@@ -61,6 +64,11 @@ def load(
         trust_remote_code: Let transformers run code that comes with the model.
         pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a block of one token takes
             other kernels than longer ones and would differ in the last bits; otherwise 1.
+        compile: Compile the forwards of target and draft model; see `LanguageModel`. The first ones take long.
+        prepack: Run copies of the linear layers that are laid out for the CPU's kernels, which leaves every bit as it
+            is and takes memory for a second set of weights. By default so for models that are loaded here (one that is
+            given may be trained meanwhile) in bfloat16, not compiled, where there are such kernels and the copies take
+            less than a quarter of free memory.
         allow_lossy: Let rules pass that do not keep the target's law.
 
     Raises:
@@ -98,13 +106,25 @@ def load(
     if pad_to is None:
         pad_to = 2 if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) else 1
     width = _vocab_size(model, tokenizer)
-    lm = LanguageModel(model, max_slots=max_slots, max_context=max_context, vocab_size=width, pad_to=pad_to)
+    if prepack is None:
+        prepack = not isinstance(target, PreTrainedModel) and not compile and worth_packing(model)
+    lm = LanguageModel(
+        model,
+        max_slots=max_slots,
+        max_context=max_context,
+        vocab_size=width,
+        pad_to=pad_to,
+        compile=compile,
+        prepack=prepack,
+    )
     surroundings = Surroundings(
         tokenizer=tokenizer,
         vocab_size=width,
         device=lm.device,
         dtype=model.dtype,
         max_slots=max_slots,
+        compile=compile,
+        prepack=prepack,
     )
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
     rule: Verifier = _make("verifier", verifier or _default_verifier(bound, grower))

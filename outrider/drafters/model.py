@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.drafters.protocol import Rows, Surroundings
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.packed import packable
 from outrider.lm.protocol import LM, Segment
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
@@ -165,6 +166,8 @@ class ModelPath:
             max_slots=surroundings.max_slots,
             max_context=self.max_context,
             vocab_size=surroundings.vocab_size,
+            compile=surroundings.compile,
+            prepack=surroundings.prepack and packable(model),
         )
         return Model(lm=lm)
 

@@ -83,6 +83,8 @@ class Surroundings:
         device: Where the target is.
         dtype: What the target computes in.
         max_slots: Most requests at once.
+        compile: Whether the target's forwards are compiled.
+        prepack: Whether the target's weights are laid out for the CPU's kernels.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -90,6 +92,8 @@ class Surroundings:
     device: torch.device
     dtype: torch.dtype
     max_slots: int
+    compile: bool = False
+    prepack: bool = False
 
 
 @runtime_checkable

@@ -248,9 +248,13 @@ class SlotCache:
             new.storage[:, : old.storage.shape[1], : old.storage.shape[2]].copy_(old.storage)
             self._groups[g] = new
 
-    def view(self, used: int) -> int:
-        """How many positions a forward reads, where none of its slots has more than `used`."""
-        return min(_round_up(used), self._capacity)
+    def view(self, used: int, *, doubling: bool = False) -> int:
+        """How many positions a forward reads, where none of its slots has more than `used`.
+
+        A multiple of 64, or with `doubling` a power of two; never more than there are.
+        """
+        wanted = max(_FIRST, 1 << (used - 1).bit_length()) if doubling else _round_up(used)
+        return min(wanted, self._capacity)
 
     def prepare(self, slots: Sequence[int], places: Int[Tensor, "slots width"], view: int) -> None:
         """Set what `update` does during the next forward.

@@ -1,7 +1,8 @@
 """A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,8 @@ from transformers import PreTrainedModel
 
 from outrider.lm.attention import MaskBuilder, Pending, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
+from outrider.lm.compiled import COMPILED, compiled
+from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.support import context_limit, refusal
 from outrider.lm.taps import decoder_layers, tapped
@@ -53,15 +56,20 @@ class _Batch:
         return [np.arange(first[s.logits](n), n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
 
 
-def padded_width(count: int) -> int:
+def padded_width(count: int, *, doubling: bool = False) -> int:
     """Columns of a forward over `count` nodes: the count itself up to 16, then the next of four sizes per doubling.
 
     Kernel libraries keep what they prepare for every shape that they have seen; with few shapes that comes to an end.
+    Where every shape is recorded by itself, as CUDA graphs are, the sizes are the powers of two.
 
     Example:
         >>> [padded_width(n) for n in (5, 16, 17, 33, 100, 512)]
         [5, 16, 20, 40, 112, 512]
+        >>> [padded_width(n, doubling=True) for n in (1, 5, 17)]
+        [1, 8, 32]
     """
+    if doubling:
+        return 1 << (count - 1).bit_length()
     step = 1 if count <= 16 else 1 << ((count - 1).bit_length() - 3)
     return -(-count // step) * step
 
@@ -95,6 +103,12 @@ class LanguageModel:
         pad_to: Rows are padded to at least this many columns, and the LM head computed for as many. On CPUs bfloat16
             products of 2 to 32 rows round alike and those of one row do not, so 2 makes decoding bit-identical to
             verifying.
+        compile: Compile forwards of up to `COMPILED` columns with torch.compile: on a CPU with frozen weights, one
+            graph for all lengths; on a GPU as CUDA graphs. The first forward of each kind takes long, half a minute
+            for a dozen layers. Roundings differ from those without; longer forwards, of prompts, are not compiled.
+            The weights must not change afterwards.
+        prepack: Run a twin of the model whose linear layers are laid out for the CPU's kernels; see `packed`. The
+            weights must not change afterwards.
 
     Raises:
         InputError: The model cannot be supported, or the cache does not fit in memory.
@@ -123,6 +137,8 @@ class LanguageModel:
         max_context: int | None = None,
         vocab_size: int | None = None,
         pad_to: int = 1,
+        compile: bool = False,
+        prepack: bool = False,
     ) -> None:
         for name, value in (("max_slots", max_slots), ("max_context", max_context), ("pad_to", pad_to)):
             if value is not None and value < 1:
@@ -135,6 +151,13 @@ class LanguageModel:
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
         self.max_slots, self.pad_to = max_slots, pad_to
         self.num_forwards = 0
+        if compile and prepack:
+            raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
+        if prepack and not packable(model):
+            raise InputError("prepack works for bfloat16 models on CPUs with kernels for it, and this is none")
+        self._runner = packed(model) if prepack else model
+        self._compiled = compiled(model) if compile else None
+        self._doubling = compile and model.device.type == "cuda"
         limits = [getattr(text, "max_position_embeddings", None), context_limit(model.config)]
         limit = min((n for n in limits if n is not None), default=None)
         if max_context is not None and limit is not None and max_context > limit:
@@ -156,7 +179,7 @@ class LanguageModel:
         )
         self._cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)
         self._slots: dict[int, _Slot] = {}
-        self._layers = decoder_layers(model, self.num_layers)
+        self._layers = decoder_layers(self._runner, self.num_layers)
         if (reason := self._misread()) is not None:
             raise InputError(reason)
 
@@ -244,12 +267,12 @@ class LanguageModel:
             places = self._cache.places(slots, used, batch.counts, batch.width)
             sight = look([self._slots[s].length for s in slots], [grown[s] for s in slots], batch.counts, batch.width)
             written, positions = upload([places, sight.positions], self.device)
-        view = self._cache.view(max(used))
+        view = self._cache.view(max(used), doubling=self._doubling)
         self._cache.prepare(slots, written, view)
         wanted = batch.wanted()
         columns = self._columns(wanted, batch.width)
         with tapped(self._layers, taps) as seen:
-            output = self.model(
+            output = self._forward(batch.width)(
                 input_ids=self._tokens(batch),
                 attention_mask=self._builder.masks(sight, positions, view),
                 position_ids=positions,
@@ -265,6 +288,9 @@ class LanguageModel:
             logits=self._packed(output.logits[..., : self.vocab_size], batch, columns, wanted),
             taps={k: self._packed(seen[k], batch, everything, nodes) for k in taps},
         )
+
+    def _forward(self, width: int) -> Callable[..., Any]:
+        return self._runner if self._compiled is None or width > COMPILED else self._compiled
 
     def _slot(self, slot: int) -> _Slot:
         if slot not in self._slots:
@@ -292,7 +318,7 @@ class LanguageModel:
         for row, i in enumerate(by_row):
             order[i] = row
         counts = np.array([len(segments[i].tokens) for i in by_row], dtype=np.int64)
-        width = max(self.pad_to, padded_width(int(counts.max(initial=0))))
+        width = max(self.pad_to, padded_width(int(counts.max(initial=1)), doubling=self._doubling))
         return _Batch(segments=[segments[i] for i in by_row], order=order, counts=counts, width=width)
 
     def _tokens(self, batch: _Batch) -> Int[Tensor, "rows width"]:

@@ -1,0 +1,90 @@
+"""A packed model says the same bits, of weights that it shares; taps and caches are the same."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from outrider import InputError, load
+from outrider.lm.model import LanguageModel
+from outrider.lm.packed import PackedLinear, packable, packed, worth_packing
+from outrider.lm.protocol import Segment
+
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available() or not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    reason="this CPU has no kernels for bfloat16",
+)
+
+
+@pytest.fixture(autouse=True)
+def float64_stays_float64() -> None:
+    """Here casts do what they say."""
+
+
+def model(dtype: torch.dtype = torch.bfloat16, **more) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        **more,
+    )
+    return LlamaForCausalLM(config).to(dtype).eval()
+
+
+@pytest.mark.parametrize("more", [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}])
+def test_a_packed_model_says_the_same_bits_in_every_shape(more):
+    plain = model(**more)
+    twin = packed(plain)
+    for shape in ((1, 1), (1, 2), (1, 7), (3, 5), (1, 64)):
+        ids = torch.arange(shape[0] * shape[1]).view(shape) % 99
+        with torch.inference_mode():
+            assert torch.equal(plain(ids).logits, twin(ids).logits)
+
+
+def test_the_model_itself_is_left_alone_and_its_other_weights_are_shared():
+    plain = model()
+    twin = packed(plain)
+    assert not any(isinstance(m, PackedLinear) for m in plain.modules())
+    assert sum(isinstance(m, PackedLinear) for m in twin.modules()) == 2 * 7 + 1
+    assert twin.model.embed_tokens.weight.data_ptr() == plain.model.embed_tokens.weight.data_ptr()
+    assert twin.model.norm.weight is plain.model.norm.weight
+
+
+def test_slots_trees_and_taps_are_the_same():
+    plain = model()
+    found = []
+    for prepack in (False, True):
+        lm = LanguageModel(plain, max_slots=2, prepack=prepack)
+        slot = lm.open()
+        lm.extend([Segment(slot=slot, tokens=torch.tensor([3, 1, 4]), logits="none")])
+        lm.commit({slot: [0, 1, 2]})
+        tree = Segment(slot=slot, tokens=torch.tensor([1, 5, 9]), parents=np.array([-1, -1, 0]))
+        found.append(lm.extend([tree], taps=(0, 1, 2)))
+    assert torch.equal(found[0].logits, found[1].logits)
+    assert all(torch.equal(found[0].taps[k], found[1].taps[k]) for k in (0, 1, 2))
+
+
+def test_only_what_keeps_every_bit_is_packed():
+    assert worth_packing(model())
+    assert not packable(model(torch.float32))
+    with pytest.raises(InputError, match="prepack works for bfloat16"):
+        LanguageModel(model(torch.float32), prepack=True)
+    with pytest.raises(InputError, match="leave prepack out"):
+        LanguageModel(model(), prepack=True, compile=True)
+
+
+def test_a_model_that_is_loaded_here_is_packed_by_default_and_one_that_is_given_is_not():
+    def is_packed(lm: LanguageModel) -> bool:
+        return any(isinstance(m, PackedLinear) for m in lm._runner.modules())
+
+    engine = load(dtype="bfloat16")
+    assert is_packed(engine.parts.target)
+    assert is_packed(engine.parts.drafter.lm)
+    assert not is_packed(load(dtype="bfloat16", prepack=False).parts.target)
+    assert not is_packed(load(model(), drafter="ngram").parts.target)
+    assert is_packed(load(model(), drafter="ngram", prepack=True).parts.target)
