@@ -14,7 +14,7 @@ from rich.table import Table
 from outrider.bench.compare import Comparison, compare
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.engine import Engine, Output, Prompt
+from outrider.engine import Engine, Output, Prompt, succeeded
 from outrider.load import ASSETS
 from outrider.proof.gate import gate
 from outrider.types import InputError, Sampling, Step
@@ -154,7 +154,7 @@ def _stream(
     try:
         while output is None:
             for update in engine.step(sink=steps.append):
-                print(update.text, end="", flush=True)
+                print(succeeded(update).text, end="", flush=True)
                 output = update.output
     except KeyboardInterrupt:
         output = engine.cancel(id)
