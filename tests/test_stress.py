@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -39,6 +39,7 @@ EACH = 5
 def letters() -> PreTrainedTokenizerFast:
     """Every token is a letter."""
     words = Tokenizer(models.WordLevel({chr(0x4E00 + i): i for i in range(VOCAB)}, unk_token=chr(0x4E00)))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     words.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=words)
 
