@@ -1,0 +1,104 @@
+"""The stand-in says what the embedded target says; its measurements run and add up."""
+
+import json
+import statistics
+
+import pytest
+import torch
+
+import outrider
+from outrider import InputError, Sampling, catalog
+from outrider.bench.costs import Costs
+from outrider.lm.open import open_model
+from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from recipes import stand_in, stand_in_speed
+from recipes.trial import Setting
+
+TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A stand-in of 30 million parameters."""
+    return stand_in.build(tmp_path_factory.mktemp("stand_in"), 30_000_000)
+
+
+def logits(place: str, dtype: str) -> torch.Tensor:
+    model = open_model(place, dtype=dtype, device="cpu")
+    tokens = torch.tensor([outrider.load().encode(TEXT)])
+    with torch.no_grad():
+        return model(tokens).logits[0].double()
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_the_stand_in_computes_the_embedded_target(place, dtype, close):
+    ours, theirs = logits(str(place), dtype), logits(str(EMBEDDED_TARGET), dtype)
+    span = float(theirs.max() - theirs.min())
+    assert float((ours - theirs).abs().max()) < close * span
+    if dtype != "bfloat16":
+        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+def test_the_stand_in_costs_its_parameters_and_loads_with_its_tokenizer(place):
+    model = open_model(str(place), device="cpu")
+    assert stand_in.num_parameters(model) == pytest.approx(30e6, rel=0.02)
+    assert all(float(layer.mlp.gate_proj.weight.detach()[896:].float().std()) > 0.01 for layer in model.model.layers)
+    engine = outrider.load(place, drafter=f"model:path={EMBEDDED_DRAFT}", dtype="float32")
+    own = outrider.load(dtype="float32")
+    greedy = Sampling(temperature=0)
+    [ours], [theirs] = (e.generate([TEXT], max_new_tokens=12, sampling=greedy) for e in (engine, own))
+    assert ours.tokens == theirs.tokens
+
+
+def test_fewer_parameters_than_there_are_cannot_be_had():
+    with pytest.raises(InputError, match="at least the 15"):
+        stand_in.width_for(open_model(str(EMBEDDED_TARGET), device="cpu"), 10_000_000)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """The gate remembers nothing beyond the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
+    setting = Setting(out=tmp_path / "out", num_prompts=2, max_new_tokens=8, threads=1)
+    text = stand_in_speed.run(
+        setting,
+        rounds=2,
+        batch_sizes=(1, 2),
+        temperatures=(0.0,),
+        parameters=17_000_000,
+        dtype="float32",
+        lengths=(2,),
+        others=stand_in_speed.OTHERS[:1],
+        costs=Costs(draft=0.2, token=0.02),
+    )
+    rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
+    names = {row["way"] for row in rows}
+    assert names == {*(way.name for way in stand_in_speed.PLAIN), "chain of 2", "planned chain", "suffix"}
+    assert len(rows) == 2 * (2 + 1) * len(names)
+    assert {row["tokens"] for row in rows} == {8, 16}
+    # Greedy in float32: all ways say the same.
+    for prompt in {row["prompt"] for row in rows}:
+        assert len({row["digest"] for row in rows if row["prompt"] == prompt}) == 1
+    assert "**The costs are synthetic**" in text
+    assert text.count("| suffix | ") == 2
+    for name in names - {"transformers"}:
+        seconds = [
+            statistics.median(row["seconds"] for row in rows if row["way"] == name and row["prompt"] == prompt)
+            for prompt in {row["prompt"] for row in rows if row["batch"] == 1}
+        ]
+        assert f"| {name} | {16 / sum(seconds):.1f} |" in text
+    assert (setting.out / "plot.svg").stat().st_size > 1000
+
+
+def test_a_batch_larger_than_the_prompts_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"in 1\.\.2"):
+        stand_in_speed.run(Setting(out=tmp_path / "out", num_prompts=2), batch_sizes=(1, 8))
+
+
+def test_every_way_is_one_that_the_catalog_reads():
+    for way in stand_in_speed.ways(Costs(draft=0.1, token=0.01)):
+        catalog.make("tree", way.tree)
+        catalog.make("length", way.length)
