@@ -1,5 +1,6 @@
 """The stand-in says what the embedded target says; its measurements run and add up."""
 
+import inspect
 import json
 import statistics
 
@@ -11,7 +12,7 @@ from outrider import InputError, Sampling, catalog
 from outrider.bench.costs import Costs
 from outrider.lm.open import open_model
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from recipes import stand_in, stand_in_speed
+from recipes import overhead, stand_in, stand_in_speed
 from recipes.trial import Setting
 
 TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."
@@ -62,7 +63,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
-    setting = Setting(out=tmp_path / "out", num_prompts=2, max_new_tokens=8, threads=1)
+    setting = Setting(out=tmp_path / "out", num_prompts=2, max_new_tokens=6, threads=1)
     text = stand_in_speed.run(
         setting,
         rounds=2,
@@ -78,7 +79,7 @@ def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
     names = {row["way"] for row in rows}
     assert names == {*(way.name for way in stand_in_speed.PLAIN), "chain of 2", "planned chain", "suffix"}
     assert len(rows) == 2 * (2 + 1) * len(names)
-    assert {row["tokens"] for row in rows} == {8, 16}
+    assert {row["tokens"] for row in rows} == {6, 12}
     # Greedy in float32: all ways say the same.
     for prompt in {row["prompt"] for row in rows}:
         assert len({row["digest"] for row in rows if row["prompt"] == prompt}) == 1
@@ -89,7 +90,7 @@ def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
             statistics.median(row["seconds"] for row in rows if row["way"] == name and row["prompt"] == prompt)
             for prompt in {row["prompt"] for row in rows if row["batch"] == 1}
         ]
-        assert f"| {name} | {16 / sum(seconds):.1f} |" in text
+        assert f"| {name} | {12 / sum(seconds):.1f} |" in text
     assert (setting.out / "plot.svg").stat().st_size > 1000
 
 
@@ -102,3 +103,43 @@ def test_every_way_is_one_that_the_catalog_reads():
     for way in stand_in_speed.ways(Costs(draft=0.1, token=0.01)):
         catalog.make("tree", way.tree)
         catalog.make("length", way.length)
+
+
+def test_overhead_is_what_the_rows_say(tmp_path):
+    plan = overhead.Plan(
+        out=tmp_path / "out",
+        batch_sizes=(1, 2),
+        context=16,
+        steps=3,
+        repeats=2,
+        contexts=(12,),
+        new_tokens=3,
+        parameters=17_000_000,
+        threads=1,
+    )
+    summary = overhead.run(plan, pairs=("stand-in",))
+    rows = [json.loads(line) for line in (plan.out / "rows.jsonl").read_text().splitlines()]
+    assert [each["batch"] for each in summary["steps"]] == [1, 2]
+    for each in summary["steps"]:
+        own = [row for row in rows if row["phase"] == "steps" and row["batch"] == each["batch"]]
+        assert 0 < len(own) <= 6
+        middle = statistics.median(1 - row["bare"] / row["step"] for row in own)
+        assert each["overhead"]["median"] == pytest.approx(middle)
+        calls = each["v"] + each["c"] * overhead.GAMMA
+        plain = each["seconds"][each["plain"]]["median"] / each["seconds"]["step"]["median"]
+        assert each["efficiency"] == pytest.approx(plain * calls)
+    [one, two] = summary["decoding"]
+    assert (one["batch"], two["batch"]) == (1, 2)
+    timed = [row for row in rows if row["phase"] == "decoding" and row["batch"] == 2]
+    assert len(timed) == 2 * 2 * 3
+    many = [row["seconds"] for row in timed if row["way"] == "transformers" and row["tokens"] == 6]
+    assert two["tokens_per_second"]["transformers"] == pytest.approx(6 / statistics.median(many))
+    assert "The stand-in's costs are synthetic" in (plan.out / "table.md").read_text()
+
+
+def test_compiling_is_refused_where_engines_cannot_be_compiled(tmp_path):
+    if "compile" not in inspect.signature(outrider.load).parameters:
+        with pytest.raises(InputError, match="cannot be compiled"):
+            overhead.Plan(out=tmp_path, compile=True)
+    with pytest.raises(InputError, match="new_tokens must be >= 2, got 1"):
+        overhead.Plan(out=tmp_path, new_tokens=1)
