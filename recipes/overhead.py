@@ -8,7 +8,7 @@ behind a transformers cache as long as the engine's is in the middle of the run.
 - overhead: 1 - bare forwards / step, both of the same moment; median and quartiles over steps.
 - efficiency: speedup over plain steps of the same engine, over what the bare forwards would allow.
 - plain decoding and `model.generate` take turns on the same prompts; a decoding rate is that of the tokens after the
-  first, from the median seconds of runs of many tokens less those of runs of one.
+  first, from the median of what a run of many tokens takes longer than one of one.
 
 The bare forwards pay for transformers' cache, which is copied at every step, and not for the engine's.
 """
@@ -241,18 +241,28 @@ def summary_of_decoding(rows: Sequence[Row]) -> dict[str, Any]:
     """Rates of one pair, batch size and context, and the engine's over transformers'."""
     counts = sorted({row["tokens"] for row in rows})
 
-    def middle(way: str, tokens: int) -> float:
-        return statistics.median(r["seconds"] for r in rows if r["way"] == way and r["tokens"] == tokens)
+    rounds = sorted({row["round"] for row in rows})
+
+    def taken(way: str, tokens: int) -> list[float]:
+        return [
+            row["seconds"]
+            for round_ in rounds
+            for row in rows
+            if (row["round"], row["way"], row["tokens"]) == (round_, way, tokens)
+        ]
+
+    def later_seconds(way: str) -> float:
+        return statistics.median(
+            many - one for one, many in zip(taken(way, counts[0]), taken(way, counts[1]), strict=True)
+        )
 
     ways = sorted({row["way"] for row in rows})
-    whole = {way: counts[1] / middle(way, counts[1]) for way in ways}
-    later = {way: (counts[1] - counts[0]) / (middle(way, counts[1]) - middle(way, counts[0])) for way in ways}
+    whole = {way: counts[1] / statistics.median(taken(way, counts[1])) for way in ways}
+    later = {way: (counts[1] - counts[0]) / later_seconds(way) for way in ways}
     engines = ("plain 1", "plain 2")
     best = {"whole": max(engines, key=whole.__getitem__), "later": max(engines, key=later.__getitem__)}
-    by_round = []
-    for round_ in sorted({row["round"] for row in rows}):
-        own = {r["way"]: r["seconds"] for r in rows if r["round"] == round_ and r["tokens"] == counts[1]}
-        by_round.append(own["transformers"] / own[best["whole"]])
+    pairs = zip(taken("transformers", counts[1]), taken(best["whole"], counts[1]), strict=True)
+    by_round = [theirs / ours for theirs, ours in pairs]
     return {
         **{name: rows[0][name] for name in ("pair", "batch", "context")},
         "tokens_per_second": whole,

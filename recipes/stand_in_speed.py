@@ -247,15 +247,14 @@ def run(
             for batch, temperature, questions in shuffle(jobs, len(jobs)):
                 for way in shuffle(given, len(given)):
                     made = runs[way.name](questions, temperature, round_)
-                    about = {"order": len(rows), "round": round_, "way": way.name, "batch": batch}
-                    about |= {"temperature": temperature, "prompt": "+".join(q.id for q in questions)}
-                    rows.append({**about, **made})
+                    job = {"order": len(rows), "round": round_, "way": way.name, "batch": batch}
+                    job |= {"temperature": temperature, "prompt": "+".join(q.id for q in questions)}
+                    rows.append({**job, **made})
                     file.write(json.dumps(rows[-1]) + "\n")
                     file.flush()
                     progress.advance(task)
         found = findings(rows, given, rounds)
-        about = _about(setting, model, known, dtype)
-        return Findings(tables=[about, *found.tables], panels=found.panels, claims=[])
+        return Findings(tables=[about(setting, model, known, dtype), *found.tables], panels=found.panels, claims=[])
 
     record(setting, "stand_in_speed", work, rounds=rounds, dtype=dtype, parameters=parameters)
     return (setting.out / "table.md").read_text(encoding="utf-8")
@@ -273,7 +272,8 @@ def _questions(pair: Pair, setting: Setting) -> list[Question]:
     return chosen
 
 
-def _about(setting: Setting, model: PreTrainedModel, costs: Costs, dtype: str) -> str:
+def about(setting: Setting, model: PreTrainedModel, costs: Costs, dtype: str) -> str:
+    """What was measured, and what is synthetic about it."""
     kind = (
         "**The costs are synthetic**: the target is the embedded one with neurons added whose outputs count nothing. "
         "The acceptance is that of the embedded pair, and a forward costs what the added weights cost. "
