@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,16 +35,53 @@ class Parts:
 
 
 @torch.inference_mode()
-def prefill(parts: Parts, state: Running) -> bool:
-    """Digest one more chunk of the committed tokens, all but the newest; True once nothing is left to digest."""
+def prefill(parts: Parts, state: Running, most: int | None = None) -> bool:
+    """Digest one more chunk of the committed tokens, all but the newest; True once nothing is left to digest.
+
+    Args:
+        most: Most tokens to digest, where that is fewer than a chunk.
+    """
     first = parts.target.length(state.slot)
-    chunk = state.tokens[first : min(len(state.tokens) - 1, first + PREFILL_CHUNK)]
+    size = PREFILL_CHUNK if most is None else min(most, PREFILL_CHUNK)
+    chunk = state.tokens[first : min(len(state.tokens) - 1, first + size)]
     if chunk:
         segment = Segment(slot=state.slot, tokens=torch.tensor(chunk).to(parts.target.device), logits="none")
         extension = parts.target.extend([segment], taps=parts.drafter.taps)
         parts.target.commit({state.slot: range(len(chunk))})
         parts.drafter.observe([state], [chunk], [extension.taps])
     return first + len(chunk) == len(state.tokens) - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Where a request stood before a step, so that a step that fails can be taken back.
+
+    Attributes:
+        state: The request's fields as they were; its `tokens` are the request's own list.
+        num_tokens: How many of these there were.
+    """
+
+    state: Running
+    num_tokens: int
+
+
+def mark(state: Running) -> Mark:
+    """Note where a request stands."""
+    return Mark(state=replace(state), num_tokens=len(state.tokens))
+
+
+def rewind(parts: Parts, state: Running, to: Mark) -> None:
+    """Put a request back to where it stood. The drafter opens it anew and learns its tokens again.
+
+    What the target has digested stays, unless the drafter learns from the target's hidden states: then `prefill` has
+    to show it all of them again.
+    """
+    del state.tokens[to.num_tokens :]
+    vars(state).update(vars(to.state))
+    digested = min(parts.target.length(state.slot), to.num_tokens - 1)
+    parts.target.truncate(state.slot, 0 if parts.drafter.taps else digested)
+    parts.drafter.close(state.drafter_state)
+    state.drafter_state = parts.drafter.open(state.request)
 
 
 def tokens_left(parts: Parts, state: Running) -> int:

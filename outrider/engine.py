@@ -4,13 +4,14 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from outrider.decode import Parts, prefill, step, tokens_left
+from outrider.decode import PREFILL_CHUNK, Mark, Parts, mark, prefill, rewind, step, tokens_left
 from outrider.drafters.none import NoDrafter
 from outrider.lengths.fixed import Fixed
 from outrider.text import Ending
@@ -21,7 +22,7 @@ from outrider.verifiers.match import Match
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 """A text, a list of token ids, or a list of chat messages."""
 
-FinishReason = Literal["stop", "length", "cancelled"]
+FinishReason = Literal["stop", "length", "cancelled", "error"]
 Sink = Callable[[Step], None]
 
 
@@ -33,11 +34,12 @@ class Output:
         prompt_tokens: How long the prompt was.
         text: The output's text, without special tokens, ending before a stop string.
         tokens: The output's token ids, an ending token included.
-        finish_reason: `stop` (an end token or stop string), `length` or `cancelled`.
+        finish_reason: `stop` (an end token or stop string), `length`, `cancelled` or `error`.
         accepted_per_position: How often the draft token at depth 1, 2, ... was accepted.
         seconds: From the request's admission to its last token.
         logprobs: Log-softmax of the raw target logits at each token, if asked for.
         steps: Every step, if the caller kept them.
+        error: What ended the request, where `finish_reason` is `error`. It holds on to its traceback.
     """
 
     id: str
@@ -53,6 +55,7 @@ class Output:
     seconds: float
     logprobs: list[float] | None = None
     steps: list[Step] = field(default_factory=list, repr=False)
+    error: Exception | None = None
 
     @property
     def tokens_per_second(self) -> float:
@@ -71,13 +74,19 @@ class Update:
 
 @dataclass(kw_only=True)
 class _Seat:
-    """A request in the engine; changes in place."""
+    """A request in the engine; changes in place.
+
+    Attributes:
+        ready: Whether its prompt is digested.
+        suspect: Whether it stood in a step that failed and has made none since; it makes the next one alone.
+    """
 
     request: Request
     ending: Ending
     running: Running | None = None
     admitted: float = 0.0
     ready: bool = False
+    suspect: bool = False
     num_draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -92,6 +101,8 @@ class Engine:
         eos_ids: Token ids that end an output.
         sampling: Settings of requests that bring none.
         max_slots: Most requests that run at once; further ones wait.
+        max_prefill_tokens: Most prompt tokens that one step digests, over all requests, first come first: how long
+            new prompts keep those waiting that decode.
 
     Example:
         >>> import outrider
@@ -109,12 +120,16 @@ class Engine:
         eos_ids: frozenset[int] = frozenset(),
         sampling: Sampling | None = None,
         max_slots: int = 8,
+        max_prefill_tokens: int = PREFILL_CHUNK,
     ) -> None:
+        if max_prefill_tokens < 1:
+            raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
         self.parts = parts
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.sampling = sampling or Sampling()
         self.max_slots = max_slots
+        self.max_prefill_tokens = max_prefill_tokens
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[str, _Seat] = {}
         self._warm: Running | None = None
@@ -177,22 +192,19 @@ class Engine:
         return bool(self._seats)
 
     def step(self, sink: Sink | None = None) -> list[Update]:
-        """Admit what fits, prefill a chunk of every new request, then draft, verify and commit for all ready ones."""
-        self._admit()
-        active = [seat for seat in self._seats.values() if seat.running is not None]
-        for seat in active:
-            if not seat.ready:
-                seat.ready = prefill(self.parts, _running(seat))
-        ready = [seat for seat in active if seat.ready]
-        if not ready:
-            return []
-        by_id = {seat.request.id: seat for seat in ready}
-        steps = step(
-            self.parts,
-            [_running(seat) for seat in ready],
-            keep=lambda state, tokens: by_id[state.request.id].ending.keep(tokens),
-        )
-        return [self._update(by_id[made.request], made, sink) for made in steps]
+        """Admit what fits, prefill new requests, then draft, verify and commit for all ready ones.
+
+        A request that fails ends with `finish_reason` `error`, and the others go on. What fails while several requests
+        make a step together concerns all of them: the step is taken back and each makes its next one alone, so that
+        the one at fault fails alone. The draws are those of the step that failed, so the others lose time and nothing
+        else. An interrupt takes the step back too.
+        """
+        updates = [*self._admit(), *self._prefill()]
+        ready = [seat for seat in self._seats.values() if seat.ready]
+        together = [seat for seat in ready if not seat.suspect]
+        for seats in ([together] if together else []) + [[seat] for seat in ready if seat.suspect]:
+            updates += self._advance(seats, sink)
+        return updates
 
     def cancel(self, id: str) -> Output | None:
         """End a request now; what it has emitted so far, or None if there is no such request."""
@@ -202,12 +214,12 @@ class Engine:
     def stream(self, prompt: Prompt | Request, **options: object) -> Iterator[Update]:
         """Run one request beside whatever else is active, and yield its updates as they come.
 
-        Takes the options of `add`. Leaving the loop early cancels the request.
+        Takes the options of `add`. Leaving the loop early cancels the request. What ends it by an error is raised.
         """
         id = self.add(prompt, **options)  # type: ignore[arg-type]
         try:
             while id in self._seats:
-                yield from (update for update in self.step() if update.id == id)
+                yield from (succeeded(update) for update in self.step() if update.id == id)
         finally:
             self.cancel(id)
 
@@ -231,6 +243,8 @@ class Engine:
             n: Outputs per prompt; they stand side by side. With a seed given, the k-th is drawn from a seed derived
                 from it and k, the first from the seed itself.
             progress: Called with each output as it ends.
+
+        What ends one of the requests by an error is raised, and the others are cancelled.
         """
         if isinstance(prompts, str):
             raise InputError("prompts must be a list; for one prompt give [prompt]")
@@ -257,6 +271,8 @@ class Engine:
                     steps[id] = []
             while any(id in self._seats for id in requests):
                 for update in self.step(sink=lambda made: steps.get(made.request, []).append(made)):
+                    if update.id in steps:
+                        succeeded(update)
                     if update.output is not None and update.id in steps:
                         outputs[update.id] = replace(update.output, steps=steps[update.id])
                         if progress is not None:
@@ -276,6 +292,7 @@ class Engine:
             eos_ids=self.eos_ids,
             sampling=self.sampling,
             max_slots=self.max_slots,
+            max_prefill_tokens=self.max_prefill_tokens,
         )
 
     def rest(self) -> None:
@@ -307,17 +324,32 @@ class Engine:
         if any(not text for text in request.stop):
             raise InputError("a stop string must not be empty")
 
-    def _admit(self) -> None:
+    def _admit(self) -> list[Update]:
+        failed = []
         while self._waiting and sum(seat.running is not None for seat in self._seats.values()) < self.max_slots:
-            seat = self._waiting.popleft()
+            seat = self._waiting[0]
             seat.admitted = time.perf_counter()
-            seat.running = self._resume(seat.request) or Running(
-                request=seat.request,
-                tokens=list(seat.request.prompt),
-                slot=self.parts.target.open(),
-                drafter_state=self.parts.drafter.open(seat.request),
+            try:
+                seat.running = self._resume(seat.request) or self._open(seat.request)
+            except Exception as error:
+                failed.append(self._fail(seat, error))
+            else:
+                self._waiting.popleft()
+        return failed
+
+    def _open(self, request: Request) -> Running:
+        slot = self.parts.target.open()
+        try:
+            return Running(
+                request=request,
+                tokens=list(request.prompt),
+                slot=slot,
+                drafter_state=self.parts.drafter.open(request),
                 length_state=self.parts.length.open(),
             )
+        except BaseException:
+            self.parts.target.release(slot)
+            raise
 
     def _resume(self, request: Request) -> Running | None:
         """The slot that the last request left warm, if the new prompt begins as it does; otherwise it is given back."""
@@ -331,23 +363,73 @@ class Engine:
         if shared == 0 or self.parts.drafter.taps:
             self._release(warm)
             return None
-        self.parts.target.truncate(warm.slot, shared)
-        return Running(
-            request=request,
-            tokens=list(request.prompt),
-            slot=warm.slot,
-            drafter_state=self.parts.drafter.reuse(warm.drafter_state, request, shared),
-            length_state=self.parts.length.open(),
-        )
+        try:
+            self.parts.target.truncate(warm.slot, shared)
+            return Running(
+                request=request,
+                tokens=list(request.prompt),
+                slot=warm.slot,
+                drafter_state=self.parts.drafter.reuse(warm.drafter_state, request, shared),
+                length_state=self.parts.length.open(),
+            )
+        except BaseException:
+            self._abandon(warm)
+            raise
 
-    def _update(self, seat: _Seat, made: Step, sink: Sink | None) -> Update:
+    def _prefill(self) -> list[Update]:
+        """Digest a chunk of every new prompt, first come first, `max_prefill_tokens` in all."""
+        left, failed = self.max_prefill_tokens, []
+        for seat in [seat for seat in self._seats.values() if seat.running is not None and not seat.ready]:
+            state, before = _running(seat), self.parts.target.length(_running(seat).slot)
+            try:
+                # Where nothing is left, a prompt that has nothing to digest still becomes ready.
+                seat.ready = prefill(self.parts, state, left)
+            except Exception as error:
+                failed.append(self._fail(seat, error))
+            else:
+                left -= self.parts.target.length(state.slot) - before
+        return failed
+
+    def _advance(self, seats: Sequence[_Seat], sink: Sink | None) -> list[Update]:
+        """One step of ready seats together."""
+        by_id = {seat.request.id: seat for seat in seats}
+        marks = [mark(_running(seat)) for seat in seats]
+        try:
+            steps = step(
+                self.parts,
+                [_running(seat) for seat in seats],
+                keep=lambda state, tokens: by_id[state.request.id].ending.keep(tokens),
+            )
+        except BaseException as error:
+            failed = [update for pair in zip(seats, marks, strict=True) if (update := self._take_back(*pair))]
+            if not isinstance(error, Exception):
+                raise
+            return failed or ([self._fail(seats[0], error)] if len(seats) == 1 else [])
+        updates = [self._update(by_id[made.request], made) for made in steps]
+        if sink is not None:
+            for made in steps:
+                sink(made)
+        return updates
+
+    def _take_back(self, seat: _Seat, to: Mark) -> Update | None:
+        """Put a request back to where it stood before a step that failed; its end, where even that fails."""
+        try:
+            rewind(self.parts, _running(seat), to)
+            seat.ready, seat.suspect = False, True
+            seat.ending = Ending(self.tokenizer, seat.request.stop)
+            seat.ending.keep(_running(seat).output)
+            seat.ending.take()
+        except Exception as error:
+            return self._fail(seat, error)
+        return None
+
+    def _update(self, seat: _Seat, made: Step) -> Update:
         tokens = list(made.tokens)
+        seat.suspect = False
         seat.num_draft_tokens += made.num_draft_tokens
         seat.accepted.append(made.num_accepted_tokens)
         seat.logprobs += made.logprobs or ()
         text = seat.ending.take()
-        if sink is not None:
-            sink(made)
         reason: FinishReason | None = None
         if seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
             reason = "stop"
@@ -358,7 +440,10 @@ class Engine:
         text += seat.ending.finish()
         return Update(id=made.request, tokens=tokens, text=text, output=self._finish(seat, reason))
 
-    def _finish(self, seat: _Seat, reason: FinishReason) -> Output:
+    def _fail(self, seat: _Seat, error: Exception) -> Update:
+        return Update(id=seat.request.id, tokens=[], text="", output=self._finish(seat, "error", error))
+
+    def _finish(self, seat: _Seat, reason: FinishReason, error: Exception | None = None) -> Output:
         """Take a request out. The last one to leave keeps its slot warm for a prompt that continues it."""
         del self._seats[seat.request.id]
         tokens: list[int] = []
@@ -366,11 +451,14 @@ class Engine:
             self._waiting.remove(seat)
         else:
             tokens = seat.running.output
-            if self._seats or self._warm is not None:
+            if error is not None:
+                self._abandon(seat.running)
+            elif self._seats or self._warm is not None:
                 self._release(seat.running)
             else:
                 self._warm = seat.running
-        seat.ending.finish()
+        if error is None:
+            seat.ending.finish()
         deepest = max(seat.accepted, default=0)
         return Output(
             id=seat.request.id,
@@ -385,11 +473,26 @@ class Engine:
             block_efficiency=len(tokens) / max(1, len(seat.accepted)),
             seconds=time.perf_counter() - seat.admitted if seat.running is not None else 0.0,
             logprobs=seat.logprobs if seat.request.logprobs else None,
+            error=error,
         )
 
     def _release(self, running: Running) -> None:
         self.parts.target.release(running.slot)
         self.parts.drafter.close(running.drafter_state)
+
+    def _abandon(self, running: Running) -> None:
+        """Release what can be released; the error that comes first is the one to report."""
+        with suppress(Exception):
+            self.parts.target.release(running.slot)
+        with suppress(Exception):
+            self.parts.drafter.close(running.drafter_state)
+
+
+def succeeded(update: Update) -> Update:
+    """The update, unless an error ended its request: that is raised."""
+    if update.output is not None and update.output.error is not None:
+        raise update.output.error
+    return update
 
 
 def _running(seat: _Seat) -> Running:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.decode import Parts
+from outrider.decode import PREFILL_CHUNK, Parts
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine import Engine
 from outrider.lengths.protocol import LengthPolicy
@@ -36,6 +36,7 @@ def load(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_slots: int = 8,
     max_context: int | None = None,
+    max_prefill_tokens: int = PREFILL_CHUNK,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
     attn_implementation: str | None = None,
@@ -57,6 +58,7 @@ def load(
         tokenizer: By default the one beside the target.
         max_slots: Most requests at once.
         max_context: Longest context in tokens; by default the model's own, or what fits in memory.
+        max_prefill_tokens: Most prompt tokens that one step digests, over all requests.
         device: By default the GPU where there is one.
         dtype: By default the weights' own.
         attn_implementation: `sdpa` or `eager`; by default transformers' choice.
@@ -136,6 +138,7 @@ def load(
         eos_ids=_eos_ids(model),
         sampling=_default_sampling(model),
         max_slots=max_slots,
+        max_prefill_tokens=max_prefill_tokens,
     )
 
 

@@ -19,6 +19,7 @@ from outrider.verifiers.recursive import Recursive
 
 LENGTHS = (1, 4, 8, 16)
 """Draft lengths that are timed."""
+BISECTIONS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,40 @@ class Costs:
 
     draft: float
     token: float
+
+    def speedup(self, acceptance: float, length: int) -> float:
+        r"""Tokens per second over plain decoding, $(1 + a + \ldots + a^\gamma) / (1 + \gamma (c + v))$.
+
+        It takes every token of a chain to be accepted with the same chance, independently.
+
+        Example:
+            >>> Costs(draft=0.1, token=0.0).speedup(0.5, 2)
+            1.4583333333333335
+
+        References:
+            Leviathan et al. 2023, section 3.3. https://arxiv.org/abs/2211.17192
+        """
+        tokens = sum(acceptance**depth for depth in range(length + 1))
+        return tokens / (1 + length * (self.draft + self.token))
+
+    def best_length(self, acceptance: float, lengths: Sequence[int]) -> int:
+        """The length of the largest speedup."""
+        return max(lengths, key=lambda length: self.speedup(acceptance, length))
+
+    def break_even(self, length: int) -> float | None:
+        """The acceptance at which a length is as fast as plain decoding; None where even 1 is not enough.
+
+        Example:
+            >>> Costs(draft=0.25, token=0.0).break_even(1)
+            0.25
+        """
+        if self.speedup(1.0, length) < 1:
+            return None
+        low, high = 0.0, 1.0
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if self.speedup(middle, length) < 1 else (low, middle)
+        return high
 
     def target(self, count: int) -> list[float]:
         """A target forward over 1, 2, ... `count` tokens."""

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from outrider import __version__
 from outrider.cli.chat import chat
+from outrider.cli.doctor import doctor
 from outrider.cli.generate import generate
 from outrider.cli.methods import methods
 from outrider.cli.prove import prove
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(chat)
 app.command()(prove)
+app.command()(doctor)
 app.command()(methods)
 
 

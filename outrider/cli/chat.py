@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.engine import Engine
+from outrider.engine import Engine, succeeded
 from outrider.types import InputError, Sampling
 
 
@@ -102,7 +102,7 @@ def _answer(engine: Engine, messages: list[dict[str, str]], settings: Sampling, 
     try:
         while output is None:
             for update in engine.step():
-                print(update.text, end="", flush=True)
+                print(succeeded(update).text, end="", flush=True)
                 output = update.output
     except KeyboardInterrupt:
         output = engine.cancel(id)

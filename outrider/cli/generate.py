@@ -14,7 +14,7 @@ from rich.table import Table
 from outrider.bench.compare import Comparison, compare
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.engine import Engine, Output, Prompt
+from outrider.engine import Engine, Output, Prompt, succeeded
 from outrider.load import ASSETS
 from outrider.proof.gate import gate
 from outrider.types import InputError, Sampling, Step
@@ -113,16 +113,21 @@ def _prompts(given: Sequence[str] | None, file: Path | None) -> list[Prompt]:
     if given:
         return list(given)
     if file is not None:
-        if not file.is_file():
-            raise InputError(f"there is no prompt file {file}; give a text file or JSON lines")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-        return read_prompts(text) if file.suffix == ".jsonl" else [text]
+        return read_file(file)
     if not sys.stdin.isatty() and (text := sys.stdin.read()):
         return [text]
     return read_prompts((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))[:1]
+
+
+def read_file(file: Path) -> list[Prompt]:
+    """Prompts of a text file, which is one, or of JSON lines."""
+    if not file.is_file():
+        raise InputError(f"there is no prompt file {file}; give a text file or JSON lines")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    return read_prompts(text) if file.suffix == ".jsonl" else [text]
 
 
 def read_prompts(text: str) -> list[Prompt]:
@@ -154,7 +159,7 @@ def _stream(
     try:
         while output is None:
             for update in engine.step(sink=steps.append):
-                print(update.text, end="", flush=True)
+                print(succeeded(update).text, end="", flush=True)
                 output = update.output
     except KeyboardInterrupt:
         output = engine.cancel(id)

@@ -3,7 +3,14 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from outrider.types import InputError
 
@@ -46,6 +53,15 @@ def open_model(
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
     return model.to(place).eval()
+
+
+def open_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """A model's config, without its weights."""
+    _exists(path)
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(f"cannot read the config of {path}: {str(error).strip().splitlines()[0]}") from error
 
 
 def open_tokenizer(

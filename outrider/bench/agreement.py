@@ -1,0 +1,285 @@
+"""How well a drafter knows its target: along a given text, into drafts of its own, and when it runs freely."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from outrider.decode import Parts, step
+from outrider.dice import Dice
+from outrider.engine import Engine
+from outrider.lengths.fixed import Fixed
+from outrider.metrics import block_efficiency, conditional_acceptance
+from outrider.trees.chain import Chain
+from outrider.types import Draft, InputError, Request, Running, Sampling, Step, Verdict
+from outrider.verifiers.match import Match
+from outrider.verifiers.protocol import Verifier, child_rows
+from outrider.verifiers.token import Token
+
+FIRST_POSITIONS = 16
+"""Positions of a text are reported in groups: so many, then as many again, then twice as many, and so on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    r"""How two kinds of rows agree: means over `count` pairs.
+
+    Attributes:
+        where: The draft depth, or the first and last position in the text.
+        alpha: $\sum_x \min(p(x), q(x))$, the chance that a token drawn from q is accepted.
+        variation: Total variation, $1 - \alpha$.
+        argmax: Share of pairs with the same likeliest token: the chance of acceptance at temperature 0.
+    """
+
+    where: str
+    count: int
+    alpha: float
+    variation: float
+    argmax: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Pairs of rows that were compared, one entry each."""
+
+    owners: Int[np.ndarray, " pairs"]
+    depths: Int[np.ndarray, " pairs"]
+    positions: Int[np.ndarray, " pairs"]
+    alpha: Float[np.ndarray, " pairs"]
+    argmax: Bool[np.ndarray, " pairs"]
+
+    def mean(self, where: str, chosen: Bool[np.ndarray, " pairs"]) -> Agreement:
+        """Means over some of them."""
+        return Agreement(
+            where=where,
+            count=int(chosen.sum()),
+            alpha=float(self.alpha[chosen].mean()),
+            variation=1 - float(self.alpha[chosen].mean()),
+            argmax=float(self.argmax[chosen].mean()),
+        )
+
+    def by_depth(self) -> list[Agreement]:
+        """Depth 1 is what follows the text itself; deeper rows stand behind tokens that the drafter drew."""
+        return [self.mean(str(depth), self.depths == depth) for depth in np.unique(self.depths).tolist()]
+
+    def by_position(self) -> list[Agreement]:
+        """Rows that follow the text itself, by where in it they stand."""
+        direct, first, size, found = self.depths == 1, 0, FIRST_POSITIONS, []
+        while (direct & (self.positions >= first)).any():
+            here = direct & (self.positions >= first) & (self.positions < first + size)
+            if here.any():
+                found.append(self.mean(f"{first}-{first + size - 1}", here))
+            first, size = first + size, max(size, first + size)
+        return found
+
+
+def compare_rows(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], positions: Int[np.ndarray, " n"]) -> Pairs:
+    """Compare the rows of target and drafter at the parent of every drafted node of chains.
+
+    Args:
+        positions: Where each request's anchor stands.
+    """
+    nodes = np.flatnonzero(draft.parents >= 0)
+    parents = draft.parents[nodes]
+    p = target_rows[torch.from_numpy(parents).to(target_rows.device)]
+    q = child_rows(draft, parents, p)
+    owners = np.searchsorted(draft.offsets, nodes, side="right") - 1
+    return Pairs(
+        owners=owners,
+        depths=draft.depths[nodes],
+        positions=positions[owners],
+        alpha=torch.minimum(p, q).sum(-1).double().cpu().numpy(),
+        argmax=(p.argmax(-1) == q.argmax(-1)).cpu().numpy(),
+    )
+
+
+def _joined(pairs: Sequence[Pairs]) -> Pairs:
+    return Pairs(**{name: np.concatenate([getattr(p, name) for p in pairs]) for name in Pairs.__dataclass_fields__})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Follow:
+    """Accepts nothing and goes on with the text: what the loop does next does not depend on the draft.
+
+    Attributes:
+        following: The text's next token, of each request; set before each step.
+        positions: Where each request's anchor stands; set before each step.
+        seen: What was compared, a step at a time.
+    """
+
+    following: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    seen: list[Pairs] = field(default_factory=list)
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if draft.rows is not None:
+            self.seen.append(compare_rows(draft, target_rows, np.array(self.positions)))
+        count = draft.num_requests
+        return Verdict(
+            paths=np.full((count, int(draft.depths.max())), -1),
+            num_accepted=np.zeros(count, dtype=np.int64),
+            next_tokens=torch.tensor(self.following).to(draft.tokens.device),
+        )
+
+
+def along_text(
+    engine: Engine,
+    texts: Sequence[Sequence[int]],
+    *,
+    num_speculative_tokens: int = 5,
+    temperature: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Pairs:
+    """Compare rows at every position of texts, and into a draft that begins there, drawn by the drafter itself.
+
+    The loop's own step runs with a rule that accepts nothing and goes on with the text, so every drafter is fed as it
+    is in use.
+
+    Args:
+        progress: Called with the number of positions that each step compared.
+
+    Raises:
+        InputError: The drafter has no rows, or no text has two tokens.
+    """
+    if engine.parts.drafter.rows != "sampled":
+        raise InputError("this drafter gives no distribution after each prefix; only its free running can be measured")
+    if not (long := [list(text) for text in texts if len(text) > 1]):
+        raise InputError("no text has two tokens; give a longer one")
+    rule = _Follow()
+    length = Fixed(num_speculative_tokens=num_speculative_tokens)
+    parts = replace(engine.parts, tree=Chain(), verifier=rule, length=length)
+    engine.rest()
+    for first in range(0, len(long), engine.max_slots):
+        some = long[first : first + engine.max_slots]
+        states: list[Running] = []
+        try:
+            for i, text in enumerate(some, first):
+                states.append(_open(parts, str(i), text, Sampling(temperature=temperature, seed=seed + i)))
+            _follow(parts, rule, states, some, progress)
+        finally:
+            for state in states:
+                parts.target.release(state.slot)
+                parts.drafter.close(state.drafter_state)
+    return _joined(rule.seen)
+
+
+def _open(parts: Parts, id: str, text: Sequence[int], sampling: Sampling) -> Running:
+    """A request that has digested nothing: the text's first token is its anchor."""
+    request = Request(id=id, prompt=(text[0],), max_new_tokens=len(text) - 1, sampling=sampling)
+    slot = parts.target.open()
+    return Running(
+        request=request,
+        tokens=[text[0]],
+        slot=slot,
+        drafter_state=parts.drafter.open(request),
+        length_state=parts.length.open(),
+    )
+
+
+def _follow(
+    parts: Parts,
+    rule: _Follow,
+    states: Sequence[Running],
+    texts: Sequence[Sequence[int]],
+    progress: Callable[[int], None] | None,
+) -> None:
+    """Feed texts token by token, all of them together, until each is at its end."""
+    while active := [i for i, state in enumerate(states) if len(state.tokens) < len(texts[i])]:
+        here = [states[i] for i in active]
+        rule.positions[:] = [len(state.tokens) - 1 for state in here]
+        rule.following[:] = [texts[i][len(states[i].tokens)] for i in active]
+        step(parts, here)
+        if progress is not None:
+            progress(len(active))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeRun:
+    """What a drafter got accepted where the target went its own way.
+
+    Attributes:
+        num_steps: Steps made.
+        num_draft_tokens: Tokens drafted.
+        num_accepted_tokens: Tokens accepted.
+        acceptance: Accepted tokens over those that were judged: behind a rejected token none is.
+        unconditional: Share of all steps in which the token at depth 1, 2, ... was accepted.
+        conditional: The same among the steps that judged it.
+        block_efficiency: Tokens per step.
+        rows: How the rows agreed at the tokens that were judged, by depth; nothing where the drafter has no rows.
+    """
+
+    num_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    acceptance: float
+    unconditional: list[float]
+    conditional: list[float]
+    block_efficiency: float
+    rows: list[Agreement]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Watched:
+    """A rule, and how the rows agreed at every token that it judged."""
+
+    rule: Verifier
+    seen: list[Pairs] = field(default_factory=list)
+
+    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        verdict = self.rule.verify(draft, target_rows, dice)
+        if draft.rows is not None:
+            pairs = compare_rows(draft, target_rows, np.zeros(draft.num_requests, dtype=np.int64))
+            judged = pairs.depths <= verdict.num_accepted[pairs.owners] + 1
+            self.seen.append(Pairs(**{name: kept[judged] for name, kept in vars(pairs).items()}))
+        return verdict
+
+
+def run_freely(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    *,
+    num_speculative_tokens: int = 5,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> FreeRun:
+    """Continue prompts with chains under token verification (matching, where the drafter has no rows).
+
+    Args:
+        progress: Called with the number of tokens of each output that ends.
+    """
+    rule = _Watched(rule=Token() if engine.parts.drafter.rows == "sampled" else Match())
+    length = Fixed(num_speculative_tokens=num_speculative_tokens)
+    engine.rest()
+    watched = Engine(
+        replace(engine.parts, tree=Chain(), verifier=rule, length=length),
+        eos_ids=engine.eos_ids,
+        max_slots=engine.max_slots,
+    )
+    samplings = [Sampling(temperature=temperature, seed=seed + i) for i in range(len(prompts))]
+    outputs = watched.generate(
+        prompts,
+        max_new_tokens=max_new_tokens,
+        sampling=samplings,
+        progress=lambda output: progress(len(output.tokens)) if progress is not None else None,
+    )
+    watched.rest()
+    steps: list[Step] = [made for output in outputs for made in output.steps]
+    drafted = max((made.num_draft_tokens for made in steps), default=0)
+    judged = sum(min(made.num_accepted_tokens + 1, made.num_draft_tokens) for made in steps)
+    accepted = sum(made.num_accepted_tokens for made in steps)
+    return FreeRun(
+        num_steps=len(steps),
+        num_draft_tokens=sum(made.num_draft_tokens for made in steps),
+        num_accepted_tokens=accepted,
+        acceptance=accepted / judged if judged else 0.0,
+        unconditional=[sum(made.num_accepted_tokens > i for made in steps) / len(steps) for i in range(drafted)],
+        conditional=conditional_acceptance(steps),
+        block_efficiency=block_efficiency(steps),
+        rows=_joined(rule.seen).by_depth() if rule.seen else [],
+    )

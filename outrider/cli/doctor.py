@@ -1,0 +1,235 @@
+"""outrider doctor: what a target can do here, whether a drafter suits it, and what the drafter is worth."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider import catalog
+from outrider.bench.agreement import Agreement
+from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
+from outrider.cli import options
+from outrider.cli.generate import read_file
+from outrider.cli.options import Setup
+from outrider.engine import Engine, Prompt
+from outrider.lm.capabilities import capabilities
+from outrider.lm.open import open_config, open_tokenizer
+from outrider.load import ASSETS, EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.types import InputError
+
+TEXT = ASSETS / "prompts.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is to be measured."""
+
+    gamma: int
+    temperature: float
+    num_tokens: int
+    rounds: int
+
+
+def doctor(
+    target: options.Target = None,
+    drafter: options.Drafter = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file, or JSON lines with `prompt` or `turns`; a few texts otherwise.")
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Length of the drafts that are measured.")] = 5,
+    temperature: Annotated[float, typer.Option(help="Of target and drafter.")] = 1.0,
+    num_tokens: Annotated[int, typer.Option(help="Most tokens of text that are read.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often costs are timed; 0 leaves them out.")] = 3,
+    batch_size: options.BatchSize = 8,
+    max_context: options.MaxContext = None,
+    device: options.Device = None,
+    dtype: options.Dtype = "auto",
+    attn_implementation: options.Attention = None,
+    revision: options.Revision = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    as_json: options.Json = False,
+) -> None:
+    """Say what works with a target; with a drafter, compare the two and measure what drafting is worth here.
+
+    Without a target, the pair that ships with Outrider is examined.
+    """
+    least = {"num_tokens": (num_tokens, 2), "temperature": (temperature, 0), "rounds": (rounds, 0)}
+    for name, (value, bound) in least.items():
+        if value < bound:
+            raise InputError(f"{name} must be >= {bound}, got {value}")
+    setup = Setup(
+        target=target,
+        drafter=drafter,
+        tree="chain",
+        verifier=None,
+        length=f"fixed:{num_speculative_tokens}",
+        allow_lossy=False,
+        device=device,
+        dtype=dtype,
+        attn_implementation=attn_implementation,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        batch_size=batch_size,
+        max_context=max_context,
+    )
+    own = target is None and drafter is None
+    chosen = f"model:path={EMBEDDED_DRAFT}" if own else drafter
+    found = _looked_at(setup, chosen)
+    if chosen is not None:
+        given = read_file(TEXT if text is None else text)
+        try:
+            engine = replace(setup, drafter=chosen).engine()
+        except InputError as error:
+            found = replace(found, refusal=str(error))
+        else:
+            plan = Plan(gamma=num_speculative_tokens, temperature=temperature, num_tokens=num_tokens, rounds=rounds)
+            found = _measured(engine, found, given, plan, quiet=as_json)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        _print(found)
+
+
+def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
+    """What configs and tokenizers say; no weights are loaded."""
+    place = setup.target or str(EMBEDDED_TARGET)
+    side = _side(place, setup.revision, setup.trust_remote_code)
+    given = None if drafter is None else catalog.make("drafter", drafter)
+    path = getattr(given, "path", None)
+    return Diagnosis(
+        capabilities=capabilities(side.config),
+        drafter=drafter,
+        aspects=None if path is None else compare_sides(side, _side(path, getattr(given, "revision", None), False)),
+    )
+
+
+def _side(path: str, revision: str | None, trust_remote_code: bool) -> Side:
+    return Side(
+        config=open_config(path, revision=revision, trust_remote_code=trust_remote_code),
+        tokenizer=open_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code),
+    )
+
+
+def _measured(
+    engine: Engine,
+    found: Diagnosis,
+    given: Sequence[Prompt],
+    plan: Plan,
+    quiet: bool,
+) -> Diagnosis:
+    """The diagnosis with measurements."""
+    if engine.tokenizer is None:
+        note = "There is no tokenizer beside the target, so no text can be measured."
+        return replace(found, notes=(note,))
+    texts = _some([engine.encode(prompt) for prompt in given], plan.num_tokens, engine)
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        tasks = {
+            "along the text": progress.add_task("along the text", total=sum(len(each) - 1 for each in texts)),
+            "free running": progress.add_task("free running", total=NEW_TOKENS * len(texts)),
+            "costs": progress.add_task("costs", total=None),
+        }
+        measured = measure(
+            engine,
+            texts,
+            num_speculative_tokens=plan.gamma,
+            temperature=plan.temperature,
+            rounds=plan.rounds,
+            progress=lambda what, count: progress.advance(tasks[what], count),
+        )
+    return replace(found, **vars(measured))
+
+
+def _some(texts: Sequence[Sequence[int]], num_tokens: int, engine: Engine) -> list[list[int]]:
+    """Texts in an order of chance until there are enough tokens, none longer than the contexts allow."""
+    limits = [engine.parts.target.max_context, engine.parts.drafter.max_context or engine.parts.target.max_context]
+    longest = min(limits) - 1
+    chosen: list[list[int]] = []
+    left = num_tokens
+    for each in random.Random(0).sample(list(texts), len(texts)):
+        if left >= 2 and len(each) >= 2:
+            chosen.append(list(each[: min(left, longest)]))
+            left -= len(chosen[-1])
+    if not chosen:
+        raise InputError("the text has fewer than two tokens; give a longer one with --text")
+    return chosen
+
+
+def _print(found: Diagnosis) -> None:
+    console = Console(highlight=False)
+    table = Table(title="the target", title_justify="left", box=None)
+    for column in ("feature", "supported", "reason"):
+        table.add_column(column, overflow="fold")
+    for each in found.capabilities:
+        table.add_row(each.feature, "yes" if each.supported else "no", each.reason)
+    console.print(table)
+    if found.aspects is not None:
+        table = Table(title="\ntarget and draft model", title_justify="left", box=None)
+        for column in ("", "target", "draft model", "same", "what a difference means"):
+            table.add_column(column, overflow="fold")
+        for aspect in found.aspects:
+            word = "yes" if aspect.same else "no"
+            table.add_row(aspect.name, aspect.target, aspect.draft, word, "" if aspect.same else aspect.means)
+        console.print(table)
+    if found.refusal is not None:
+        console.print(f"\nrefused: {found.refusal}", markup=False)
+    for note in found.notes:
+        console.print(f"\n{note}", markup=False)
+    if found.by_position is not None:
+        console.print(_agreement("\nalong the text, by position", "position", found.by_position))
+    if found.by_depth is not None:
+        console.print(_agreement("\ninto drafts that begin in the text, by depth", "depth", found.by_depth))
+    if found.free is not None:
+        free = found.free
+        table = Table(title="\nfree running, by depth", title_justify="left", box=None)
+        for column in ("depth", "accepted", "if judged", "sum min(p, q)", "same argmax"):
+            table.add_column(column, justify="right")
+        for i, share in enumerate(free.unconditional):
+            judged = f"{free.conditional[i]:.1%}" if i < len(free.conditional) else "-"
+            rows = free.rows[i] if i < len(free.rows) else None
+            alpha, argmax = ("-", "-") if rows is None else (f"{rows.alpha:.3f}", f"{rows.argmax:.1%}")
+            table.add_row(str(i + 1), f"{share:.1%}", judged, alpha, argmax)
+        console.print(table)
+        console.print(
+            f"{free.num_steps} steps, {free.num_accepted_tokens} of {free.num_draft_tokens} draft tokens accepted, "
+            f"block efficiency {free.block_efficiency:.2f}, acceptance {free.acceptance:.1%} of the judged tokens"
+        )
+    if found.by_depth and found.free is not None and found.free.rows:
+        console.print(
+            f"sum min(p, q) after what is committed: {found.by_depth[0].alpha:.3f} along the text, "
+            f"{found.free.rows[0].alpha:.3f} free running"
+        )
+    if found.worth is not None:
+        _print_worth(console, found.worth)
+
+
+def _agreement(title: str, where: str, rows: Sequence[Agreement]) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for column in (where, "pairs", "sum min(p, q)", "total variation", "same argmax"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(row.where, str(row.count), f"{row.alpha:.3f}", f"{row.variation:.3f}", f"{row.argmax:.1%}")
+    return table
+
+
+def _print_worth(console: Console, worth: Worth) -> None:
+    table = Table(title="\nspeedup by acceptance and draft length, by measured costs", title_justify="left", box=None)
+    table.add_column("acceptance", justify="right")
+    for length in LENGTHS:
+        table.add_column(str(length), justify="right")
+    for acceptance, row in worth.speedups.items():
+        measured = " (measured)" if acceptance == worth.acceptance else ""
+        table.add_row(f"{acceptance:.2f}{measured}", *(f"{row[length]:.2f}" for length in LENGTHS))
+    even = (worth.break_even[length] for length in LENGTHS)
+    table.add_row("break-even", *("never" if a is None else f"{a:.2f}" for a in even))
+    console.print(table)
+    console.print(
+        f"one drafter call costs {worth.costs.draft:.2f} target forwards, one more verified token "
+        f"{worth.costs.token:.3f}; best length now {worth.best_length}, which would give {worth.best_speedup:.2f}x"
+    )

@@ -1,0 +1,160 @@
+"""The doctor's figures are those that plain forwards give, and what cannot run is still described."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import T5Config
+
+from outrider.bench.agreement import along_text, run_freely
+from outrider.bench.costs import Costs
+from outrider.bench.doctor import Side, Worth, compare_sides, measure
+from outrider.cli.app import main
+from outrider.drafters.model import Model
+from outrider.types import InputError
+from tests.models import engine, llama, target
+from tests.test_stress import letters
+from tests.zoo import VOCAB, tiny_config
+
+wide = pytest.mark.usefixtures("float64_stays_float64")
+
+
+def texts() -> list[list[int]]:
+    dice = np.random.default_rng(0)
+    return [dice.integers(3, VOCAB, size=size).tolist() for size in (40, 9, 2, 1, 25)]
+
+
+def rows_of(num_layers: int, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return llama(num_layers)(torch.tensor([tokens]), use_cache=False).logits[0].softmax(-1)
+
+
+@wide
+def test_rows_along_a_text_are_those_of_plain_forwards():
+    found = along_text(engine("model", max_slots=2), texts(), num_speculative_tokens=3)
+    direct = found.depths == 1
+    # The last token of a text is followed by nothing, the one before it by one token: no room to draft.
+    expected = []
+    for text in texts():
+        p, q = rows_of(2, text), rows_of(1, text)
+        expected += list(zip(torch.minimum(p, q).sum(-1).tolist()[:-2], range(len(text) - 2), strict=True))
+    got = list(zip(found.alpha[direct].tolist(), found.positions[direct].tolist(), strict=True))
+    assert np.array(sorted(got)) == pytest.approx(np.array(sorted(expected)), abs=1e-6)
+    bands = found.by_position()
+    assert [band.where for band in bands] == ["0-15", "16-31", "32-63"]
+    assert sum(band.count for band in bands) == len(expected)
+    assert found.by_depth()[0].alpha == pytest.approx(np.mean([alpha for alpha, _ in expected]), abs=1e-6)
+    assert found.by_depth()[0].variation == pytest.approx(1 - found.by_depth()[0].alpha)
+
+
+@wide
+def test_a_draft_model_that_is_the_target_agrees_everywhere():
+    same = engine(Model(lm=target()))
+    found = along_text(same, texts(), num_speculative_tokens=3)
+    assert [(row.where, row.argmax) for row in found.by_depth()] == [("1", 1.0), ("2", 1.0), ("3", 1.0)]
+    assert min(row.alpha for row in found.by_depth()) > 1 - 1e-6
+    free = run_freely(same, [[3, 4], [5]], num_speculative_tokens=3, max_new_tokens=30)
+    assert free.acceptance == 1
+    assert free.conditional == [1, 1, 1]
+    assert min(row.alpha for row in free.rows) > 1 - 1e-6
+
+
+@wide
+def test_free_running_counts_what_was_judged():
+    free = run_freely(engine("model"), [[3, 4], [5]], num_speculative_tokens=3, max_new_tokens=60)
+    assert 0 < free.acceptance < 1
+    assert free.num_accepted_tokens == round(sum(free.unconditional) * free.num_steps)
+    assert free.rows[0].count >= free.rows[-1].count > 0
+    assert free.conditional[0] == pytest.approx(free.rows[0].alpha, abs=0.25)
+
+
+@wide
+def test_a_drafter_without_rows_is_measured_free_running_only():
+    found = measure(engine("ngram"), texts()[:1] * 2, rounds=0)
+    assert found.by_depth is None
+    assert "only its free running" in found.notes[0]
+    assert found.free.num_steps > 0
+    with pytest.raises(InputError, match="no distribution"):
+        along_text(engine("ngram"), texts())
+
+
+def test_break_even_is_where_the_speedup_is_one():
+    costs = Costs(draft=0.2, token=0.05)
+    worth = Worth.of(costs, 0.6)
+    for length, acceptance in worth.break_even.items():
+        assert costs.speedup(acceptance, length) == pytest.approx(1)
+    assert worth.best_speedup == max(worth.speedups[0.6].values())
+    assert Costs(draft=1.2, token=0.0).break_even(1) is None
+
+
+def test_sides_name_what_differs():
+    ours, theirs = letters(), letters()
+    theirs.add_tokens(["new"])
+    theirs.chat_template = "{{ messages }}"
+    config = tiny_config("llama")
+    sides = Side(config=config, tokenizer=ours), Side(config=tiny_config("qwen2"), tokenizer=theirs)
+    found = {aspect.name: aspect for aspect in compare_sides(*sides)}
+    assert not found["vocabulary"].same
+    assert f"1 token ids differ ({VOCAB} is None and 'new')" in found["vocabulary"].means
+    assert not found["chat template"].same
+    assert not found["added tokens"].same
+    assert found["end token"].same
+    assert found["context length"].same
+    alike = compare_sides(Side(config=config, tokenizer=ours), Side(config=config, tokenizer=ours))
+    assert all(aspect.same and not aspect.means for aspect in alike)
+
+
+def doctor(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["outrider", "doctor", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert not ended.value.code, printed.err
+    return printed.out
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> dict[str, Path]:
+    """A tiny pair, a draft model with another vocabulary, and a config that is refused, without weights."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("target", "draft", "stranger", "refused")}
+    for name, layers in (("target", 2), ("draft", 1), ("stranger", 1)):
+        llama(layers).float().save_pretrained(found[name])
+        tokenizer = letters()
+        if name == "stranger":
+            tokenizer.add_tokens(["new"])
+        tokenizer.save_pretrained(found[name])
+    T5Config().save_pretrained(found["refused"])
+    (found["target"] / "text.txt").write_text("".join(letters().convert_ids_to_tokens(texts()[0])))
+    return found
+
+
+def test_a_pair_is_diagnosed_for_programs_and_for_people(monkeypatch, capsys, places):
+    given = ["--target", str(places["target"]), "--text", str(places["target"] / "text.txt"), "--num-tokens", "30"]
+    # A draft model that is the target gets everything accepted, so that few steps are timed.
+    twin = [*given, "--drafter", f"model:path={places['target']}", "--rounds", "1"]
+    printed = doctor(monkeypatch, capsys, *given, "--drafter", f"model:path={places['draft']}", "--rounds", "0")
+    assert "into drafts that begin in the text, by depth" in printed
+    assert "free running, by depth" in printed
+    found = json.loads(doctor(monkeypatch, capsys, *twin, "--json"))
+    assert found["capabilities"][0]["supported"]
+    assert found["refusal"] is None
+    assert sum(row["count"] for row in found["by_position"]) == 28
+    assert found["by_depth"][0]["variation"] == pytest.approx(1 - found["by_depth"][0]["alpha"])
+    assert found["worth"]["costs"]["draft"] > 0
+    assert set(found["free"]["rows"][0]) == {"where", "count", "alpha", "variation", "argmax"}
+
+
+def test_a_refused_target_and_a_refused_pair_are_described(monkeypatch, capsys, places):
+    printed = doctor(monkeypatch, capsys, "--target", str(places["refused"]), "--json")
+    [first, *_] = json.loads(printed)["capabilities"]
+    assert not first["supported"]
+    assert "no causal language model" in first["reason"]
+    assert " no " in doctor(monkeypatch, capsys, "--target", str(places["refused"]))
+    given = ["--target", str(places["target"]), "--drafter", f"model:path={places['stranger']}"]
+    found = json.loads(doctor(monkeypatch, capsys, *given, "--json"))
+    assert "another vocabulary" in found["refusal"]
+    assert found["by_depth"] is None
+    assert "refused: " in doctor(monkeypatch, capsys, *given)

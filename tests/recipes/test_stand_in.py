@@ -1,0 +1,152 @@
+"""The stand-in says what the embedded target says; its measurements run and add up."""
+
+import inspect
+import json
+import statistics
+
+import pytest
+import torch
+
+import outrider
+from outrider import InputError, Sampling, catalog
+from outrider.bench.costs import Costs
+from outrider.lm.open import open_model
+from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from recipes import overhead, stand_in, stand_in_speed
+from recipes.trial import Setting
+
+TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A stand-in of 30 million parameters."""
+    return stand_in.build(tmp_path_factory.mktemp("stand_in"), 30_000_000)
+
+
+def logits(place: str, dtype: str) -> torch.Tensor:
+    model = open_model(place, dtype=dtype, device="cpu")
+    tokens = torch.tensor([outrider.load().encode(TEXT)])
+    with torch.no_grad():
+        return model(tokens).logits[0].double()
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float64", 1e-12), ("float32", 1e-5), ("bfloat16", 2e-2)])
+def test_the_stand_in_computes_the_embedded_target(place, dtype, close):
+    ours, theirs = logits(str(place), dtype), logits(str(EMBEDDED_TARGET), dtype)
+    span = float(theirs.max() - theirs.min())
+    assert float((ours - theirs).abs().max()) < close * span
+    if dtype != "bfloat16":
+        assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+def test_the_stand_in_costs_its_parameters_and_loads_with_its_tokenizer(place):
+    model = open_model(str(place), device="cpu")
+    assert stand_in.num_parameters(model) == pytest.approx(30e6, rel=0.02)
+    assert all(float(layer.mlp.gate_proj.weight.detach()[896:].float().std()) > 0.01 for layer in model.model.layers)
+    engine = outrider.load(place, drafter=f"model:path={EMBEDDED_DRAFT}", dtype="float32")
+    own = outrider.load(dtype="float32")
+    greedy = Sampling(temperature=0)
+    [ours], [theirs] = (e.generate([TEXT], max_new_tokens=12, sampling=greedy) for e in (engine, own))
+    assert ours.tokens == theirs.tokens
+
+
+def test_fewer_parameters_than_there_are_cannot_be_had():
+    with pytest.raises(InputError, match="at least the 15"):
+        stand_in.width_for(open_model(str(EMBEDDED_TARGET), device="cpu"), 10_000_000)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """The gate remembers nothing beyond the test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
+    # One layer, which the test can afford, drafts for itself.
+    setting = Setting(out=tmp_path / "out", target=str(EMBEDDED_DRAFT), num_prompts=2, max_new_tokens=6, threads=1)
+    text = stand_in_speed.run(
+        setting,
+        rounds=2,
+        batch_sizes=(1, 2),
+        temperatures=(0.0,),
+        dtype="float32",
+        lengths=(2,),
+        others=stand_in_speed.OTHERS[:1],
+        costs=Costs(draft=0.2, token=0.02),
+    )
+    rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
+    names = {row["way"] for row in rows}
+    assert names == {*(way.name for way in stand_in_speed.PLAIN), "chain of 2", "planned chain", "suffix"}
+    assert len(rows) == 2 * (2 + 1) * len(names)
+    assert {row["tokens"] for row in rows} == {6, 12}
+    # Greedy in float32: all ways say the same.
+    for prompt in {row["prompt"] for row in rows}:
+        assert len({row["digest"] for row in rows if row["prompt"] == prompt}) == 1
+    assert "synthetic" not in text
+    assert text.count("| suffix | ") == 2
+    for name in names - {"transformers"}:
+        seconds = [
+            statistics.median(row["seconds"] for row in rows if row["way"] == name and row["prompt"] == prompt)
+            for prompt in {row["prompt"] for row in rows if row["batch"] == 1}
+        ]
+        assert f"| {name} | {12 / sum(seconds):.1f} |" in text
+    assert (setting.out / "plot.svg").stat().st_size > 1000
+
+
+def test_the_report_on_the_stand_in_says_that_its_costs_are_synthetic(tmp_path, place):
+    model, costs = open_model(str(place), device="cpu"), Costs(draft=0.2, token=0.02)
+    assert "costs are synthetic" in stand_in_speed.about(Setting(out=tmp_path), model, costs, "bfloat16")
+    own = Setting(out=tmp_path, target=str(place))
+    assert "synthetic" not in stand_in_speed.about(own, model, costs, "bfloat16")
+
+
+def test_a_batch_larger_than_the_prompts_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"in 1\.\.2"):
+        stand_in_speed.run(Setting(out=tmp_path / "out", num_prompts=2), batch_sizes=(1, 8))
+
+
+def test_every_way_is_one_that_the_catalog_reads():
+    for way in stand_in_speed.ways(Costs(draft=0.1, token=0.01)):
+        catalog.make("tree", way.tree)
+        catalog.make("length", way.length)
+
+
+def test_overhead_is_what_the_rows_say(tmp_path):
+    plan = overhead.Plan(
+        out=tmp_path / "out",
+        batch_sizes=(1, 2),
+        context=16,
+        steps=3,
+        repeats=1,
+        contexts=(12,),
+        new_tokens=3,
+        parameters=17_000_000,
+        threads=1,
+    )
+    summary = overhead.run(plan, pairs=("stand-in",))
+    rows = [json.loads(line) for line in (plan.out / "rows.jsonl").read_text().splitlines()]
+    assert [each["batch"] for each in summary["steps"]] == [1, 2]
+    for each in summary["steps"]:
+        own = [row for row in rows if row["phase"] == "steps" and row["batch"] == each["batch"]]
+        assert 0 < len(own) <= 3
+        middle = statistics.median(1 - row["bare"] / row["step"] for row in own)
+        assert each["overhead"]["median"] == pytest.approx(middle)
+        calls = each["v"] + each["c"] * overhead.GAMMA
+        plain = each["seconds"][each["plain"]]["median"] / each["seconds"]["step"]["median"]
+        assert each["efficiency"] == pytest.approx(plain * calls)
+    [one, two] = summary["decoding"]
+    assert (one["batch"], two["batch"]) == (1, 2)
+    timed = [row for row in rows if row["phase"] == "decoding" and row["batch"] == 2]
+    assert len(timed) == 2 * 3
+    many = [row["seconds"] for row in timed if row["way"] == "transformers" and row["tokens"] == 6]
+    assert two["tokens_per_second"]["transformers"] == pytest.approx(6 / statistics.median(many))
+    assert "The stand-in's costs are synthetic" in (plan.out / "table.md").read_text()
+
+
+def test_compiling_is_refused_where_engines_cannot_be_compiled(tmp_path):
+    if "compile" not in inspect.signature(outrider.load).parameters:
+        with pytest.raises(InputError, match="cannot be compiled"):
+            overhead.Plan(out=tmp_path, compile=True)
+    with pytest.raises(InputError, match="new_tokens must be >= 2, got 1"):
+        overhead.Plan(out=tmp_path, new_tokens=1)

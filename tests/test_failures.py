@@ -1,0 +1,207 @@
+"""Requests that fail end with an error; the others lose a step and nothing else, and nothing leaks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.drafters.none import Silent
+from outrider.drafters.protocol import Drafter
+from outrider.engine import Engine, Output
+from outrider.types import Frontier, Guess, Request, Running, Sampling
+from tests.models import drafter_of, engine
+from tests.test_engine import free_slots, tokens_of
+
+pytestmark = pytest.mark.usefixtures("float64_stays_float64")
+
+CALLS = ("open", "begin", "expand", "commit", "observe")
+
+
+class Broken(Exception):
+    """What the tests let drafters raise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failing(Silent):
+    """Passes everything on, and raises at the calls that `when` names: the method, and how often it was called."""
+
+    inner: Drafter
+    when: set[tuple[str, int]]
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CALLS, 0))
+    error: type[BaseException] = Broken
+
+    @property
+    def rows(self):
+        return self.inner.rows
+
+    def _call(self, name: str) -> None:
+        self.counts[name] += 1
+        if (name, self.counts[name]) in self.when:
+            raise self.error(f"{name} {self.counts[name]}")
+
+    def open(self, request: Request) -> object:
+        self._call("open")
+        return self.inner.open(request)
+
+    def begin(self, states: Sequence[Running]) -> Guess:
+        self._call("begin")
+        return self.inner.begin(states)
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        self._call("expand")
+        return self.inner.expand(states, frontier)
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        self._call("commit")
+        self.inner.commit(states, paths)
+
+    def observe(
+        self,
+        states: Sequence[Running],
+        tokens: Sequence[Sequence[int]],
+        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
+    ) -> None:
+        self._call("observe")
+        self.inner.observe(states, tokens, taps)
+
+    def reuse(self, state: object, request: Request, length: int) -> object:
+        return self.inner.reuse(state, request, length)
+
+    def close(self, state: object) -> None:
+        self.inner.close(state)
+
+
+def requests(count: int = 4) -> list[Request]:
+    return [
+        Request(id=str(i), prompt=(3 + i, 9, 4, 9, 4), max_new_tokens=12, sampling=Sampling(temperature=1.0, seed=i))
+        for i in range(count)
+    ]
+
+
+def run(busy: Engine, these: Sequence[Request]) -> dict[str, Output]:
+    for request in these:
+        busy.add(request)
+    found = {}
+    while busy.busy:
+        found |= {update.id: update.output for update in busy.step() if update.output is not None}
+    return found
+
+
+def inner_slots(busy: Engine) -> list[int]:
+    if isinstance(busy.parts.drafter, Failing):
+        busy.rest()
+        busy.parts = replace(busy.parts, drafter=busy.parts.drafter.inner)
+    return free_slots(busy)
+
+
+@pytest.mark.parametrize("call", ["begin", "expand", "commit", "observe"])
+@pytest.mark.parametrize("drafter", ["model", "ngram"])
+def test_a_drafter_that_raises_once_in_a_batch_changes_no_output(drafter, call):
+    expected = tokens_of(run(engine(drafter), requests()))
+    # The first calls of observe belong to one prompt each.
+    at = 6 if call == "observe" else 2
+    busy = engine(Failing(inner=drafter_of(drafter), when={(call, at)}))
+    outputs = run(busy, requests())
+    assert busy.parts.drafter.counts[call] > at
+    assert {output.finish_reason for output in outputs.values()} == {"length"}
+    assert tokens_of(outputs) == expected
+    assert inner_slots(busy) == [8] * (2 if drafter == "model" else 1)
+
+
+def test_only_the_request_at_fault_ends_and_says_why():
+    def explode(ids: Tensor, scores: Tensor) -> Tensor:
+        if ids.shape[1] > 9:
+            raise Broken("too long for me")
+        return scores
+
+    these = requests()
+    expected = tokens_of(run(engine("model"), these))
+    these[2] = replace(these[2], sampling=replace(these[2].sampling, processors=(explode,)))
+    busy = engine("model")
+    outputs = run(busy, these)
+    assert [output.finish_reason for _, output in sorted(outputs.items())] == ["length", "length", "error", "length"]
+    assert isinstance(outputs["2"].error, Broken)
+    assert 0 < len(outputs["2"].tokens) <= 5
+    assert outputs["2"].tokens == expected["2"][: len(outputs["2"].tokens)]
+    assert {id: tokens for id, tokens in tokens_of(outputs).items() if id != "2"} == {
+        id: tokens for id, tokens in expected.items() if id != "2"
+    }
+    assert free_slots(busy) == [8, 8]
+
+
+def test_a_request_that_cannot_be_opened_or_prefilled_ends_and_frees_its_slot():
+    busy = engine(Failing(inner=drafter_of("model"), when={("open", 2), ("observe", 3)}))
+    outputs = run(busy, requests())
+    assert [output.finish_reason for _, output in sorted(outputs.items())] == ["length", "error", "length", "error"]
+    assert [output.num_steps for _, output in sorted(outputs.items()) if output.error] == [0, 0]
+    assert inner_slots(busy) == [8, 8]
+
+
+def test_generate_and_stream_raise_what_ended_a_request_and_leave_the_engine_usable():
+    busy = engine(Failing(inner=drafter_of("model"), when={("begin", 2), ("begin", 6)}))
+    with pytest.raises(Broken, match="begin 2"):
+        busy.generate([[3, 4, 5]], max_new_tokens=20)
+    assert not busy.busy
+    with pytest.raises(Broken, match="begin 6"):
+        list(busy.stream([3, 4, 5], max_new_tokens=60))
+    assert len(busy.generate([[3, 4, 5]], max_new_tokens=20)[0].tokens) == 20
+    assert inner_slots(busy) == [8, 8]
+
+
+@pytest.mark.parametrize("call", ["begin", "commit", "observe"])
+def test_an_interrupted_step_is_taken_back(call):
+    expected = tokens_of(run(engine("model"), requests()))
+    at = 6 if call == "observe" else 2
+    busy = engine(Failing(inner=drafter_of("model"), when={(call, at)}, error=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        run(busy, requests())
+    outputs = run(busy, [])
+    assert tokens_of(outputs) == expected
+    assert inner_slots(busy) == [8, 8]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listener(Silent):
+    """Wants hidden states, and keeps which tokens it has heard of."""
+
+    inner: Drafter = field(default_factory=lambda: drafter_of("ngram"))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return (1,)
+
+    def open(self, request: Request) -> list[int]:
+        return []
+
+    def begin(self, states: Sequence[Running]) -> Guess:
+        for state in states:
+            assert state.drafter_state == state.tokens[:-1], state.request.id
+        return Guess(tokens=torch.tensor([3] * len(states)).numpy())
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        return Guess(tokens=torch.full((len(frontier.nodes),), 4).numpy())
+
+    def observe(
+        self,
+        states: Sequence[Running],
+        tokens: Sequence[Sequence[int]],
+        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
+    ) -> None:
+        for state, said in zip(states, tokens, strict=True):
+            state.drafter_state.extend(said)
+
+
+def test_a_drafter_that_reads_the_target_is_shown_everything_again_after_a_failure():
+    @dataclass(frozen=True, kw_only=True)
+    class FailingListener(Failing):
+        @property
+        def taps(self) -> tuple[int, ...]:
+            return (1,)
+
+    busy = engine(FailingListener(inner=Listener(), when={("commit", 3)}))
+    outputs = run(busy, requests())
+    assert {output.finish_reason for output in outputs.values()} == {"length"}
+    assert tokens_of(outputs) == tokens_of(run(engine(Listener()), requests()))
