@@ -19,6 +19,7 @@ Verifier = Annotated[
     str | None, typer.Option(help="Which draft tokens survive; by default the best lossless rule for the tree.")
 ]
 Length = Annotated[str | None, typer.Option(help="When to stop drafting, such as fixed:5.")]
+Decoding = Annotated[str, typer.Option(help="step, or pearl to draft and verify at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default the GPU where there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.")]
 Attention = Annotated[str | None, typer.Option("--attn-implementation", help="sdpa or eager.")]
@@ -49,6 +50,7 @@ class Setup:
     tree: str
     verifier: str | None
     length: str | None
+    decoding: str
     allow_lossy: bool
     device: str | None
     dtype: str
@@ -67,6 +69,7 @@ class Setup:
             tree=self.tree,
             verifier=self.verifier,
             length=self.length,
+            decoding=self.decoding,
             allow_lossy=self.allow_lossy,
             device=self.device,
             dtype=self.dtype,

@@ -43,6 +43,7 @@ def prove(
     tree: options.Tree = "chain",
     verifier: options.Verifier = None,
     length: options.Length = None,
+    decoding: options.Decoding = "step",
     allow_lossy: options.AllowLossy = False,
     num_draws: Annotated[int, typer.Option(help="Sequences to draw for the chi-square test; 0 leaves it out.")] = 1000,
     temperature: Annotated[float, typer.Option(help="Temperature of the chi-square test, above 0.")] = 0.7,
@@ -69,6 +70,7 @@ def prove(
         tree=tree,
         verifier=verifier,
         length=length,
+        decoding=decoding,
         allow_lossy=allow_lossy,
         device=device,
         dtype=dtype,
@@ -125,6 +127,7 @@ def _law_error(engine: Engine) -> float:
         tree=SMALL.get(parts.tree.structure, parts.tree),
         verifier=parts.verifier,
         length=parts.length,
+        decoding=parts.decoding,
     )
     prompt = [token % vocab for token in (0, 1, 2, 0, 1, 2, 0, 1)]
     if shared:
