@@ -90,60 +90,43 @@ class Pearl:
         """
         clock = Clock(self._now)
         drafters, verifiers = (dice or _dice(states) for _ in range(2))
-        shadows = [replace(s, tokens=[*s.tokens, *_ahead(s)]) for s in states]
+        shadows = [replace(s, tokens=[*s.tokens, *s.ahead.tokens]) for s in states]
         draft = functools.partial(_draft, parts, shadows, drafters, self._now)
         read = functools.partial(_read, parts, states, clock)
         if dice is None and self.clock == "real":
             drafted, reading = _at_once(self._worker, draft, read, clock, _device(parts))
         else:
             drafted, reading = _in_turn(draft, read, clock, parts.target.device)
-        blocks = [s.ahead or fresh.first for s, fresh in zip(states, drafted.fresh, strict=True)]
+        blocks = [s.ahead if s.ahead.tokens else new.part(slice(1)) for s, new in zip(states, drafted.new, strict=True)]
         judged = _packed([s.tokens[-1] for s in states], blocks, parts.target.device)
         verdict = parts.verifier.verify(judged, _with_leaves(judged, reading.rows), verifiers)
-        following = verdict.next_tokens.tolist()
+        counts, following = verdict.num_accepted.tolist(), verdict.next_tokens.tolist()
         clock.lap("verify")
-        outcomes = []
-        for i, (state, block) in enumerate(zip(states, blocks, strict=True)):
-            tokens, accepted = () if block is None else block.tokens, int(verdict.num_accepted[i])
-            full = [*tokens[:accepted], *([] if 0 < len(tokens) == accepted else [following[i]])]
-            emitted = cut(parts, state, full, keep)
-            survives = 0 < len(tokens) == accepted == len(emitted)
-            outcomes.append(_Outcome(tokens=emitted, judged=len(tokens), accepted=accepted, survives=survives))
-        logprobs = [
-            _log_probabilities(s, reading, i, outcome.tokens)
-            for i, (s, outcome) in enumerate(zip(states, outcomes, strict=True))
+        outcomes = [
+            _outcome(parts, state, new, counts[i], following[i], keep)
+            for i, (state, new) in enumerate(zip(states, drafted.new, strict=True))
         ]
-        parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
-        whole = [f.numbers if o.survives else [] for f, o in zip(drafted.fresh, outcomes, strict=True)]
-        parts.drafter.commit(shadows, whole)
-        steps = []
-        for i, (state, fresh, outcome) in enumerate(zip(states, drafted.fresh, outcomes, strict=True)):
-            left = fresh if state.ahead else fresh.rest
-            if state.ahead and not outcome.survives:
-                reached = len(state.tokens) + len(outcome.tokens) - 1
-                state.drafter_state = parts.drafter.reuse(state.drafter_state, state.request, reached)
-            state.tokens.extend(outcome.tokens)
-            state.ahead = left.ahead if outcome.survives else None
-            state.num_steps += 1
-            steps.append(
-                Step(
-                    request=state.request.id,
-                    num_draft_tokens=outcome.judged + (0 if outcome.survives else len(left.tokens)),
-                    num_accepted_tokens=outcome.accepted,
-                    tokens=tuple(outcome.tokens),
-                    timing=clock.timing,
-                    num_requests=len(states),
-                    logprobs=logprobs[i],
-                )
+        logprobs = [_log_probabilities(s, reading, i, outcomes[i].tokens) for i, s in enumerate(states)]
+        steps = [
+            Step(
+                request=state.request.id,
+                num_draft_tokens=outcome.settled,
+                num_accepted_tokens=count,
+                tokens=tuple(outcome.tokens),
+                timing=clock.timing,
+                num_requests=len(states),
+                logprobs=said,
             )
-            state.length_state = parts.length.update(state.length_state, steps[-1])
-        known = [s.tokens[-len(o.tokens) - 1 : -1] for s, o in zip(states, outcomes, strict=True)]
-        parts.drafter.observe(states, known, [{} for _ in states])
+            for state, outcome, count, said in zip(states, outcomes, counts, logprobs, strict=True)
+        ]
+        _commit(parts, states, shadows, drafted.new, outcomes)
+        for state, made in zip(states, steps, strict=True):
+            state.length_state = parts.length.update(state.length_state, made)
         clock.lap("commit")
         return steps
 
 
-def balanced_length(parts: Parts, rounds: int = 5) -> int:
+def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = time.perf_counter) -> int:
     r"""How many tokens the drafter drafts in the time of one target forward, $\lceil t_p / t_q \rceil$, from 2 to 16.
 
     Medians of a few steps on an arbitrary prompt, after one that warms up.
@@ -152,7 +135,7 @@ def balanced_length(parts: Parts, rounds: int = 5) -> int:
         Liu et al. 2024, section 4.3. https://arxiv.org/abs/2408.11850
     """
     length = 4
-    parts = replace(parts, length=Fixed(num_speculative_tokens=length), decoding=Pearl(clock="simulated"))
+    parts = replace(parts, length=Fixed(num_speculative_tokens=length), decoding=Pearl(clock="simulated", _now=now))
     prompt = tuple(token % parts.target.vocab_size for token in [*range(1, 9), *range(1, 9)])[
         : parts.target.max_context // 2
     ]
@@ -178,45 +161,14 @@ def balanced_length(parts: Parts, rounds: int = 5) -> int:
     target, drafter = (
         statistics.median(getattr(t, part) for t in timings[1:] or timings) for part in ("target", "drafter")
     )
-    return min(max(2, math.ceil(target * length / drafter)), LONGEST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Fresh:
-    """What the drafter made of one request during a step, on the target's device.
-
-    Attributes:
-        rows: The row that each token was drawn from; None where they were chosen.
-    """
-
-    tokens: tuple[int, ...]
-    rows: Float[Tensor, "n vocab"] | None
-
-    @property
-    def numbers(self) -> list[int]:
-        """What the drafter knows the tokens by."""
-        return list(range(1, len(self.tokens) + 1))
-
-    @property
-    def ahead(self) -> Ahead | None:
-        return Ahead(tokens=self.tokens, rows=self.rows) if self.tokens else None
-
-    @property
-    def first(self) -> Ahead | None:
-        """The first token, which a pre-verify judges."""
-        return replace(self, tokens=self.tokens[:1], rows=None if self.rows is None else self.rows[:1]).ahead
-
-    @property
-    def rest(self) -> "_Fresh":
-        """All tokens but the first."""
-        return replace(self, tokens=self.tokens[1:], rows=None if self.rows is None else self.rows[1:])
+    return min(max(2, math.ceil(target * length / max(drafter, 1e-9))), LONGEST)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Drafted:
     """The drafter's side: what it made of each request, and in how many seconds."""
 
-    fresh: list[_Fresh]
+    new: list[Ahead]
     seconds: float
 
 
@@ -241,15 +193,15 @@ class _Outcome:
 
     Attributes:
         tokens: What it emits.
-        judged: Draft tokens that were judged.
-        accepted: How many of them were accepted.
-        survives: Whether what was drafted behind them is still of use.
+        settled: Draft tokens that were judged or thrown away.
+        survives: Whether all that was judged is emitted, so that what was drafted behind it is of use.
+        ahead: What is of use of it.
     """
 
     tokens: list[int]
-    judged: int
-    accepted: int
+    settled: int
     survives: bool
+    ahead: Ahead
 
 
 @torch.inference_mode()
@@ -258,20 +210,20 @@ def _draft(parts: Parts, shadows: Sequence[Running], dice: Dice, now: Callable[[
     began = now()
     rooms = [_room(parts, shadow) for shadow in shadows]
     draft = grow(parts.drafter, parts.tree, parts.length, shadows, rooms, dice, _device(parts))
-    tokens, fresh = draft.tokens.tolist(), []
+    tokens, new = draft.tokens.tolist(), []
     for first, end in zip(draft.offsets[:-1].tolist(), draft.offsets[1:].tolist(), strict=True):
         at, rows = draft.row_of[first : end - 1], None
         if draft.rows is not None and len(at):
-            everything = len(at) == len(draft.rows)
-            rows = draft.rows if everything else draft.rows[torch.from_numpy(at).to(draft.rows.device)]
-        fresh.append(_Fresh(tokens=tuple(tokens[first + 1 : end]), rows=rows))
-    return _Drafted(fresh=fresh, seconds=now() - began)
+            alone = len(at) == len(draft.rows)
+            rows = draft.rows if alone else draft.rows[torch.from_numpy(at).to(draft.rows.device)]
+        new.append(Ahead(tokens=tuple(tokens[first + 1 : end]), rows=rows))
+    return _Drafted(new=new, seconds=now() - began)
 
 
 @torch.inference_mode()
 def _read(parts: Parts, states: Sequence[Running], clock: Clock) -> _Reading:
     """The target's rows after the anchors and after all tokens ahead but the last, which nothing drawn yet follows."""
-    chains = [[s.tokens[-1], *_ahead(s)[:-1]] for s in states]
+    chains = [[s.tokens[-1], *s.ahead.tokens[:-1]] for s in states]
     tokens = torch.tensor([token for chain in chains for token in chain]).to(parts.target.device, non_blocking=True)
     counts = [len(chain) for chain in chains]
     segments = [Segment(slot=s.slot, tokens=own) for s, own in zip(states, tokens.split(counts), strict=True)]
@@ -281,7 +233,7 @@ def _read(parts: Parts, states: Sequence[Running], clock: Clock) -> _Reading:
 
     def prefix(row: int) -> Prefix:
         state, depth = states[owners[row]], row - offsets[owners[row]]
-        return Prefix(prompt=state.request.prompt, output=[*state.output, *_ahead(state)[:depth]])
+        return Prefix(prompt=state.request.prompt, output=[*state.output, *state.ahead.tokens[:depth]])
 
     rows = to_rows(logits, owners, [s.request.sampling for s in states], prefix)
     clock.lap("rows")
@@ -355,10 +307,6 @@ def _dice(states: Sequence[Running]) -> PhiloxDice:
     return PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
 
 
-def _ahead(state: Running) -> tuple[int, ...]:
-    return () if state.ahead is None else state.ahead.tokens
-
-
 def _room(parts: Parts, shadow: Running) -> int:
     """Longest draft that fits behind what is committed or ahead. No bonus follows it, so it may reach the very end; one
     last token is not worth drafting, because a plain step brings it.
@@ -369,15 +317,15 @@ def _room(parts: Parts, shadow: Running) -> int:
     return room if room > 1 else 0
 
 
-def _packed(anchors: Sequence[int], blocks: Sequence[Ahead | None], device: torch.device) -> Draft:
+def _packed(anchors: Sequence[int], blocks: Sequence[Ahead], device: torch.device) -> Draft:
     """Chains of given tokens behind given anchors."""
-    chains = [[anchor, *(() if block is None else block.tokens)] for anchor, block in zip(anchors, blocks, strict=True)]
+    chains = [[anchor, *block.tokens] for anchor, block in zip(anchors, blocks, strict=True)]
     sizes = np.array([len(chain) for chain in chains])
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     depths = np.concatenate([np.arange(size) for size in sizes.tolist()])
     inner = np.ones(len(depths), dtype=bool)
     inner[offsets[1:] - 1] = False
-    drawn = [block.rows.to(device) for block in blocks if block is not None and block.rows is not None]
+    drawn = [block.rows.to(device) for block in blocks if block.rows is not None]
     return Draft(
         tokens=torch.tensor([token for chain in chains for token in chain]).to(device, non_blocking=True),
         parents=np.where(depths > 0, np.arange(len(depths)) - 1, -1),
@@ -404,6 +352,51 @@ def _with_leaves(judged: Draft, rows: Float[Tensor, "read vocab"]) -> Float[Tens
     everything = rows.new_zeros(len(read), rows.shape[1])
     everything[:, 0] = 1
     return everything.index_copy_(0, torch.from_numpy(np.flatnonzero(read)).to(rows.device), rows)
+
+
+def _outcome(
+    parts: Parts,
+    state: Running,
+    new: Ahead,
+    accepted: int,
+    following: int,
+    keep: Callable[[Running, list[int]], int] | None,
+) -> _Outcome:
+    """What the verdict leaves of the tokens ahead, or of the first of the new ones, and of the others."""
+    judged, behind = (state.ahead, new) if state.ahead.tokens else (new.part(slice(1)), new.part(slice(1, None)))
+    drafted = judged.tokens
+    whole = 0 < len(drafted) == accepted
+    tokens = cut(parts, state, [*drafted[:accepted], *(() if whole else (following,))], keep)
+    survives = whole and len(tokens) == accepted
+    return _Outcome(
+        tokens=tokens,
+        settled=len(drafted) + (0 if survives else len(behind.tokens)),
+        survives=survives,
+        ahead=behind if survives else Ahead(),
+    )
+
+
+def _commit(
+    parts: Parts,
+    states: Sequence[Running],
+    shadows: Sequence[Running],
+    new: Sequence[Ahead],
+    outcomes: Sequence[_Outcome],
+) -> None:
+    """Bring both caches and the states to where the outcomes are."""
+    parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
+    paths = [range(1, len(n.tokens) + 1) if o.survives else range(0) for n, o in zip(new, outcomes, strict=True)]
+    parts.drafter.commit(shadows, paths)
+    for state, outcome in zip(states, outcomes, strict=True):
+        if state.ahead.tokens and not outcome.survives:
+            # The drafter has taken what lay ahead for committed.
+            reached = len(state.tokens) + len(outcome.tokens) - 1
+            state.drafter_state = parts.drafter.reuse(state.drafter_state, state.request, reached)
+        state.tokens.extend(outcome.tokens)
+        state.ahead = outcome.ahead
+        state.num_steps += 1
+    known = [s.tokens[-len(o.tokens) - 1 : -1] for s, o in zip(states, outcomes, strict=True)]
+    parts.drafter.observe(states, known, [{} for _ in states])
 
 
 def _log_probabilities(

@@ -106,15 +106,19 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """Drafted tokens that follow the anchor and are not judged yet, where decoding drafts on before it verifies.
+    """A chain of drafted tokens that are not judged yet, where decoding drafts on before it verifies.
 
     Attributes:
-        tokens: Token ids, at least one.
-        rows: The row that each was REALLY drawn from; None where they were chosen.
+        tokens: Token ids.
+        rows: The row that each was REALLY drawn from; None where they were chosen, or where there are none.
     """
 
-    tokens: tuple[int, ...]
-    rows: Float[Tensor, "n vocab"] | None
+    tokens: tuple[int, ...] = ()
+    rows: Float[Tensor, "n vocab"] | None = None
+
+    def part(self, where: slice) -> "Ahead":
+        """Some of the tokens."""
+        return Ahead(tokens=self.tokens[where], rows=None if self.rows is None else self.rows[where])
 
 
 @dataclass(kw_only=True)
@@ -128,7 +132,7 @@ class Running:
         drafter_state: What the drafter's `open` returned.
         length_state: What the length policy's `open` returned.
         carried: What the verifier carries from step to step, if it does.
-        ahead: Tokens drafted beyond the anchor that the next step is to judge, if decoding drafts ahead.
+        ahead: Tokens drafted behind the anchor that the next step is to judge, if decoding drafts ahead.
         num_steps: Steps made; part of the key of every draw.
     """
 
@@ -138,7 +142,7 @@ class Running:
     drafter_state: object = None
     length_state: object = None
     carried: object = None
-    ahead: Ahead | None = None
+    ahead: Ahead = Ahead()
     num_steps: int = 0
 
     @property

@@ -121,7 +121,7 @@ class _Before:
     length: object
     carried: object
     drafted: tuple[int, ...] = ()
-    ahead: Ahead | None = field(default=None, compare=False)
+    ahead: Ahead = field(default=Ahead(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ def _before(state: Running) -> _Before:
         output=tuple(state.output),
         length=state.length_state,
         carried=state.carried,
-        drafted=() if state.ahead is None else state.ahead.tokens,
+        drafted=state.ahead.tokens,
         ahead=state.ahead,
     )
 
