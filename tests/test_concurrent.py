@@ -138,10 +138,10 @@ def test_equal_rows_emit_one_token_then_the_rest_then_whole_drafts_without_a_bon
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_greedy_output_of_a_ragged_batch_is_that_of_plain_decoding(drafter, verifier, clock):
     random = np.random.default_rng(0)
-    prompts = [random.integers(3, VOCAB, size=n).tolist() for n in (13, 1, 21)]
+    prompts = [random.integers(3, VOCAB, size=n).tolist() for n in (9, 1, 14)]
     settings = [GREEDY, replace(GREEDY, repetition_penalty=1.3), replace(GREEDY, frequency_penalty=0.5)]
     both = [
-        made.generate(prompts, max_new_tokens=20, sampling=settings)
+        made.generate(prompts, max_new_tokens=16, sampling=settings)
         for made in (engine("none", max_slots=2), pearl(drafter, verifier, clock, max_slots=2))
     ]
     assert [output.tokens for output in both[1]] == [output.tokens for output in both[0]]
@@ -150,7 +150,7 @@ def test_greedy_output_of_a_ragged_batch_is_that_of_plain_decoding(drafter, veri
 
 @exactly
 def test_both_clocks_give_the_same_text_for_twenty_seeds_in_ragged_batches():
-    real, simulated = (pearl("model", "block", clock, max_slots=2) for clock in CLOCKS)
+    real, simulated = (pearl("model", "block", clock, max_slots=3) for clock in CLOCKS)
     for seed in range(20):
         random = np.random.default_rng(seed)
         prompts = [random.integers(3, VOCAB, size=n).tolist() for n in random.integers(1, 12, size=3)]
@@ -159,7 +159,7 @@ def test_both_clocks_give_the_same_text_for_twenty_seeds_in_ragged_batches():
             Sampling(temperature=1.2, top_p=0.9, repetition_penalty=1.2, seed=seed + 2),
             Sampling(temperature=0.0, seed=seed + 3),
         ]
-        asked = {"max_new_tokens": 7, "sampling": settings}
+        asked = {"max_new_tokens": 6, "sampling": settings}
         ours, theirs = (used.generate(prompts, **asked) for used in (real, simulated))
         assert [o.tokens for o in ours] == [o.tokens for o in theirs], seed
         counts = [
@@ -257,7 +257,7 @@ def test_a_stop_string_ends_the_text_where_plain_decoding_ends_it():
 @exactly
 def test_a_prompt_that_continues_the_last_text_is_as_in_a_cold_engine():
     warm, cold = pearl(), pearl()
-    for most in (5, 6, 7, 8):
+    for most in (5, 6, 7):
         [first] = warm.generate([PROMPT], max_new_tokens=most, sampling=DRAWN)
         prompt = [*PROMPT, *first.tokens, 7, 8]
         [again] = warm.generate([prompt], max_new_tokens=12, sampling=DRAWN)
