@@ -4,7 +4,7 @@ Between two steps of a request, tokens may lie *ahead* of its anchor: drafted, n
 are none, a step is a *pre-verify*: the target reads the anchor while the drafter drafts, and the first drafted token is
 judged as soon as both are done. While there are some, it is a *post-verify*: the target reads them while the drafter
 drafts on behind them, as if all were accepted. Where all are, they are emitted without a bonus token, and what was
-drafted meanwhile lies ahead. Every other step throws away what was drafted behind the rejected token.
+drafted meanwhile lies ahead. Where one is rejected, what was drafted behind it is thrown away.
 """
 
 import functools
@@ -136,9 +136,8 @@ def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = ti
     """
     length = 4
     parts = replace(parts, length=Fixed(num_speculative_tokens=length), decoding=Pearl(clock="simulated", _now=now))
-    prompt = tuple(token % parts.target.vocab_size for token in [*range(1, 9), *range(1, 9)])[
-        : parts.target.max_context // 2
-    ]
+    phrase = [token % parts.target.vocab_size for token in range(1, 9)]
+    prompt = tuple(2 * phrase)[: parts.target.max_context // 2]
     request = Request(id="balance", prompt=prompt, max_new_tokens=1 << 20, sampling=Sampling(temperature=0.0, seed=0))
     state = Running(
         request=request,

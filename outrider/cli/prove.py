@@ -1,7 +1,7 @@
 """outrider prove: the exact law of the rule, greedy identity of this pair, and a chi-square test of its samples."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +11,10 @@ from rich.progress import Progress
 from outrider.catalog import name_of
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.decode import Parts
+from outrider.decode import InTurn, Parts
 from outrider.drafters.model import Model
 from outrider.engine import Engine
+from outrider.lengths.fixed import Fixed
 from outrider.lengths.protocol import BatchPolicy
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
@@ -113,9 +114,12 @@ def _law_error(engine: Engine) -> float:
     """Law error of the engine's rule and length policy on small random tables, with its own kind of drafter.
 
     A tree that is drawn stands for its structure: one that is small enough to be enumerated takes its place. A policy
-    that shares a budget is enumerated over a batch of two.
+    that shares a budget is enumerated over a batch of two. Decoding that drafts ahead drafts two tokens, and is walked
+    until it verifies some that were drafted while others were verified.
     """
     parts = engine.parts
+    if not isinstance(parts.decoding, InTurn):
+        return _law_error_ahead(parts)
     shared = isinstance(parts.length, BatchPolicy)
     vocab, depth = (2, 3) if shared else (3, 2 if parts.tree.structure in SMALL else 4)
     drafter = parts.drafter
@@ -127,7 +131,6 @@ def _law_error(engine: Engine) -> float:
         tree=SMALL.get(parts.tree.structure, parts.tree),
         verifier=parts.verifier,
         length=parts.length,
-        decoding=parts.decoding,
     )
     prompt = [token % vocab for token in (0, 1, 2, 0, 1, 2, 0, 1)]
     if shared:
@@ -135,6 +138,19 @@ def _law_error(engine: Engine) -> float:
     return (
         law(small, prompt, 3, horizon=3).error if isinstance(parts.verifier, Carrying) else law(small, prompt, 1).error
     )
+
+
+def _law_error_ahead(parts: Parts) -> float:
+    drafter = parts.drafter
+    if isinstance(drafter, Model):
+        drafter = Model(lm=TabularLM(random_rows(3, seed=1), 3))
+    small = replace(
+        parts,
+        target=TabularLM(random_rows(3, seed=0), 3),
+        drafter=drafter,
+        length=Fixed(num_speculative_tokens=2),
+    )
+    return law(small, [0, 1, 2, 0, 1, 2, 0, 1], 3).error
 
 
 def _identity(found: Identity) -> dict[str, Any]:
