@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from outrider.concurrent import Pearl
+from outrider.decode import InTurn
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.none import NoDrafter
@@ -40,7 +42,7 @@ from outrider.verifiers.top_plus_one import TopPlusOne
 from outrider.verifiers.traversal import Traversal
 from outrider.verifiers.typical import Typical
 
-Family = Literal["drafter", "tree", "verifier", "length"]
+Family = Literal["drafter", "tree", "verifier", "length", "decoding"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +259,14 @@ ROWS = (
         make=Tetris,
         summary="draft longer, verify the most promising tokens of the batch",
         source="Wu et al. 2025, https://arxiv.org/abs/2502.15197",
+    ),
+    Row(family="decoding", name="step", make=InTurn, summary="draft, then verify the draft", source=LEVIATHAN),
+    Row(
+        family="decoding",
+        name="pearl",
+        make=Pearl,
+        summary="draft and verify at once, each on what the other has left",
+        source="Liu et al. 2024, PEARL, https://arxiv.org/abs/2408.11850",
     ),
 )
 

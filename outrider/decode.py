@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -23,6 +24,39 @@ PREFILL_CHUNK = 512
 """Most prompt tokens that one forward digests for one request."""
 
 
+@runtime_checkable
+class Decoding(Protocol):
+    """How drafting and verifying follow each other. Immutable."""
+
+    def step(
+        self,
+        parts: "Parts",
+        states: Sequence[Running],
+        dice: Dice | None = None,
+        keep: Callable[[Running, list[int]], int] | None = None,
+    ) -> list[Step]:
+        """One cycle of every request, as `step` below; the states change in place."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class InTurn:
+    """Draft, then verify the draft: speculative decoding as first published.
+
+    References:
+        Leviathan et al. 2023, algorithm 1. https://arxiv.org/abs/2211.17192
+    """
+
+    def step(
+        self,
+        parts: "Parts",
+        states: Sequence[Running],
+        dice: Dice | None = None,
+        keep: Callable[[Running, list[int]], int] | None = None,
+    ) -> list[Step]:
+        return step(parts, states, dice, keep)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parts:
     """What a decoder is made of."""
@@ -32,6 +66,7 @@ class Parts:
     tree: Tree
     verifier: Verifier
     length: LengthPolicy
+    decoding: Decoding = InTurn()
 
 
 @torch.inference_mode()
@@ -103,7 +138,7 @@ def step(
         dice: The source of all draws; by default keyed by each request's seed and step.
         keep: How many of the tokens about to be emitted the request still wants, at least one.
     """
-    clock = _Clock()
+    clock = Clock()
     dice = dice or PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
     draft = grow(
         parts.drafter, parts.tree, parts.length, states, [_room(parts, s) for s in states], dice, parts.target.device
@@ -118,7 +153,7 @@ def step(
     verdict = _verify(parts.verifier, draft, rows, dice, states)
     survivors = _survivors(draft, verdict)
     clock.lap("verify")
-    emitted = [_cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
+    emitted = [cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
     paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
     log_probabilities = _log_probabilities(extension, draft, states, paths, emitted)
     parts.target.commit({s.slot: [0, *path] for s, path in zip(states, paths, strict=True)})
@@ -147,15 +182,21 @@ def step(
     return steps
 
 
-class _Clock:
-    """Fills a Timing lap by lap."""
+class Clock:
+    """Fills a Timing lap by lap.
 
-    def __init__(self) -> None:
+    Args:
+        now: Seconds since some moment.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self.timing = Timing()
-        self._last = time.perf_counter()
+        self._now = now
+        self._last = now()
 
     def lap(self, part: str) -> None:
-        now = time.perf_counter()
+        """Add to a part of the timing what has passed since the last lap."""
+        now = self._now()
         setattr(self.timing, part, getattr(self.timing, part) + now - self._last)
         self._last = now
 
@@ -226,9 +267,7 @@ def _survivors(draft: Draft, verdict: Verdict) -> list[_Survivor]:
     return survivors
 
 
-def _cut(
-    parts: Parts, state: Running, tokens: list[int], keep: Callable[[Running, list[int]], int] | None
-) -> list[int]:
+def cut(parts: Parts, state: Running, tokens: list[int], keep: Callable[[Running, list[int]], int] | None) -> list[int]:
     """The tokens up to the request's end: an end-of-sequence token, its last token, or what `keep` says."""
     tokens = tokens[: tokens_left(parts, state)]
     for i, token in enumerate(tokens):

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from outrider.decode import PREFILL_CHUNK, Mark, Parts, mark, prefill, rewind, step, tokens_left
+from outrider.decode import PREFILL_CHUNK, InTurn, Mark, Parts, mark, prefill, rewind, tokens_left
 from outrider.drafters.none import NoDrafter
 from outrider.lengths.fixed import Fixed
 from outrider.text import Ending
@@ -96,7 +96,7 @@ class Engine:
     """Speculative decoding of many requests at once, over parts that fit each other; made by `outrider.load`.
 
     Args:
-        parts: Target, drafter, tree, verifier and length policy.
+        parts: Target, drafter, tree, verifier, length policy and decoding.
         tokenizer: For text prompts, text output, stop strings and chat; token ids work without it.
         eos_ids: Token ids that end an output.
         sampling: Settings of requests that bring none.
@@ -287,7 +287,14 @@ class Engine:
         """An engine over the same target that drafts nothing. The two share the target's slots."""
         self.rest()
         return Engine(
-            replace(self.parts, drafter=NoDrafter(), tree=Chain(), verifier=Match(), length=Fixed()),
+            replace(
+                self.parts,
+                drafter=NoDrafter(),
+                tree=Chain(),
+                verifier=Match(),
+                length=Fixed(),
+                decoding=InTurn(),
+            ),
             tokenizer=self.tokenizer,
             eos_ids=self.eos_ids,
             sampling=self.sampling,
@@ -395,7 +402,7 @@ class Engine:
         by_id = {seat.request.id: seat for seat in seats}
         marks = [mark(_running(seat)) for seat in seats]
         try:
-            steps = step(
+            steps = self.parts.decoding.step(
                 self.parts,
                 [_running(seat) for seat in seats],
                 keep=lambda state, tokens: by_id[state.request.id].ending.keep(tokens),

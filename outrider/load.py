@@ -1,5 +1,6 @@
 """outrider.load: names and objects become parts, are checked against the refusal matrix, and are put together."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.decode import PREFILL_CHUNK, Parts
+from outrider.concurrent import Pearl, balanced_length
+from outrider.decode import PREFILL_CHUNK, Decoding, Parts
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine import Engine
+from outrider.lengths.fixed import Fixed
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lengths.tetris import Tetris
 from outrider.lm.model import LanguageModel
@@ -33,6 +36,7 @@ def load(
     tree: str | object = "chain",
     verifier: str | object | None = None,
     length: str | object | None = None,
+    decoding: str | object = "step",
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_slots: int = 8,
     max_context: int | None = None,
@@ -55,6 +59,7 @@ def load(
         tree: How drafts grow.
         verifier: Which nodes survive. By default the lossless one that accepts most of the tree's drafts.
         length: When to stop drafting. By default `fixed:5`, for the embedded pair `fixed:4`.
+        decoding: `step`, or `pearl` to draft and verify at once; by default `pearl` measures how long to draft.
         tokenizer: By default the one beside the target.
         max_slots: Most requests at once.
         max_context: Longest context in tokens; by default the model's own, or what fits in memory.
@@ -86,6 +91,11 @@ def load(
     own_draft = target is None and drafter is None
     grower: Tree = _make("tree", tree)
     policy: LengthPolicy = _make("length", length or ("fixed:4" if own_draft else "fixed:5"))
+    order: Decoding = _make("decoding", decoding)
+    if isinstance(order, Pearl) and order.num_speculative_tokens is not None:
+        if length is not None:
+            raise InputError("both length and pearl's num_speculative_tokens say how long to draft; give one of them")
+        policy = Fixed(num_speculative_tokens=order.num_speculative_tokens)
     guesser = _make("drafter", drafter or (f"model:path={EMBEDDED_DRAFT}" if own_draft else "suffix"))
     if max_slots < 1:
         raise InputError(f"max_slots must be >= 1, got {max_slots}")
@@ -130,10 +140,13 @@ def load(
     )
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
     rule: Verifier = _make("verifier", verifier or _default_verifier(bound, grower))
-    if reason := refusal(cell(bound, grower, rule, policy), allow_lossy):
+    if reason := refusal(cell(bound, grower, rule, policy, order), allow_lossy):
         raise InputError(reason)
+    parts = Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy, decoding=order)
+    if isinstance(order, Pearl) and order.num_speculative_tokens is None and length is None:
+        parts = replace(parts, length=Fixed(num_speculative_tokens=balanced_length(parts)))
     return Engine(
-        Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy),
+        parts,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(model),
         sampling=_default_sampling(model),
@@ -142,7 +155,7 @@ def load(
     )
 
 
-def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy) -> Cell:
+def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy, decoding: Decoding) -> Cell:
     """Where a combination of parts stands in the refusal matrix."""
     original = isinstance(length, Tetris) and length.criterion == "original"
     return Cell(
@@ -151,6 +164,8 @@ def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy)
         structure=tree.structure,
         verifier=catalog.name_of(verifier),
         length="tetris:criterion=original" if original else catalog.name_of(length),
+        decoding=catalog.name_of(decoding),
+        taps=bool(drafter.taps),
     )
 
 

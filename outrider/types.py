@@ -104,6 +104,23 @@ class Request:
     logprobs: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ahead:
+    """A chain of drafted tokens that are not judged yet, where decoding drafts on before it verifies.
+
+    Attributes:
+        tokens: Token ids.
+        rows: The row that each was REALLY drawn from; None where they were chosen, or where there are none.
+    """
+
+    tokens: tuple[int, ...] = ()
+    rows: Float[Tensor, "n vocab"] | None = None
+
+    def part(self, where: slice) -> "Ahead":
+        """Some of the tokens."""
+        return Ahead(tokens=self.tokens[where], rows=None if self.rows is None else self.rows[where])
+
+
 @dataclass(kw_only=True)
 class Running:
     """A request under way, owned and changed in place by the loop.
@@ -115,6 +132,7 @@ class Running:
         drafter_state: What the drafter's `open` returned.
         length_state: What the length policy's `open` returned.
         carried: What the verifier carries from step to step, if it does.
+        ahead: Tokens drafted behind the anchor that the next step is to judge, if decoding drafts ahead.
         num_steps: Steps made; part of the key of every draw.
     """
 
@@ -124,6 +142,7 @@ class Running:
     drafter_state: object = None
     length_state: object = None
     carried: object = None
+    ahead: Ahead = Ahead()
     num_steps: int = 0
 
     @property
@@ -224,7 +243,10 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Timing:
-    """Seconds of one iteration of the loop, shared by the steps of all its requests; filled in as it goes."""
+    """Seconds of one iteration of the loop, shared by the steps of all its requests; filled in as it goes.
+
+    `overlap` is how much of the drafter's time lay beside the target's and counts once in the total.
+    """
 
     target: float = 0.0
     drafter: float = 0.0
@@ -233,10 +255,12 @@ class Timing:
     commit: float = 0.0
     replay: float = 0.0
     rest: float = 0.0
+    overlap: float = 0.0
 
     @property
     def total(self) -> float:
-        return sum(vars(self).values())
+        parts = (self.target, self.drafter, self.rows, self.verify, self.commit, self.replay, self.rest)
+        return sum(parts) - self.overlap
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,9 +268,11 @@ class Step:
     """One draft-verify-commit cycle of one request.
 
     Attributes:
-        num_draft_tokens: Nodes drafted, the root not counted.
+        num_draft_tokens: Nodes drafted, the root not counted. Where decoding drafts ahead, those whose fate the step
+            decides: the ones judged and the ones thrown away unjudged.
         num_accepted_tokens: Nodes on the accepted path (before any end-of-sequence cut).
-        tokens: What was emitted: accepted tokens and the next one, cut where the request ended.
+        tokens: What was emitted: accepted tokens and the next one, cut where the request ended. No next one where
+            decoding has already drafted on.
         timing: The iteration's shared clock.
         num_requests: How many requests shared the iteration.
     """

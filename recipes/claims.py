@@ -1,8 +1,8 @@
 """Collect the published claims that were tested into one page, `docs/claims.md`.
 
 `python -m recipes.claims DIR [DIR ...]` reads the `claims.json` and `circumstances.json` that the recipes
-`block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing` and `marginals` wrote, and makes one row per claim and
-run. Why ours differs from the paper's is in `REASONS`, which people write.
+`block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`, `marginals` and `pearl` wrote, and makes one row per
+claim and run. Why ours differs from the paper's is in `REASONS`, which people write.
 """
 
 import json

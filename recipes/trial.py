@@ -71,6 +71,8 @@ class Method:
         name: Unique within a recipe.
         deepest: Deepest draft of all that it is compared with. Block efficiency is taken over the steps that begin
             with room for it, so that the end of a request cuts no draft.
+        decoding: In which order to draft and verify; `plain` drafts nothing and pads nothing.
+        threads: Threads of torch; None is the setting's.
         labels: What the rows say of it besides.
     """
 
@@ -80,6 +82,8 @@ class Method:
     length: str = "fixed:5"
     temperature: float = 1.0
     deepest: int = 8
+    decoding: str = "step"
+    threads: int | None = None
     labels: Mapping[str, str | int | float] = field(default_factory=dict)
 
 
@@ -99,11 +103,13 @@ class Bench:
         self.setting, self.max_slots, self.ignore_eos = setting, max_slots, ignore_eos
         drafter = ModelPath(path=str(setting.draft))
         self.first = outrider.load(setting.target, drafter=drafter, max_slots=max_slots)
-        self._engines: dict[tuple[str, str, str], outrider.Engine] = {}
+        self._engines: dict[tuple[str, str, str, str], outrider.Engine] = {}
 
     def engine(self, method: Method) -> outrider.Engine:
         """The engine of a method."""
-        key = (method.tree, method.verifier, method.length)
+        if method.decoding == "plain":
+            return self.first.plain()
+        key = (method.tree, method.verifier, method.length, method.decoding)
         if key not in self._engines:
             parts = self.first.parts
             loaded = outrider.load(
@@ -112,6 +118,7 @@ class Bench:
                 tree=method.tree,
                 verifier=method.verifier,
                 length=method.length,
+                decoding=method.decoding,
                 tokenizer=self.first.tokenizer,
                 max_slots=self.max_slots,
             )
@@ -156,6 +163,11 @@ class Bench:
         count = len(job.questions)
         samplings = [Sampling(temperature=method.temperature, seed=1000 * job.seed + i) for i in range(count)]
         limit = max_new_tokens or self.setting.max_new_tokens
+        torch.set_num_threads(method.threads or self.setting.threads)
+        target = engine.parts.target
+        columns = target.pad_to
+        if method.decoding == "plain":
+            target.pad_to = 1
         began = perf_counter()
         outputs = engine.generate(
             [list(q.tokens) for q in job.questions],
@@ -165,6 +177,7 @@ class Bench:
         )
         seconds = perf_counter() - began
         engine.rest()
+        target.pad_to = columns
         return row(method, job, outputs, seconds, limit)
 
     def measure(
@@ -196,7 +209,11 @@ class Bench:
 
 
 def row(method: Method, job: Job, outputs: Sequence[Output], seconds: float, max_new_tokens: int) -> Row:
-    """What a run gave; counts are summed over its requests, iterations and seconds are the run's."""
+    """What a run gave; counts are summed over its requests, iterations and seconds are the run's.
+
+    `seconds` are the whole run's, prefill included; `stepping` those of its steps on their own clock, which a simulated
+    one is too.
+    """
     steps = [step for output in outputs for step in output.steps]
     timings = {id(step.timing): step.timing for step in steps}.values()
     free = [count for output in outputs for count in _free(output, max_new_tokens - method.deepest)]
@@ -207,6 +224,7 @@ def row(method: Method, job: Job, outputs: Sequence[Output], seconds: float, max
         "tree": method.tree,
         "verifier": method.verifier,
         "length": method.length,
+        "decoding": method.decoding,
         "temperature": method.temperature,
         **method.labels,
         "prompt": "+".join(q.id for q in job.questions),
@@ -222,6 +240,7 @@ def row(method: Method, job: Job, outputs: Sequence[Output], seconds: float, max
         "free_tokens": sum(free),
         "free_steps": len(free),
         "seconds": seconds,
+        "stepping": sum(timing.total for timing in timings),
         "profile": {part: sum(getattr(timing, part) for timing in timings) for part in PARTS},
         "accepted_per_position": [
             sum(output.accepted_per_position[i] for output in outputs if len(output.accepted_per_position) > i)

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.decode import InTurn
 from outrider.dice import Dice
 from outrider.engine import Engine
 from outrider.lengths.fixed import Fixed
@@ -100,7 +101,13 @@ def measure_costs(engine: Engine, prompt: Sequence[int], *, max_new_tokens: int 
 
 
 def _chains(engine: Engine, length: int) -> Engine:
-    parts = replace(engine.parts, tree=Chain(), verifier=Match(), length=Fixed(num_speculative_tokens=length))
+    parts = replace(
+        engine.parts,
+        tree=Chain(),
+        verifier=Match(),
+        length=Fixed(num_speculative_tokens=length),
+        decoding=InTurn(),
+    )
     return Engine(parts, eos_ids=frozenset(), max_slots=1)
 
 
@@ -126,7 +133,11 @@ def measure_acceptance(
     """How often the 1st, 2nd, ... child drawn without replacement is the accepted one, at temperature 1."""
     ranks = _Ranks(width=width)
     parts = replace(
-        engine.parts, tree=Gumbel(branching=(width,)), verifier=ranks, length=Fixed(num_speculative_tokens=1)
+        engine.parts,
+        tree=Gumbel(branching=(width,)),
+        verifier=ranks,
+        length=Fixed(num_speculative_tokens=1),
+        decoding=InTurn(),
     )
     recorded = Engine(parts, eos_ids=engine.eos_ids, max_slots=engine.max_slots)
     samplings = [Sampling(temperature=1.0, seed=seed + i) for i in range(len(prompts))]

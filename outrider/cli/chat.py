@@ -20,6 +20,7 @@ def chat(
     tree: options.Tree = "chain",
     verifier: options.Verifier = None,
     length: options.Length = None,
+    decoding: options.Decoding = "step",
     allow_lossy: options.AllowLossy = False,
     max_new_tokens: options.MaxNewTokens = 256,
     temperature: options.Temperature = None,
@@ -29,6 +30,8 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = None,
     seed: options.Seed = None,
     max_context: options.MaxContext = None,
+    compile: options.Compile = False,
+    prepack: options.Prepack = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
     attn_implementation: options.Attention = None,
@@ -42,6 +45,7 @@ def chat(
         tree=tree,
         verifier=verifier,
         length=length,
+        decoding=decoding,
         allow_lossy=allow_lossy,
         device=device,
         dtype=dtype,
@@ -50,6 +54,8 @@ def chat(
         trust_remote_code=trust_remote_code,
         batch_size=1,
         max_context=max_context,
+        compile=compile,
+        prepack=prepack,
     ).engine()
     if engine.tokenizer is None or engine.tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template; use `outrider generate`")

@@ -49,6 +49,8 @@ def doctor(
     rounds: Annotated[int, typer.Option(help="How often costs are timed; 0 leaves them out.")] = 3,
     batch_size: options.BatchSize = 8,
     max_context: options.MaxContext = None,
+    compile: options.Compile = False,
+    prepack: options.Prepack = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
     attn_implementation: options.Attention = None,
@@ -70,6 +72,7 @@ def doctor(
         tree="chain",
         verifier=None,
         length=f"fixed:{num_speculative_tokens}",
+        decoding="step",
         allow_lossy=False,
         device=device,
         dtype=dtype,
@@ -78,6 +81,8 @@ def doctor(
         trust_remote_code=trust_remote_code,
         batch_size=batch_size,
         max_context=max_context,
+        compile=compile,
+        prepack=prepack,
     )
     own = target is None and drafter is None
     chosen = f"model:path={EMBEDDED_DRAFT}" if own else drafter

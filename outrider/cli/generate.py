@@ -30,6 +30,7 @@ def generate(
     tree: options.Tree = "chain",
     verifier: options.Verifier = None,
     length: options.Length = None,
+    decoding: options.Decoding = "step",
     allow_lossy: options.AllowLossy = False,
     max_new_tokens: options.MaxNewTokens = 128,
     temperature: options.Temperature = None,
@@ -44,6 +45,8 @@ def generate(
     seed: options.Seed = None,
     batch_size: options.BatchSize = 8,
     max_context: options.MaxContext = None,
+    compile: options.Compile = False,
+    prepack: options.Prepack = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
     attn_implementation: options.Attention = None,
@@ -63,6 +66,7 @@ def generate(
         tree=tree,
         verifier=verifier,
         length=length,
+        decoding=decoding,
         allow_lossy=allow_lossy,
         device=device,
         dtype=dtype,
@@ -71,6 +75,8 @@ def generate(
         trust_remote_code=trust_remote_code,
         batch_size=batch_size,
         max_context=max_context,
+        compile=compile,
+        prepack=prepack,
     ).engine()
     settings = options.sampling(
         engine.sampling,
@@ -260,6 +266,8 @@ def _print_profile(steps: Sequence[Step]) -> None:
     for part in ("target", "drafter", "rows", "verify", "commit", "replay", "rest"):
         seconds = sum(getattr(timing, part) for timing in timings)
         table.add_row(part, f"{1000 * seconds / max(1, len(timings)):.2f}", f"{seconds / (total or 1):.1%}")
+    if overlap := sum(timing.overlap for timing in timings):
+        table.add_row("at once", f"{-1000 * overlap / len(timings):.2f}", f"{-overlap / (total or 1):.1%}")
     Console(stderr=True).print(table)
 
 

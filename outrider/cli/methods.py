@@ -11,7 +11,7 @@ from rich.table import Table
 from outrider import catalog
 from outrider.catalog import Family
 from outrider.cli.options import Json
-from outrider.proof.matrix import CONTEXT_PURE, DEFAULT, FIXED_LENGTH, LOSSLESS, LOSSY, LOSSY_LENGTHS, Kind
+from outrider.proof.matrix import CARRYING, CONTEXT_PURE, DEFAULT, FIXED_LENGTH, LOSSLESS, LOSSY, LOSSY_LENGTHS, Kind
 
 VERIFIERS = (*LOSSLESS, *LOSSY)
 CONDITIONS = (
@@ -20,6 +20,8 @@ CONDITIONS = (
     "chosen chains.",
     f"Verifier {', '.join(sorted(FIXED_LENGTH))} needs length 'fixed'.",
     f"Verifier {', '.join(sorted(CONTEXT_PURE))} needs a drafter whose rows depend on the tokens alone.",
+    "Decoding pearl needs tree 'chain', length 'fixed', a drafter that reads no hidden states of the target, and "
+    f"another verifier than {', '.join(sorted(CARRYING))}.",
     f"Length {', '.join(sorted(LOSSY_LENGTHS))} is lossy above temperature 0.",
 )
 
@@ -28,7 +30,7 @@ def methods(
     as_json: Json = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/methods.md.")] = False,
 ) -> None:
-    """List every drafter, tree, verifier and length policy, with its paper and its fields."""
+    """List every drafter, tree, verifier, length policy and order of decoding, with its paper and its fields."""
     kinds = get_args(Kind)
     if as_markdown:
         print(markdown(), end="")
@@ -44,7 +46,8 @@ def methods(
         return
     console = Console()
     for family in get_args(Family):
-        table = Table(title=f"{family}s" if family != "length" else "length policies", title_justify="left", box=None)
+        title = {"length": "length policies", "decoding": "decoding"}.get(family, f"{family}s")
+        table = Table(title=title, title_justify="left", box=None)
         for column in ("name", "what it does", "fields", "source"):
             table.add_column(column, overflow="fold")
         for row in catalog.rows(family).values():

@@ -19,6 +19,7 @@ Verifier = Annotated[
     str | None, typer.Option(help="Which draft tokens survive; by default the best lossless rule for the tree.")
 ]
 Length = Annotated[str | None, typer.Option(help="When to stop drafting, such as fixed:5.")]
+Decoding = Annotated[str, typer.Option(help="step, or pearl to draft and verify at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default the GPU where there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.")]
 Attention = Annotated[str | None, typer.Option("--attn-implementation", help="sdpa or eager.")]
@@ -26,6 +27,11 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Let rules pass that change the target's law.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]
 BatchSize = Annotated[int, typer.Option(help="Most requests at once.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the models' forwards; the first ones take long.")]
+Prepack = Annotated[
+    bool | None,
+    typer.Option("--prepack/--no-prepack", help="Lay out weights for the CPU's kernels; by default where it pays."),
+]
 MaxContext = Annotated[int | None, typer.Option(help="Longest context in tokens.")]
 
 Temperature = Annotated[float | None, typer.Option(help="0 is greedy; by default what the model's config says.")]
@@ -49,6 +55,7 @@ class Setup:
     tree: str
     verifier: str | None
     length: str | None
+    decoding: str
     allow_lossy: bool
     device: str | None
     dtype: str
@@ -57,6 +64,8 @@ class Setup:
     trust_remote_code: bool
     batch_size: int
     max_context: int | None
+    compile: bool
+    prepack: bool | None
 
     def engine(self) -> Engine:
         logging.set_verbosity_error()
@@ -67,6 +76,7 @@ class Setup:
             tree=self.tree,
             verifier=self.verifier,
             length=self.length,
+            decoding=self.decoding,
             allow_lossy=self.allow_lossy,
             device=self.device,
             dtype=self.dtype,
@@ -75,6 +85,8 @@ class Setup:
             trust_remote_code=self.trust_remote_code,
             max_slots=self.batch_size,
             max_context=self.max_context,
+            compile=self.compile,
+            prepack=self.prepack,
         )
 
 

@@ -1,7 +1,7 @@
 """outrider prove: the exact law of the rule, greedy identity of this pair, and a chi-square test of its samples."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -11,9 +11,10 @@ from rich.progress import Progress
 from outrider.catalog import name_of
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.decode import Parts
+from outrider.decode import InTurn, Parts
 from outrider.drafters.model import Model
 from outrider.engine import Engine
+from outrider.lengths.fixed import Fixed
 from outrider.lengths.protocol import BatchPolicy
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
@@ -43,11 +44,14 @@ def prove(
     tree: options.Tree = "chain",
     verifier: options.Verifier = None,
     length: options.Length = None,
+    decoding: options.Decoding = "step",
     allow_lossy: options.AllowLossy = False,
     num_draws: Annotated[int, typer.Option(help="Sequences to draw for the chi-square test; 0 leaves it out.")] = 1000,
     temperature: Annotated[float, typer.Option(help="Temperature of the chi-square test, above 0.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Seed of the chi-square test.")] = 0,
     max_context: options.MaxContext = None,
+    compile: options.Compile = False,
+    prepack: options.Prepack = None,
     device: options.Device = None,
     dtype: options.Dtype = "auto",
     attn_implementation: options.Attention = None,
@@ -69,6 +73,7 @@ def prove(
         tree=tree,
         verifier=verifier,
         length=length,
+        decoding=decoding,
         allow_lossy=allow_lossy,
         device=device,
         dtype=dtype,
@@ -77,6 +82,8 @@ def prove(
         trust_remote_code=trust_remote_code,
         batch_size=8,
         max_context=max_context,
+        compile=compile,
+        prepack=prepack,
     ).engine()
     found: dict[str, Any] = {"verifier": name_of(engine.parts.verifier), "length": repr(engine.parts.length)}
     console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -111,9 +118,12 @@ def _law_error(engine: Engine) -> float:
     """Law error of the engine's rule and length policy on small random tables, with its own kind of drafter.
 
     A tree that is drawn stands for its structure: one that is small enough to be enumerated takes its place. A policy
-    that shares a budget is enumerated over a batch of two.
+    that shares a budget is enumerated over a batch of two. Decoding that drafts ahead drafts two tokens, and is walked
+    until it verifies some that were drafted while others were verified.
     """
     parts = engine.parts
+    if not isinstance(parts.decoding, InTurn):
+        return _law_error_ahead(parts)
     shared = isinstance(parts.length, BatchPolicy)
     vocab, depth = (2, 3) if shared else (3, 2 if parts.tree.structure in SMALL else 4)
     drafter = parts.drafter
@@ -132,6 +142,19 @@ def _law_error(engine: Engine) -> float:
     return (
         law(small, prompt, 3, horizon=3).error if isinstance(parts.verifier, Carrying) else law(small, prompt, 1).error
     )
+
+
+def _law_error_ahead(parts: Parts) -> float:
+    drafter = parts.drafter
+    if isinstance(drafter, Model):
+        drafter = Model(lm=TabularLM(random_rows(3, seed=1), 3))
+    small = replace(
+        parts,
+        target=TabularLM(random_rows(3, seed=0), 3),
+        drafter=drafter,
+        length=Fixed(num_speculative_tokens=2),
+    )
+    return law(small, [0, 1, 2, 0, 1, 2, 0, 1], 3).error
 
 
 def _identity(found: Identity) -> dict[str, Any]:

@@ -10,11 +10,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.decode import Parts, prefill, step
+from outrider.decode import Parts, prefill
 from outrider.dice import Draws
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
-from outrider.types import Request, Running, Sampling, Step
+from outrider.types import Ahead, Request, Running, Sampling, Step
 
 BATCH = 512
 """Worlds that are walked as one batch."""
@@ -113,11 +113,15 @@ class _Before:
         output: Tokens emitted so far.
         length: State of the length policy.
         carried: What the verifier carries over.
+        drafted: Tokens drafted ahead.
+        ahead: The same with the rows that they were drawn from, which follow from the tokens.
     """
 
     output: tuple[int, ...]
     length: object
     carried: object
+    drafted: tuple[int, ...] = ()
+    ahead: Ahead = field(default=Ahead(), compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +221,7 @@ def _request(prompt: Sequence[int], sampling: Sampling | None) -> Request:
 
 def _walk(parts: Parts, states: Sequence[Running], dice: EnumeratingDice) -> list[Step]:
     """One step of these states, which are closed."""
-    steps = step(parts, states, dice=dice)
+    steps = parts.decoding.step(parts, states, dice=dice)
     for state in states:
         parts.target.release(state.slot)
         parts.drafter.close(state.drafter_state)
@@ -235,7 +239,13 @@ def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float
 
 
 def _before(state: Running) -> _Before:
-    return _Before(output=tuple(state.output), length=state.length_state, carried=state.carried)
+    return _Before(
+        output=tuple(state.output),
+        length=state.length_state,
+        carried=state.carried,
+        drafted=state.ahead.tokens,
+        ahead=state.ahead,
+    )
 
 
 def _resume(parts: Parts, request: Request, before: _Before) -> Running:
@@ -246,6 +256,7 @@ def _resume(parts: Parts, request: Request, before: _Before) -> Running:
         drafter_state=parts.drafter.open(request),
         length_state=before.length,
         carried=before.carried,
+        ahead=before.ahead,
     )
     while not prefill(parts, state):
         pass

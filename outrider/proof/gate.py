@@ -83,7 +83,7 @@ def _fingerprint(engine: Engine) -> str:
     """Names of the parts, versions, configurations and a sample of every weight, as one hash."""
     digest = hashlib.sha256()
     parts = engine.parts
-    for text in (torch.__version__, transformers.__version__, parts.tree, parts.verifier, parts.length):
+    for text in (torch.__version__, transformers.__version__, parts.tree, parts.verifier, parts.length, parts.decoding):
         digest.update(repr(text).encode())
     drafter = parts.drafter
     digest.update((type(drafter).__name__ if isinstance(drafter, Model) else repr(drafter)).encode())

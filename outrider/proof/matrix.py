@@ -60,6 +60,9 @@ FIXED_LENGTH = frozenset({"greedy_block"})
 CONTEXT_PURE = frozenset({"greedy_block"})
 """Verifiers that need the next draft's rows to be what the last draft's would have been."""
 
+CARRYING = frozenset({"greedy_block"})
+"""Verifiers that carry something from step to step."""
+
 LOSSY_LENGTHS = frozenset({"tetris:criterion=original"})
 """Length policies that drop drawn tokens because of which tokens they are."""
 
@@ -74,6 +77,8 @@ class Cell:
         structure: How the tree makes children.
         verifier: The rule's name.
         length: The length policy's name, `tetris:criterion=original` for that form.
+        decoding: The name of what orders drafting and verifying.
+        taps: Whether the drafter reads hidden states of the target.
     """
 
     rows: Rows
@@ -81,6 +86,8 @@ class Cell:
     verifier: str
     context_pure: bool = True
     length: str = "fixed"
+    decoding: str = "step"
+    taps: bool = False
 
     @property
     def kind(self) -> Kind:
@@ -105,6 +112,8 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
         return "this drafter proposes one token at a time, and a branching tree needs distributions; use tree 'chain'"
     if cell.length != "fixed" and cell.structure != "chain":
         return f"length {cell.length.split(':')[0]!r} is for chains; use length 'fixed' with a branching tree"
+    if cell.decoding == "pearl" and (reason := _not_ahead(cell)):
+        return f"decoding 'pearl' drafts on behind tokens that are not judged yet, {reason}, or decoding 'step'"
     if cell.verifier in LOSSY:
         if cell.kind not in LOSSY[cell.verifier]:
             return f"verifier {cell.verifier!r} cannot judge {_named(cell.kind)}; {_working(cell)}"
@@ -134,6 +143,19 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
             f"verifier {cell.verifier!r} carries rows from step to step, and this drafter's rows depend on more than "
             "the tokens; use verifier 'block'"
         )
+    return None
+
+
+def _not_ahead(cell: Cell) -> str | None:
+    """Why a combination cannot be drafted ahead of its verification, and what could."""
+    if cell.structure != "chain":
+        return "and a tree has no one end to go on from; use tree 'chain'"
+    if cell.taps:
+        return "and this drafter reads the target's hidden states, which are not known there; use a draft model"
+    if cell.length != "fixed":
+        return f"as many as the target's forward gives time for, not as length {cell.length!r} says; use length 'fixed'"
+    if cell.verifier in CARRYING:
+        return f"and verifier {cell.verifier!r} carries rows from step to step, past them; use verifier 'block'"
     return None
 
 

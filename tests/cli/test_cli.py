@@ -45,6 +45,8 @@ def stranger(tmp_path_factory) -> Path:
         (["--drafter", "ngram:lookup=3"], "unknown drafter 'ngram' field 'lookup'"),
         (["--length", "fixed:many"], "must be int, got 'many'"),
         (["--length", "fixed:0"], "num_speculative_tokens must be >= 1"),
+        (["--decoding", "perl"], "unknown decoding 'perl'; did you mean 'pearl'? Available: step, pearl"),
+        (["--decoding", "pearl", "--tree", "iid"], "use tree 'chain', or decoding 'step'"),
         (["--drafter", "model"], "drafter 'model' needs path"),
         (["--target", "/no/such/place"], "there is no directory /no/such/place"),
         (["--drafter", "model:path=/no/such/place"], "there is no directory /no/such/place"),

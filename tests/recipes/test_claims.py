@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider import InputError, catalog
-from recipes import block_gain, block_trace, budgets, claims, marginals, sharing, stopping
+from recipes import block_gain, block_trace, budgets, claims, marginals, pearl, sharing, stopping
 from recipes.evidence import Estimate, Paper, Sums, gain
 from recipes.speed import Question, Row
 from recipes.trial import PROMPTS, Bench, Method, Setting
@@ -17,6 +17,7 @@ METHODS = {
     "block_gain": block_gain.METHODS,
     "budgets": [m for f in budgets.FAMILIES for b in budgets.BUDGETS for m in budgets.candidates(f, b, 1.0)],
     "marginals": marginals.METHODS,
+    "pearl": [m for m in pearl.methods() if m.decoding != "plain"],
     "sharing": sharing.methods(),
     "stopping": stopping.methods(),
 }
@@ -37,7 +38,8 @@ def known(family: catalog.Family, text: str) -> None:
     "method", [pytest.param(m, id=f"{recipe}-{m.name}") for recipe, methods in METHODS.items() for m in methods]
 )
 def test_every_configuration_is_one_that_the_catalog_reads(method):
-    for family, text in (("tree", method.tree), ("verifier", method.verifier), ("length", method.length)):
+    for family in ("tree", "verifier", "length", "decoding"):
+        text = getattr(method, family)
         known(family, text)
         catalog.make(family, text)
 
@@ -216,6 +218,19 @@ def test_marginals_writes_its_folder(tmp_path):
     found = marginals.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1))
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert [claim["paper_value"] for claim in found] == [37.7, 35.3, 47.7, 44.5]
+
+
+def test_pearl_measures_both_clocks_and_says_whether_overlapping_pays(tmp_path):
+    found = pearl.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1), lengths=(2,))
+    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert len(found) == 6
+    rows = {row["method"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
+    for t in pearl.TEMPERATURES:
+        real, simulated = (rows[f"pearl, {clock} 2 T={t:g}"] for clock in ("a thread each", "simulated"))
+        assert real["digest"] == simulated["digest"]
+        assert simulated["stepping"] < sum(simulated["profile"].values())
+        assert rows[f"plain T={t:g}"]["drafted"] == 0
+    assert (tmp_path / "table.md").read_text().count("overlapping in two threads of this machine") == 2
 
 
 def test_the_best_of_several_methods_is_chosen_on_the_other_half_of_the_prompts():

@@ -1,0 +1,202 @@
+"""Drafting and verifying at once against drafting first and verifying then, and against neither (PEARL).
+
+`python -m recipes.pearl --out DIR` decodes at temperatures 0 and 1: plainly; in turn (`step`), with each length; and at
+once (`pearl`), with the same lengths, on two clocks. The simulated clock counts the longer of both sides of a step, as
+if each had a device of its own and none waited for data from the other; the real one is that of two threads on this
+machine, one for each side. What drafts in turn or not at all may use both threads, and is measured with one thread too,
+because that is what each simulated device has.
+
+On both clocks the speed is tokens over the seconds of the steps, for all ways to decode alike; prefill, which PEARL
+does not change, is left out.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+import numpy as np
+import typer
+from jaxtyping import Float
+from rich.progress import Progress
+
+from outrider.load import EMBEDDED_DRAFT
+from recipes.evidence import Claim, Estimate, Paper, Sums, gain
+from recipes.report import Curve, Findings, Panel, finish, record, table
+from recipes.trial import (
+    PROMPTS,
+    Bench,
+    Draft,
+    Method,
+    NumPrompts,
+    Out,
+    Prompts,
+    Seeds,
+    Setting,
+    Target,
+    Tokens,
+)
+
+PAPER = Paper(name="Liu et al. 2024, PEARL", url="https://arxiv.org/abs/2408.11850")
+LENGTHS = (2, 3, 4, 6, 8)
+TEMPERATURES = (0.0, 1.0)
+WAYS = {
+    "plain": ("plain", 1),
+    "plain, two threads": ("plain", 2),
+    "step": ("step", 1),
+    "step, two threads": ("step", 2),
+    "pearl, simulated": ("pearl:clock=simulated", 1),
+    "pearl, a thread each": ("pearl", 1),
+}
+"""By name, how to decode, and with how many threads per side."""
+PLAIN = tuple(way for way, (decoding, _) in WAYS.items() if decoding == "plain")
+DRAFTING = tuple(way for way in WAYS if way not in PLAIN)
+
+
+def name(way: str, length: int | None, temperature: float) -> str:
+    """A method's name."""
+    return f"{way}{'' if length is None else f' {length}'} T={temperature:g}"
+
+
+def methods(lengths: Sequence[int] = LENGTHS) -> list[Method]:
+    """Every way to decode, those that draft with every length, at both temperatures."""
+    return [
+        Method(
+            name=name(way, length, t),
+            length=f"fixed:{length or 2}",
+            decoding=decoding,
+            threads=threads,
+            temperature=t,
+            deepest=2 * max(lengths),
+        )
+        for t in TEMPERATURES
+        for way, (decoding, threads) in WAYS.items()
+        for length in ((None,) if way in PLAIN else lengths)
+    ]
+
+
+def speed(sums: Sums, method: str) -> Float[np.ndarray, " samples"]:
+    """Tokens per second of steps."""
+    return sums.ratio(method, "tokens", "stepping")
+
+
+def best(sums: Sums, ways: Sequence[str], lengths: Sequence[int], t: float) -> Float[np.ndarray, " samples"]:
+    """Speed of the way and length that are best on the other half of the prompts."""
+    names = [name(way, n, t) for way in ways for n in ((None,) if way in PLAIN else lengths)]
+    return sums.best("tokens", "stepping", names)
+
+
+def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
+    """Tables, panels and claims."""
+    lines, panels, claims, verdicts = [], [], [], []
+    for t in TEMPERATURES:
+        plain = best(sums, PLAIN, lengths, t)
+        for way in WAYS:
+            for own in (name(way, n, t) for n in ((None,) if way in PLAIN else lengths)):
+                lines.append(
+                    [
+                        own,
+                        Estimate.of(sums.ratio(own, "accepted", "drafted")).text() if way in DRAFTING else "",
+                        Estimate.of(sums.efficiency(own)).text(),
+                        Estimate.of(speed(sums, own)).text(".1f"),
+                        Estimate.of(speed(sums, own) / plain).text(),
+                    ]
+                )
+        panels.append(
+            Panel(
+                title=f"Temperature {t:g}",
+                x="tokens drafted per step",
+                y="tokens per second of steps",
+                curves=[
+                    Curve(
+                        label=way,
+                        x=lengths,
+                        y=[Estimate.of(speed(sums, name(way, None if way in PLAIN else n, t))) for n in lengths],
+                        dashed=way in PLAIN,
+                    )
+                    for way in WAYS
+                ],
+            )
+        )
+        claims += _claims(sums, lengths, t)
+        verdicts.append(verdict(sums, lengths, t))
+    head = ("method", "acceptance", "block efficiency", "tokens/s", "times the fastest plain decoding")
+    return Findings(tables=[table(head, lines), *verdicts], panels=panels, claims=claims)
+
+
+def verdict(sums: Sums, lengths: Sequence[int], t: float) -> str:
+    """Whether overlapping pays on this machine, in one sentence."""
+    real = gain(
+        best(sums, ("pearl, a thread each",), lengths, t), best(sums, ("step", "step, two threads"), lengths, t)
+    )
+    said = "pays" if real.low > 0 else "does not pay" if real.high < 0 else "neither pays nor costs beyond noise"
+    return (
+        f"At temperature {t:g}, overlapping in two threads of this machine {said}: {real.text('+.1f')} % of tokens per "
+        "second against drafting in turn with as many threads.\n"
+    )
+
+
+def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
+    def of(*ways: str) -> Float[np.ndarray, " samples"]:
+        return best(sums, ways, lengths, t)
+
+    unit = "% of tokens per second"
+    chosen = "for each the length that is best on the other half of the prompts"
+    two = f"simulated clock of two devices of one thread each; {chosen}"
+    return [
+        PAPER.claim(
+            f"PEARL is faster than drafting in turn at temperature {t:g}, with a device for each side.",
+            gain(of("pearl, simulated"), of("step")),
+            over=sums,
+            published="up to 50" if t == 0 else None,
+            unit=unit,
+            least=0.0,
+            note=two,
+        ),
+        PAPER.claim(
+            f"PEARL is faster than plain decoding at temperature {t:g}, with a device for each side.",
+            gain(of("pearl, simulated"), of("plain")),
+            over=sums,
+            published="up to 343" if t == 0 else None,
+            unit=unit,
+            least=0.0,
+            note=two,
+        ),
+        PAPER.claim(
+            f"PEARL is faster than drafting in turn at temperature {t:g}, in two threads of one machine.",
+            gain(of("pearl, a thread each"), of("step", "step, two threads")),
+            over=sums,
+            published=None,
+            unit=unit,
+            least=0.0,
+            note=f"two threads for either; {chosen}",
+        ),
+    ]
+
+
+def run(setting: Setting, lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
+    """Measure and write; returns the claims."""
+
+    def work(file: TextIO, progress: Progress) -> Findings:
+        bench = Bench(setting)
+        jobs = bench.jobs(bench.questions(setting.num_prompts))
+        rows = bench.measure("measured", methods(lengths), jobs, file, progress)
+        return findings(Sums(rows), lengths)
+
+    return record(setting, "pearl", work)
+
+
+def main(
+    out: Out,
+    target: Target = None,
+    draft: Draft = EMBEDDED_DRAFT,
+    prompts: Prompts = PROMPTS,
+    num_prompts: NumPrompts = 16,
+    seeds: Seeds = 1,
+    max_new_tokens: Tokens = 64,
+) -> None:
+    """Measure drafting and verifying at once against in turn."""
+    given = dict(locals())
+    finish(lambda: run(Setting(**given)))
+
+
+if __name__ == "__main__":
+    typer.run(main)
