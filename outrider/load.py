@@ -13,8 +13,9 @@ from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine import Engine
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lengths.tetris import Tetris
-from outrider.lm.model import LanguageModel
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.open import as_lm, open_model, open_tokenizer
+from outrider.lm.protocol import LM
+from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
 from outrider.proof.matrix import DEFAULT, Cell, refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
@@ -98,7 +99,7 @@ def load(
     if pad_to is None:
         pad_to = 2 if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) else 1
     width = _vocab_size(model, tokenizer)
-    lm = LanguageModel(model, max_slots=max_slots, max_context=max_context, vocab_size=width, pad_to=pad_to)
+    lm = as_lm(model, max_slots=max_slots, max_context=max_context, vocab_size=width, pad_to=pad_to)
     surroundings = Surroundings(
         tokenizer=tokenizer,
         vocab_size=width,
@@ -108,7 +109,7 @@ def load(
     )
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
     rule: Verifier = _make("verifier", verifier or _default_verifier(bound, grower))
-    if reason := refusal(cell(bound, grower, rule, policy), allow_lossy):
+    if reason := refusal(cell(bound, grower, rule, policy), allow_lossy) or chains_only(grower, lm, bound):
         raise InputError(reason)
     return Engine(
         Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy),
@@ -129,6 +130,14 @@ def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy)
         verifier=catalog.name_of(verifier),
         length="tetris:criterion=original" if original else catalog.name_of(length),
     )
+
+
+def chains_only(tree: Tree, target: LM, drafter: Drafter) -> str | None:
+    """Why a branching tree cannot be read by the target or the draft model; None where it can, or does not branch."""
+    for role, lm in (("target", target), ("draft model", getattr(drafter, "lm", None))):
+        if tree.structure != "chain" and isinstance(lm, RecurrentModel):
+            return f"the {role} {lm.model.config.model_type} {CHAINS_ONLY}"
+    return None
 
 
 def _default_verifier(drafter: Drafter, tree: Tree) -> str:

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.drafters.protocol import Rows, Surroundings
-from outrider.lm.model import LanguageModel
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.open import as_lm, open_model, open_tokenizer
 from outrider.lm.protocol import LM, Segment
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
@@ -160,7 +159,7 @@ class ModelPath:
         )
         width = model.get_output_embeddings().weight.shape[0]
         same_vocabulary(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
-        lm = LanguageModel(
+        lm = as_lm(
             model,
             max_slots=surroundings.max_slots,
             max_context=self.max_context,

@@ -20,8 +20,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.types import InputError
+
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """The layer types whose masks are known here."""
+RECURRENT_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba")
+"""The layer types that keep a state; in a `hybrid` layer, attention stands beside it."""
+NO_ATTENTION = ("linear_attention", "conv", "mamba", "moe", "mlp")
+"""The layer types of hybrid models that keep no keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +63,27 @@ def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
     if chunk is not None and "create_chunked_causal_mask" in asked:
         return Span(chunk=chunk)
     return Span()
+
+
+def attention_span(model: PreTrainedModel) -> Span | None:
+    """The span that all attention layers of a hybrid model share; None where it has none.
+
+    Hybrids take one 4-D mask for all attention layers as it is, and then give their recurrent layers none.
+
+    Raises:
+        InputError: Its attention layers differ, or are of a type unknown here.
+    """
+    text = model.config.get_text_config(decoder=True)
+    types = dict.fromkeys(t for t in text.layer_types if t not in NO_ATTENTION)
+    kinds = dict.fromkeys("full_attention" if t == "hybrid" else t for t in types)
+    if not kinds:
+        return None
+    if len(kinds) > 1 or not kinds.keys() <= {"full_attention", "sliding_attention"}:
+        raise InputError(
+            f"{model.config.model_type} has recurrent layers beside layers of type {', '.join(types)}; "
+            "supported is one kind of attention, full_attention or sliding_attention"
+        )
+    return Span(window=text.sliding_window if "sliding_attention" in kinds else None)
 
 
 def _nothing() -> Int[np.ndarray, " nodes"]:

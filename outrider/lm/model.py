@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from outrider.lm.attention import MaskBuilder, Pending, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.support import context_limit, refusal
+from outrider.lm.support import is_recurrent, longest_context, refusal
 from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
 
@@ -129,14 +129,15 @@ class LanguageModel:
                 raise InputError(f"{name} must be >= 1, got {value}")
         if (reason := refusal(model, max_context=max_context)) is not None:
             raise InputError(reason)
+        if is_recurrent(model):
+            raise InputError(f"{model.config.model_type} has recurrent layers; open it with RecurrentModel")
         text = model.config.get_text_config(decoder=True)
         self.model = model.eval()
         self.device, self.dtype = model.device, model.dtype
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
         self.max_slots, self.pad_to = max_slots, pad_to
         self.num_forwards = 0
-        limits = [getattr(text, "max_position_embeddings", None), context_limit(model.config)]
-        limit = min((n for n in limits if n is not None), default=None)
+        limit = longest_context(model.config)
         if max_context is not None and limit is not None and max_context > limit:
             raise InputError(
                 f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"

@@ -1,10 +1,13 @@
-"""Models and tokenizers from a directory or a hub id, with one clear sentence where that fails."""
+"""Models and tokenizers from a directory or a hub id, with one clear sentence where that fails; models as LMs."""
 
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.lm.model import LanguageModel
+from outrider.lm.recurrent import RecurrentModel
+from outrider.lm.support import is_recurrent
 from outrider.types import InputError
 
 DTYPES = {
@@ -46,6 +49,20 @@ def open_model(
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
     return model.to(place).eval()
+
+
+def as_lm(
+    model: PreTrainedModel,
+    *,
+    max_slots: int,
+    max_context: int | None = None,
+    vocab_size: int | None = None,
+    pad_to: int = 1,
+) -> LanguageModel | RecurrentModel:
+    """The model as the engine sees it, in the way that its layers need. Recurrent layers are never padded."""
+    if is_recurrent(model):
+        return RecurrentModel(model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size)
+    return LanguageModel(model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size, pad_to=pad_to)
 
 
 def open_tokenizer(

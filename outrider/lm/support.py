@@ -1,13 +1,20 @@
 """Which models cannot be driven by slots and explicit masks, and why."""
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from outrider.lm.attention import LAYER_TYPES
+from outrider.lm.attention import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES
 
-_RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
+STEPWISE = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
+"""Models that forget their state when it is continued by more than one token (their scans take no initial state)."""
+_UNKNOWN_STATES = {
+    "rwkv": "keeps its states in a way of its own",
+    "xlstm": "keeps its states in a way of its own",
+    "minimax": "keeps its states in a way of its own",
+}
 _ALIBI = ("bloom", "mpt")
 _EAGER_ONLY = ("gemma2", "gpt_oss")
 
@@ -33,14 +40,52 @@ def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context:
     return _refusal(model_or_config, kind, max_context)
 
 
+def is_recurrent(model_or_config: PreTrainedModel | PreTrainedConfig) -> bool:
+    """Whether any layer keeps a state that is a fold over the text, so that `RecurrentModel` is needed.
+
+    Example:
+        >>> from transformers import LlamaConfig, Mamba2Config
+        >>> is_recurrent(Mamba2Config()), is_recurrent(LlamaConfig())
+        (True, False)
+    """
+    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
+    kind = type(model_or_config) if isinstance(model_or_config, PreTrainedModel) else _causal_class(model_or_config)
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return bool(getattr(kind, "_is_stateful", False)) or any(t in RECURRENT_TYPES for t in types)
+
+
+def is_stepwise(config: PreTrainedConfig) -> bool:
+    """Whether a recurrent model is known to continue its state rightly by one token at a time only."""
+    return config.get_text_config(decoder=True).model_type in STEPWISE
+
+
 def _refusal(config: PreTrainedConfig, kind: type[PreTrainedModel], max_context: int | None) -> str | None:
-    return (
-        _family(config, kind)
-        or _layers(config)
-        or _signature(kind)
-        or _kernel(config, kind)
-        or _context(config, max_context)
+    if (reason := _family(config, kind)) is not None:
+        return reason
+    special = (_states if is_recurrent(config) or getattr(kind, "_is_stateful", False) else _masks)(config, kind)
+    return special or _kernel(config, kind) or _context(config, max_context)
+
+
+def _masks(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    return _layers(config, LAYER_TYPES) or _signature(kind, ("past_key_values", "position_ids", "logits_to_keep"))
+
+
+def _states(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    text = config.get_text_config(decoder=True)
+    if (how := _UNKNOWN_STATES.get(text.model_type)) is not None:
+        return f"{config.model_type} has recurrent layers and {how}"
+    attends = any(t not in NO_ATTENTION for t in getattr(text, "layer_types", None) or ())
+    cache = "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
+    needed = (cache, "position_ids") if attends else (cache,)
+    return _layers(config, (*LAYER_TYPES, *RECURRENT_TYPES, *NO_ATTENTION)) or _signature(
+        kind, (*needed, "logits_to_keep")
     )
+
+
+def longest_context(config: PreTrainedConfig) -> int | None:
+    """The longest context in tokens: what the model was made for, and what can be driven from outside; None: any."""
+    own = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min((n for n in (own, context_limit(config)) if n is not None), default=None)
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
@@ -62,9 +107,6 @@ def _family(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     text, name = config.get_text_config(decoder=True), config.model_type
     if config.is_encoder_decoder:
         return f"{name} is an encoder-decoder model; a decoder-only causal language model is needed"
-    layer_types = getattr(text, "layer_types", None) or ()
-    if getattr(kind, "_is_stateful", False) or any(t in _RECURRENT_TYPES for t in layer_types):
-        return f"{name} has recurrent layers, whose state cannot be rolled back after a rejected draft"
     if text.model_type in _ALIBI or getattr(text, "alibi", False):
         return f"{name} adds a bias by distance in the cache (ALiBi), which is wrong for trees"
     if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
@@ -74,9 +116,9 @@ def _family(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     return None
 
 
-def _layers(config: PreTrainedConfig) -> str | None:
+def _layers(config: PreTrainedConfig, known: Sequence[str]) -> str | None:
     text = config.get_text_config(decoder=True)
-    strange = [t for t in dict.fromkeys(getattr(text, "layer_types", None) or ()) if t not in LAYER_TYPES]
+    strange = [t for t in dict.fromkeys(getattr(text, "layer_types", None) or ()) if t not in known]
     if strange:
         return (
             f"{config.model_type} has layers of type {', '.join(strange)}; masks are known for {', '.join(LAYER_TYPES)}"
@@ -86,11 +128,10 @@ def _layers(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _signature(kind: type[PreTrainedModel]) -> str | None:
+def _signature(kind: type[PreTrainedModel], needed: Sequence[str]) -> str | None:
     known = inspect.signature(kind.forward).parameters
-    missing = [n for n in ("past_key_values", "position_ids", "logits_to_keep") if n not in known]
-    if missing:
-        return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot read a tree of tokens"
+    if missing := [n for n in needed if n not in known]:
+        return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot be driven from outside"
     return None
 
 

@@ -13,7 +13,9 @@ import transformers
 from outrider.drafters.model import Model
 from outrider.engine import Engine
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
+from outrider.lm.recurrent import RecurrentModel
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.types import InputError
 
@@ -65,9 +67,9 @@ def in_float32(engine: Engine) -> Engine:
 
 
 def _float32(lm: LM) -> LM:
-    if not isinstance(lm, LanguageModel) or lm.dtype in (torch.float32, torch.float64):
+    if not isinstance(lm, LanguageModel | RecurrentModel) or lm.dtype in (torch.float32, torch.float64):
         return lm
-    return LanguageModel(
+    return as_lm(
         copy.deepcopy(lm.model).float(),
         max_slots=lm.max_slots,
         max_context=lm.max_context,
@@ -88,7 +90,7 @@ def _fingerprint(engine: Engine) -> str:
     drafter = parts.drafter
     digest.update((type(drafter).__name__ if isinstance(drafter, Model) else repr(drafter)).encode())
     for lm in (parts.target, drafter.lm if isinstance(drafter, Model) else None):
-        if isinstance(lm, LanguageModel):
+        if isinstance(lm, LanguageModel | RecurrentModel):
             digest.update(lm.model.config.to_json_string().encode())
             digest.update(repr((lm.max_context, lm.vocab_size)).encode())
             for name, weight in sorted(lm.model.state_dict().items()):
