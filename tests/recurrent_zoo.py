@@ -79,8 +79,8 @@ _ROWS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "qk_rope_head_dim": 4,
             "qk_nope_head_dim": 8,
             "v_head_dim": 8,
-            "head_dim": 8,
-            "first_k_dense_replace": 1,
+            "linear_head_dim": 8,
+            "linear_num_heads": 4,
         },
     ),
     "mamba2": (

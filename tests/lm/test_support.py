@@ -6,19 +6,17 @@ from transformers import (
     BloomConfig,
     DeepseekV32Config,
     FalconConfig,
-    JambaConfig,
     LlamaConfig,
-    Mamba2Config,
+    MiniMaxConfig,
     MptConfig,
     Phi3Config,
     PreTrainedConfig,
-    Qwen3NextConfig,
-    RecurrentGemmaConfig,
     RobertaConfig,
     RobertaForCausalLM,
     RwkvConfig,
     ViTConfig,
     XLMConfig,
+    xLSTMConfig,
 )
 
 from outrider.lm.model import LanguageModel
@@ -28,11 +26,9 @@ from tests.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
 
 REFUSED = [
     (BartConfig, "encoder-decoder"),
-    (Mamba2Config, "recurrent layers"),
-    (Qwen3NextConfig, "recurrent layers"),
-    (JambaConfig, "recurrent layers"),
-    (RecurrentGemmaConfig, "recurrent layers"),
-    (RwkvConfig, "recurrent layers"),
+    (RwkvConfig, "recurrent layers and keeps its states in a way of its own"),
+    (xLSTMConfig, "recurrent layers and keeps its states in a way of its own"),
+    (MiniMaxConfig, "recurrent layers and keeps its states in a way of its own"),
     (BloomConfig, "ALiBi"),
     (MptConfig, "ALiBi"),
     (XLMConfig, "takes no past_key_values"),
