@@ -13,7 +13,7 @@ from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine import Engine
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lengths.tetris import Tetris
-from outrider.lm.open import as_lm, open_model, open_tokenizer
+from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
 from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
 from outrider.proof.matrix import DEFAULT, Cell, refusal
@@ -150,7 +150,7 @@ def _make(family: Family, given: str | object) -> Any:
 
 def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """Width of the logits that mean something: padding behind the tokenizer's last id is cut off."""
-    width = int(model.get_output_embeddings().weight.shape[0])
+    width = logit_width(model)
     return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
 
 

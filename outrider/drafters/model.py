@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.drafters.protocol import Rows, Surroundings
-from outrider.lm.open import as_lm, open_model, open_tokenizer
+from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM, Segment
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
@@ -157,7 +157,7 @@ class ModelPath:
             device=self.device or surroundings.device,
             revision=self.revision,
         )
-        width = model.get_output_embeddings().weight.shape[0]
+        width = logit_width(model)
         same_vocabulary(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
         lm = as_lm(
             model,

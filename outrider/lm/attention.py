@@ -20,8 +20,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.types import InputError
-
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """The layer types whose masks are known here."""
 RECURRENT_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba")
@@ -66,23 +64,14 @@ def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
 
 
 def attention_span(model: PreTrainedModel) -> Span | None:
-    """The span that all attention layers of a hybrid model share; None where it has none.
+    """The span that all attention layers of a hybrid model share; None where it has no attention.
 
     Hybrids take one 4-D mask for all attention layers as it is, and then give their recurrent layers none.
-
-    Raises:
-        InputError: Its attention layers differ, or are of a type unknown here.
     """
     text = model.config.get_text_config(decoder=True)
-    types = dict.fromkeys(t for t in text.layer_types if t not in NO_ATTENTION)
-    kinds = dict.fromkeys("full_attention" if t == "hybrid" else t for t in types)
+    kinds = {t for t in text.layer_types if t not in NO_ATTENTION}
     if not kinds:
         return None
-    if len(kinds) > 1 or not kinds.keys() <= {"full_attention", "sliding_attention"}:
-        raise InputError(
-            f"{model.config.model_type} has recurrent layers beside layers of type {', '.join(types)}; "
-            "supported is one kind of attention, full_attention or sliding_attention"
-        )
     return Span(window=text.sliding_window if "sliding_attention" in kinds else None)
 
 
@@ -222,11 +211,14 @@ class MaskBuilder:
         spans: How far layers look back; a mapping where the model takes a dict of masks.
         additive: The dtype of additive masks; None gives bool masks, True where a key is seen.
         device: Where masks are wanted.
+        slopes: Per head, what is added per position of a key (ALiBi); the mask then has a head axis. Softmax does not
+            see a constant, so a bias by the key's position is one by its distance.
     """
 
     spans: Span | Mapping[str, Span]
     additive: torch.dtype | None
     device: torch.device
+    slopes: Float[Tensor, " heads"] | None = None
 
     def masks(
         self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
@@ -263,7 +255,7 @@ class MaskBuilder:
         positions: Int[Tensor, "rows queries"],
         logical: Int[Tensor, "#rows keys"],
         span: Span,
-    ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows 1 queries keys"]:
+    ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows heads queries keys"]:
         if span.window is not None:
             seen = seen & (logical[:, None, :] > positions[:, :, None] - span.window)
         if span.chunk is not None:
@@ -272,4 +264,8 @@ class MaskBuilder:
         if self.additive is None:
             return seen
         zero = torch.zeros((), dtype=self.additive, device=self.device)
-        return torch.where(seen, zero, torch.finfo(self.additive).min)
+        hidden = torch.finfo(self.additive).min
+        if self.slopes is None:
+            return torch.where(seen, zero, hidden)
+        bias = self.slopes[:, None, None] * logical[:, None, None, :]
+        return torch.where(seen, bias.to(self.additive), hidden)

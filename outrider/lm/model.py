@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.lm import alibi
 from outrider.lm.attention import MaskBuilder, Pending, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Extension, Segment
@@ -143,7 +144,9 @@ class LanguageModel:
                 f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"
             )
         additive = None if text._attn_implementation == "sdpa" else self.dtype
-        self._builder = MaskBuilder(spans=spans(model), additive=additive, device=self.device)
+        self._builder = MaskBuilder(
+            spans=spans(model), additive=additive, device=self.device, slopes=alibi.slopes(model)
+        )
         probe = Probe()
         width = self._probe(probe)
         if vocab_size is not None and not 1 <= vocab_size <= width:
@@ -249,7 +252,7 @@ class LanguageModel:
         self._cache.prepare(slots, written, view)
         wanted = batch.wanted()
         columns = self._columns(wanted, batch.width)
-        with tapped(self._layers, taps) as seen:
+        with tapped(self._layers, taps) as seen, alibi.bias_in_mask(self.model):
             output = self.model(
                 input_ids=self._tokens(batch),
                 attention_mask=self._builder.masks(sight, positions, view),
@@ -346,13 +349,14 @@ class LanguageModel:
         sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
         (positions,) = upload([sight.positions], self.device)
         try:
-            output = self.model(
-                input_ids=torch.zeros_like(positions),
-                attention_mask=self._builder.masks(sight, positions, 2),
-                position_ids=positions,
-                past_key_values=probe,
-                use_cache=True,
-            )
+            with alibi.bias_in_mask(self.model):
+                output = self.model(
+                    input_ids=torch.zeros_like(positions),
+                    attention_mask=self._builder.masks(sight, positions, 2),
+                    position_ids=positions,
+                    past_key_values=probe,
+                    use_cache=True,
+                )
         except AttributeError as error:
             name = self.model.config.model_type
             raise InputError(f"{name} asks more of masks or of its cache than is known here: {error}") from error

@@ -48,7 +48,16 @@ def open_model(
         )
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
-    return model.to(place).eval()
+    # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
+    moved = model if model.device.type == place.type and getattr(model, "is_quantized", False) else model.to(place)
+    return moved.eval()
+
+
+def logit_width(model: PreTrainedModel) -> int:
+    """Width of the logits. Heads of quantised models keep weights of other shapes, so their word is taken for it."""
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
 
 
 def as_lm(

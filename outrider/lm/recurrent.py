@@ -29,8 +29,6 @@ _JOIN = 8
 """So many tokens, or fewer, are fed again in the same forward as the new ones; more get a forward of their own."""
 _BORDERS = 16
 """Most states kept of one slot's pending tokens."""
-_ENDLESS = 1 << 20
-"""Longest context of a model that itself knows no end."""
 
 
 @dataclass(kw_only=True)
@@ -204,7 +202,7 @@ class RecurrentModel:
             probe.layers,
             max_slots=max_slots,
             max_context=max_context,
-            limit=limit or _ENDLESS,
+            limit=limit,
             free=None if free is None else max(0, free - taken),
         )
         self._cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)

@@ -1,11 +1,12 @@
 """Which models cannot be driven by slots and explicit masks, and why."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider.lm import alibi
 from outrider.lm.attention import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES
 
 STEPWISE = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
@@ -15,7 +16,9 @@ _UNKNOWN_STATES = {
     "xlstm": "keeps its states in a way of its own",
     "minimax": "keeps its states in a way of its own",
 }
-_ALIBI = ("bloom", "mpt")
+_KERNELS = {
+    "flex_attention": "is compiled for every shape and, on CPUs, ends the process when given such masks",
+}
 _EAGER_ONLY = ("gemma2", "gpt_oss")
 
 
@@ -48,10 +51,9 @@ def is_recurrent(model_or_config: PreTrainedModel | PreTrainedConfig) -> bool:
         >>> is_recurrent(Mamba2Config()), is_recurrent(LlamaConfig())
         (True, False)
     """
-    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
-    kind = type(model_or_config) if isinstance(model_or_config, PreTrainedModel) else _causal_class(model_or_config)
-    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
-    return bool(getattr(kind, "_is_stateful", False)) or any(t in RECURRENT_TYPES for t in types)
+    if isinstance(model_or_config, PreTrainedModel):
+        return _stateful(model_or_config.config, type(model_or_config))
+    return _stateful(model_or_config, _causal_class(model_or_config))
 
 
 def is_stepwise(config: PreTrainedConfig) -> bool:
@@ -60,26 +62,8 @@ def is_stepwise(config: PreTrainedConfig) -> bool:
 
 
 def _refusal(config: PreTrainedConfig, kind: type[PreTrainedModel], max_context: int | None) -> str | None:
-    if (reason := _family(config, kind)) is not None:
-        return reason
-    special = (_states if is_recurrent(config) or getattr(kind, "_is_stateful", False) else _masks)(config, kind)
-    return special or _kernel(config, kind) or _context(config, max_context)
-
-
-def _masks(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
-    return _layers(config, LAYER_TYPES) or _signature(kind, ("past_key_values", "position_ids", "logits_to_keep"))
-
-
-def _states(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
-    text = config.get_text_config(decoder=True)
-    if (how := _UNKNOWN_STATES.get(text.model_type)) is not None:
-        return f"{config.model_type} has recurrent layers and {how}"
-    attends = any(t not in NO_ATTENTION for t in getattr(text, "layer_types", None) or ())
-    cache = "cache_params" if "cache_params" in inspect.signature(kind.forward).parameters else "past_key_values"
-    needed = (cache, "position_ids") if attends else (cache,)
-    return _layers(config, (*LAYER_TYPES, *RECURRENT_TYPES, *NO_ATTENTION)) or _signature(
-        kind, (*needed, "logits_to_keep")
-    )
+    found = (check(config, kind) for check in REFUSALS.values())
+    return next((reason for reason in found if reason is not None), None) or _too_long(config, max_context)
 
 
 def longest_context(config: PreTrainedConfig) -> int | None:
@@ -103,33 +87,62 @@ def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _family(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
-    text, name = config.get_text_config(decoder=True), config.model_type
+def _encoder(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     if config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder model; a decoder-only causal language model is needed"
-    if text.model_type in _ALIBI or getattr(text, "alibi", False):
-        return f"{name} adds a bias by distance in the cache (ALiBi), which is wrong for trees"
-    if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
-        return f"{name} attends to later tokens (use_bidirectional_attention); it does not generate from left to right"
-    if getattr(text, "add_cross_attention", False):
-        return f"{name} attends to an encoder (add_cross_attention); a decoder-only model is needed"
+        return f"{config.model_type} is an encoder-decoder model; a decoder-only causal language model is needed"
+    if getattr(config.get_text_config(decoder=True), "add_cross_attention", False):
+        return f"{config.model_type} attends to an encoder (add_cross_attention); a decoder-only model is needed"
     return None
 
 
-def _layers(config: PreTrainedConfig, known: Sequence[str]) -> str | None:
+def _bidirectional(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", False) in (True, "all"):
+        return (
+            f"{config.model_type} attends to later tokens (use_bidirectional_attention); it does not generate from "
+            "left to right"
+        )
+    return None
+
+
+def _alibi(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     text = config.get_text_config(decoder=True)
-    strange = [t for t in dict.fromkeys(getattr(text, "layer_types", None) or ()) if t not in known]
-    if strange:
+    if text.model_type == "mpt" or (getattr(text, "alibi", False) and text.model_type not in alibi.MODELS):
+        return f"{config.model_type} adds a bias by distance in the cache (ALiBi), which is wrong for trees"
+    return None
+
+
+def _states(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    how = _UNKNOWN_STATES.get(config.get_text_config(decoder=True).model_type)
+    return None if how is None else f"{config.model_type} has recurrent layers and {how}"
+
+
+def _layers(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    text = config.get_text_config(decoder=True)
+    known = {*LAYER_TYPES, *RECURRENT_TYPES, *NO_ATTENTION}
+    types = dict.fromkeys(getattr(text, "layer_types", None) or ())
+    if strange := [t for t in types if t not in known]:
         return (
             f"{config.model_type} has layers of type {', '.join(strange)}; masks are known for {', '.join(LAYER_TYPES)}"
+        )
+    attention = {"full_attention" if t == "hybrid" else t for t in types if t not in NO_ATTENTION}
+    if _stateful(config, kind) and (len(attention) > 1 or not attention <= {"full_attention", "sliding_attention"}):
+        return (
+            f"{config.model_type} has recurrent layers beside layers of type {', '.join(types)}; supported is one "
+            "kind of attention, full_attention or sliding_attention"
         )
     if getattr(text, "index_topk", None):
         return f"{config.model_type} picks keys by an index (index_topk), which needs a cache of its own"
     return None
 
 
-def _signature(kind: type[PreTrainedModel], needed: Sequence[str]) -> str | None:
+def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     known = inspect.signature(kind.forward).parameters
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ("full_attention",)
+    needed = ["past_key_values", "position_ids", "logits_to_keep"]
+    if _stateful(config, kind) and "cache_params" in known:
+        needed[0] = "cache_params"
+    if all(t in NO_ATTENTION for t in types) or config.model_type in alibi.MODELS:
+        needed.remove("position_ids")
     if missing := [n for n in needed if n not in known]:
         return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot be driven from outside"
     return None
@@ -140,7 +153,7 @@ def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     kernel = text._attn_implementation
     if kernel not in (None, "sdpa", "eager"):
         return (
-            f"attention implementation '{kernel}' takes no 4-D mask; "
+            f"attention implementation '{kernel}' {_KERNELS.get(kernel, 'takes no 4-D mask')}; "
             "load the model with attn_implementation='sdpa' or 'eager'"
         )
     capped = getattr(text, "attn_logit_softcapping", None) is not None
@@ -152,9 +165,26 @@ def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     return None
 
 
-def _context(config: PreTrainedConfig, max_context: int | None) -> str | None:
+def _dynamic(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     if any(_type(p) == "dynamic" for p in _rotary_parameters(config)):
         return f"{config.model_type} uses dynamic rotary scaling, which embeds cached tokens anew as text grows"
+    return None
+
+
+REFUSALS: Mapping[str, Callable[[PreTrainedConfig, type[PreTrainedModel]], str | None]] = {
+    "encoder-decoder models": _encoder,
+    "models that attend to later tokens": _bidirectional,
+    "ALiBi other than Bloom's": _alibi,
+    "recurrent layers with a cache of their own": _states,
+    "layers of unknown type": _layers,
+    "a forward that cannot be driven from outside": _signature,
+    "attention implementations without exact masks": _kernel,
+    "dynamic rotary scaling": _dynamic,
+}
+"""What is refused, and the check that says why; in this order. Contexts beyond `context_limit` are refused too."""
+
+
+def _too_long(config: PreTrainedConfig, max_context: int | None) -> str | None:
     for limit, reason in _limits(config):
         if max_context is not None and max_context > limit:
             return (
@@ -162,6 +192,11 @@ def _context(config: PreTrainedConfig, max_context: int | None) -> str | None:
                 f"{max_context}; give max_context={limit} or less"
             )
     return None
+
+
+def _stateful(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> bool:
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return bool(getattr(kind, "_is_stateful", False)) or any(t in RECURRENT_TYPES for t in types)
 
 
 def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:

@@ -53,7 +53,7 @@ def gate(engine: Engine) -> Identity:
 
 
 def in_float32(engine: Engine) -> Engine:
-    """The same engine computing in float32; the engine itself where it already does, or does better."""
+    """The same engine computing in float32; models that already do, or do better, or are quantised, stay as they are."""
     parts = engine.parts
     drafter = (
         replace(parts.drafter, lm=_float32(parts.drafter.lm)) if isinstance(parts.drafter, Model) else parts.drafter
@@ -68,6 +68,8 @@ def in_float32(engine: Engine) -> Engine:
 
 def _float32(lm: LM) -> LM:
     if not isinstance(lm, LanguageModel | RecurrentModel) or lm.dtype in (torch.float32, torch.float64):
+        return lm
+    if getattr(lm.model, "is_quantized", False):
         return lm
     return as_lm(
         copy.deepcopy(lm.model).float(),
@@ -94,6 +96,8 @@ def _fingerprint(engine: Engine) -> str:
             digest.update(lm.model.config.to_json_string().encode())
             digest.update(repr((lm.max_context, lm.vocab_size)).encode())
             for name, weight in sorted(lm.model.state_dict().items()):
+                if not isinstance(weight, torch.Tensor):
+                    continue
                 flat = weight.detach().flatten()
                 sample = flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy()
                 digest.update(name.encode() + sample.tobytes())
