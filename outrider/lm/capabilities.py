@@ -89,6 +89,7 @@ def _attending(config: PreTrainedConfig) -> list[Capability]:
     if config.model_type in ALIBI:
         trees += "; the bias by distance (ALiBi) is moved into them"
     compiled = config.model_type not in ALIBI
+    graph = "the forward traces as one graph on the architectures tried"
     return [
         Capability(feature="chains", supported=True, reason="a draft is verified in one forward"),
         Capability(feature="branching trees", supported=True, reason=trees),
@@ -99,7 +100,7 @@ def _attending(config: PreTrainedConfig) -> list[Capability]:
         Capability(
             feature="compile",
             supported=compiled,
-            reason="the forward has no graph break" if compiled else "the model is changed during each forward (ALiBi)",
+            reason=graph if compiled else "the model is changed during each forward (ALiBi)",
         ),
     ]
 

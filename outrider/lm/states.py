@@ -27,7 +27,7 @@ class Keeper(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
-class StateCache(DynamicCache):
+class StateCache(DynamicCache):  # type: ignore[misc]
     """transformers' own cache for a model, except that keys and values go to a keeper of our own.
 
     Before a forward `put` gives every row its state, afterwards `take` fetches the new ones. States that were put are

@@ -17,7 +17,7 @@ _UNKNOWN_STATES = {
     "minimax": "keeps its states in a way of its own",
 }
 _KERNELS = {
-    "flex_attention": "is compiled for every shape and, on CPUs, ends the process when given such masks",
+    "flex_attention": "ends the process on CPUs when given a 4-D mask (torch 2.13), and is not tested elsewhere",
 }
 _EAGER_ONLY = ("gemma2", "gpt_oss")
 

@@ -53,7 +53,7 @@ def gate(engine: Engine) -> Identity:
 
 
 def in_float32(engine: Engine) -> Engine:
-    """The same engine computing in float32; models that already do, or do better, or are quantised, stay as they are."""
+    """The same engine in float32; models that compute in it already, or better, or are quantised, stay as they are."""
     parts = engine.parts
     drafter = (
         replace(parts.drafter, lm=_float32(parts.drafter.lm)) if isinstance(parts.drafter, Model) else parts.drafter

@@ -27,6 +27,8 @@ from tests.zoo import VOCAB, tiny
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=1.0, seed=0)
+ALIKE = ("lfm2_moe", "falcon_mamba", "olmo_hybrid", "zamba", "kimi_linear")
+"""Models whose layers work as those of others here; they are beside their plain twins in tests/lm."""
 SOME = ["qwen3_5", "nemotron_h", "mamba", "recurrent_gemma"]
 
 
@@ -63,15 +65,15 @@ def assert_greedy(model: PreTrainedModel, output: Output, prompt: list[int]) -> 
     assert output.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", [n for n in RECURRENT if n not in ALIKE])
 def test_greedy_outputs_of_a_ragged_batch_are_the_models_own_though_drafts_are_rejected(name: str) -> None:
     model = tiny_recurrent(name)
     for guesser, rule in (("model", Block()), ("ngram", Match())):
         busy = engine(model, drafter(guesser, noisy(tiny_recurrent(name))), rule)
-        made = busy.generate(prompts(), max_new_tokens=16, sampling=GREEDY)
+        made = busy.generate(prompts(), max_new_tokens=10, sampling=GREEDY)
         for prompt, output in zip(prompts(), made, strict=True):
             assert_greedy(model, output, prompt)
-            assert len(output.tokens) == 16
+            assert len(output.tokens) == 10
         drafted = sum(output.num_draft_tokens for output in made)
         accepted = sum(output.num_accepted_tokens for output in made)
         assert accepted < drafted, "nothing was rejected"
@@ -94,7 +96,7 @@ def test_kinds_of_target_and_draft_mix(target: str, draft: str) -> None:
 @pytest.mark.parametrize("name", SOME)
 def test_requests_get_what_they_get_alone_beside_others_that_come_and_are_cancelled(name: str) -> None:
     model, draft = tiny_recurrent(name), noisy(tiny_recurrent(name))
-    sizes = zip((7, 1, 12, 4), (40, 9, 6, 11), strict=True)
+    sizes = zip((7, 1, 12, 4), (24, 7, 4, 9), strict=True)
     random = np.random.default_rng(3)
     these = [
         Request(
