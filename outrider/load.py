@@ -16,9 +16,10 @@ from outrider.engine import Engine
 from outrider.lengths.fixed import Fixed
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lengths.tetris import Tetris
-from outrider.lm.model import LanguageModel
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
+from outrider.lm.protocol import LM
+from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
 from outrider.proof.matrix import DEFAULT, Cell, refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
@@ -119,8 +120,8 @@ def load(
         pad_to = 2 if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) else 1
     width = _vocab_size(model, tokenizer)
     if prepack is None:
-        prepack = not isinstance(target, PreTrainedModel) and not compile and worth_packing(model)
-    lm = LanguageModel(
+        prepack = not (isinstance(target, PreTrainedModel) or compile) and worth_packing(model)
+    lm = as_lm(
         model,
         max_slots=max_slots,
         max_context=max_context,
@@ -140,7 +141,7 @@ def load(
     )
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
     rule: Verifier = _make("verifier", verifier or _default_verifier(bound, grower))
-    if reason := refusal(cell(bound, grower, rule, policy, order), allow_lossy):
+    if reason := refusal(cell(bound, grower, rule, policy, order), allow_lossy) or chains_only(grower, lm, bound):
         raise InputError(reason)
     parts = Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy, decoding=order)
     if isinstance(order, Pearl) and order.num_speculative_tokens is None and length is None:
@@ -169,6 +170,14 @@ def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy,
     )
 
 
+def chains_only(tree: Tree, target: LM, drafter: Drafter) -> str | None:
+    """Why a branching tree cannot be read by the target or the draft model; None where it can, or does not branch."""
+    for role, lm in (("target", target), ("draft model", getattr(drafter, "lm", None))):
+        if tree.structure != "chain" and isinstance(lm, RecurrentModel):
+            return f"the {role} {lm.model.config.model_type} {CHAINS_ONLY}"
+    return None
+
+
 def _default_verifier(drafter: Drafter, tree: Tree) -> str:
     return DEFAULT[Cell(rows=drafter.rows, structure=tree.structure, verifier="match").kind]
 
@@ -179,7 +188,7 @@ def _make(family: Family, given: str | object) -> Any:
 
 def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """Width of the logits that mean something: padding behind the tokenizer's last id is cut off."""
-    width = int(model.get_output_embeddings().weight.shape[0])
+    width = logit_width(model)
     return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider
 from outrider import InputError, catalog
@@ -60,12 +60,6 @@ def test_every_verifier_of_the_catalog_is_in_the_matrix():
     known = catalog.rows("verifier")
     assert set(LOSSLESS) == {name for name, row in known.items() if row.guarantee == "exact law"}
     assert set(LOSSY) == {name for name, row in known.items() if row.guarantee == "lossy"}
-
-
-def test_a_recurrent_model_is_refused_with_the_reason():
-    config = MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, state_size=4)
-    with pytest.raises(InputError, match="recurrent"):
-        outrider.load(MambaForCausalLM(config))
 
 
 def test_a_padded_vocabulary_of_the_same_tokenizer_is_cut(tmp_path):

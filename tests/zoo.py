@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Cohere2Config,
     DeepseekV3Config,
     FalconConfig,
@@ -55,6 +56,7 @@ _ROWS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "gpt2": (GPT2Config, {}),
     "opt": (OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "gpt_neox": (GPTNeoXConfig, {}),
+    "bloom": (BloomConfig, {"n_layer": 2, "n_head": 4}),
     "phi3": (Phi3Config, {"sliding_window": 8}),
     "mixtral": (MixtralConfig, {"num_local_experts": 4}),
     "qwen3_moe": (
@@ -115,7 +117,7 @@ _ROWS: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
 ARCHITECTURES = list(_ROWS)
 """Names that `tiny` knows."""
 
-_EAGER = ("gemma2", "gpt_oss")
+_EAGER = ("gemma2", "gpt_oss", "bloom")
 
 
 def tiny_config(name: str) -> PreTrainedConfig:

@@ -10,6 +10,7 @@ import torch
 
 from outrider.engine import Engine, Output
 from outrider.lm.model import LanguageModel
+from outrider.lm.recurrent import RecurrentModel
 from outrider.types import Sampling
 
 
@@ -67,7 +68,7 @@ def compare(
     on, plain decoding is also timed without it.
     """
     target = engine.parts.target
-    if not isinstance(target, LanguageModel):
+    if not isinstance(target, LanguageModel | RecurrentModel):
         raise TypeError("only a real language model can be timed")
     padding = target.pad_to
     paddings = sorted({1, padding})
@@ -101,7 +102,11 @@ def _run(configuration: str, tokens: int, began: float) -> Run:
 
 
 def _transformers(
-    engine: Engine, target: LanguageModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, sampling: Sampling
+    engine: Engine,
+    target: LanguageModel | RecurrentModel,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling,
 ) -> Run:
     """transformers' own loop, one prompt after another."""
     tokens = 0

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.drafters.protocol import Rows, Surroundings
-from outrider.lm.model import LanguageModel
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import packable
 from outrider.lm.protocol import LM, Segment
+from outrider.lm.support import is_recurrent
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
 CHUNK = 512
@@ -159,14 +159,14 @@ class ModelPath:
             device=self.device or surroundings.device,
             revision=self.revision,
         )
-        width = model.get_output_embeddings().weight.shape[0]
+        width = logit_width(model)
         same_vocabulary(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
-        lm = LanguageModel(
+        lm = as_lm(
             model,
             max_slots=surroundings.max_slots,
             max_context=self.max_context,
             vocab_size=surroundings.vocab_size,
-            compile=surroundings.compile,
+            compile=surroundings.compile and not is_recurrent(model),
             prepack=surroundings.prepack and packable(model),
         )
         return Model(lm=lm)

@@ -22,6 +22,10 @@ from transformers import PreTrainedModel
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """The layer types whose masks are known here."""
+RECURRENT_TYPES = ("linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba")
+"""The layer types that keep a state; in a `hybrid` layer, attention stands beside it."""
+NO_ATTENTION = ("linear_attention", "conv", "mamba", "moe", "mlp")
+"""The layer types of hybrid models that keep no keys and values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +61,18 @@ def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
     if chunk is not None and "create_chunked_causal_mask" in asked:
         return Span(chunk=chunk)
     return Span()
+
+
+def attention_span(model: PreTrainedModel) -> Span | None:
+    """The span that all attention layers of a hybrid model share; None where it has no attention.
+
+    Hybrids take one 4-D mask for all attention layers as it is, and then give their recurrent layers none.
+    """
+    text = model.config.get_text_config(decoder=True)
+    kinds = {t for t in text.layer_types if t not in NO_ATTENTION}
+    if not kinds:
+        return None
+    return Span(window=text.sliding_window if "sliding_attention" in kinds else None)
 
 
 def _nothing() -> Int[np.ndarray, " nodes"]:
@@ -195,11 +211,14 @@ class MaskBuilder:
         spans: How far layers look back; a mapping where the model takes a dict of masks.
         additive: The dtype of additive masks; None gives bool masks, True where a key is seen.
         device: Where masks are wanted.
+        slopes: Per head, what is added per position of a key (ALiBi); the mask then has a head axis. Softmax does not
+            see a constant, so a bias by the key's position is one by its distance.
     """
 
     spans: Span | Mapping[str, Span]
     additive: torch.dtype | None
     device: torch.device
+    slopes: Float[Tensor, " heads"] | None = None
 
     def masks(
         self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
@@ -236,7 +255,7 @@ class MaskBuilder:
         positions: Int[Tensor, "rows queries"],
         logical: Int[Tensor, "#rows keys"],
         span: Span,
-    ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows 1 queries keys"]:
+    ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows heads queries keys"]:
         if span.window is not None:
             seen = seen & (logical[:, None, :] > positions[:, :, None] - span.window)
         if span.chunk is not None:
@@ -245,4 +264,8 @@ class MaskBuilder:
         if self.additive is None:
             return seen
         zero = torch.zeros((), dtype=self.additive, device=self.device)
-        return torch.where(seen, zero, torch.finfo(self.additive).min)
+        hidden = torch.finfo(self.additive).min
+        if self.slopes is None:
+            return torch.where(seen, zero, hidden)
+        bias = self.slopes[:, None, None] * logical[:, None, None, :]
+        return torch.where(seen, bias.to(self.additive), hidden)

@@ -19,6 +19,7 @@ from outrider.types import InputError
 _STEP = 64
 _FIRST = 256
 _SHARE = 0.8
+_ENDLESS = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,15 +99,13 @@ def fitting_context(
     """Tokens per slot: `max_context` if it fits in free memory, without it as many as `limit` and memory allow.
 
     Args:
-        limit: The most that the model allows; None where it has no end.
+        limit: The most that the model allows; None where it has no end, and a million is taken.
         free: Bytes; None where it is not known.
 
     Raises:
         InputError: It does not fit.
     """
-    asked = max_context if max_context is not None else limit
-    if asked is None:
-        raise InputError("the model names no longest context; give max_context")
+    asked = max_context or limit or _ENDLESS
     need = worst_bytes(layers, max_slots, asked)
     if free is None or need <= free * _SHARE:
         return asked

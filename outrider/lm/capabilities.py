@@ -1,33 +1,128 @@
-"""What a model can do here, feature by feature, with the reason where it cannot; a config says enough."""
+"""What works for one model, and why not: the facts of `support` as a list that people can read."""
 
 from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.lm.support import context_limit, refusal
-
-FEATURES = ("plain decoding", "chains", "trees", "ragged batches", "hidden states for drafters")
+from outrider.lm.alibi import MODELS as ALIBI
+from outrider.lm.recurrent import CHAINS_ONLY
+from outrider.lm.support import context_limit, is_recurrent, is_stepwise, longest_context, refusal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """Whether a feature works, and why not; where it works the reason may name a limit."""
+    """One thing that a model can do, or cannot.
+
+    Attributes:
+        feature: What is asked.
+        supported: Whether it works.
+        reason: How it works, or why it does not.
+    """
 
     feature: str
     supported: bool
-    reason: str = ""
+    reason: str
 
 
 def capabilities(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[Capability]:
-    """Every feature, supported or not.
+    """What works for a model as target or as draft model. A model that is refused can do nothing, for one reason.
+
+    Args:
+        model_or_config: A model says more than a config: a config does not know yet how attention will be computed.
 
     Example:
-        >>> from transformers import LlamaConfig
-        >>> [c.feature for c in capabilities(LlamaConfig()) if not c.supported]
-        []
+        >>> from transformers import Mamba2Config
+        >>> for line in capabilities(Mamba2Config())[:3]:
+        ...     print(line.feature, line.supported)
+        target True
+        chains True
+        branching trees False
     """
-    why = refusal(model_or_config)
+    if (reason := refusal(model_or_config)) is not None:
+        return [Capability(feature="target", supported=False, reason=reason)]
     config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
-    limit = context_limit(config)
-    note = why or ("" if limit is None else f"in contexts of up to {limit} tokens")
-    return [Capability(feature=feature, supported=why is None, reason=note) for feature in FEATURES]
+    recurrent = is_recurrent(model_or_config)
+    features = [
+        Capability(
+            feature="target",
+            supported=True,
+            reason="opened as RecurrentModel" if recurrent else "opened as LanguageModel",
+        ),
+        *(_recurrent(config) if recurrent else _attending(config)),
+        Capability(feature="taps", supported=True, reason="hidden states of decoder layers are read by hooks"),
+        _context(config),
+        _kernel(model_or_config),
+    ]
+    if getattr(config, "quantization_config", None) is not None:
+        features.append(
+            Capability(feature="quantised weights", supported=True, reason="used as transformers loads them")
+        )
+    return features
+
+
+def _recurrent(config: PreTrainedConfig) -> list[Capability]:
+    chains = (
+        "behind the prompt, drafts are verified token by token, because the model's scan takes no initial state; "
+        "nothing is gained over plain decoding as a target"
+        if is_stepwise(config)
+        else "a draft is verified in one forward; after a rejection the accepted tokens are fed again with the next"
+    )
+    return [
+        Capability(feature="chains", supported=True, reason=chains),
+        Capability(feature="branching trees", supported=False, reason=f"{config.model_type} {CHAINS_ONLY}"),
+        Capability(
+            feature="ragged batches",
+            supported=True,
+            reason="one forward per distinct length: recurrent layers never see padding",
+        ),
+        Capability(
+            feature="prefix reuse",
+            supported=True,
+            reason="a prompt that continues the last text digests what is new; one that leaves it starts anew",
+        ),
+        Capability(feature="compile", supported=False, reason="segments have as many lengths as drafts do"),
+    ]
+
+
+def _attending(config: PreTrainedConfig) -> list[Capability]:
+    trees = "nodes see their ancestors only, by explicit masks"
+    if config.model_type in ALIBI:
+        trees += "; the bias by distance (ALiBi) is moved into them"
+    compiled = config.model_type not in ALIBI
+    graph = "the forward traces as one graph on the architectures tried"
+    return [
+        Capability(feature="chains", supported=True, reason="a draft is verified in one forward"),
+        Capability(feature="branching trees", supported=True, reason=trees),
+        Capability(feature="ragged batches", supported=True, reason="one forward for all requests, padded"),
+        Capability(
+            feature="prefix reuse", supported=True, reason="the longest common beginning with the last text is kept"
+        ),
+        Capability(
+            feature="compile",
+            supported=compiled,
+            reason=graph if compiled else "the model is changed during each forward (ALiBi)",
+        ),
+    ]
+
+
+def _context(config: PreTrainedConfig) -> Capability:
+    limit, forced = longest_context(config), context_limit(config)
+    if limit is None:
+        reason = "as long as memory allows: the model names no limit"
+    elif forced is not None and forced == limit:
+        reason = f"{limit} tokens; beyond, the model changes what it has already read"
+    else:
+        reason = f"{limit} tokens, as the model's config says"
+    return Capability(feature="context", supported=True, reason=reason)
+
+
+def _kernel(model_or_config: PreTrainedModel | PreTrainedConfig) -> Capability:
+    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
+    chosen = config.get_text_config(decoder=True)._attn_implementation
+    if chosen is None:
+        return Capability(
+            feature="attention implementation",
+            supported=True,
+            reason="chosen at loading: sdpa, or eager where it must be",
+        )
+    return Capability(feature="attention implementation", supported=True, reason=f"{chosen}, exact with explicit masks")

@@ -10,12 +10,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.lm import alibi
 from outrider.lm.attention import MaskBuilder, Pending, look, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.compiled import COMPILED, compiled
 from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.support import context_limit, refusal
+from outrider.lm.support import is_recurrent, longest_context, refusal
 from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
 
@@ -145,6 +146,8 @@ class LanguageModel:
                 raise InputError(f"{name} must be >= 1, got {value}")
         if (reason := refusal(model, max_context=max_context)) is not None:
             raise InputError(reason)
+        if is_recurrent(model):
+            raise InputError(f"{model.config.model_type} has recurrent layers; open it with RecurrentModel")
         text = model.config.get_text_config(decoder=True)
         self.model = model.eval()
         self.device, self.dtype = model.device, model.dtype
@@ -158,14 +161,15 @@ class LanguageModel:
         self._runner = packed(model) if prepack else model
         self._compiled = compiled(model) if compile else None
         self._doubling = compile and model.device.type == "cuda"
-        limits = [getattr(text, "max_position_embeddings", None), context_limit(model.config)]
-        limit = min((n for n in limits if n is not None), default=None)
+        limit = longest_context(model.config)
         if max_context is not None and limit is not None and max_context > limit:
             raise InputError(
                 f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"
             )
         additive = None if text._attn_implementation == "sdpa" else self.dtype
-        self._builder = MaskBuilder(spans=spans(model), additive=additive, device=self.device)
+        self._builder = MaskBuilder(
+            spans=spans(model), additive=additive, device=self.device, slopes=alibi.slopes(model)
+        )
         probe = Probe()
         width = self._probe(probe)
         if vocab_size is not None and not 1 <= vocab_size <= width:
@@ -271,7 +275,7 @@ class LanguageModel:
         self._cache.prepare(slots, written, view)
         wanted = batch.wanted()
         columns = self._columns(wanted, batch.width)
-        with tapped(self._layers, taps) as seen:
+        with tapped(self._layers, taps) as seen, alibi.bias_in_mask(self._runner):
             output = self._forward(batch.width)(
                 input_ids=self._tokens(batch),
                 attention_mask=self._builder.masks(sight, positions, view),
@@ -371,13 +375,14 @@ class LanguageModel:
         sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
         (positions,) = upload([sight.positions], self.device)
         try:
-            output = self.model(
-                input_ids=torch.zeros_like(positions),
-                attention_mask=self._builder.masks(sight, positions, 2),
-                position_ids=positions,
-                past_key_values=probe,
-                use_cache=True,
-            )
+            with alibi.bias_in_mask(self.model):
+                output = self.model(
+                    input_ids=torch.zeros_like(positions),
+                    attention_mask=self._builder.masks(sight, positions, 2),
+                    position_ids=positions,
+                    past_key_values=probe,
+                    use_cache=True,
+                )
         except AttributeError as error:
             name = self.model.config.model_type
             raise InputError(f"{name} asks more of masks or of its cache than is known here: {error}") from error

@@ -1,4 +1,4 @@
-"""Models and tokenizers from a directory or a hub id, with one clear sentence where that fails."""
+"""Models and tokenizers from a directory or a hub id, with one clear sentence where that fails; models as LMs."""
 
 from pathlib import Path
 
@@ -12,6 +12,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from outrider.lm.model import LanguageModel
+from outrider.lm.recurrent import RecurrentModel
+from outrider.lm.support import is_recurrent
 from outrider.types import InputError
 
 DTYPES = {
@@ -52,7 +55,47 @@ def open_model(
         )
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
-    return model.to(place).eval()
+    # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
+    moved = model if model.device.type == place.type and getattr(model, "is_quantized", False) else model.to(place)
+    return moved.eval()
+
+
+def logit_width(model: PreTrainedModel) -> int:
+    """Width of the logits. Heads of quantised models keep weights of other shapes, so their word is taken for it."""
+    head = model.get_output_embeddings()
+    width = getattr(head, "out_features", None)
+    return int(width or model.config.get_text_config(decoder=True).vocab_size)
+
+
+def as_lm(
+    model: PreTrainedModel,
+    *,
+    max_slots: int,
+    max_context: int | None = None,
+    vocab_size: int | None = None,
+    pad_to: int = 1,
+    compile: bool = False,
+    prepack: bool = False,
+) -> LanguageModel | RecurrentModel:
+    """The model as the engine sees it, in the way that its layers need.
+
+    Recurrent layers are never padded, and models with such layers neither compiled nor packed.
+    """
+    if not is_recurrent(model):
+        return LanguageModel(
+            model,
+            max_slots=max_slots,
+            max_context=max_context,
+            vocab_size=vocab_size,
+            pad_to=pad_to,
+            compile=compile,
+            prepack=prepack,
+        )
+    if compile or prepack:
+        raise InputError(
+            f"{model.config.model_type} has recurrent layers and runs as it is; leave compile and prepack out"
+        )
+    return RecurrentModel(model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size)
 
 
 def open_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:

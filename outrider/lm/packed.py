@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.cache import free_bytes
+from outrider.lm.support import is_recurrent
 
 
 class PackedLinear(nn.Module):
@@ -36,8 +37,11 @@ class PackedLinear(nn.Module):
 def packable(model: PreTrainedModel) -> bool:
     """Whether packing keeps every bit of what a model computes and this machine and build of torch can do it.
 
-    That is so for bfloat16 on CPUs with AVX-512; in float32 packed kernels add up in another order.
+    That is so for bfloat16 on CPUs with AVX-512; in float32 packed kernels add up in another order. Models with
+    recurrent layers run as they are.
     """
+    if is_recurrent(model):
+        return False
     if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)

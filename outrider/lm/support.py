@@ -1,14 +1,24 @@
 """Which models cannot be driven by slots and explicit masks, and why."""
 
 import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from outrider.lm.attention import LAYER_TYPES
+from outrider.lm import alibi
+from outrider.lm.attention import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES
 
-_RECURRENT_TYPES = ("linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding")
-_ALIBI = ("bloom", "mpt")
+STEPWISE = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
+"""Models that forget their state when it is continued by more than one token (their scans take no initial state)."""
+_UNKNOWN_STATES = {
+    "rwkv": "keeps its states in a way of its own",
+    "xlstm": "keeps its states in a way of its own",
+    "minimax": "keeps its states in a way of its own",
+}
+_KERNELS = {
+    "flex_attention": "ends the process on CPUs when given a 4-D mask (torch 2.13), and is not tested elsewhere",
+}
 _EAGER_ONLY = ("gemma2", "gpt_oss")
 
 
@@ -33,14 +43,33 @@ def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context:
     return _refusal(model_or_config, kind, max_context)
 
 
+def is_recurrent(model_or_config: PreTrainedModel | PreTrainedConfig) -> bool:
+    """Whether any layer keeps a state that is a fold over the text, so that `RecurrentModel` is needed.
+
+    Example:
+        >>> from transformers import LlamaConfig, Mamba2Config
+        >>> is_recurrent(Mamba2Config()), is_recurrent(LlamaConfig())
+        (True, False)
+    """
+    if isinstance(model_or_config, PreTrainedModel):
+        return _stateful(model_or_config.config, type(model_or_config))
+    return _stateful(model_or_config, _causal_class(model_or_config))
+
+
+def is_stepwise(config: PreTrainedConfig) -> bool:
+    """Whether a recurrent model is known to continue its state rightly by one token at a time only."""
+    return config.get_text_config(decoder=True).model_type in STEPWISE
+
+
 def _refusal(config: PreTrainedConfig, kind: type[PreTrainedModel], max_context: int | None) -> str | None:
-    return (
-        _family(config, kind)
-        or _layers(config)
-        or _signature(kind)
-        or _kernel(config, kind)
-        or _context(config, max_context)
-    )
+    found = (check(config, kind) for check in REFUSALS.values())
+    return next((reason for reason in found if reason is not None), None) or _too_long(config, max_context)
+
+
+def longest_context(config: PreTrainedConfig) -> int | None:
+    """The longest context in tokens: what the model was made for, and what can be driven from outside; None: any."""
+    own = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min((n for n in (own, context_limit(config)) if n is not None), default=None)
 
 
 def context_limit(config: PreTrainedConfig) -> int | None:
@@ -58,39 +87,64 @@ def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _family(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
-    text, name = config.get_text_config(decoder=True), config.model_type
+def _encoder(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     if config.is_encoder_decoder:
-        return f"{name} is an encoder-decoder model; a decoder-only causal language model is needed"
-    layer_types = getattr(text, "layer_types", None) or ()
-    if getattr(kind, "_is_stateful", False) or any(t in _RECURRENT_TYPES for t in layer_types):
-        return f"{name} has recurrent layers, whose state cannot be rolled back after a rejected draft"
-    if text.model_type in _ALIBI or getattr(text, "alibi", False):
-        return f"{name} adds a bias by distance in the cache (ALiBi), which is wrong for trees"
-    if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
-        return f"{name} attends to later tokens (use_bidirectional_attention); it does not generate from left to right"
-    if getattr(text, "add_cross_attention", False):
-        return f"{name} attends to an encoder (add_cross_attention); a decoder-only model is needed"
+        return f"{config.model_type} is an encoder-decoder model; a decoder-only causal language model is needed"
+    if getattr(config.get_text_config(decoder=True), "add_cross_attention", False):
+        return f"{config.model_type} attends to an encoder (add_cross_attention); a decoder-only model is needed"
     return None
 
 
-def _layers(config: PreTrainedConfig) -> str | None:
+def _bidirectional(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", False) in (True, "all"):
+        return (
+            f"{config.model_type} attends to later tokens (use_bidirectional_attention); it does not generate from "
+            "left to right"
+        )
+    return None
+
+
+def _alibi(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     text = config.get_text_config(decoder=True)
-    strange = [t for t in dict.fromkeys(getattr(text, "layer_types", None) or ()) if t not in LAYER_TYPES]
-    if strange:
+    if text.model_type == "mpt" or (getattr(text, "alibi", False) and text.model_type not in alibi.MODELS):
+        return f"{config.model_type} adds a bias by distance in the cache (ALiBi), which is wrong for trees"
+    return None
+
+
+def _states(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    how = _UNKNOWN_STATES.get(config.get_text_config(decoder=True).model_type)
+    return None if how is None else f"{config.model_type} has recurrent layers and {how}"
+
+
+def _layers(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    text = config.get_text_config(decoder=True)
+    known = {*LAYER_TYPES, *RECURRENT_TYPES, *NO_ATTENTION}
+    types = dict.fromkeys(getattr(text, "layer_types", None) or ())
+    if strange := [t for t in types if t not in known]:
         return (
             f"{config.model_type} has layers of type {', '.join(strange)}; masks are known for {', '.join(LAYER_TYPES)}"
+        )
+    attention = {"full_attention" if t == "hybrid" else t for t in types if t not in NO_ATTENTION}
+    if _stateful(config, kind) and (len(attention) > 1 or not attention <= {"full_attention", "sliding_attention"}):
+        return (
+            f"{config.model_type} has recurrent layers beside layers of type {', '.join(types)}; supported is one "
+            "kind of attention, full_attention or sliding_attention"
         )
     if getattr(text, "index_topk", None):
         return f"{config.model_type} picks keys by an index (index_topk), which needs a cache of its own"
     return None
 
 
-def _signature(kind: type[PreTrainedModel]) -> str | None:
+def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     known = inspect.signature(kind.forward).parameters
-    missing = [n for n in ("past_key_values", "position_ids", "logits_to_keep") if n not in known]
-    if missing:
-        return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot read a tree of tokens"
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ("full_attention",)
+    needed = ["past_key_values", "position_ids", "logits_to_keep"]
+    if _stateful(config, kind) and "cache_params" in known:
+        needed[0] = "cache_params"
+    if all(t in NO_ATTENTION for t in types) or config.model_type in alibi.MODELS:
+        needed.remove("position_ids")
+    if missing := [n for n in needed if n not in known]:
+        return f"{kind.__name__}.forward takes no {', '.join(missing)}, without which it cannot be driven from outside"
     return None
 
 
@@ -99,7 +153,7 @@ def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     kernel = text._attn_implementation
     if kernel not in (None, "sdpa", "eager"):
         return (
-            f"attention implementation '{kernel}' takes no 4-D mask; "
+            f"attention implementation '{kernel}' {_KERNELS.get(kernel, 'takes no 4-D mask')}; "
             "load the model with attn_implementation='sdpa' or 'eager'"
         )
     capped = getattr(text, "attn_logit_softcapping", None) is not None
@@ -111,9 +165,26 @@ def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     return None
 
 
-def _context(config: PreTrainedConfig, max_context: int | None) -> str | None:
+def _dynamic(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     if any(_type(p) == "dynamic" for p in _rotary_parameters(config)):
         return f"{config.model_type} uses dynamic rotary scaling, which embeds cached tokens anew as text grows"
+    return None
+
+
+REFUSALS: Mapping[str, Callable[[PreTrainedConfig, type[PreTrainedModel]], str | None]] = {
+    "encoder-decoder models": _encoder,
+    "models that attend to later tokens": _bidirectional,
+    "ALiBi other than Bloom's": _alibi,
+    "recurrent layers with a cache of their own": _states,
+    "layers of unknown type": _layers,
+    "a forward that cannot be driven from outside": _signature,
+    "attention implementations without exact masks": _kernel,
+    "dynamic rotary scaling": _dynamic,
+}
+"""What is refused, and the check that says why; in this order. Contexts beyond `context_limit` are refused too."""
+
+
+def _too_long(config: PreTrainedConfig, max_context: int | None) -> str | None:
     for limit, reason in _limits(config):
         if max_context is not None and max_context > limit:
             return (
@@ -121,6 +192,11 @@ def _context(config: PreTrainedConfig, max_context: int | None) -> str | None:
                 f"{max_context}; give max_context={limit} or less"
             )
     return None
+
+
+def _stateful(config: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> bool:
+    types = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    return bool(getattr(kind, "_is_stateful", False)) or any(t in RECURRENT_TYPES for t in types)
 
 
 def _limits(config: PreTrainedConfig) -> list[tuple[int, str]]:

@@ -13,7 +13,9 @@ import transformers
 from outrider.drafters.model import Model
 from outrider.engine import Engine
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
+from outrider.lm.recurrent import RecurrentModel
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.types import InputError
 
@@ -51,7 +53,7 @@ def gate(engine: Engine) -> Identity:
 
 
 def in_float32(engine: Engine) -> Engine:
-    """The same engine computing in float32; the engine itself where it already does, or does better."""
+    """The same engine in float32; models that compute in it already, or better, or are quantised, stay as they are."""
     parts = engine.parts
     drafter = (
         replace(parts.drafter, lm=_float32(parts.drafter.lm)) if isinstance(parts.drafter, Model) else parts.drafter
@@ -65,9 +67,11 @@ def in_float32(engine: Engine) -> Engine:
 
 
 def _float32(lm: LM) -> LM:
-    if not isinstance(lm, LanguageModel) or lm.dtype in (torch.float32, torch.float64):
+    if not isinstance(lm, LanguageModel | RecurrentModel) or lm.dtype in (torch.float32, torch.float64):
         return lm
-    return LanguageModel(
+    if getattr(lm.model, "is_quantized", False):
+        return lm
+    return as_lm(
         copy.deepcopy(lm.model).float(),
         max_slots=lm.max_slots,
         max_context=lm.max_context,
@@ -88,10 +92,12 @@ def _fingerprint(engine: Engine) -> str:
     drafter = parts.drafter
     digest.update((type(drafter).__name__ if isinstance(drafter, Model) else repr(drafter)).encode())
     for lm in (parts.target, drafter.lm if isinstance(drafter, Model) else None):
-        if isinstance(lm, LanguageModel):
+        if isinstance(lm, LanguageModel | RecurrentModel):
             digest.update(lm.model.config.to_json_string().encode())
             digest.update(repr((lm.max_context, lm.vocab_size)).encode())
             for name, weight in sorted(lm.model.state_dict().items()):
+                if not isinstance(weight, torch.Tensor):
+                    continue
                 flat = weight.detach().flatten()
                 sample = flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy()
                 digest.update(name.encode() + sample.tobytes())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Extension, Segment
+from outrider.lm.recurrent import RecurrentModel
 
 POISON = 1e4
 
@@ -40,7 +41,7 @@ class Growth:
     logits: str = "all"
 
 
-def poison(lm: LanguageModel, twins: dict[int, Twin]) -> None:
+def poison(lm: LanguageModel | RecurrentModel, twins: dict[int, Twin]) -> None:
     """Put large finite numbers wherever nothing of worth lies."""
     used = {lm._cache.row(s): len(t.tokens) + len(t.pending) for s, t in twins.items()}
     for storage in lm._cache.storages:
@@ -52,7 +53,7 @@ def poison(lm: LanguageModel, twins: dict[int, Twin]) -> None:
 class Pair:
     """A language model and its twins, kept in step."""
 
-    lm: LanguageModel
+    lm: LanguageModel | RecurrentModel
     twins: dict[int, Twin] = field(default_factory=dict)
     worst: float = 0.0
 

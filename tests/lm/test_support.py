@@ -1,39 +1,35 @@
 """Models that cannot be driven by masks are refused with their reason, and no others."""
 
+from pathlib import Path
+
 import pytest
 from transformers import (
     BartConfig,
-    BloomConfig,
     DeepseekV32Config,
     FalconConfig,
-    JambaConfig,
     LlamaConfig,
-    Mamba2Config,
+    MiniMaxConfig,
     MptConfig,
     Phi3Config,
     PreTrainedConfig,
-    Qwen3NextConfig,
-    RecurrentGemmaConfig,
     RobertaConfig,
     RobertaForCausalLM,
     RwkvConfig,
     ViTConfig,
     XLMConfig,
+    xLSTMConfig,
 )
 
 from outrider.lm.model import LanguageModel
-from outrider.lm.support import context_limit, refusal
+from outrider.lm.support import REFUSALS, context_limit, refusal
 from outrider.types import InputError
 from tests.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
 
 REFUSED = [
     (BartConfig, "encoder-decoder"),
-    (Mamba2Config, "recurrent layers"),
-    (Qwen3NextConfig, "recurrent layers"),
-    (JambaConfig, "recurrent layers"),
-    (RecurrentGemmaConfig, "recurrent layers"),
-    (RwkvConfig, "recurrent layers"),
-    (BloomConfig, "ALiBi"),
+    (RwkvConfig, "recurrent layers and keeps its states in a way of its own"),
+    (xLSTMConfig, "recurrent layers and keeps its states in a way of its own"),
+    (MiniMaxConfig, "recurrent layers and keeps its states in a way of its own"),
     (MptConfig, "ALiBi"),
     (XLMConfig, "takes no past_key_values"),
     (DeepseekV32Config, "layers of type indexed_attention"),
@@ -103,6 +99,12 @@ def test_a_model_that_misreads_trees_is_refused_by_trying_one() -> None:
     assert refusal(model) is None
     with pytest.raises(InputError, match="roberta does not read a tree of tokens as it reads a text"):
         LanguageModel(model)
+
+
+def test_the_page_of_models_names_everything_that_is_refused() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    table = [line for line in page.split("## What is refused")[1].splitlines() if "|" in line]
+    assert [line.split("|")[1].strip() for line in table[2:]] == [*REFUSALS]
 
 
 def test_what_was_typed_wrongly_is_said() -> None:

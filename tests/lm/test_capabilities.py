@@ -1,0 +1,64 @@
+"""The list of what works says what the models then do."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import MptConfig
+
+from outrider.lm.capabilities import Capability, capabilities
+from outrider.lm.open import as_lm
+from outrider.lm.protocol import Segment
+from outrider.lm.support import STEPWISE, longest_context
+from tests.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
+from tests.zoo import ARCHITECTURES, tiny, tiny_config
+
+
+def told(name: str) -> dict[str, Capability]:
+    config = recurrent_config(name) if name in RECURRENT else tiny_config(name)
+    return {line.feature: line for line in capabilities(config)}
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *RECURRENT])
+def test_every_model_of_the_zoos_can_be_a_target_and_every_line_has_a_reason(name: str) -> None:
+    lines = told(name)
+    assert lines["target"].supported
+    assert all(line.reason for line in lines.values())
+    assert lines["branching trees"].supported == (name not in RECURRENT)
+    assert ("token by token" in lines["chains"].reason) == (name in STEPWISE)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next", "mamba"])
+def test_trees_are_read_where_the_list_says_so(name: str) -> None:
+    lm = as_lm(tiny_recurrent(name) if name in RECURRENT else tiny(name), max_slots=1)
+    siblings = Segment(slot=lm.open(), tokens=torch.tensor([3, 4]), parents=np.array([-1, -1]))
+    if told(name)["branching trees"].supported:
+        assert len(lm.extend([siblings]).logits) == 2
+    else:
+        with pytest.raises(ValueError, match="cannot read a branching tree"):
+            lm.extend([siblings])
+
+
+def test_a_refused_model_has_one_line_with_the_reason() -> None:
+    [line] = capabilities(MptConfig())
+    assert (line.feature, line.supported) == ("target", False)
+    assert "ALiBi" in line.reason
+
+
+def test_the_context_is_the_one_that_the_model_gets() -> None:
+    for name in ("llama", "llama4", "mamba2"):
+        config = recurrent_config(name) if name in RECURRENT else tiny_config(name)
+        assert told(name)["context"].reason.startswith(str(longest_context(config)))
+    config = recurrent_config("mamba2")
+    config.max_position_embeddings = None
+    [line] = [line for line in capabilities(config) if line.feature == "context"]
+    assert line.reason.startswith("as long as memory allows")
+
+
+def test_the_attention_implementation_of_a_model_is_named() -> None:
+    [line] = [c for c in capabilities(tiny("llama", attention="eager")) if c.feature == "attention implementation"]
+    assert line.reason.startswith("eager")
+    model = tiny("llama")
+    model.config._attn_implementation = "flex_attention"
+    [line] = capabilities(model)
+    assert "flex_attention" in line.reason
+    assert not line.supported
