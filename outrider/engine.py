@@ -81,6 +81,18 @@ class _Seat:
     num_draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    def keep(self, tokens: Sequence[int]) -> int:
+        """How many of the new tokens belong to the output: what the request's own rule and its stop strings leave."""
+        if self.request.ends is not None:
+            output = _running(self).output
+            for i, token in enumerate(tokens, 1):
+                output.append(token)
+                if self.request.ends(output):
+                    self.ended, tokens = True, tokens[:i]
+                    break
+        return self.ending.keep(tokens)
 
 
 class Engine:
@@ -190,7 +202,7 @@ class Engine:
         steps = step(
             self.parts,
             [_running(seat) for seat in ready],
-            keep=lambda state, tokens: by_id[state.request.id].ending.keep(tokens),
+            keep=lambda state, tokens: by_id[state.request.id].keep(tokens),
         )
         return [self._update(by_id[made.request], made, sink) for made in steps]
 
@@ -349,7 +361,7 @@ class Engine:
         if sink is not None:
             sink(made)
         reason: FinishReason | None = None
-        if seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
+        if seat.ended or seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
             reason = "stop"
         elif tokens_left(self.parts, _running(seat)) == 0:
             reason = "length"

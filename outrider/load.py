@@ -41,6 +41,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     pad_to: int | None = None,
+    vocab_size: int | None = None,
     allow_lossy: bool = False,
 ) -> Engine:
     """An engine for a target, with parts that are proven to fit each other.
@@ -61,6 +62,7 @@ def load(
         trust_remote_code: Let transformers run code that comes with the model.
         pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a block of one token takes
             other kernels than longer ones and would differ in the last bits; otherwise 1.
+        vocab_size: How many token ids can be drawn; by default padding behind the tokenizer's last one is cut off.
         allow_lossy: Let rules pass that do not keep the target's law.
 
     Raises:
@@ -97,7 +99,7 @@ def load(
         tokenizer = tokenizer or open_tokenizer(place, revision=revision, trust_remote_code=trust_remote_code)
     if pad_to is None:
         pad_to = 2 if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) else 1
-    width = _vocab_size(model, tokenizer)
+    width = _vocab_size(model, tokenizer) if vocab_size is None else vocab_size
     lm = LanguageModel(model, max_slots=max_slots, max_context=max_context, vocab_size=width, pad_to=pad_to)
     surroundings = Surroundings(
         tokenizer=tokenizer,
