@@ -38,7 +38,7 @@ class Batch:
     input_ids: Int[Tensor, "rows length"]
     padding: Sequence[int]
     processors: Sequence[Processor]
-    criteria: Sequence[Callable[..., Any]]
+    criteria: Sequence[Any]
     same_device: bool
     config: GenerationConfig
 
@@ -132,7 +132,7 @@ class _Unknown:
     def __getitem__(self, step: object) -> Tensor:
         raise InputError("a stopping criterion reads scores, which drafting does not have yet; decide by tokens alone")
 
-    __len__ = __iter__ = __getitem__  # type: ignore[assignment]
+    __len__ = __iter__ = __getitem__
 
 
 def _alone(processor: Processor, row: int) -> Processor | None:

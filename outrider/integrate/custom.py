@@ -97,8 +97,7 @@ def as_custom_generate(
     Weights may change between calls; a model that was moved or cast gets a new engine.
 
     transformers hands a callable neither `streamer` nor `tokenizer` nor `assistant_model`, so the first two are given
-    here, and `generate` must not be given them; it ignores the third. The form that `write_custom_generate` writes gets
-    all arguments.
+    here, and `generate` must not be given them; it ignores the third. `outrider.integrate.generate` gets all arguments.
 
     Args:
         drafter: `name:key=value,...` or an object, as in `outrider.load`.
