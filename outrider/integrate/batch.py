@@ -129,10 +129,10 @@ class _InRow:
 class _Unknown:
     """Stands for the scores of earlier steps where a stopping criterion is asked; any use of it is refused."""
 
-    def __getitem__(self, step: object) -> Tensor:
+    def _refuse(self, *asked: object) -> Any:
         raise InputError("a stopping criterion reads scores, which drafting does not have yet; decide by tokens alone")
 
-    __len__ = __iter__ = __getitem__
+    __getitem__ = __iter__ = __len__ = _refuse
 
 
 def _alone(processor: Processor, row: int) -> Processor | None:

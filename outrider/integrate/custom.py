@@ -1,7 +1,7 @@
 """Speculative decoding as a way of decoding of `model.generate`: the callable that `custom_generate` takes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtyping import Int
@@ -22,6 +22,9 @@ from outrider.integrate.draw import draw, result
 from outrider.integrate.kept import Options, borrowed, evaluating, width_of
 from outrider.integrate.refusals import check, check_processors, padding_of
 from outrider.types import InputError
+
+MOST_SLOTS = 64
+"""Most rows of a batch that run at once by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,10 @@ class CustomGenerate:
         )
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())
-        with evaluating(model), borrowed(model, self.options) as engine:
+        options = self.options
+        if options.max_slots is None:
+            options = replace(options, max_slots=min(max(8, 1 << (len(input_ids) - 1).bit_length()), MOST_SLOTS))
+        with evaluating(model), borrowed(model, options) as engine:
             drawn = draw(engine, batch, self.streamer)
         if self.streamer is not None:
             self.streamer.end()
@@ -80,7 +86,7 @@ def as_custom_generate(
     streamer: BaseStreamer | None = None,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    max_slots: int = 8,
+    max_slots: int | None = None,
     max_context: int | None = None,
     pad_to: int | None = None,
     allow_lossy: bool = False,
@@ -107,7 +113,7 @@ def as_custom_generate(
         streamer: Gets the prompt and then each token, as from plain `generate`.
         stop_strings: End the output with the token that completes one of them; they need `tokenizer`.
         tokenizer: The model's; for stop strings, and to compare vocabularies with a draft model.
-        max_slots: Most rows that run at once; further ones wait.
+        max_slots: Most rows that run at once; further ones wait. By default as many as the batch has, at most 64.
         max_context: Longest prompt and output together, in tokens.
         pad_to: Fewest columns of a forward, as in `outrider.load`.
         allow_lossy: Let rules pass that do not keep the target's law.

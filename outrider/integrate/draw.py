@@ -30,7 +30,8 @@ def draw(engine: Engine, batch: Batch, streamer: BaseStreamer | None) -> list[Dr
     if longest + most > context:
         raise InputError(
             f"a prompt of {longest} tokens and {most} new ones pass the context of {context}; "
-            f"give max_new_tokens={max(context - longest, 0)} or less, or a larger max_context if the model allows it"
+            f"give max_new_tokens={max(context - longest, 0)} or less; or, if model and memory allow it, a larger "
+            "max_context or fewer max_slots"
         )
     _run(engine, [batch.request(i, [], most, seed) for i, seed in enumerate(_seeds(batch))], drawn, streamer)
     end = max(len(row.tokens) for row in drawn)

@@ -18,14 +18,14 @@ KEPT_ENGINES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What an engine is made with; the fields are arguments of `outrider.load`."""
+    """What an engine is made with; the fields are arguments of `outrider.load`. `max_slots` None: by the batch."""
 
     drafter: str | object
     tree: str | object
     verifier: str | object | None
     length: str | object | None
     tokenizer: PreTrainedTokenizerBase | None
-    max_slots: int
+    max_slots: int | None
     max_context: int | None
     pad_to: int | None
     allow_lossy: bool
@@ -76,7 +76,7 @@ def _engine(model: PreTrainedModel, options: Options) -> Engine:
     made = load(model, **own, vocab_size=width_of(model))
     if isinstance(made.parts.target, LanguageModel):
         made.parts.target.model = weakref.proxy(model)
-    return Engine(made.parts, max_slots=options.max_slots)
+    return Engine(made.parts, max_slots=made.max_slots)
 
 
 @contextmanager

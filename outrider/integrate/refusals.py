@@ -23,7 +23,8 @@ _OTHER_MODES = {
 }
 """Ways of generating that are neither sampling nor greedy, and the arguments that ask for them."""
 
-_PREPARED = frozenset({"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"})
+_CACHES = ("past_key_values", "cache_params")
+_PREPARED = frozenset({"attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES})
 """What `generate` prepares for every text model; anything else belongs to a kind of input that is not supported."""
 
 
@@ -43,9 +44,10 @@ def check(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mappin
         raise InputError(
             f"cache_implementation={config.cache_implementation!r} has no effect on the engine's own cache; drop it"
         )
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
-        raise InputError("past_key_values cannot be continued, the engine has a cache of its own; give the whole text")
+    for name in _CACHES:
+        cache = model_kwargs.get(name)
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+            raise InputError(f"{name} cannot be continued, the engine has a cache of its own; give the whole text")
     if foreign := sorted(name for name, value in model_kwargs.items() if name not in _PREPARED and value is not None):
         raise InputError(f"{', '.join(foreign)} cannot be used; give input_ids and attention_mask only")
     positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")

@@ -143,6 +143,26 @@ def test_an_engine_is_made_once_for_a_model_and_its_options():
     assert len(_KEPT[model]) == KEPT_ENGINES
 
 
+def test_a_large_batch_runs_at_once_or_in_as_many_slots_as_were_given():
+    model, inputs = tiny("llama"), batch(*range(3, 13))
+    for slots, expected in ((None, 16), (3, 3)):
+        assert_same(model, inputs, as_custom_generate(drafter=NGRAM, max_slots=slots), **GREEDY)
+        assert _KEPT[model][-1].engine.max_slots == expected
+
+
+def test_a_draft_model_may_know_fewer_tokens_than_the_targets_padding(pair):
+    tokenizer = pair[1]
+    padded = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32)
+    padded.resize_token_embeddings(padded.config.vocab_size + 64, mean_resizing=False)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    torch.manual_seed(0)
+    drawn = {"do_sample": True, "top_k": 5, "max_new_tokens": 12}
+    padded.generate(**inputs, **drawn, custom_generate=as_custom_generate(drafter=DRAFT, tokenizer=tokenizer))
+    for parts in ({}, {"length": "svip"}, {"tree": "gumbel:branching=2x2"}, {"tree": "opt:num_nodes=8"}):
+        drafted = as_custom_generate(drafter=DRAFT, tokenizer=tokenizer, **parts)
+        assert_same(padded, inputs, drafted, do_sample=False, max_new_tokens=16)
+
+
 def test_an_engine_does_not_keep_its_model_alive():
     model = tiny("llama")
     model.generate(**batch(9), **GREEDY, custom_generate=as_custom_generate())
