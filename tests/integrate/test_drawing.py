@@ -87,7 +87,7 @@ def test_drawn_sequences_have_the_law_of_generates_own_processors(parts):
     assert p_value(said, law(model, prompt, PIPELINE)) > 1e-3
     colder = LogitsProcessorList([PIPELINE[0], TemperatureLogitsWarper(0.6**2), *PIPELINE[2:]])
     wrong = law(model, prompt, colder)
-    assert not set(said) <= set(wrong) or p_value(said, wrong) < 1e-6, "temperature applied twice would pass"
+    assert not set(said) <= set(wrong) or p_value(said, wrong) < 1e-4, "temperature applied twice would pass"
 
 
 def test_the_global_seed_decides_what_is_drawn_and_moves_on():

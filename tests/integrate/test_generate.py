@@ -73,7 +73,7 @@ def assert_same(model, inputs: dict[str, torch.Tensor], drafted, **arguments: ob
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "falcon"])
 def test_greedy_output_of_padded_batches_is_that_of_generate(name):
-    model, drafters = tiny(name), (NGRAM, "suffix:min_match=1", Model(lm=noisy_twin(name)))
+    model, drafters = tiny(name), (NGRAM, Model(lm=noisy_twin(name)))
     for drafter in drafters:
         drafted = as_custom_generate(drafter=drafter)
         for sizes in ((9,), (9, 4, 14)):
@@ -143,7 +143,7 @@ class Until(StoppingCriteria):
         return (input_ids[:, -2:].sum(1) % self.number) == 0
 
 
-@pytest.mark.parametrize("number", [2, 7, 1000])
+@pytest.mark.parametrize("number", [7, 1000])
 def test_stopping_criteria_of_the_callers_own_end_rows_where_plain_decoding_ends(number):
     drafted = as_custom_generate(drafter=Model(lm=noisy_twin("llama")))
     for sizes in ((12,), (9, 4, 14)):
