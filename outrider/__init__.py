@@ -1,9 +1,21 @@
 """Outrider: speculative decoding for Hugging Face causal language models, lossless and proven."""
 
 from outrider.engine import Engine, Output, Update
+from outrider.integrate import as_custom_generate
 from outrider.load import load
 from outrider.proof.optimal import optimal_acceptance
 from outrider.types import InputError, Request, Sampling, Step
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "InputError", "Output", "Request", "Sampling", "Step", "Update", "load", "optimal_acceptance"]
+__all__ = [
+    "Engine",
+    "InputError",
+    "Output",
+    "Request",
+    "Sampling",
+    "Step",
+    "Update",
+    "as_custom_generate",
+    "load",
+    "optimal_acceptance",
+]

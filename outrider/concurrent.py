@@ -116,8 +116,9 @@ class Pearl:
                 timing=clock.timing,
                 num_requests=len(states),
                 logprobs=said,
+                logits=_logits(reading, i, outcome.tokens).float() if state.request.keep_logits else None,
             )
-            for state, outcome, count, said in zip(states, outcomes, counts, logprobs, strict=True)
+            for i, (state, outcome, count, said) in enumerate(zip(states, outcomes, counts, logprobs, strict=True))
         ]
         _commit(parts, states, shadows, drafted.new, outcomes)
         for state, made in zip(states, steps, strict=True):
@@ -404,6 +405,11 @@ def _log_probabilities(
     """Log-softmax of the raw logits at every emitted token, if the request asked."""
     if not state.request.logprobs:
         return None
-    first = reading.offsets[request]
-    logits = reading.logits[first : first + len(tokens)]
+    logits = _logits(reading, request, tokens)
     return tuple(log_probs(logits, torch.tensor(tokens).to(logits.device)).tolist())
+
+
+def _logits(reading: _Reading, request: int, tokens: Sequence[int]) -> Float[Tensor, "n vocab"]:
+    """Raw logits that the emitted tokens of a request were drawn from."""
+    first = reading.offsets[request]
+    return reading.logits[first : first + len(tokens)]

@@ -171,6 +171,7 @@ def step(
                 timing=clock.timing,
                 num_requests=len(states),
                 logprobs=log_probabilities[i],
+                logits=_kept(extension, draft, i, paths[i]) if state.request.keep_logits else None,
             )
         )
         state.length_state = parts.length.update(state.length_state, steps[-1])
@@ -275,6 +276,12 @@ def cut(parts: Parts, state: Running, tokens: list[int], keep: Callable[[Running
             tokens = tokens[: i + 1]
             break
     return tokens if keep is None else tokens[: keep(state, tokens)]
+
+
+def _kept(extension: Extension, draft: Draft, request: int, path: Sequence[int]) -> Float[Tensor, "n vocab"]:
+    """One request's raw logits at the root and along its path."""
+    nodes = torch.tensor([int(draft.offsets[request]) + node for node in [0, *path]])
+    return extension.logits[nodes.to(extension.logits.device)].float()
 
 
 def _log_probabilities(

@@ -90,6 +90,18 @@ class _Seat:
     num_draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ended: bool = False
+
+    def keep(self, tokens: Sequence[int]) -> int:
+        """How many of the new tokens belong to the output: what the request's own rule and its stop strings leave."""
+        if self.request.ends is not None:
+            output = _running(self).output
+            for i, token in enumerate(tokens, 1):
+                output.append(token)
+                if self.request.ends(output):
+                    self.ended, tokens = True, tokens[:i]
+                    break
+        return self.ending.keep(tokens)
 
 
 class Engine:
@@ -405,7 +417,7 @@ class Engine:
             steps = self.parts.decoding.step(
                 self.parts,
                 [_running(seat) for seat in seats],
-                keep=lambda state, tokens: by_id[state.request.id].ending.keep(tokens),
+                keep=lambda state, tokens: by_id[state.request.id].keep(tokens),
             )
         except BaseException as error:
             failed = [update for pair in zip(seats, marks, strict=True) if (update := self._take_back(*pair))]
@@ -422,7 +434,7 @@ class Engine:
         """Put a request back to where it stood before a step that failed; its end, where even that fails."""
         try:
             rewind(self.parts, _running(seat), to)
-            seat.ready, seat.suspect = False, True
+            seat.ready, seat.suspect, seat.ended = False, True, False
             seat.ending = Ending(self.tokenizer, seat.request.stop)
             seat.ending.keep(_running(seat).output)
             seat.ending.take()
@@ -438,7 +450,7 @@ class Engine:
         seat.logprobs += made.logprobs or ()
         text = seat.ending.take()
         reason: FinishReason | None = None
-        if seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
+        if seat.ended or seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
             reason = "stop"
         elif tokens_left(self.parts, _running(seat)) == 0:
             reason = "length"

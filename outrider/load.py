@@ -50,6 +50,7 @@ def load(
     pad_to: int | None = None,
     compile: bool = False,
     prepack: bool | None = None,
+    vocab_size: int | None = None,
     allow_lossy: bool = False,
 ) -> Engine:
     """An engine for a target, with parts that are proven to fit each other.
@@ -77,6 +78,7 @@ def load(
             is and takes memory for a second set of weights. By default so for models that are loaded here (one that is
             given may be trained meanwhile) in bfloat16, not compiled, where there are such kernels and the copies take
             less than a quarter of free memory.
+        vocab_size: How many token ids can be drawn; by default padding behind the tokenizer's last one is cut off.
         allow_lossy: Let rules pass that do not keep the target's law.
 
     Raises:
@@ -118,7 +120,7 @@ def load(
         tokenizer = tokenizer or open_tokenizer(place, revision=revision, trust_remote_code=trust_remote_code)
     if pad_to is None:
         pad_to = 2 if model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16) else 1
-    width = _vocab_size(model, tokenizer)
+    width = _vocab_size(model, tokenizer) if vocab_size is None else vocab_size
     if prepack is None:
         prepack = not (isinstance(target, PreTrainedModel) or compile) and worth_packing(model)
     lm = as_lm(

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.types import Sampling
+from outrider.types import Processor, Sampling, is_blind
 
 FIRST_LOOK = 256
 """How many of the most likely tokens top-p looks at first, in vocabularies below `WIDE`; in wider ones that is slower
@@ -43,7 +43,8 @@ def to_rows(
 
     The order is transformers': repetition, frequency and presence penalties, logit bias, processors; then temperature,
     top-k, top-p, min-p. Tokens that tie with the last one kept are kept too. Temperature 0 gives a one-hot row at the
-    largest adjusted logit, the first of them on a tie.
+    largest adjusted logit, the first of them on a tie. Processors at the end of every row's list that read no tokens
+    are given all rows at once.
 
     Args:
         logits: Raw logits.
@@ -58,11 +59,14 @@ def to_rows(
     """
     per_row = [samplings[owner] for owner in owners.tolist()]
     scores = logits
-    if any(s.reads_prefix or s.logit_bias for s in per_row):
+    if any(s.reads_prefix or s.logit_bias or s.processors for s in per_row):
         scores = logits if logits.dtype == torch.float64 else logits.float()
-        scores = torch.stack(
-            [_adjust(row, s, i, prefix) for i, (row, s) in enumerate(zip(scores, per_row, strict=True))]
-        )
+        together = _together(per_row)
+        if any(s.reads_prefix or s.logit_bias or len(s.processors) > len(together) for s in per_row):
+            each = [s.processors[: len(s.processors) - len(together)] for s in per_row]
+            scores = torch.stack([_adjust(scores[i], s, each[i], i, prefix) for i, s in enumerate(per_row)])
+        for processor in together:
+            scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
     if all(s.temperature == 0 for s in per_row):
         return _one_hot(scores)
     rows = fresh(scores, dtype=_dtype(scores))
@@ -114,23 +118,41 @@ def fresh(like: Tensor, *, rows: int | None = None, dtype: torch.dtype | None = 
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
+def _together(per_row: Sequence[Sampling]) -> Sequence[Processor]:
+    """The processors that end every row's list and read no tokens."""
+    lists = list({id(s.processors): s.processors for s in per_row}.values())
+    count = 0
+    for column in zip(*(reversed(processors) for processors in lists), strict=False):
+        if not is_blind(column[0]) or any(processor is not column[0] for processor in column):
+            break
+        count += 1
+    return lists[0][len(lists[0]) - count :]
+
+
 def _adjust(
-    scores: Float[Tensor, " vocab"], sampling: Sampling, row: int, prefix: Callable[[int], Prefix]
+    scores: Float[Tensor, " vocab"],
+    sampling: Sampling,
+    processors: Sequence[Processor],
+    row: int,
+    prefix: Callable[[int], Prefix],
 ) -> Float[Tensor, " vocab"]:
+    """Penalties, biases and the row's own processors. The scores are copied: processors may change them in place."""
+    scores, seen = scores.clone(), torch.empty(0, dtype=torch.long, device=scores.device)
     if sampling.reads_prefix:
         before = prefix(row)
-        said = torch.tensor(list(before.output), dtype=torch.long, device=scores.device)
         seen = torch.tensor([*before.prompt, *before.output], dtype=torch.long, device=scores.device)
-        counts = torch.bincount(said, minlength=scores.numel())[: scores.numel()].to(scores.dtype)
         if sampling.repetition_penalty != 1:
             old = scores[seen]
             factor = sampling.repetition_penalty
             scores = scores.index_copy(0, seen, torch.where(old > 0, old / factor, old * factor))
-        scores = scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
+        if sampling.frequency_penalty or sampling.presence_penalty:
+            said = seen[len(before.prompt) :]
+            counts = torch.bincount(said, minlength=scores.numel())[: scores.numel()].to(scores.dtype)
+            scores = scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
     if sampling.logit_bias:
         ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
         scores = scores.index_add(0, ids, scores.new_tensor(list(sampling.logit_bias.values())))
-    for processor in sampling.processors:
+    for processor in processors:
         scores = processor(seen[None], scores[None])[0]
     return scores
 

@@ -14,8 +14,42 @@ Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plu
 Processor = Callable[[Tensor, Tensor], Tensor]
 """A stateless transformers `LogitsProcessor`: `(input_ids [1, n], scores [1, vocab]) -> scores [1, vocab]`."""
 
-STATEFUL = frozenset({"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"})
-"""transformers' processors that remember earlier calls; a draft's branches would confuse them."""
+STATEFUL = frozenset(
+    {
+        "AlternatingCodebooksLogitsProcessor",
+        "ClassifierFreeGuidanceLogitsProcessor",
+        "DiaClassifierFreeGuidanceLogitsProcessor",
+        "DiaEOSDelayPatternLogitsProcessor",
+        "SynthIDTextWatermarkLogitsProcessor",
+        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+        "WhisperNoSpeechDetection",
+    }
+)
+"""transformers' processors that remember earlier calls or want rows of their own; a draft's branches would confuse
+them."""
+
+BLIND = frozenset(
+    {
+        "EpsilonLogitsWarper",
+        "EtaLogitsWarper",
+        "InfNanRemoveLogitsProcessor",
+        "LogitNormalization",
+        "MinPLogitsWarper",
+        "SuppressTokensLogitsProcessor",
+        "TemperatureLogitsWarper",
+        "TopHLogitsWarper",
+        "TopKLogitsWarper",
+        "TopPLogitsWarper",
+        "TypicalLogitsWarper",
+    }
+)
+"""transformers' processors that look at scores alone, each row by itself; many rows can go through them at once."""
+
+
+def is_blind(processor: Processor) -> bool:
+    """Whether a processor is one of transformers' own that read no tokens."""
+    kind = type(processor)
+    return kind.__name__ in BLIND and kind.__module__.startswith("transformers.")
 
 
 class InputError(ValueError):
@@ -70,15 +104,15 @@ class Sampling:
                 raise InputError(f"{rule}, got {given}")
         if names := STATEFUL.intersection(type(processor).__name__ for processor in self.processors):
             raise InputError(
-                f"{', '.join(sorted(names))} remembers earlier calls and cannot follow a draft; "
-                "use processors that depend on the tokens alone"
+                f"{', '.join(sorted(names))} remembers earlier calls or wants rows of its own, and cannot follow a "
+                "draft; use processors that depend on the tokens alone"
             )
 
     @property
     def reads_prefix(self) -> bool:
         """Whether a row depends on the tokens before it, beyond the logits."""
         penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-        return penalties or bool(self.processors)
+        return penalties or not all(is_blind(processor) for processor in self.processors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +127,8 @@ class Request:
         eos_ids: Token ids that end the output; the ending token is kept in `tokens`.
         stop: Strings that end the output; the text ends before the first of them.
         logprobs: Whether to record the log-softmax of the raw target logits of each emitted token.
+        keep_logits: Whether each step brings the raw target logits at its emitted tokens.
+        ends: Asked after every emitted token, in order, with the output so far: whether it ends the output.
     """
 
     id: str
@@ -102,6 +138,8 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    keep_logits: bool = False
+    ends: Callable[[Sequence[int]], bool] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,6 +313,7 @@ class Step:
             decoding has already drafted on.
         timing: The iteration's shared clock.
         num_requests: How many requests shared the iteration.
+        logits: The raw target logits that each emitted token was drawn from, in float32, if asked for.
     """
 
     request: str
@@ -284,3 +323,4 @@ class Step:
     timing: Timing
     num_requests: int
     logprobs: tuple[float, ...] | None = None
+    logits: Float[Tensor, "n vocab"] | None = None

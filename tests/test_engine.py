@@ -178,6 +178,33 @@ def test_logprobs_are_those_of_a_teacher_forced_run():
         assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_steps_bring_the_logits_of_their_tokens_if_asked(drafter):
+    request = Request(id="r", prompt=tuple(PROMPT), max_new_tokens=9, sampling=GREEDY, keep_logits=True)
+    busy, steps = engine(drafter), []
+    busy.add(request)
+    while busy.busy:
+        busy.step(steps.append)
+    tokens = [token for step in steps for token in step.tokens]
+    expected = raw_logits([*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
+    torch.testing.assert_close(torch.cat([step.logits for step in steps]), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_a_request_ends_where_its_own_rule_says(drafter):
+    whole = tokens_of(run(engine(drafter), [Request(id="r", prompt=(3, 9), max_new_tokens=20, sampling=GREEDY)]))["r"]
+    asked: list[list[int]] = []
+
+    def ends(output: Sequence[int]) -> bool:
+        asked.append(list(output))
+        return len(output) == 7
+
+    request = Request(id="r", prompt=(3, 9), max_new_tokens=20, sampling=GREEDY, ends=ends)
+    output = run(engine(drafter), [request])["r"]
+    assert (output.tokens, output.finish_reason) == (whole[:7], "stop")
+    assert asked == [whole[:n] for n in range(1, 8)], "once per token, in order, and not beyond the end"
+
+
 def test_a_prompt_that_continues_the_last_text_digests_only_what_is_new():
     warm, cold = engine("model"), engine("model")
     first = list(range(3, 50))

@@ -130,6 +130,35 @@ def test_a_processor_is_given_prompt_and_output():
     assert rows[:, [11, 12]].sum() == 0
 
 
+def test_processors_that_read_no_tokens_are_asked_once_for_all_rows_and_give_the_same():
+    class Counted(TopPLogitsWarper):
+        """Not transformers' own, so it is asked row by row."""
+
+    logits, penalty = logits_of(9), RepetitionPenaltyLogitsProcessor(1.4)
+    warpers = [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20), TopPLogitsWarper(0.9)]
+    for end in (warpers, [*warpers[:2], Counted(0.9)], [warpers[0], penalty, *warpers[1:]]):
+        expected = theirs(logits, penalty, *end)
+        assert_close(ours(logits, Sampling(processors=[penalty, *end])), expected)
+        mixed = [Sampling(processors=[penalty, *end]) for _ in range(3)]
+        assert_close(ours(logits, *mixed, Sampling(processors=end[-1:]))[:3], expected[:3])
+    shapes = []
+    Counted.__call__ = lambda self, ids, scores: shapes.append((ids.shape, scores.shape)) or scores
+    ours(logits, Sampling(processors=[Counted(0.9)]))
+    assert shapes == [((1, 8), (1, 50))] * 4
+
+
+def test_a_processor_may_change_its_scores_in_place():
+    def first_goes(ids, scores):
+        scores[:, 0] = -torch.inf
+        return scores
+
+    logits = logits_of(10)
+    before = logits.clone()
+    rows = ours(logits, Sampling(processors=[first_goes]))
+    assert torch.equal(logits, before)
+    assert (rows[:, 0] == 0).all()
+
+
 def test_no_setting_changes_the_raw_logits_in_place():
     logits = logits_of(4)
     before = logits.clone()

@@ -41,9 +41,15 @@ class Model:
 
     The draft model has digested every committed token but the newest one or two: after a full acceptance the last
     drafted token was never fed, so the first forward of a step feeds whatever is missing, the anchor last.
+
+    Attributes:
+        lm: The draft model.
+        vocab_size: Width of the target's logits, where it is padded further than the draft model's; the tokens that
+            the draft model lacks are never guessed.
     """
 
     lm: LM
+    vocab_size: int | None = None
 
     @property
     def rows(self) -> Rows:
@@ -73,7 +79,7 @@ class Model:
         self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
         for s in states:
             _own(s).fed.clear()
-        return Guess(logits=logits)
+        return Guess(logits=self._widened(logits))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         tokens = frontier.tokens.to(self.lm.device)
@@ -85,7 +91,7 @@ class Model:
             for node in frontier.nodes[first:end].tolist():
                 own.fed[node] = len(own.fed)
             segments.append(Segment(slot=own.slot, tokens=tokens[first:end], parents=np.array(parents)))
-        return Guess(logits=self.lm.extend(segments).logits)
+        return Guess(logits=self._widened(self.lm.extend(segments).logits))
 
     def observe(
         self,
@@ -116,6 +122,11 @@ class Model:
 
     def _length(self, state: Running) -> int:
         return self.lm.length(_own(state).slot)
+
+    def _widened(self, logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n target_vocab"]:
+        missing = (self.vocab_size or self.lm.vocab_size) - self.lm.vocab_size
+        # Finite, so that products with probabilities of 0 are numbers.
+        return torch.nn.functional.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
 
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens).to(self.lm.device, non_blocking=True)
@@ -165,11 +176,11 @@ class ModelPath:
             model,
             max_slots=surroundings.max_slots,
             max_context=self.max_context,
-            vocab_size=surroundings.vocab_size,
+            vocab_size=min(width, surroundings.vocab_size),
             compile=surroundings.compile and not is_recurrent(model),
             prepack=surroundings.prepack and packable(model),
         )
-        return Model(lm=lm)
+        return Model(lm=lm, vocab_size=surroundings.vocab_size)
 
 
 def same_vocabulary(

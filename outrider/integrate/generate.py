@@ -1,0 +1,116 @@
+"""`generate` itself, drafting: with all the arguments that transformers' own takes, in a script or loaded by path."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from jaxtyping import Int
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation.streamers import BaseStreamer
+
+from outrider.integrate.custom import as_custom_generate
+from outrider.types import InputError
+
+
+def generate(
+    inputs: Int[Tensor, "rows length"] | None = None,
+    generation_config: GenerationConfig | None = None,
+    *,
+    model: PreTrainedModel,
+    drafter: str | object = "suffix",
+    tree: str | object = "chain",
+    verifier: str | object | None = None,
+    length: str | object | None = None,
+    streamer: BaseStreamer | None = None,
+    stop_strings: str | list[str] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    synced_gpus: bool | None = None,
+    **arguments: Any,
+) -> GenerateDecoderOnlyOutput | Int[Tensor, "rows longer"]:
+    """What `model.generate` gives, drafted: it takes all the arguments of `generate`, and four of `outrider.load`.
+
+    Unlike a callable given as `custom_generate`, it sees `streamer`, `tokenizer`, `stop_strings` and `assistant_model`.
+    So it can stand in for a model's own `generate`, and a script needs no other change:
+    `model.generate = functools.partial(outrider.integrate.generate, model=model)`.
+
+    Args:
+        inputs: As in `generate`, like every argument not named here.
+        model: The model.
+        drafter: `name:key=value,...` or an object.
+        tree: How drafts grow.
+        verifier: Which nodes survive.
+        length: When to stop drafting.
+
+    Raises:
+        InputError: For what cannot be had in this way, by name.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+        >>> from outrider.load import EMBEDDED_TARGET
+        >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET)
+        >>> tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
+        >>> said = generate(**tokenizer("Once upon a", return_tensors="pt"), model=model, max_new_tokens=1,
+        ...                 streamer=TextStreamer(tokenizer))
+        Once upon a time
+    """
+    if assistant_model is not None:
+        raise InputError("assistant_model is not used here; give a draft model as drafter='model:path=...' instead")
+    if synced_gpus:
+        raise InputError("synced_gpus would have all GPUs step together, and drafts differ in length; drop it")
+    if arguments.pop("custom_generate", None) is not None:
+        raise InputError("custom_generate is Outrider here already; drop it")
+    config = generation_config
+    if stop_strings is None and config is not None and config.stop_strings is not None:
+        generation_config = copy.deepcopy(config)
+        stop_strings, generation_config.stop_strings = config.stop_strings, None
+    if model.generation_config.stop_strings is not None:
+        raise InputError("model.generation_config has stop_strings; set it to None and give them to generate instead")
+    return type(model).generate(
+        model,
+        inputs,
+        generation_config,
+        custom_generate=as_custom_generate(
+            drafter=drafter,
+            tree=tree,
+            verifier=verifier,
+            length=length,
+            streamer=streamer,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+        ),
+        **arguments,
+    )
+
+
+def write_custom_generate(
+    directory: str | Path,
+    *,
+    drafter: str = "suffix",
+    tree: str = "chain",
+    verifier: str | None = None,
+    length: str | None = None,
+) -> Path:
+    """Write the form of `generate` above that transformers loads by path or from the hub.
+
+    `model.generate(..., custom_generate=directory, trust_remote_code=True)` then runs it. In a model's own directory it
+    becomes that model's `generate`, when the model is loaded with `trust_remote_code=True`.
+
+    Returns:
+        The file that was written, `custom_generate/generate.py`; beside it lies `requirements.txt`.
+    """
+    options = {"drafter": drafter, "tree": tree, "verifier": verifier, "length": length}
+    place = Path(directory) / "custom_generate"
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "requirements.txt").write_text("outrider\n", encoding="utf-8")
+    file = place / "generate.py"
+    file.write_text(
+        '"""Speculative decoding by Outrider."""\n\n'
+        "import functools\n\n"
+        "import outrider.integrate\n\n"
+        f"generate = functools.partial(outrider.integrate.generate, **{options!r})\n",
+        encoding="utf-8",
+    )
+    return file

@@ -1,0 +1,179 @@
+"""What cannot be drafted is refused by name, in one sentence."""
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    DynamicCache,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
+)
+from transformers.generation.stopping_criteria import ConfidenceCriteria
+from transformers.generation.streamers import BaseStreamer
+
+from outrider import InputError, as_custom_generate
+from outrider.integrate import generate
+from tests.integrate.test_generate import GREEDY, NGRAM, batch
+from tests.models import llama
+from tests.zoo import tiny
+
+
+class Counts(LogitsProcessor):
+    """Remembers how often it was asked."""
+
+    calls = 0
+
+    def __call__(self, input_ids, scores):
+        self.calls += 1
+        return scores
+
+
+class Switches(LogitsProcessor):
+    """Has nothing to look at, and yet gives something else each time."""
+
+    __slots__ = ()
+    signs = iter([1.0, -1.0] * 50)
+
+    def __call__(self, input_ids, scores):
+        return scores + next(Switches.signs)
+
+
+class Once(LogitsProcessor):
+    """Can be asked once."""
+
+    def __init__(self):
+        self.asked = []
+
+    def __call__(self, input_ids, scores):
+        if self.asked:
+            raise RuntimeError("asked already")
+        self.asked.append(lambda: None)
+        return scores
+
+
+def filled() -> DynamicCache:
+    model, cache = llama(), DynamicCache()
+    model(batch(3)["input_ids"], past_key_values=cache)
+    return cache
+
+
+KEYS = [5, 9, 11]
+REFUSED = {
+    "num_beams": ({"num_beams": 3}, r"beam_search is neither sampling nor greedy decoding; drop num_beams"),
+    "drawn beams": ({"num_beams": 2, "do_sample": True}, "beam_sample .* drop num_beams"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "contrastive_search .* drop penalty_alpha"),
+    "dola": ({"dola_layers": "low"}, "dola_generation .* drop dola_layers"),
+    "constraints": (
+        {"force_words_ids": [[3]], "num_beams": 2},
+        "constrained_beam_search .* drop constraints or force_w",
+    ),
+    "prompt lookup": ({"prompt_lookup_num_tokens": 3}, "assisted_generation .* prompt_lookup_num_tokens"),
+    "early exit": ({"assistant_early_exit": 1}, "assisted_generation .* assistant_early_exit"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions cannot be had"),
+    "hidden": ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states cannot be had"),
+    "guidance": ({"guidance_scale": 1.5}, "UnbatchedClassifierFreeGuidanceLogitsProcessor remembers earlier calls"),
+    "synthid": (
+        {"watermarking_config": SynthIDTextWatermarkingConfig(keys=KEYS, ngram_len=3)},
+        "SynthIDTextWatermarkLogitsProcessor remembers earlier calls",
+    ),
+    "static": ({"cache_implementation": "static"}, "cache_implementation='static' has no effect"),
+    "positions": ({"position_ids": torch.arange(3, 12)[None]}, "position_ids must count each row's tokens from 0"),
+    "holes": ({"attention_mask": torch.tensor([[1] * 4 + [0] + [1] * 4])}, "attention_mask hides tokens .* pad on the"),
+    "right padding": ({"attention_mask": torch.tensor([[1] * 8 + [0]])}, "attention_mask hides tokens .* pad on the l"),
+    "nothing but padding": ({"attention_mask": torch.zeros(1, 9, dtype=torch.long)}, "a row of the batch is all paddi"),
+    "context": ({"max_new_tokens": 900}, r"9 tokens and 900 new ones pass the context of 256; give max_new_tokens=247"),
+    "counting": ({"logits_processor": LogitsProcessorList([Counts()])}, "Counts is changed by being asked"),
+    "switching": ({"logits_processor": LogitsProcessorList([Switches()])}, "Switches is changed by being asked"),
+    "once": ({"logits_processor": LogitsProcessorList([Once()])}, "Once is changed by being asked"),
+    "scores": (
+        {
+            "stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.1)]),
+            "return_dict_in_generate": True,
+            "output_scores": True,
+        },
+        "a stopping criterion reads scores",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_drafted_is_refused_by_name(what):
+    given, sentence = REFUSED[what]
+    with pytest.raises(InputError, match=sentence):
+        llama().generate(**batch(9) | GREEDY | given, custom_generate=as_custom_generate(drafter=NGRAM))
+
+
+def test_a_filled_cache_is_refused():
+    with pytest.raises(InputError, match="past_key_values cannot be continued"):
+        llama().generate(**batch(9), past_key_values=filled(), custom_generate=as_custom_generate())
+
+
+def test_embeddings_are_refused():
+    with pytest.raises(InputError, match="inputs_embeds cannot be used"):
+        llama().generate(
+            inputs_embeds=torch.zeros(1, 3, 32, dtype=torch.float64),
+            max_new_tokens=3,
+            custom_generate=as_custom_generate(),
+        )
+
+
+def test_other_inputs_are_refused():
+    ids = batch(9)
+    with pytest.raises(InputError, match="token_type_ids cannot be used"):
+        tiny("gpt2").generate(**ids, token_type_ids=ids["attention_mask"], custom_generate=as_custom_generate())
+
+
+def test_encoder_decoder_models_are_refused():
+    config = BartConfig(
+        vocab_size=32,
+        d_model=16,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+    )
+    with pytest.raises(InputError, match="bart is an encoder-decoder model"):
+        BartForConditionalGeneration(config).generate(batch(9)["input_ids"] % 32, custom_generate=as_custom_generate())
+
+
+def test_a_streamer_for_several_rows_and_stop_strings_without_tokenizer_are_refused():
+    class Streamer(BaseStreamer):
+        def put(self, value): ...
+        def end(self): ...
+
+    with pytest.raises(InputError, match="a streamer takes one row, and the batch has 2"):
+        llama().generate(**batch(9, 4), custom_generate=as_custom_generate(streamer=Streamer()))
+    with pytest.raises(InputError, match="stop_strings need the model's tokenizer"):
+        as_custom_generate(stop_strings=["."])
+
+
+def test_scores_that_leave_no_token_are_refused():
+    nothing = LogitsProcessorList([lambda ids, scores: scores - torch.inf])
+    with pytest.raises(InputError, match="leave no token that could come"):
+        llama().generate(
+            **batch(9), do_sample=True, logits_processor=nothing, custom_generate=as_custom_generate(drafter=NGRAM)
+        )
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"assistant_model": llama()}, "assistant_model is not used here; give a draft model as drafter="),
+        ({"synced_gpus": True}, "synced_gpus would have all GPUs step together"),
+        ({"custom_generate": as_custom_generate()}, "custom_generate is Outrider here already"),
+    ],
+)
+def test_the_whole_of_generate_refuses_what_it_does_not_use(given, sentence):
+    with pytest.raises(InputError, match=sentence):
+        generate(**batch(9), model=llama(), **given)
+
+
+def test_parts_that_do_not_fit_are_refused_as_by_load():
+    with pytest.raises(InputError, match="unknown drafter 'ngrm'; did you mean 'ngram'"):
+        llama().generate(**batch(9), custom_generate=as_custom_generate(drafter="ngrm"))
+    with pytest.raises(InputError, match="lenient"):
+        llama().generate(**batch(9), custom_generate=as_custom_generate(verifier="lenient"))

@@ -1,0 +1,218 @@
+"""A script that was written for transformers gives the same with Outrider in it: text, streams, stop strings."""
+
+import functools
+import gc
+import re
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer
+from transformers.generation.streamers import BaseStreamer
+
+import outrider.integrate
+from outrider import InputError, as_custom_generate
+from outrider.integrate.kept import _KEPT, KEPT_ENGINES
+from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch
+from tests.zoo import tiny
+
+README = Path(__file__).parents[2] / "README.md"
+DRAFT = f"model:path={EMBEDDED_DRAFT}"
+SCRIPT = f"""
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, pipeline
+
+tokenizer = AutoTokenizer.from_pretrained({str(EMBEDDED_TARGET)!r}, padding_side="left")
+model = AutoModelForCausalLM.from_pretrained({str(EMBEDDED_TARGET)!r}, dtype="float32")
+# here
+inputs = tokenizer(["Once upon a time", "One day, a dog named Max went to the"], return_tensors="pt", padding=True)
+outputs = model.generate(**inputs, max_new_tokens=24, do_sample=False, repetition_penalty=1.1)
+texts = tokenizer.batch_decode(outputs, skip_special_tokens=True)
+
+streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=5)
+one = tokenizer("Lily and Tom", return_tensors="pt")
+model.generate(one.input_ids, attention_mask=one.attention_mask, max_new_tokens=32, do_sample=False, streamer=streamer,
+               stop_strings=[". "], tokenizer=tokenizer)
+texts += list(streamer)
+
+texts += pipeline("text-generation", model=model, tokenizer=tokenizer)("The", max_new_tokens=9, do_sample=False)
+"""
+
+
+class Recorder(BaseStreamer):
+    """Writes down what it is given."""
+
+    def __init__(self):
+        self.calls = []
+
+    def put(self, value):
+        self.calls.append((tuple(value.shape), value.flatten().tolist()))
+
+    def end(self):
+        self.calls.append("end")
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32)
+    return model, AutoTokenizer.from_pretrained(EMBEDDED_TARGET, padding_side="left")
+
+
+def run(script: str) -> list[object]:
+    space: dict[str, object] = {}
+    exec(compile(script, "a script", "exec"), space)
+    return space["texts"]
+
+
+def test_a_script_gives_the_same_with_the_lines_of_the_readme():
+    [lines] = re.findall(r"^```py\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+    assert len(lines.splitlines()) <= 5
+    assert "outrider" in lines
+    assert run(SCRIPT.replace("# here\n", lines)) == run(SCRIPT)
+
+
+def test_a_streamer_is_given_what_generate_gives_it(pair):
+    model, tokenizer = pair
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    plain, ours = Recorder(), Recorder()
+    model.generate(**inputs, max_new_tokens=20, do_sample=False, streamer=plain)
+    drafted = as_custom_generate(drafter=DRAFT, tokenizer=tokenizer, streamer=ours)
+    model.generate(**inputs, max_new_tokens=20, do_sample=False, custom_generate=drafted)
+    assert ours.calls == plain.calls
+    assert len(plain.calls) == 22
+
+
+def test_stop_strings_end_rows_at_the_token_that_completes_them(pair):
+    model, tokenizer = pair
+    inputs = tokenizer(["Once upon a time", "One day, a dog"], return_tensors="pt", padding=True)
+    for stop, ending in (("girl", True), (["ed Lil", " her fri"], True), (["no such thing"], False)):
+        plain = model.generate(**inputs, max_new_tokens=24, do_sample=False, stop_strings=stop, tokenizer=tokenizer)
+        drafted = as_custom_generate(drafter=DRAFT, stop_strings=stop, tokenizer=tokenizer)
+        ours = model.generate(**inputs, max_new_tokens=24, do_sample=False, custom_generate=drafted)
+        assert torch.equal(plain, ours), (tokenizer.batch_decode(plain), tokenizer.batch_decode(ours))
+        assert bool((plain[:, -1] == tokenizer.pad_token_id).any()) == ending
+
+
+def test_the_form_that_generate_loads_by_path_gets_streamer_and_tokenizer(pair, tmp_path):
+    model, tokenizer = pair
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    file = outrider.integrate.write_custom_generate(tmp_path, drafter="ngram:prompt_lookup_min=1", length="fixed:3")
+    assert file.parent.joinpath("requirements.txt").read_text() == "outrider\n"
+    texts = []
+    for how in ({}, {"custom_generate": str(tmp_path), "trust_remote_code": True}):
+        streamer = TextIteratorStreamer(tokenizer, timeout=5)
+        asked = {"max_new_tokens": 24, "stop_strings": "girl", "streamer": streamer, "tokenizer": tokenizer}
+        model.generate(**inputs, do_sample=False, **asked, **how)
+        texts.append(list(streamer))
+    assert texts[0] == texts[1]
+    assert "".join(texts[0]).endswith("girl")
+
+
+def test_a_model_directory_with_the_written_form_drafts_by_itself(pair, tmp_path):
+    model, tokenizer = pair
+    model.save_pretrained(tmp_path)
+    outrider.integrate.write_custom_generate(tmp_path)
+    drafting = AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True)
+    ids = tokenizer("Once upon a time", return_tensors="pt").input_ids
+    assert torch.equal(
+        drafting.generate(ids, max_new_tokens=12, do_sample=False),
+        model.generate(ids, max_new_tokens=12, do_sample=False),
+    )
+    assert drafting in _KEPT
+
+
+def test_stop_strings_in_a_generation_config_are_used_and_left_there(pair):
+    model, tokenizer = pair
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    config = GenerationConfig(max_new_tokens=24, do_sample=False, stop_strings="girl")
+    plain = model.generate(**inputs, generation_config=config, tokenizer=tokenizer)
+    ours = outrider.integrate.generate(**inputs, model=model, generation_config=config, tokenizer=tokenizer)
+    assert torch.equal(plain, ours)
+    assert config.stop_strings == "girl"
+    with pytest.raises(InputError, match="stop_strings need the model's tokenizer"):
+        outrider.integrate.generate(**inputs, model=model, generation_config=config)
+
+
+def test_an_engine_is_made_once_for_a_model_and_its_options():
+    model, engines = tiny("llama"), []
+    for drafter in (NGRAM, NGRAM, "suffix", NGRAM, "suffix:min_match=1"):
+        model.generate(**batch(9), **GREEDY, custom_generate=as_custom_generate(drafter=drafter))
+        engines.append(_KEPT[model][-1].engine)
+    assert [engines.index(engine) for engine in engines] == [0, 0, 2, 0, 4]
+    assert len(_KEPT[model]) == KEPT_ENGINES
+
+
+def test_a_large_batch_runs_at_once_or_in_as_many_slots_as_were_given():
+    model, inputs = tiny("llama"), batch(*range(3, 13))
+    for slots, expected in ((None, 16), (3, 3)):
+        assert_same(model, inputs, as_custom_generate(drafter=NGRAM, max_slots=slots), **GREEDY)
+        assert _KEPT[model][-1].engine.max_slots == expected
+
+
+def test_a_draft_model_may_know_fewer_tokens_than_the_targets_padding(pair):
+    tokenizer = pair[1]
+    padded = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype=torch.float32)
+    padded.resize_token_embeddings(padded.config.vocab_size + 64, mean_resizing=False)
+    inputs = tokenizer("Once upon a time", return_tensors="pt")
+    torch.manual_seed(0)
+    drawn = {"do_sample": True, "top_k": 5, "max_new_tokens": 12}
+    padded.generate(**inputs, **drawn, custom_generate=as_custom_generate(drafter=DRAFT, tokenizer=tokenizer))
+    for parts in ({}, {"length": "svip"}, {"tree": "gumbel:branching=2x2"}, {"tree": "opt:num_nodes=8"}):
+        drafted = as_custom_generate(drafter=DRAFT, tokenizer=tokenizer, **parts)
+        assert_same(padded, inputs, drafted, do_sample=False, max_new_tokens=16)
+
+
+def test_an_engine_does_not_keep_its_model_alive():
+    model = tiny("llama")
+    model.generate(**batch(9), **GREEDY, custom_generate=as_custom_generate())
+    gc.disable()
+    try:
+        seen, engine = weakref.ref(model), weakref.ref(_KEPT[model][-1].engine)
+        del model
+        assert seen() is None
+        assert engine() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("float64_stays_float64")
+def test_weights_may_change_between_calls():
+    model, drafted = tiny("llama"), as_custom_generate(drafter=NGRAM)
+    before = assert_same(model, batch(9), drafted, **GREEDY)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1.1)
+    assert not torch.equal(assert_same(model, batch(9), drafted, **GREEDY), before)
+
+
+def test_a_model_that_was_cast_gets_a_new_engine_and_one_in_training_stays_so():
+    model, drafted = tiny("llama"), as_custom_generate(drafter=NGRAM)
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype).train()
+        model.model.layers[0].eval()
+        model.generate(**batch(9), **GREEDY, custom_generate=drafted)
+        [kept] = _KEPT[model]
+        assert kept.engine.parts.target.dtype == dtype
+        assert model.training
+        assert model.model.layers[1].training
+        assert not model.model.layers[0].training
+
+
+def test_a_call_within_a_call_has_an_engine_of_its_own():
+    model, drafted, inner = tiny("llama"), as_custom_generate(drafter=NGRAM), []
+
+    def ends(ids, scores):
+        inner.append(model.generate(**batch(4), **GREEDY, custom_generate=drafted))
+        return torch.tensor([ids.shape[1] == 12])
+
+    found = model.generate(**batch(9), **GREEDY, custom_generate=drafted, stopping_criteria=[ends])
+    assert found.shape[1] == 12
+    assert all(torch.equal(said, model.generate(**batch(4), **GREEDY)) for said in inner)
+
+
+def test_a_model_whose_generate_was_replaced_is_driven_by_its_own_class():
+    model = tiny("llama")
+    plain = model.generate(**batch(9), **GREEDY)
+    model.generate = functools.partial(outrider.integrate.generate, model=model, drafter=NGRAM)
+    assert torch.equal(model.generate(**batch(9), **GREEDY), plain)
