@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -16,6 +16,35 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 STATEFUL = frozenset({"UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"})
 """transformers' processors that remember earlier calls; a draft's branches would confuse them."""
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """Which tokens may come next, given the output so far: a grammar, or any automaton over tokens. Immutable.
+
+    Masks are packed, 32 tokens to a word, as `outrider.sampling.pack` makes them: a bit is 1 where the token may come.
+    """
+
+    def open(self) -> object:
+        """State of a new request, before its first token. It may change in place, but by `commit` alone as far as
+        masks are concerned."""
+        ...
+
+    def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
+        """What may follow each node of a draft, on the host.
+
+        At least one token must be allowed after every node that is itself allowed. After the others, and after an
+        ending token, any row will do; all ones are best.
+
+        Args:
+            tokens: Token of each node; node 0 is the root, whose token is the newest committed one.
+            parents: Number of each node's parent, -1 for the root; parents come first.
+        """
+        ...
+
+    def commit(self, state: object, tokens: Sequence[int]) -> None:
+        """Tokens that were emitted, in order."""
+        ...
 
 
 class InputError(ValueError):
@@ -93,6 +122,7 @@ class Request:
         eos_ids: Token ids that end the output; the ending token is kept in `tokens`.
         stop: Strings that end the output; the text ends before the first of them.
         logprobs: Whether to record the log-softmax of the raw target logits of each emitted token.
+        constraint: Which tokens may come next; None allows all.
     """
 
     id: str
@@ -102,6 +132,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     logprobs: bool = False
+    constraint: Constraint | None = None
 
 
 @dataclass(kw_only=True)
@@ -115,6 +146,7 @@ class Running:
         drafter_state: What the drafter's `open` returned.
         length_state: What the length policy's `open` returned.
         carried: What the verifier carries from step to step, if it does.
+        constraint_state: What the constraint's `open` returned; None until its first step, or where there is none.
         num_steps: Steps made; part of the key of every draw.
     """
 
@@ -124,6 +156,7 @@ class Running:
     drafter_state: object = None
     length_state: object = None
     carried: object = None
+    constraint_state: object = None
     num_steps: int = 0
 
     @property
