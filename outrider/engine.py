@@ -249,7 +249,8 @@ class Engine:
         settings = [sampling] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
         if len(settings) != len(prompts):
             raise InputError(f"got {len(settings)} samplings for {len(prompts)} prompts; give one, or one per prompt")
-        rules = list(constraint) if isinstance(constraint, Sequence) else [constraint] * len(prompts)
+        several = isinstance(constraint, Sequence) and not isinstance(constraint, str)
+        rules = list(constraint) if several else [constraint] * len(prompts)
         if len(rules) != len(prompts):
             raise InputError(f"got {len(rules)} constraints for {len(prompts)} prompts; give one, or one per prompt")
         requests: list[str] = []
