@@ -105,8 +105,8 @@ def masked(logits: Float[Tensor, "n vocab"], masks: Int[Tensor, "n words"]) -> F
         >>> masked(torch.zeros(1, 3), pack(torch.tensor([[True, False, True]])))
         tensor([[0., -inf, 0.]])
     """
-    words = masks.to(logits.device, non_blocking=True)
-    bits = torch.bitwise_right_shift(words[..., None], torch.arange(32, dtype=torch.int32, device=logits.device)) & 1
+    octets = masks.contiguous().view(torch.uint8).to(logits.device, non_blocking=True)
+    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
     return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
 

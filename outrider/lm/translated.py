@@ -19,7 +19,8 @@ class _Node:
     Attributes:
         numbers: Pending numbers of its pieces in the model's slot; none where they would pass its context.
         last: Pending number of the newest piece on its path; -1 where that is committed.
-        size: Tokens of the model along its path, the committed ones included.
+        size: Tokens of the model along its path, the committed ones included; more than its context holds where the
+            path is not fed any more.
     """
 
     numbers: tuple[int, ...]
@@ -53,8 +54,7 @@ class Translated:
     $q(x) = q'(x) / \sum_{y \in T \cap D} q'(y)$ for $x \in T \cap D$.
 
     A verifier is given these very rows, so any rule that is lossless stays so; tokens outside the intersection come as
-    recovered tokens only. A path that does not fit the model's context any more gets flat logits, which depend on the
-    path alone.
+    recovered tokens only. A path that does not fit the model's context any more gets flat logits.
 
     Reading the pieces takes a look at the host at each call, also while a draft grows.
 
@@ -151,6 +151,7 @@ class Translated:
         pieces: list[int] = []
         links: list[int] = []
         before, root = state.fed, _Node(numbers=(), last=-1, size=self._size(state))
+        room = self.lm.max_context - self.lm.length(state.slot)
         for token, parent in zip(tokens, above, strict=True):
             under = state.pending[parent] if parent >= 0 else root
             last, size = under.last, under.size
@@ -158,7 +159,10 @@ class Translated:
             if size == 0 and spelt[: len(opening)] != opening:
                 spelt = (*opening, *spelt)
             size += len(spelt)
-            numbers = tuple(range(state.fed, state.fed + len(spelt))) if size <= self.lm.max_context else ()
+            fits = size <= self.lm.max_context and state.fed + len(spelt) <= room
+            numbers = tuple(range(state.fed, state.fed + len(spelt))) if fits else ()
+            # What is not fed leaves a gap, and nothing can be fed behind it.
+            size = size if fits else self.lm.max_context + 1
             for number, piece in zip(numbers, spelt, strict=False):
                 pieces.append(piece)
                 links.append(last)

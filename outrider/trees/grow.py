@@ -193,9 +193,11 @@ def _allowed(
         return logits
     grown = growth.grown()
     masks = batch_masks(states, grown.owners, torch.cat(growth.tokens), grown.parents, logits.shape[1])
-    return (
-        logits if masks is None else masked(logits, masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)])
-    )
+    if masks is None:
+        return logits
+    found = masked(logits, masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)])
+    # Where the drafter can say nothing that is allowed, it says what it likes, and is rejected.
+    return torch.where(found.amax(-1, keepdim=True) > -torch.inf, found, logits)
 
 
 def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:
