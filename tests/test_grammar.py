@@ -95,7 +95,7 @@ def test_what_ends_fits_the_grammar_at_temperature_0_and_1(which, rule, check, r
     assert sum(out.num_accepted_tokens for out in outputs) > 0
 
 
-@pytest.mark.parametrize(("rule", "check"), RULES)
+@pytest.mark.parametrize(("rule", "check"), RULES[1:3])
 @pytest.mark.parametrize("which", ["pair", "trees"])
 def test_greedy_output_is_that_of_constrained_plain_decoding(which, rule, check, request):
     engine: Engine = request.getfixturevalue(which)
@@ -134,25 +134,25 @@ def test_proposals_of_drafters_without_rows_are_held_to_the_grammar(drafter):
         assert out.finish_reason == "stop"
 
 
-def test_any_json_parses(pair):
-    for out in pair.generate([PROMPT], n=6, max_new_tokens=80, sampling=Sampling(seed=1), constraint=any_json(1)):
-        if out.finish_reason == "stop":
-            json.loads(out.text)
+def test_any_json_parses_and_ends_only_where_it_is_whole(pair):
+    """The end is made likelier than anything else, and still comes only where what was said is JSON."""
+    eager = [Sampling(seed=seed, logit_bias=dict.fromkeys(pair.eos_ids, 30.0)) for seed in range(4)]
+    outputs = pair.generate([PROMPT] * 4, max_new_tokens=40, sampling=eager, constraint=any_json(1))
+    ended = [out for out in outputs if out.finish_reason == "stop"]
+    assert ended
+    for out in ended:
+        json.loads(out.text)
 
 
 def test_free_requests_beside_constrained_ones_say_what_they_say_alone(pair):
-    sampling = [Sampling(temperature=1, seed=seed) for seed in range(4)]
-    prompts = [PROMPT, "The dog", "A cat", "One day"]
-    rules = [None, regex(SENTENCE), None, json_schema(PERSON, 1)]
-    mixed = pair.generate(prompts, max_new_tokens=30, sampling=sampling, constraint=rules)
-    alone = [
-        pair.generate([p], max_new_tokens=30, sampling=s, constraint=rule)[0]
-        for p, s, rule in zip(prompts, sampling, rules, strict=True)
-    ]
-    free = pair.generate(prompts, max_new_tokens=30, sampling=sampling)
-    assert [out.tokens for out in mixed] == [out.tokens for out in alone]
+    sampling = [Sampling(temperature=1, seed=seed) for seed in range(3)]
+    prompts, rules = [PROMPT, "The dog", "A cat"], [None, regex(SENTENCE), json_schema(PERSON, 1)]
+    mixed = pair.generate(prompts, max_new_tokens=16, sampling=sampling, constraint=rules)
+    free = pair.generate(prompts[:2], max_new_tokens=16, sampling=sampling[:2])
+    [alone] = pair.generate(prompts[2:], max_new_tokens=16, sampling=sampling[2:], constraint=rules[2])
     assert mixed[0].tokens == free[0].tokens
     assert mixed[1].tokens != free[1].tokens
+    assert mixed[2].tokens == alone.tokens
 
 
 def test_one_token_is_left_at_the_end_of_a_grammar_and_it_ends_the_output(pair):
@@ -244,7 +244,7 @@ def test_cancelling_frees_the_state(pair):
     assert state() is None
 
 
-@settings(max_examples=25, deadline=None, print_blob=False)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_masks_of_a_tree_are_those_of_each_path_alone(pair, data):
     """The depth-first walk, with what it remembers, against a fresh automaton per node."""
