@@ -249,8 +249,10 @@ class Engine:
         settings = [sampling] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
         if len(settings) != len(prompts):
             raise InputError(f"got {len(settings)} samplings for {len(prompts)} prompts; give one, or one per prompt")
-        several = isinstance(constraint, Sequence) and not isinstance(constraint, str)
-        rules = list(constraint) if several else [constraint] * len(prompts)
+        if isinstance(constraint, Sequence) and not isinstance(constraint, str):
+            rules = list(constraint)
+        else:
+            rules = [constraint] * len(prompts)
         if len(rules) != len(prompts):
             raise InputError(f"got {len(rules)} constraints for {len(prompts)} prompts; give one, or one per prompt")
         requests: list[str] = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.vocabulary import Translation
+
+Wanted = Literal["all", "last", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +117,7 @@ class Translated:
                 sources += [-1] * len(wanted)
                 continue
             newest = len(wanted) == 1 and wanted[0].numbers[-1:] == (state.fed - 1,)
-            kept = "last" if newest else "all" if any(node.numbers for node in wanted) else "none"
+            kept: Wanted = "last" if newest else "all" if any(node.numbers for node in wanted) else "none"
             inner.append(replace(fed, logits=kept))
             shift = read - (state.fed - 1 if newest else before)
             sources += [shift + node.numbers[-1] if node.numbers else -1 for node in wanted]

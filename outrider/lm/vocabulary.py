@@ -58,7 +58,7 @@ def translation(
         Timor et al. 2025, token-level intersection, Algorithm 4. https://arxiv.org/abs/2502.05202
     """
     own, other = spellings(target, vocab_size), spellings(draft, draft_size)
-    place = {said: id for id, said in reversed(list(enumerate(other))) if said is not None}
+    place: dict[Spelling, int] = {said: id for id, said in reversed(list(enumerate(other))) if said is not None}
     candidates = [
         (target.eos_token_id, draft.eos_token_id),
         (target.bos_token_id, draft.bos_token_id),
@@ -74,7 +74,7 @@ def translation(
             taken.add(theirs)
     begins = [id for id in (draft.bos_token_id, draft.eos_token_id) if id is not None]
     unknown = next((id for id in (draft.unk_token_id, *begins, draft.pad_token_id) if id is not None), 0)
-    known = {ours: (theirs,) for ours, theirs in pairs.items()}
+    known: dict[int, tuple[int, ...]] = {ours: (theirs,) for ours, theirs in pairs.items()}
     if target.bos_token_id is not None and begins:
         known.setdefault(target.bos_token_id, (begins[0],))
     shared = np.array(sorted(pairs), dtype=np.int64)
