@@ -23,7 +23,7 @@ test-floor:
 	@echo "== All tests on the oldest supported torch and transformers, in .venv-floor =="
 	$(PYTHON) -m venv .venv-floor
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)"
-	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench]"
+	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,grammar]"
 	.venv-floor/bin/python -m pytest
 
 lint: $(READY)
@@ -51,7 +51,7 @@ $(READY): pyproject.toml constraints.txt $(VENV)/.torch
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench]"
+	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench,grammar]"
 	@touch $@
 
 # Changes only when another torch is asked for, so that a change of TORCH is a new set-up.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outrider.dice import Dice, PhiloxDice
 from outrider.drafters.protocol import Drafter
+from outrider.grammar import batch_masks, follow
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.sampling import Prefix, log_probs, to_rows
@@ -140,6 +141,7 @@ def step(
     """
     clock = Clock()
     dice = dice or PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
+    follow(states)
     draft = grow(
         parts.drafter, parts.tree, parts.length, states, [_room(parts, s) for s in states], dice, parts.target.device
     )
@@ -148,7 +150,9 @@ def step(
     clock.lap("target")
     samplings = [s.request.sampling for s in states]
     owners = np.repeat(np.arange(len(states)), np.diff(draft.offsets))
-    rows = to_rows(extension.logits, owners, samplings, lambda node: _prefix(draft, states[owners[node]], node))
+    above = np.maximum(draft.parents - draft.offsets[owners], -1)
+    masks = batch_masks(states, owners, draft.tokens, above, parts.target.vocab_size)
+    rows = to_rows(extension.logits, owners, samplings, lambda node: _prefix(draft, states[owners[node]], node), masks)
     clock.lap("rows")
     verdict = _verify(parts.verifier, draft, rows, dice, states)
     survivors = _survivors(draft, verdict)
@@ -162,6 +166,8 @@ def step(
     for i, (state, survivor, tokens) in enumerate(zip(states, survivors, emitted, strict=True)):
         state.tokens.extend(tokens)
         state.num_steps += 1
+        if state.request.constraint is not None:
+            state.request.constraint.commit(state.constraint_state, tokens)
         steps.append(
             Step(
                 request=state.request.id,

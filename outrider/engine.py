@@ -13,10 +13,11 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.decode import PREFILL_CHUNK, InTurn, Mark, Parts, mark, prefill, rewind, tokens_left
 from outrider.drafters.none import NoDrafter
+from outrider.grammar import Grammar
 from outrider.lengths.fixed import Fixed
 from outrider.text import Ending
 from outrider.trees.chain import Chain
-from outrider.types import InputError, Request, Running, Sampling, Step
+from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
 from outrider.verifiers.match import Match
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -157,8 +158,13 @@ class Engine:
         logprobs: bool = False,
         ignore_eos: bool = False,
         id: str | None = None,
+        constraint: Constraint | Grammar | None = None,
     ) -> str:
-        """Queue a request and return its id. Raises InputError where it cannot be run."""
+        """Queue a request and return its id. Raises InputError where it cannot be run.
+
+        Args:
+            constraint: What the output must be: a grammar of `outrider.grammar`, or any constraint on tokens.
+        """
         if isinstance(prompt, Request):
             request = prompt
         else:
@@ -171,6 +177,8 @@ class Engine:
                 stop=tuple(stop),
                 logprobs=logprobs,
             )
+        if constraint is not None:
+            request = replace(request, constraint=self._bind(constraint, request.eos_ids))
         if request.sampling.seed is None:
             seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
             request = replace(request, sampling=replace(request.sampling, seed=seed))
@@ -246,6 +254,7 @@ class Engine:
         logprobs: bool = False,
         ignore_eos: bool = False,
         progress: Callable[[Output], None] | None = None,
+        constraint: Constraint | Grammar | Sequence[Constraint | Grammar | None] | None = None,
     ) -> list[Output]:
         """Run prompts to their ends, as many at once as there are slots; outputs in the order of the prompts.
 
@@ -255,6 +264,7 @@ class Engine:
             n: Outputs per prompt; they stand side by side. With a seed given, the k-th is drawn from a seed derived
                 from it and k, the first from the seed itself.
             progress: Called with each output as it ends.
+            constraint: What the outputs must be; one for all prompts, or one per prompt, None where anything may be.
 
         What ends one of the requests by an error is raised, and the others are cancelled.
         """
@@ -265,11 +275,17 @@ class Engine:
         settings = [sampling] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
         if len(settings) != len(prompts):
             raise InputError(f"got {len(settings)} samplings for {len(prompts)} prompts; give one, or one per prompt")
+        if isinstance(constraint, Sequence) and not isinstance(constraint, str):
+            rules = list(constraint)
+        else:
+            rules = [constraint] * len(prompts)
+        if len(rules) != len(prompts):
+            raise InputError(f"got {len(rules)} constraints for {len(prompts)} prompts; give one, or one per prompt")
         requests: list[str] = []
         steps: dict[str, list[Step]] = {}
         outputs: dict[str, Output] = {}
         try:
-            for prompt, setting in zip(prompts, settings, strict=True):
+            for prompt, setting, rule in zip(prompts, settings, rules, strict=True):
                 for k in range(n):
                     id = self.add(
                         prompt,
@@ -278,6 +294,7 @@ class Engine:
                         stop=stop,
                         logprobs=logprobs,
                         ignore_eos=ignore_eos,
+                        constraint=rule,
                     )
                     requests.append(id)
                     steps[id] = []
@@ -319,6 +336,16 @@ class Engine:
         warm, self._warm = self._warm, None
         if warm is not None:
             self._release(warm)
+
+    def _bind(self, constraint: Constraint | Grammar, eos_ids: frozenset[int]) -> Constraint:
+        if isinstance(constraint, Grammar):
+            return constraint.bind(self.tokenizer, self.parts.target.vocab_size, eos_ids)
+        if not isinstance(constraint, Constraint):
+            raise InputError(
+                "a constraint is a grammar of outrider.grammar (json_schema, any_json, regex, ebnf), or an object with "
+                f"open, masks and commit; got {constraint!r}"
+            )
+        return constraint
 
     def _check(self, request: Request) -> None:
         longest = self.parts.target.max_context
@@ -470,6 +497,7 @@ class Engine:
             self._waiting.remove(seat)
         else:
             tokens = seat.running.output
+            seat.running.constraint_state = None
             if error is not None:
                 self._abandon(seat.running)
             elif self._seats or self._warm is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.types import Processor, Sampling, is_blind
@@ -38,19 +38,21 @@ def to_rows(
     owners: Int[np.ndarray, " n"],
     samplings: Sequence[Sampling],
     prefix: Callable[[int], Prefix],
+    masks: Int[Tensor, "n words"] | None = None,
 ) -> Float[Tensor, "n vocab"]:
     r"""Distributions that tokens are drawn from, each row summing to one, in float32 (float64 stays float64).
 
-    The order is transformers': repetition, frequency and presence penalties, logit bias, processors; then temperature,
-    top-k, top-p, min-p. Tokens that tie with the last one kept are kept too. Temperature 0 gives a one-hot row at the
-    largest adjusted logit, the first of them on a tie. Processors at the end of every row's list that read no tokens
-    are given all rows at once.
+    The order is transformers': repetition, frequency and presence penalties, logit bias, processors, then the mask of
+    a constraint, so that nothing brings back what it forbids; then temperature, top-k, top-p, min-p. Tokens that tie
+    with the last one kept are kept too. Temperature 0 gives a one-hot row at the largest adjusted logit, the first of
+    them on a tie. Processors at the end of every row's list that read no tokens are given all rows at once.
 
     Args:
         logits: Raw logits.
         owners: Which request each row belongs to.
         samplings: One per request.
         prefix: Tokens before row i; called only for rows whose settings read them.
+        masks: Which tokens may come, packed; None allows all.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0]])
@@ -67,6 +69,8 @@ def to_rows(
             scores = torch.stack([_adjust(scores[i], s, each[i], i, prefix) for i, s in enumerate(per_row)])
         for processor in together:
             scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
+    if masks is not None:
+        scores = masked(scores, masks)
     if all(s.temperature == 0 for s in per_row):
         return _one_hot(scores)
     rows = fresh(scores, dtype=_dtype(scores))
@@ -83,6 +87,30 @@ def to_rows(
     if greedy := [i for i, s in enumerate(per_row) if s.temperature == 0]:
         rows[greedy] = _one_hot(scores[greedy])
     return rows
+
+
+def pack(allowed: Bool[Tensor, "n vocab"]) -> Int[Tensor, "n words"]:
+    """Masks as bits, the first of 32 tokens in the lowest bit of a word; the rest of the last word is 0.
+
+    Example:
+        >>> pack(torch.tensor([[True, False, True], [False, True, False]]))
+        tensor([[5],
+                [2]], dtype=torch.int32)
+    """
+    bits = np.packbits(allowed.cpu().numpy(), axis=1, bitorder="little")
+    return torch.from_numpy(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4))).view(np.int32))
+
+
+def masked(logits: Float[Tensor, "n vocab"], masks: Int[Tensor, "n words"]) -> Float[Tensor, "n vocab"]:
+    """The logits with -inf at what packed masks forbid.
+
+    Example:
+        >>> masked(torch.zeros(1, 3), pack(torch.tensor([[True, False, True]])))
+        tensor([[0., -inf, 0.]])
+    """
+    octets = masks.contiguous().view(torch.uint8).to(logits.device, non_blocking=True)
+    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
 
 
 def rows_at_once(rows: Float[Tensor, "n vocab"]) -> int:

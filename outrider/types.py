@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -50,6 +50,35 @@ def is_blind(processor: Processor) -> bool:
     """Whether a processor is one of transformers' own that read no tokens."""
     kind = type(processor)
     return kind.__name__ in BLIND and kind.__module__.startswith("transformers.")
+
+
+@runtime_checkable
+class Constraint(Protocol):
+    """Which tokens may come next, given the output so far: a grammar, or any automaton over tokens. Immutable.
+
+    Masks are packed, 32 tokens to a word, as `outrider.sampling.pack` makes them: a bit is 1 where the token may come.
+    """
+
+    def open(self) -> object:
+        """State of a new request, before its first token. It may change in place, but by `commit` alone as far as
+        masks are concerned."""
+        ...
+
+    def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
+        """What may follow each node of a draft, on the host.
+
+        At least one token must be allowed after every node that is itself allowed. After the others, and after an
+        ending token, any row will do; all ones are best.
+
+        Args:
+            tokens: Token of each node; node 0 is the root, whose token is the newest committed one.
+            parents: Number of each node's parent, -1 for the root; parents come first.
+        """
+        ...
+
+    def commit(self, state: object, tokens: Sequence[int]) -> None:
+        """Tokens that were emitted, in order."""
+        ...
 
 
 class InputError(ValueError):
@@ -129,6 +158,7 @@ class Request:
         logprobs: Whether to record the log-softmax of the raw target logits of each emitted token.
         keep_logits: Whether each step brings the raw target logits at its emitted tokens.
         ends: Asked after every emitted token, in order, with the output so far: whether it ends the output.
+        constraint: Which tokens may come next; None allows all.
     """
 
     id: str
@@ -140,6 +170,7 @@ class Request:
     logprobs: bool = False
     keep_logits: bool = False
     ends: Callable[[Sequence[int]], bool] | None = None
+    constraint: Constraint | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +202,7 @@ class Running:
         length_state: What the length policy's `open` returned.
         carried: What the verifier carries from step to step, if it does.
         ahead: Tokens drafted behind the anchor that the next step is to judge, if decoding drafts ahead.
+        constraint_state: What the constraint's `open` returned; None until its first step, or where there is none.
         num_steps: Steps made; part of the key of every draw.
     """
 
@@ -181,6 +213,7 @@ class Running:
     length_state: object = None
     carried: object = None
     ahead: Ahead = Ahead()
+    constraint_state: object = None
     num_steps: int = 0
 
     @property

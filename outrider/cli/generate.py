@@ -15,6 +15,7 @@ from outrider.bench.compare import Comparison, compare
 from outrider.cli import options
 from outrider.cli.options import Setup
 from outrider.engine import Engine, Output, Prompt, succeeded
+from outrider.grammar import Grammar
 from outrider.load import ASSETS
 from outrider.proof.gate import gate
 from outrider.types import InputError, Sampling, Step
@@ -41,6 +42,9 @@ def generate(
     frequency_penalty: options.FrequencyPenalty = None,
     presence_penalty: options.PresencePenalty = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    json_schema: options.JsonSchema = None,
+    regex: options.Regex = None,
+    grammar: options.GrammarFile = None,
     n: Annotated[int, typer.Option("-n", help="Outputs per prompt.")] = 1,
     seed: options.Seed = None,
     batch_size: options.BatchSize = 8,
@@ -60,6 +64,9 @@ def generate(
 ) -> None:
     """Continue a prompt, with exactly the target's law, in fewer forwards of the target."""
     prompts = _prompts(prompt, prompt_file)
+    constraint = options.constraint(json_schema, regex, grammar)
+    if constraint is not None and with_plain:
+        raise InputError("--compare measures decoding without a grammar; leave out --compare or the grammar")
     engine = Setup(
         target=target,
         drafter=drafter,
@@ -91,9 +98,9 @@ def generate(
     )
     steps: list[Step] = []
     if len(prompts) == 1 and n == 1 and not as_json:
-        outputs = [_stream(engine, prompts[0], settings, max_new_tokens, stop or [], steps)]
+        outputs = [_stream(engine, prompts[0], settings, max_new_tokens, stop or [], constraint, steps)]
     else:
-        outputs = _run(engine, prompts, settings, max_new_tokens, stop or [], n, as_json)
+        outputs = _run(engine, prompts, settings, max_new_tokens, stop or [], constraint, n, as_json)
         steps = [step for output in outputs for step in output.steps]
     report: dict[str, Any] = {}
     if with_plain:
@@ -155,10 +162,16 @@ def read_prompts(text: str) -> list[Prompt]:
 
 
 def _stream(
-    engine: Engine, prompt: Prompt, settings: Sampling, max_new_tokens: int, stop: Sequence[str], steps: list[Step]
+    engine: Engine,
+    prompt: Prompt,
+    settings: Sampling,
+    max_new_tokens: int,
+    stop: Sequence[str],
+    constraint: Grammar | None,
+    steps: list[Step],
 ) -> Output:
     """Print one output as it comes. An interrupt ends it and says how far it came."""
-    id = engine.add(prompt, max_new_tokens=max_new_tokens, sampling=settings, stop=stop)
+    id = engine.add(prompt, max_new_tokens=max_new_tokens, sampling=settings, stop=stop, constraint=constraint)
     if isinstance(prompt, str):
         Console(highlight=False, soft_wrap=True).print(prompt, style="dim", end="", markup=False)
     output: Output | None = None
@@ -182,6 +195,7 @@ def _run(
     settings: Sampling,
     max_new_tokens: int,
     stop: Sequence[str],
+    constraint: Grammar | None,
     n: int,
     quiet: bool,
 ) -> list[Output]:
@@ -197,7 +211,13 @@ def _run(
 
         try:
             return engine.generate(
-                prompts, max_new_tokens=max_new_tokens, sampling=settings, n=n, stop=stop, progress=ended
+                prompts,
+                max_new_tokens=max_new_tokens,
+                sampling=settings,
+                n=n,
+                stop=stop,
+                progress=ended,
+                constraint=constraint,
             )
         except KeyboardInterrupt:
             progress.stop()

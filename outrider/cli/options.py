@@ -1,14 +1,17 @@
 """Options that several commands share, each declared once, and the engine that they describe."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from transformers.utils import logging
 
 from outrider.engine import Engine
+from outrider.grammar import Grammar, ebnf, json_schema
+from outrider.grammar import regex as matching
 from outrider.load import load
-from outrider.types import Sampling
+from outrider.types import InputError, Sampling
 
 Target = Annotated[
     str | None, typer.Option(help="Directory or hub id of the target; without it, the pair that ships with Outrider.")
@@ -43,6 +46,13 @@ FrequencyPenalty = Annotated[float | None, typer.Option(help="Subtracted per occ
 PresencePenalty = Annotated[float | None, typer.Option(help="Subtracted once if in the output.")]
 Seed = Annotated[int | None, typer.Option(help="Makes the draws repeatable.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Most tokens to generate per prompt.")]
+JsonSchema = Annotated[
+    str | None, typer.Option(help="Say JSON that fits this schema, a file or the schema itself; '{}' is any JSON.")
+]
+Regex = Annotated[str | None, typer.Option(help="Say what this regular expression matches.")]
+GrammarFile = Annotated[
+    Path | None, typer.Option("--grammar", help="Say what this file's EBNF grammar (GBNF, rule `root`) describes.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 
@@ -93,3 +103,24 @@ class Setup:
 def sampling(default: Sampling, **given: Any) -> Sampling:
     """The engine's default settings with what was given on the command line in their place."""
     return replace(default, **{key: value for key, value in given.items() if value is not None})
+
+
+def constraint(schema: str | None, regex: str | None, grammar: Path | None) -> Grammar | None:
+    """What the output must be, if the command line says so."""
+    given = [name for name, value in (("--json-schema", schema), ("--regex", regex), ("--grammar", grammar)) if value]
+    if len(given) > 1:
+        raise InputError(f"{' and '.join(given)} were given together; an output follows one of them")
+    if schema:
+        return json_schema(schema if schema.lstrip().startswith("{") else _text(Path(schema), "JSON schema"))
+    if grammar:
+        return ebnf(_text(grammar, "grammar"))
+    return matching(regex) if regex else None
+
+
+def _text(file: Path, what: str) -> str:
+    if not file.is_file():
+        raise InputError(f"there is no {what} file {file}; give a file")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error

@@ -1,4 +1,4 @@
-"""A draft model: any causal LM over the target's vocabulary (Leviathan et al. 2023; Chen et al. 2023)."""
+"""A draft model: any causal LM (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +14,16 @@ from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import packable
 from outrider.lm.protocol import LM, Segment
 from outrider.lm.support import is_recurrent
+from outrider.lm.translated import Translated
+from outrider.lm.vocabulary import Translation, translation
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
 CHUNK = 512
 """Most tokens that one forward digests for one request."""
+LEAST_SHARE = 0.05
+"""Least share of the target's ids that a draft model with another vocabulary must have. A vocabulary of a tenth of the
+target's size has 10 % of it at most, and these are the commonest words; two byte-level ones without a word in common
+still have 256 bytes, 3 % of 8192 ids."""
 BACKLOG = 16
 """A backlog this long is digested as soon as it is known; a shorter one waits for the next draft's first forward."""
 
@@ -163,7 +169,7 @@ class ModelPath:
     max_context: int | None = None
 
     def bind(self, surroundings: Surroundings) -> Model:
-        """Load the draft model, after checking that it speaks the target's vocabulary."""
+        """Load the draft model; one with another vocabulary is translated, as far as the two have tokens in common."""
         model = open_model(
             self.path,
             dtype=self.dtype or surroundings.dtype,
@@ -171,22 +177,26 @@ class ModelPath:
             revision=self.revision,
         )
         width = logit_width(model)
-        same_vocabulary(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
+        words = shared_words(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
         lm = as_lm(
             model,
             max_slots=surroundings.max_slots,
             max_context=self.max_context,
-            vocab_size=min(width, surroundings.vocab_size),
+            vocab_size=min(width, surroundings.vocab_size) if words is None else None,
             compile=surroundings.compile and not is_recurrent(model),
             prepack=surroundings.prepack and packable(model),
         )
-        return Model(lm=lm, vocab_size=surroundings.vocab_size)
+        return Model(lm=lm if words is None else Translated(lm, words), vocab_size=surroundings.vocab_size)
 
 
-def same_vocabulary(
+def shared_words(
     path: str, tokenizer: PreTrainedTokenizerBase | None, width: int, surroundings: Surroundings
-) -> None:
-    """Raise InputError unless a draft model's token ids mean what the target's do; padding behind them may differ."""
+) -> Translation | None:
+    """How a draft model says the target's tokens; None where its ids mean the same, padding behind them apart.
+
+    Raises:
+        InputError: The vocabularies have too little in common, or cannot be compared.
+    """
     ours = surroundings.tokenizer
     if ours is None or tokenizer is None:
         if width != surroundings.vocab_size:
@@ -194,14 +204,17 @@ def same_vocabulary(
                 f"the draft model {path} has {width} token ids and the target {surroundings.vocab_size}, and there "
                 "are no two tokenizers to compare; put the tokenizer's files beside both models"
             )
-        return
-    theirs, own = tokenizer.get_vocab(), ours.get_vocab()
-    if theirs != own:
-        different = len(theirs.items() ^ own.items())
+        return None
+    if tokenizer.get_vocab() == ours.get_vocab():
+        return None
+    words = translation(ours, tokenizer, surroundings.vocab_size, width)
+    if words.share < LEAST_SHARE:
         raise InputError(
-            f"the draft model {path} has another vocabulary than the target ({different} entries differ: "
-            f"{len(theirs)} tokens against {len(own)}); use a draft model with the target's tokenizer, or suffix"
+            f"the draft model {path} has another vocabulary, with {len(words.ours)} of the target's "
+            f"{words.vocab_size} tokens ({words.share:.1%}); it would propose next to nothing. Use a draft model with "
+            f"at least {LEAST_SHARE:.0%} of them, or suffix"
         )
+    return words
 
 
 def _state(state: object) -> ModelState:

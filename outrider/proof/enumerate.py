@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from outrider.decode import Parts, prefill
 from outrider.dice import Draws
+from outrider.grammar import batch_masks, follow
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
-from outrider.types import Ahead, Request, Running, Sampling, Step
+from outrider.types import Ahead, Constraint, Request, Running, Sampling, Step
 
 BATCH = 512
 """Worlds that are walked as one batch."""
@@ -148,6 +149,7 @@ def law(
     sampling: Sampling | None = None,
     target_law: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]] | None = None,
     horizon: int | None = None,
+    constraint: Constraint | None = None,
 ) -> Law:
     """Enumerate `num_steps` steps of the production loop on tabular language models.
 
@@ -157,8 +159,9 @@ def law(
     Args:
         target_law: The target's distribution after the output so far; by default read from the target's own rows.
         horizon: Compare so many tokens; outputs that are as long are not walked further.
+        constraint: Which tokens may come next.
     """
-    request = _request(prompt, sampling)
+    request = replace(_request(prompt, sampling), constraint=constraint)
     worlds: dict[_Before, float] = {_Before(output=(), length=parts.length.open(), carried=None): 1.0}
     accepted = 0.0
     for _ in range(num_steps):
@@ -235,7 +238,11 @@ def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float
     logits = parts.target.extend([Segment(slot=slot, tokens=tokens, logits="last")]).logits
     parts.target.release(slot)
     prefix = Prefix(prompt=request.prompt, output=output)
-    return to_rows(logits, np.zeros(1, dtype=np.int64), [request.sampling], lambda _: prefix)[0].double().numpy()
+    state = Running(request=request, tokens=tokens.tolist(), slot=slot)
+    follow([state])
+    owner = np.zeros(1, dtype=np.int64)
+    masks = batch_masks([state], owner, tokens[-1:], owner - 1, parts.target.vocab_size)
+    return to_rows(logits, owner, [request.sampling], lambda _: prefix, masks)[0].double().numpy()
 
 
 def _before(state: Running) -> _Before:

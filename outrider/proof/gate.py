@@ -16,6 +16,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
 from outrider.lm.recurrent import RecurrentModel
+from outrider.lm.translated import Translated
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.types import InputError
 
@@ -92,6 +93,7 @@ def _fingerprint(engine: Engine) -> str:
     drafter = parts.drafter
     digest.update((type(drafter).__name__ if isinstance(drafter, Model) else repr(drafter)).encode())
     for lm in (parts.target, drafter.lm if isinstance(drafter, Model) else None):
+        lm = lm.lm if isinstance(lm, Translated) else lm
         if isinstance(lm, LanguageModel | RecurrentModel):
             digest.update(lm.model.config.to_json_string().encode())
             digest.update(repr((lm.max_context, lm.vocab_size)).encode())

@@ -11,7 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice
-from outrider.sampling import Prefix, to_rows
+from outrider.grammar import batch_masks
+from outrider.sampling import Prefix, masked, to_rows
 from outrider.trees.protocol import Children, Grown, Level, Tree
 from outrider.types import Draft, Frontier, Guess, Running, Sampling, Structure
 
@@ -136,6 +137,7 @@ def grow(
             so_far=growth.grown,
         )
         if level.logits is not None:
+            level = replace(level, logits=_allowed(states, growth, level.logits, here))
             reach = length.reach([s.length_state for s in states], level)
             if reach is not None:
                 limits[level.owners] = np.minimum(limits[level.owners], depth + reach)
@@ -181,6 +183,21 @@ def _frontier(growth: _Growth, here: Int[np.ndarray, " n"], depth: int) -> Front
         depths=np.full(len(here), depth),
         tokens=tokens,
     )
+
+
+def _allowed(
+    states: Sequence[Running], growth: _Growth, logits: Float[Tensor, "n vocab"], here: Int[np.ndarray, " n"]
+) -> Float[Tensor, "n vocab"]:
+    """The drafter's logits with -inf at tokens that a request's constraint forbids after the node."""
+    if all(state.request.constraint is None for state in states):
+        return logits
+    grown = growth.grown()
+    masks = batch_masks(states, grown.owners, torch.cat(growth.tokens), grown.parents, logits.shape[1])
+    if masks is None:
+        return logits
+    found = masked(logits, masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)])
+    # Where the drafter can say nothing that is allowed, it says what it likes, and is rejected.
+    return torch.where(found.amax(-1, keepdim=True) > -torch.inf, found, logits)
 
 
 def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:

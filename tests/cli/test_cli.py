@@ -63,6 +63,11 @@ def stranger(tmp_path_factory) -> Path:
         (["--batch-size", "0"], "max_slots must be >= 1, got 0"),
         (["--max-context", "5000"], "max_context must be <= 1024"),
         (["--prompt", "a", "--stop", ""], "a stop string must not be empty"),
+        (["--prompt", "a", "--regex", "(a"], "the regex cannot be compiled"),
+        (["--prompt", "a", "--regex", "a", "--json-schema", "{}"], "--json-schema and --regex were given together"),
+        (["--prompt", "a", "--json-schema", "/no/such/schema"], "there is no JSON schema file /no/such/schema"),
+        (["--prompt", "a", "--grammar", "/no/such/rules"], "there is no grammar file /no/such/rules"),
+        (["--prompt", "a", "--regex", "a", "--compare"], "--compare measures decoding without a grammar"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -74,6 +79,28 @@ def test_wrong_input_gets_one_sentence(monkeypatch, capsys, arguments, sentence)
     assert "Traceback" not in err
     assert err.strip().count("\n") == 0
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--regex", "[a-c]{4}[.]"], lambda text: len(text) == 5 and text[4] == "." and set(text[:4]) <= set("abc")),
+        (
+            ["--json-schema", '{"type": "integer", "minimum": 5, "maximum": 7}'],
+            lambda text: json.loads(text) in (5, 6, 7),
+        ),
+        (["--json-schema", "SCHEMA"], lambda text: json.loads(text) is True),
+        (["--grammar", "RULES"], lambda text: text in ("yes", "no")),
+    ],
+    ids=["regex", "inline", "schema", "grammar"],
+)
+def test_the_output_follows_what_the_command_line_says(monkeypatch, capsys, tmp_path, arguments, says):
+    (tmp_path / "SCHEMA").write_text('{"const": true}')
+    (tmp_path / "RULES").write_text('root ::= "yes" | "no"')
+    monkeypatch.chdir(tmp_path)
+    status, out, err = run(monkeypatch, capsys, "generate", "--prompt", "Once", "--json", "--seed", "1", *arguments)
+    assert status == 0, err
+    assert says(json.loads(out)["text"])
 
 
 def test_another_vocabulary_is_refused_with_the_reason(monkeypatch, capsys, stranger):

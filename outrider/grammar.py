@@ -1,0 +1,258 @@
+"""Constraints on what may be said: the masks of a whole batch of drafts, and grammars by xgrammar (extra `grammar`)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from outrider.types import Constraint, InputError, Running
+
+if TYPE_CHECKING:
+    import xgrammar
+
+CACHE_BYTES = 2**28
+"""Most memory of the compiled grammars of one tokenizer."""
+
+__all__ = ["Constraint", "Grammar", "any_json", "ebnf", "json_schema", "regex"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grammar:
+    """A grammar as it is written down, before it knows a tokenizer; made by the functions of this file.
+
+    Attributes:
+        kind: What `text` is.
+        text: The schema, pattern or rules.
+        max_whitespace: Of JSON: most whitespace characters between two elements; None is any number.
+    """
+
+    kind: Literal["JSON schema", "regex", "EBNF"]
+    text: str
+    max_whitespace: int | None = None
+
+    def bind(
+        self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: frozenset[int]
+    ) -> "GrammarConstraint":
+        """Compile the grammar for a vocabulary.
+
+        Compiled grammars are kept, so that binding one again costs nothing.
+
+        Args:
+            vocab_size: Width of the target's logits, which may be padded beyond the tokenizer.
+            eos_ids: Tokens that end an output; they may come where the grammar may end, and nowhere else.
+
+        Raises:
+            InputError: The grammar is wrong, or xgrammar, the tokenizer or an ending token is missing.
+        """
+        if tokenizer is None:
+            raise InputError("a grammar needs the target's tokenizer")
+        if not eos_ids:
+            raise InputError(
+                "a grammar needs an ending token, and this request has none; leave out ignore_eos, or give eos_ids"
+            )
+        compiler = _compiler(tokenizer, vocab_size, eos_ids)
+        try:
+            if self.kind == "regex":
+                compiled = compiler.compile_regex(self.text)
+            elif self.kind == "EBNF":
+                compiled = compiler.compile_grammar(self.text)
+            else:
+                compiled = compiler.compile_json_schema(
+                    self.text,
+                    any_whitespace=self.max_whitespace != 0,
+                    max_whitespace_cnt=self.max_whitespace or None,
+                )
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0].rsplit(": ", 1)[-1]
+            raise InputError(f"the {self.kind} cannot be compiled: {reason}") from error
+        constraint = GrammarConstraint(
+            compiled=compiled,
+            eos_ids=eos_ids,
+            num_words=-(-vocab_size // 32),
+            name=f"the {self.kind} {self.text if len(self.text) <= 60 else self.text[:57] + '...'}",
+        )
+        constraint.masks(constraint.open(), [0], [-1])
+        return constraint
+
+
+def json_schema(schema: str | Mapping[str, object] | bool, max_whitespace: int | None = None) -> Grammar:
+    """JSON that fits a schema, given as text or as a dictionary.
+
+    Args:
+        max_whitespace: Most whitespace characters between two elements; None is any number, which small models like to
+            go on with for ever; 0 is the form of `json.dumps`.
+
+    Example:
+        >>> json_schema({"type": "boolean"}).text
+        '{"type": "boolean"}'
+    """
+    if max_whitespace is not None and max_whitespace < 0:
+        raise InputError(f"max_whitespace must be >= 0, got {max_whitespace}")
+    text = schema if isinstance(schema, str) else json.dumps(schema)
+    return Grammar(kind="JSON schema", text=text, max_whitespace=max_whitespace)
+
+
+def any_json(max_whitespace: int | None = None) -> Grammar:
+    """JSON of any form."""
+    return json_schema("{}", max_whitespace)
+
+
+def regex(pattern: str) -> Grammar:
+    """Text that a regular expression matches from beginning to end."""
+    return Grammar(kind="regex", text=pattern)
+
+
+def ebnf(rules: str) -> Grammar:
+    """Text of a context-free grammar, in the notation of llama.cpp's GBNF; it begins with the rule `root`.
+
+    Example:
+        >>> answers = ebnf('root ::= "yes" | "no"')
+    """
+    return Grammar(kind="EBNF", text=rules)
+
+
+@dataclass(kw_only=True)
+class GrammarState:
+    """How far one request is in its grammar; changes in place.
+
+    Attributes:
+        matcher: xgrammar's automaton; between calls it stands at the newest committed token.
+        rows: Masks that this step has asked for already, by the tokens since the newest committed one.
+    """
+
+    matcher: "xgrammar.GrammarMatcher"
+    rows: dict[tuple[int, ...], Int[Tensor, " words"]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GrammarConstraint:
+    """A compiled grammar.
+
+    The masks of a draft come from one depth-first walk of the automaton, which takes a token back where it turns round.
+    What was found while the draft grew is not looked for again when it is verified.
+
+    Attributes:
+        compiled: xgrammar's grammar, with the vocabulary.
+        eos_ids: Tokens that end an output.
+        num_words: Words of a mask.
+        name: What messages call it.
+
+    References:
+        Dong et al. 2024, XGrammar. https://arxiv.org/abs/2411.15100
+    """
+
+    compiled: "xgrammar.CompiledGrammar"
+    eos_ids: frozenset[int]
+    num_words: int
+    name: str
+
+    def open(self) -> GrammarState:
+        import xgrammar
+
+        return GrammarState(matcher=xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=sorted(self.eos_ids)))
+
+    def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
+        """What may follow each node. Raises InputError where no token of the vocabulary goes on with the grammar."""
+        own = _state(state)
+        paths: list[tuple[int, ...]] = []
+        for token, parent in zip(tokens, parents, strict=True):
+            paths.append(() if parent < 0 else (*paths[parent], token))
+        walked: list[int] = []
+        for path in sorted(set(paths).difference(own.rows)):
+            shared = next((i for i, (a, b) in enumerate(zip(walked, path, strict=False)) if a != b), len(walked))
+            own.matcher.rollback(len(walked) - shared)
+            del walked[shared:]
+            while len(walked) < len(path) and self._accepts(own, path[len(walked)]):
+                walked.append(path[len(walked)])
+            own.rows[path] = self._row(own, live=len(walked) == len(path))
+        own.matcher.rollback(len(walked))
+        return torch.stack([own.rows[path] for path in paths])
+
+    def commit(self, state: object, tokens: Sequence[int]) -> None:
+        own = _state(state)
+        own.rows.clear()
+        for token in tokens:
+            if not self._accepts(own, token):
+                raise RuntimeError(f"token {token} was emitted against {self.name}")
+
+    def _accepts(self, state: GrammarState, token: int) -> bool:
+        return not state.matcher.is_terminated() and bool(state.matcher.accept_token(token))
+
+    def _row(self, state: GrammarState, live: bool) -> Int[Tensor, " words"]:
+        """The mask where the matcher stands; all ones where nothing can be said, which no verifier will reach."""
+        row = torch.full((1, self.num_words), -1, dtype=torch.int32)
+        if live and not state.matcher.is_terminated():
+            state.matcher.fill_next_token_bitmask(row)
+            if not row.any():
+                raise InputError(f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here")
+        return row[0]
+
+
+def follow(states: Sequence[Running]) -> None:
+    """Open the constraint of every request that has one and has not begun, and bring it up to the output."""
+    for state in states:
+        constraint = state.request.constraint
+        if constraint is not None and state.constraint_state is None:
+            state.constraint_state = constraint.open()
+            constraint.commit(state.constraint_state, state.output)
+
+
+def batch_masks(
+    states: Sequence[Running],
+    owners: Int[np.ndarray, " nodes"],
+    tokens: Int[Tensor, " nodes"],
+    parents: Int[np.ndarray, " nodes"],
+    vocab_size: int,
+) -> Int[Tensor, "nodes words"] | None:
+    """What may follow each node of many drafts, packed, on the host; None where no request is constrained.
+
+    Args:
+        owners: Each node's request; the nodes of one request lie in order, its root first.
+        parents: Number of each node's parent within its request, -1 for roots.
+    """
+    constrained = [owner for owner in np.unique(owners).tolist() if states[owner].request.constraint is not None]
+    if not constrained:
+        return None
+    said = tokens.cpu().numpy()
+    found = torch.full((len(owners), -(-vocab_size // 32)), -1, dtype=torch.int32)
+    for owner in constrained:
+        constraint, own = states[owner].request.constraint, np.flatnonzero(owners == owner)
+        if constraint is not None:
+            masks = constraint.masks(states[owner].constraint_state, said[own].tolist(), parents[own].tolist())
+            found[torch.from_numpy(own)] = masks
+    return found
+
+
+@lru_cache(maxsize=8)
+def _compiler(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: frozenset[int]
+) -> "xgrammar.GrammarCompiler":
+    """xgrammar's compiler, which keeps what it compiled. Special tokens are no text and can match none."""
+    try:
+        import xgrammar
+    except ImportError as error:
+        raise InputError("grammars need xgrammar; install it with `pip install outrider[grammar]`") from error
+    try:
+        read = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(eos_ids))
+    except (ValueError, RuntimeError) as error:
+        raise InputError(f"xgrammar cannot read this tokenizer: {str(error).splitlines()[0]}") from error
+    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}.union(eos_ids)
+    vocabulary = [""] * vocab_size
+    for text, id in tokenizer.get_vocab().items():
+        if id < vocab_size and id not in special:
+            vocabulary[id] = text
+    info = xgrammar.TokenizerInfo.from_vocab_and_metadata(vocabulary, read.dump_metadata())
+    return xgrammar.GrammarCompiler(info, max_threads=torch.get_num_threads(), cache_limit_bytes=CACHE_BYTES)
+
+
+def _state(state: object) -> GrammarState:
+    if not isinstance(state, GrammarState):
+        raise TypeError(f"a grammar keeps a GrammarState, got {type(state).__name__}")
+    return state

@@ -1,0 +1,331 @@
+"""Grammars on real models: outputs always fit, are those of constrained plain decoding, and end where they should."""
+
+import gc
+import json
+import re
+import sys
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import outrider
+from outrider import InputError, Sampling, grammar
+from outrider.engine import Engine
+from outrider.grammar import any_json, ebnf, json_schema, regex
+from outrider.lm.model import LanguageModel
+from outrider.sampling import masked, pack
+from outrider.types import Request
+from tests import models
+from tests.automaton import After
+from tests.zoo import VOCAB
+
+xgrammar = pytest.importorskip("xgrammar")
+
+PROMPT = "Once upon a time"
+GREEDY = Sampling(temperature=0, seed=0)
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["cat", "dog"]},
+        "ages": {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99}, "maxItems": 3},
+        "good": {"type": "boolean"},
+    },
+    "required": ["name", "kind", "ages", "good"],
+}
+SENTENCE = r"[A-Z][a-z]{2,6}( (cat|dog|tree)){1,4}\."
+
+
+@pytest.fixture(scope="module")
+def pair() -> Engine:
+    return outrider.load(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def trees() -> Engine:
+    return outrider.load(tree="gumbel:branching=3x2x1", dtype="float32")
+
+
+def person(text: str) -> None:
+    said = json.loads(text)
+    assert set(said) == set(PERSON["properties"])
+    assert len(said["name"]) <= 6
+    assert said["kind"] in ("cat", "dog")
+    assert len(said["ages"]) <= 3
+    assert all(isinstance(age, int) and 0 <= age <= 99 for age in said["ages"])
+    assert isinstance(said["good"], bool)
+
+
+def sentence(text: str) -> None:
+    assert re.fullmatch(SENTENCE, text), text
+
+
+def numbers(text: str) -> None:
+    assert re.fullmatch(r"(one|two|three)(, (one|two|three)){0,3}!", text), text
+
+
+RULES = [
+    pytest.param(json_schema(PERSON, max_whitespace=1), person, id="schema"),
+    pytest.param(json_schema(json.dumps(PERSON), max_whitespace=0), person, id="compact-schema"),
+    pytest.param(regex(SENTENCE), sentence, id="regex"),
+    pytest.param(
+        ebnf('root ::= number (", " number){0,3} "!"\nnumber ::= "one" | "two" | "three"'),
+        numbers,
+        id="ebnf",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "check"), RULES)
+@pytest.mark.parametrize("which", ["pair", "trees"])
+def test_what_ends_fits_the_grammar_at_temperature_0_and_1(which, rule, check, request):
+    engine: Engine = request.getfixturevalue(which)
+    sampling = [GREEDY, *(Sampling(temperature=1, seed=seed) for seed in range(2))]
+    outputs = engine.generate([PROMPT] * 3, max_new_tokens=70, sampling=sampling, constraint=rule)
+    ended = [out for out in outputs if out.finish_reason == "stop"]
+    assert len(ended) >= 2
+    for out in ended:
+        check(out.text)
+        assert out.tokens[-1] in engine.eos_ids
+    assert sum(out.num_accepted_tokens for out in outputs) > 0
+
+
+@pytest.mark.parametrize(("rule", "check"), RULES[1:3])
+@pytest.mark.parametrize("which", ["pair", "trees"])
+def test_greedy_output_is_that_of_constrained_plain_decoding(which, rule, check, request):
+    engine: Engine = request.getfixturevalue(which)
+    plain = engine.plain()
+    outputs = [e.generate([PROMPT], max_new_tokens=40, sampling=GREEDY, constraint=rule) for e in (engine, plain)]
+    plain.rest()
+    assert [out.tokens for out in outputs[0]] == [out.tokens for out in outputs[1]]
+
+
+def test_greedy_output_is_what_masking_the_models_own_logits_gives(pair):
+    """An oracle without the engine: transformers' forward, xgrammar's matcher, argmax."""
+    rule, model = regex(SENTENCE), pair.parts.target.model
+    [out] = pair.generate([PROMPT], max_new_tokens=40, sampling=GREEDY, constraint=rule)
+    info = xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=8192, stop_token_ids=sorted(pair.eos_ids))
+    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex(SENTENCE))
+    tokens, row = pair.encode(PROMPT), xgrammar.allocate_token_bitmask(1, 8192)
+    start = len(tokens)
+    while not matcher.is_terminated():
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens])).logits[:, -1, :8192].float()
+        matcher.fill_next_token_bitmask(row)
+        xgrammar.apply_token_bitmask_inplace(logits, row)
+        tokens.append(int(logits.argmax()))
+        assert matcher.accept_token(tokens[-1])
+    assert out.tokens == tokens[start:]
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "ngram", "none"])
+def test_proposals_of_drafters_without_rows_are_held_to_the_grammar(drafter):
+    engine = outrider.load(drafter=drafter)
+    prompt = "red, blue, red, blue, red,"
+    rule = ebnf('root ::= (" red," | " blue,"){3,9} " green"')
+    seeds = [Sampling(temperature=t, seed=3) for t in (0, 1)]
+    for out in engine.generate([prompt] * 2, max_new_tokens=80, sampling=seeds, constraint=rule):
+        assert re.fullmatch(r"( red,| blue,){3,9} green", out.text), out.text
+        assert out.finish_reason == "stop"
+
+
+def test_any_json_parses_and_ends_only_where_it_is_whole(pair):
+    """The end is made likelier than anything else, and still comes only where what was said is JSON."""
+    eager = [Sampling(seed=seed, logit_bias=dict.fromkeys(pair.eos_ids, 30.0)) for seed in range(4)]
+    outputs = pair.generate([PROMPT] * 4, max_new_tokens=40, sampling=eager, constraint=any_json(1))
+    ended = [out for out in outputs if out.finish_reason == "stop"]
+    assert ended
+    for out in ended:
+        json.loads(out.text)
+
+
+def test_free_requests_beside_constrained_ones_say_what_they_say_alone(pair):
+    sampling = [Sampling(temperature=1, seed=seed) for seed in range(3)]
+    prompts, rules = [PROMPT, "The dog", "A cat"], [None, regex(SENTENCE), json_schema(PERSON, 1)]
+    mixed = pair.generate(prompts, max_new_tokens=16, sampling=sampling, constraint=rules)
+    free = pair.generate(prompts[:2], max_new_tokens=16, sampling=sampling[:2])
+    [alone] = pair.generate(prompts[2:], max_new_tokens=16, sampling=sampling[2:], constraint=rules[2])
+    assert mixed[0].tokens == free[0].tokens
+    assert mixed[1].tokens != free[1].tokens
+    assert mixed[2].tokens == alone.tokens
+
+
+def test_one_token_is_left_at_the_end_of_a_grammar_and_it_ends_the_output(pair):
+    [out] = pair.generate([PROMPT], max_new_tokens=50, sampling=Sampling(seed=0), constraint=regex("yes"))
+    assert (out.text, out.finish_reason) == ("yes", "stop")
+    assert out.tokens[-1] in pair.eos_ids
+    # Five tokens were drafted at once; the ending one stands inside the draft.
+    assert out.num_steps < len(out.tokens)
+
+
+def test_every_ending_token_of_the_request_may_end_a_grammar(pair):
+    other = pair.encode("!")[0]
+    constraint = regex("yes").bind(pair.tokenizer, 8192, frozenset({other}))
+    request = Request(
+        id="own",
+        prompt=tuple(pair.encode(PROMPT)),
+        max_new_tokens=20,
+        sampling=Sampling(seed=0),
+        eos_ids=frozenset({other}),
+        constraint=constraint,
+    )
+    pair.add(request)
+    output = None
+    while output is None:
+        output = next((update.output for update in pair.step()), None)
+    assert output.tokens[-1] == other
+    assert output.finish_reason == "stop"
+
+
+def test_stop_strings_end_a_constrained_output_as_a_free_one(pair):
+    [out] = pair.generate([PROMPT], max_new_tokens=50, sampling=GREEDY, constraint=regex("aaa(bbb)+"), stop=["bb"])
+    assert out.text == "aaa"
+    assert out.finish_reason == "stop"
+
+
+def test_special_tokens_are_no_text(pair):
+    constraint = regex(".*").bind(pair.tokenizer, 8192, pair.eos_ids)
+    row = masked(torch.zeros(1, 8192), constraint.masks(constraint.open(), [0], [-1]))[0]
+    special = set(pair.tokenizer.all_special_ids)
+    assert [i for i in special if row[i] == 0] == sorted(pair.eos_ids)
+    assert special - pair.eos_ids
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer_is_never_drawn_from():
+    """Logits are wider than the tokenizer knows; the padding is as likely as anything else."""
+    lm = models.target()
+    own = outrider.load(drafter="none")
+    engine = Engine(
+        replace(own.parts, target=LanguageModel(_wide(own), max_slots=2)),
+        tokenizer=own.tokenizer,
+        eos_ids=own.eos_ids,
+    )
+    assert engine.parts.target.vocab_size == 8192 + 40
+    assert lm.vocab_size < 8192
+    for seed in range(3):
+        [out] = engine.generate([PROMPT], max_new_tokens=40, sampling=Sampling(seed=seed), constraint=regex("[a-c]{5}"))
+        assert re.fullmatch("[a-c]{5}", out.text)
+        assert max(out.tokens) < 8192
+
+
+def _wide(engine: Engine) -> torch.nn.Module:
+    import copy
+
+    model = copy.deepcopy(engine.parts.target.model)
+    model.resize_token_embeddings(8192 + 40, mean_resizing=False)
+    return model
+
+
+def test_compiled_grammars_are_kept(pair):
+    def size() -> int:
+        return grammar._compiler(pair.tokenizer, 8192, pair.eos_ids).get_cache_size_bytes()
+
+    regex("kept [a-z]+").bind(pair.tokenizer, 8192, pair.eos_ids)
+    before = size()
+    regex("kept [a-z]+").bind(pair.tokenizer, 8192, pair.eos_ids)
+    assert size() == before > 0
+    regex("kept [a-z]+!").bind(pair.tokenizer, 8192, pair.eos_ids)
+    assert size() > before
+
+
+def test_cancelling_frees_the_state(pair):
+    id = pair.add(PROMPT, sampling=GREEDY, constraint=json_schema(PERSON))
+    for _ in range(3):
+        pair.step()
+    state = weakref.ref(pair._seats[id].running.constraint_state.matcher)
+    assert state() is not None
+    pair.cancel(id)
+    gc.collect()
+    assert state() is None
+
+
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_masks_of_a_tree_are_those_of_each_path_alone(pair, data):
+    """The depth-first walk, with what it remembers, against a fresh automaton per node."""
+    constraint = json_schema(PERSON, 1).bind(pair.tokenizer, 8192, pair.eos_ids)
+    state = constraint.open()
+    parents = [-1] + [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 7)))]
+    begun = pair.encode('{"name": "Tim"')[: data.draw(st.integers(0, 4))]
+    constraint.commit(state, begun)
+    dice = np.random.default_rng(data.draw(st.integers(0, 99)))
+    tokens, paths = [0], [[]]
+    for parent in parents[1:]:
+        row = masked(torch.zeros(1, 8192), constraint.masks(state, tokens, parents[: len(tokens)])[parent][None])[0]
+        legal = torch.nonzero(row == 0).flatten().tolist()
+        tokens.append(int(dice.choice(legal)) if dice.random() < 0.7 else int(dice.integers(8192)))
+        paths.append([*paths[parent], tokens[-1]])
+    found = constraint.masks(state, tokens, parents)
+    for path, row in zip(paths, found, strict=True):
+        alone = constraint.open()
+        constraint.commit(alone, begun)
+        accepted = all(alone.matcher.accept_token(token) for token in path if not alone.matcher.is_terminated())
+        if accepted and not alone.matcher.is_terminated():
+            assert torch.equal(row, constraint.masks(alone, [0], [-1])[0])
+        else:
+            assert (row == -1).all()
+
+
+@given(
+    allowed=st.integers(1, 100).flatmap(lambda n: st.lists(st.lists(st.booleans(), min_size=n, max_size=n), min_size=1))
+)
+def test_packed_masks_say_what_was_packed(allowed):
+    flags = torch.tensor(allowed)
+    assert torch.equal(masked(torch.zeros(flags.shape), pack(flags)) == 0, flags)
+
+
+def test_an_automaton_of_ones_own_constrains_the_engine():
+    rule = After(
+        vocab=VOCAB, followers={t: frozenset({(t + 1) % 8 + 3}) for t in range(3, 11)}, first=frozenset({3, 5})
+    )
+    for drafter in ("model", "ngram", "none"):
+        engine = models.engine(drafter)
+        outputs = engine.generate([[4, 5], [6]], max_new_tokens=20, sampling=GREEDY, constraint=rule)
+        assert all(rule.fits(out.tokens) for out in outputs)
+        plain = engine.plain().generate([[4, 5], [6]], max_new_tokens=20, sampling=GREEDY, constraint=rule)
+        assert [out.tokens for out in outputs] == [out.tokens for out in plain]
+
+
+@pytest.mark.parametrize(
+    ("rule", "sentence"),
+    [
+        (regex("(ab"), "the regex cannot be compiled: .*parenthesis is not closed"),
+        (json_schema('{"type":'), "the JSON schema cannot be compiled"),
+        (json_schema({"type": "nope"}), 'the JSON schema cannot be compiled: Unsupported type "nope"'),
+        (ebnf('rot ::= "a"'), 'the EBNF cannot be compiled: .*"root" is not found'),
+        (ebnf("root ::= []"), "no token of the vocabulary goes on with the EBNF"),
+        ([], "got 0 constraints for 1 prompts"),
+    ],
+    ids=["regex", "json", "schema", "ebnf", "impossible", "count"],
+)
+def test_wrong_constraints_get_a_sentence(pair, rule, sentence):
+    with pytest.raises(InputError, match=sentence):
+        pair.generate([PROMPT], constraint=rule)
+    assert not pair.busy
+
+
+def test_a_grammar_without_an_ending_token_is_refused(pair):
+    with pytest.raises(InputError, match="a grammar needs an ending token"):
+        pair.generate([PROMPT], constraint=regex("a"), ignore_eos=True)
+
+
+def test_a_grammar_without_a_tokenizer_is_refused():
+    with pytest.raises(InputError, match="a grammar needs the target's tokenizer"):
+        models.engine().generate([[1]], constraint=regex("a"))
+
+
+def test_without_xgrammar_the_sentence_says_what_to_install(pair, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(InputError, match=r"pip install outrider\[grammar\]"):
+        # Another ending token, so that no compiler is remembered.
+        regex("a").bind(pair.tokenizer, 8192, frozenset({17}))
+
+
+def test_whitespace_cannot_be_negative():
+    with pytest.raises(InputError, match="max_whitespace must be >= 0, got -1"):
+        any_json(-1)
