@@ -114,6 +114,7 @@ class Engine:
         eos_ids: Token ids that end an output.
         sampling: Settings of requests that bring none.
         max_slots: Most requests that run at once; further ones wait.
+        keep_warm: Whether the last request's slot is kept for a prompt that continues it.
         max_prefill_tokens: Most prompt tokens that one step digests, over all requests, first come first: how long
             new prompts keep those waiting that decode.
 
@@ -134,6 +135,7 @@ class Engine:
         sampling: Sampling | None = None,
         max_slots: int = 8,
         max_prefill_tokens: int = PREFILL_CHUNK,
+        keep_warm: bool = True,
     ) -> None:
         if max_prefill_tokens < 1:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
@@ -143,6 +145,7 @@ class Engine:
         self.sampling = sampling or Sampling()
         self.max_slots = max_slots
         self.max_prefill_tokens = max_prefill_tokens
+        self.keep_warm = keep_warm
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[str, _Seat] = {}
         self._warm: Running | None = None
@@ -313,7 +316,7 @@ class Engine:
         return [outputs[id] for id in requests]
 
     def plain(self) -> "Engine":
-        """An engine over the same target that drafts nothing. The two share the target's slots."""
+        """An engine over the same target that drafts nothing. The two share the target's slots, so it keeps none."""
         self.rest()
         return Engine(
             replace(
@@ -329,6 +332,7 @@ class Engine:
             sampling=self.sampling,
             max_slots=self.max_slots,
             max_prefill_tokens=self.max_prefill_tokens,
+            keep_warm=False,
         )
 
     def rest(self) -> None:
@@ -365,6 +369,11 @@ class Engine:
             raise InputError(f"token id {worst if worst >= width else min(request.prompt)} is not in 0 .. {width - 1}")
         if any(not 0 <= token < width for token in request.sampling.logit_bias):
             raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
+        if request.constraint is not None and not isinstance(self.parts.decoding, InTurn):
+            raise InputError(
+                "a constraint cannot follow tokens that are drafted before those ahead of them are judged; "
+                "use decoding 'step'"
+            )
         if request.stop and self.tokenizer is None:
             raise InputError("stop strings need the target's tokenizer")
         if any(not text for text in request.stop):
@@ -500,7 +509,7 @@ class Engine:
             seat.running.constraint_state = None
             if error is not None:
                 self._abandon(seat.running)
-            elif self._seats or self._warm is not None:
+            elif self._seats or self._warm is not None or not self.keep_warm:
                 self._release(seat.running)
             else:
                 self._warm = seat.running

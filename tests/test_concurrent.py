@@ -368,7 +368,7 @@ def test_an_error_on_either_side_surfaces_and_leaves_nothing_running_or_taken(si
         calls = iter(range(100))
 
         def failing(segments, taps=(), side=side, calls=calls):
-            if next(calls) == (6 if side == "target" else 18):
+            if next(calls) >= (6 if side == "target" else 18):
                 raise Broken(side)
             return kept[side](segments, taps)
 
@@ -381,6 +381,25 @@ def test_an_error_on_either_side_surfaces_and_leaves_nothing_running_or_taken(si
         lms[side].extend = kept[side]
     assert free_slots(used) == [8, 8]
     again = used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
+    assert [output.tokens for output in again] == [output.tokens for output in fine]
+
+
+@pytest.mark.parametrize("clock", CLOCKS)
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_an_error_that_passes_changes_no_output(side, clock):
+    used = pearl("model", clock=clock)
+    fine = used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
+    lm = used.parts.target if side == "target" else used.parts.drafter.lm
+    kept, calls = lm.extend, iter(range(1000))
+
+    def failing(segments, taps=()):
+        if next(calls) == (6 if side == "target" else 18):
+            raise Broken(side)
+        return kept(segments, taps)
+
+    lm.extend = failing
+    again = used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
+    assert next(calls) > 18
     assert [output.tokens for output in again] == [output.tokens for output in fine]
 
 
@@ -430,3 +449,18 @@ def test_the_measured_length_is_how_often_the_drafter_fits_into_a_target_forward
     parts = tables(3, 4, Token(), drafter=Model(lm=TickingLM(1, draft, clock)))
     parts = replace(parts, target=TickingLM(2, target, clock))
     assert balanced_length(parts, now=lambda: clock[0]) == length
+
+
+def test_a_constraint_is_refused():
+    class Anything:
+        def open(self) -> object:
+            return None
+
+        def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+            raise AssertionError("never asked")
+
+        def commit(self, state: object, tokens: Sequence[int]) -> None:
+            raise AssertionError("never told")
+
+    with pytest.raises(InputError, match="use decoding 'step'"):
+        pearl().generate([PROMPT], max_new_tokens=4, constraint=Anything())

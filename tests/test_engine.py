@@ -10,8 +10,10 @@ from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from outrider import metrics
 from outrider.engine import Engine, Output
+from outrider.trees.gumbel import Gumbel
 from outrider.types import Request, Sampling
-from tests.models import CONTEXT, DRAFTERS, VERIFIERS, engine, llama, raw_logits
+from outrider.verifiers.recursive import Recursive
+from tests.models import CONTEXT, DRAFTERS, VERIFIERS, engine, llama, raw_logits, target
 from tests.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -263,3 +265,22 @@ def test_greedy_output_is_what_transformers_generates(drafter, penalty):
     setting = replace(GREEDY, repetition_penalty=penalty)
     [output] = engine(drafter, eos_ids=frozenset({2})).generate([PROMPT], max_new_tokens=40, sampling=setting)
     assert output.tokens == expected.tolist()
+
+
+def test_a_branching_draft_fits_where_only_its_depth_does():
+    parts = replace(
+        engine("model").parts, target=target(2, max_context=40), tree=Gumbel(branching=(3, 2, 2)), verifier=Recursive()
+    )
+    branching = Engine(parts, max_slots=2)
+    settings = [GREEDY, DRAWN]
+    outputs = branching.generate([PROMPT] * 2, max_new_tokens=64, sampling=settings)
+    assert [len(out.tokens) for out in outputs] == [40 - len(PROMPT)] * 2
+    branching.rest()
+    [plain] = branching.plain().generate([PROMPT], max_new_tokens=64, sampling=GREEDY)
+    assert outputs[0].tokens == plain.tokens
+
+
+def test_a_plain_engine_leaves_all_slots_to_the_one_that_it_was_made_from():
+    drafting = engine("model", max_slots=2)
+    drafting.plain().generate([PROMPT], max_new_tokens=4)
+    assert len(drafting.generate([PROMPT, [5]], max_new_tokens=4)) == 2

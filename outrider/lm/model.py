@@ -20,6 +20,8 @@ from outrider.lm.support import is_recurrent, longest_context, refusal
 from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
 
+BRANCHES = 512
+"""Pending nodes that may lie behind a slot beyond its longest context: side branches, which take room but no depth."""
 _TOLERANCE = 1e-2
 
 
@@ -181,7 +183,9 @@ class LanguageModel:
         self.max_context = fitting_context(
             probe.layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free_bytes(self.device)
         )
-        self._cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)
+        self._cache = SlotCache(
+            probe.layers, max_slots=max_slots, max_context=self.max_context + BRANCHES, device=self.device
+        )
         self._slots: dict[int, _Slot] = {}
         self._layers = decoder_layers(self._runner, self.num_layers)
         if (reason := self._misread()) is not None:
@@ -308,12 +312,14 @@ class LanguageModel:
             state, count = self._slot(segment.slot), len(segment.tokens)
             if segment.slot in grown:
                 raise ValueError(f"slot {segment.slot} stands in two segments of one forward")
-            if state.used + count > self.max_context:
+            pending = state.pending.grown(count, segment.parents)
+            deepest = state.length + 1 + int(pending.depths.max(initial=-1))
+            if deepest > self.max_context or state.used + count > self.max_context + BRANCHES:
                 raise RuntimeError(
                     f"slot {segment.slot} holds {state.length} committed and {len(state.pending)} pending tokens; "
                     f"{count} more pass max_context={self.max_context}"
                 )
-            grown[segment.slot] = state.pending.grown(count, segment.parents)
+            grown[segment.slot] = pending
         return grown
 
     def _batch(self, segments: Sequence[Segment]) -> _Batch:

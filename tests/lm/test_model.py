@@ -265,8 +265,8 @@ def test_full_slots_and_full_models_say_so_and_change_nothing() -> None:
         pair.lm.open()
     prefill(pair, [slot], [9], 1, rng)
     pair.extend([Growth(slot=slot, tokens=draw(rng, 2), parents=[-1, -1])])
-    with pytest.raises(RuntimeError, match="9 committed and 2 pending tokens; 2 more pass max_context=12"):
-        pair.lm.extend([Segment(slot=slot, tokens=torch.tensor([1, 2]))])
+    with pytest.raises(RuntimeError, match="9 committed and 2 pending tokens; 3 more pass max_context=12"):
+        pair.lm.extend([Segment(slot=slot, tokens=torch.tensor([1, 2, 4]))])
     pair.extend([Growth(slot=slot, tokens=draw(rng, 1), parents=[0])])
 
 
