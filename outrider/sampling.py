@@ -128,7 +128,7 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
-    return torch.zeros_like(scores, dtype=_dtype(scores)).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return torch.zeros_like(scores, dtype=_dtype(scores)).scatter_(-1, scores.max(-1, keepdim=True).indices, 1.0)
 
 
 def _dtype(scores: Tensor) -> torch.dtype:

@@ -39,11 +39,14 @@ class TextStream:
         self._window: list[int] = []
         self._read = 0
 
-    def push(self, token: int) -> str:
-        """The text that one more token completes."""
-        self._window.append(token)
+    def push(self, *tokens: int) -> str:
+        """The text that more tokens complete."""
         before = self._decode(self._window[: self._read])
-        after = self._decode(self._window)
+        after = self._decode([*self._window, *tokens])
+        if len(tokens) > 1 and after.endswith(REPLACEMENT):
+            # Some of them may be complete by themselves.
+            return "".join(map(self.push, tokens))
+        self._window.extend(tokens)
         if after.endswith(REPLACEMENT) or len(after) <= len(before):
             return ""
         self._window = self._window[self._read :]
@@ -86,6 +89,9 @@ class Ending:
     def keep(self, tokens: Sequence[int]) -> int:
         """How many of the new tokens belong to the output; their text is added."""
         if self._stream is None:
+            return len(tokens)
+        if not self._stop:
+            self.text += self._stream.push(*tokens)
             return len(tokens)
         for i, token in enumerate(tokens, 1):
             if self._add(self._stream.push(token)):

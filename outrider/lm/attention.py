@@ -10,6 +10,7 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
 - `config.attention_chunk_size`: a query sees keys of its own chunk of positions only (Llama 4).
 """
 
+import functools
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,7 +104,7 @@ class Pending:
             ValueError: A node's parent is not a number below its own, or there is not one parent per node.
         """
         first = len(self)
-        if parents is None:
+        if parents is None or (self.chain and len(parents) == count == 1 and parents[0] == first - 1):
             return self._chained(count)
         parents = np.asarray(parents, dtype=np.int64)
         numbers = np.arange(first, first + count)
@@ -122,19 +123,29 @@ class Pending:
 
     def _chained(self, count: int) -> "Pending":
         first = len(self)
-        depth = int(self.depths[-1]) + 1 if first else 0
+        if self.chain:
+            return _chain(first + count)
+        depth = int(self.depths[-1]) + 1
         return Pending(
             parents=np.concatenate([self.parents, np.arange(first - 1, first + count - 1)]),
             depths=np.concatenate([self.depths, np.arange(depth, depth + count)]),
-            chain=self.chain,
+            chain=False,
         )
 
     def is_path(self, path: Sequence[int]) -> bool:
         """Whether these nodes lead, one below the other, from the newest committed token."""
+        if self.chain:
+            return len(path) <= len(self) and all(node == i for i, node in enumerate(path))
         nodes = np.asarray(path, dtype=np.int64)
         if len(nodes) and (nodes.min() < 0 or nodes.max() >= len(self)):
             return False
         return bool((self.parents[nodes] == np.concatenate([[-1], nodes[:-1]])[: len(nodes)]).all())
+
+
+@functools.lru_cache(maxsize=1024)
+def _chain(count: int) -> Pending:
+    """Nodes each of which is the child of the one before."""
+    return Pending(parents=np.arange(-1, count - 1), depths=np.arange(count))
 
 
 @dataclass(frozen=True, kw_only=True)

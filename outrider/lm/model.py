@@ -240,6 +240,8 @@ class LanguageModel:
             state = self._slot(slot)
             if not state.pending.is_path(path):
                 raise ValueError(f"{list(path)} is no path from the root through the pending nodes of slot {slot}")
+            if state.pending.chain:
+                continue
             nodes, places = np.asarray(path, dtype=np.int64), np.arange(len(path))
             away = nodes != places
             if away.any():
@@ -262,7 +264,7 @@ class LanguageModel:
         if any(not 0 <= k <= self.num_layers for k in taps):
             raise ValueError(f"taps must be in 0..{self.num_layers}, got {list(taps)}")
         grown = self._grown(segments)
-        batch = self._batch([s for s in segments if len(s.tokens)])
+        batch = self._batch([s for s in segments if s.tokens.shape[0]])
         if not batch.segments:
             return self._empty(taps)
         slots = [s.slot for s in batch.segments]
@@ -309,7 +311,7 @@ class LanguageModel:
         """Per slot, the pending nodes with the new ones; nothing is changed."""
         grown: dict[int, Pending] = {}
         for segment in segments:
-            state, count = self._slot(segment.slot), len(segment.tokens)
+            state, count = self._slot(segment.slot), segment.tokens.shape[0]
             if segment.slot in grown:
                 raise ValueError(f"slot {segment.slot} stands in two segments of one forward")
             pending = state.pending.grown(count, segment.parents)
@@ -327,7 +329,7 @@ class LanguageModel:
         order = [0] * len(segments)
         for row, i in enumerate(by_row):
             order[i] = row
-        counts = np.array([len(segments[i].tokens) for i in by_row], dtype=np.int64)
+        counts = np.array([segments[i].tokens.shape[0] for i in by_row], dtype=np.int64)
         width = max(self.pad_to, padded_width(int(counts.max(initial=1)), doubling=self._doubling))
         return _Batch(segments=[segments[i] for i in by_row], order=order, counts=counts, width=width)
 

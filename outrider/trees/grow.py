@@ -58,11 +58,16 @@ class _Growth:
     def add(self, children: Children, device: torch.device) -> None:
         """Append a level; numbers follow the order of growth."""
         owners = children.owners
-        first = np.searchsorted(owners, owners)
-        numbers = self.sizes[owners] + np.arange(len(owners)) - first
         before = sum(len(level) for level in self.owners)
         drawn = np.arange(len(owners)) if children.links is None else children.links
-        self.sizes += np.bincount(owners, minlength=len(self.sizes))
+        if len(owners) == len(self.sizes) and (owners[1:] > owners[:-1]).all():
+            # One node of every request, as in chains.
+            numbers = self.sizes.copy()
+            self.sizes += 1
+        else:
+            first = np.searchsorted(owners, owners)
+            numbers = self.sizes[owners] + np.arange(len(owners)) - first
+            self.sizes += np.bincount(owners, minlength=len(self.sizes))
         self.owners.append(owners)
         self.nodes.append(numbers)
         self.parents.append(children.parents)
@@ -119,6 +124,8 @@ def grow(
     )
     growth = _Growth(sizes=np.zeros(count, dtype=np.int64))
     growth.add(roots, device)
+    sharer = length if isinstance(length, Sharer) else None
+    constrained = any(s.request.constraint is not None for s in states)
     notes: list[Float[Tensor, "n 2"]] = []
     here, depth, num_rows = np.flatnonzero(limits > 0), 0, 0
     while len(here):
@@ -137,7 +144,8 @@ def grow(
             so_far=growth.grown,
         )
         if level.logits is not None:
-            level = replace(level, logits=_allowed(states, growth, level.logits, here))
+            if constrained:
+                level = replace(level, logits=_allowed(states, growth, level.logits, here))
             reach = length.reach([s.length_state for s in states], level)
             if reach is not None:
                 limits[level.owners] = np.minimum(limits[level.owners], depth + reach)
@@ -155,13 +163,13 @@ def grow(
             growth.row_of[-1][here] = num_rows + np.arange(len(here))
             growth.rows.append(level.rows)
             num_rows += len(here)
-        if isinstance(length, Sharer):
-            notes.append(length.note(level, children.tokens))
+        if sharer is not None:
+            notes.append(sharer.note(level, children.tokens))
         growth.add(children, device)
         depth += 1
         here = np.flatnonzero(children.expand & (limits[children.owners] > depth))
     grown = growth.grown()
-    keep = _shared(length, growth, grown, notes) if isinstance(length, Sharer) and notes else tree.finish(grown)
+    keep = _shared(sharer, growth, grown, notes) if sharer is not None and notes else tree.finish(grown)
     return _pack(growth, grown, keep, tree.structure)
 
 
@@ -189,8 +197,6 @@ def _allowed(
     states: Sequence[Running], growth: _Growth, logits: Float[Tensor, "n vocab"], here: Int[np.ndarray, " n"]
 ) -> Float[Tensor, "n vocab"]:
     """The drafter's logits with -inf at tokens that a request's constraint forbids after the node."""
-    if all(state.request.constraint is None for state in states):
-        return logits
     grown = growth.grown()
     masks = batch_masks(states, grown.owners, torch.cat(growth.tokens), grown.parents, logits.shape[1])
     if masks is None:
