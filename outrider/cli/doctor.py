@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -122,6 +122,13 @@ def _side(path: str, revision: str | None, trust_remote_code: bool) -> Side:
     )
 
 
+def _encoded(engine: Engine, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt; without a chat template, of what its messages say."""
+    if isinstance(prompt, str) or engine.tokenizer is None or engine.tokenizer.chat_template is not None:
+        return engine.encode(prompt)
+    return engine.encode("\n".join(str(each["content"]) for each in prompt if isinstance(each, Mapping)))
+
+
 def _measured(
     engine: Engine,
     found: Diagnosis,
@@ -133,7 +140,7 @@ def _measured(
     if engine.tokenizer is None:
         note = "There is no tokenizer beside the target, so no text can be measured."
         return replace(found, notes=(note,))
-    texts = _some([engine.encode(prompt) for prompt in given], plan.num_tokens, engine)
+    texts = _some([_encoded(engine, prompt) for prompt in given], plan.num_tokens, engine)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
         tasks = {
             "along the text": progress.add_task("along the text", total=sum(len(each) - 1 for each in texts)),

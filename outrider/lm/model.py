@@ -160,7 +160,7 @@ class LanguageModel:
             raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
         if prepack and not packable(model):
             raise InputError("prepack works for bfloat16 models on CPUs with kernels for it, and this is none")
-        self._runner = packed(model) if prepack else model
+        self._twin = packed(model) if prepack else None
         self._compiled = compiled(model) if compile else None
         self._doubling = compile and model.device.type == "cuda"
         limit = longest_context(model.config)
@@ -298,6 +298,11 @@ class LanguageModel:
             logits=self._packed(output.logits[..., : self.vocab_size], batch, columns, wanted),
             taps={k: self._packed(seen[k], batch, everything, nodes) for k in taps},
         )
+
+    @property
+    def _runner(self) -> PreTrainedModel:
+        """The model, or its packed twin."""
+        return self.model if self._twin is None else self._twin
 
     def _forward(self, width: int) -> Callable[..., Any]:
         return self._runner if self._compiled is None or width > COMPILED else self._compiled

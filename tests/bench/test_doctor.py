@@ -118,14 +118,11 @@ def doctor(monkeypatch, capsys, *arguments: str) -> str:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, Path]:
-    """A tiny pair, a draft model with another vocabulary, and a config that is refused, without weights."""
-    found = {name: tmp_path_factory.mktemp(name) for name in ("target", "draft", "stranger", "refused")}
-    for name, layers in (("target", 2), ("draft", 1), ("stranger", 1)):
+    """A tiny pair, and a config that is refused, without weights."""
+    found = {name: tmp_path_factory.mktemp(name) for name in ("target", "draft", "refused")}
+    for name, layers in (("target", 2), ("draft", 1)):
         llama(layers).float().save_pretrained(found[name])
-        tokenizer = letters()
-        if name == "stranger":
-            tokenizer.add_tokens(["new"])
-        tokenizer.save_pretrained(found[name])
+        letters().save_pretrained(found[name])
     T5Config().save_pretrained(found["refused"])
     (found["target"] / "text.txt").write_text("".join(letters().convert_ids_to_tokens(texts()[0])))
     return found
@@ -153,8 +150,13 @@ def test_a_refused_target_and_a_refused_pair_are_described(monkeypatch, capsys, 
     assert not first["supported"]
     assert "no causal language model" in first["reason"]
     assert " no " in doctor(monkeypatch, capsys, "--target", str(places["refused"]))
-    given = ["--target", str(places["target"]), "--drafter", f"model:path={places['stranger']}"]
+    given = ["--target", str(places["target"]), "--drafter", f"model:path={places['refused']}"]
     found = json.loads(doctor(monkeypatch, capsys, *given, "--json"))
-    assert "another vocabulary" in found["refusal"]
+    assert "cannot load a causal LM" in found["refusal"]
     assert found["by_depth"] is None
     assert "refused: " in doctor(monkeypatch, capsys, *given)
+
+
+def test_shipped_prompts_do_for_a_target_without_a_chat_template(monkeypatch, capsys, places):
+    given = ["--target", str(places["target"]), "--drafter", "ngram", "--num-tokens", "12", "--rounds", "0"]
+    assert "free running, by depth" in doctor(monkeypatch, capsys, *given)
