@@ -12,7 +12,7 @@ from torch import Tensor
 Purpose = Literal["draft", "accept", "recover"]
 BLOCK = 64
 """Weights that are added up at once where there are many."""
-MANY = 2**15
+MANY = 2**17
 """Weights from which on adding up blocks first is quicker than one running sum."""
 _WORD = 2**64 - 1
 _EMPTY = np.zeros(4, dtype=np.uint64)
@@ -69,7 +69,7 @@ class Dice(Protocol):
 def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     """The index where the running sum of the weights first exceeds the uniform's share of their total, in float64.
 
-    A weight of zero is never returned, whatever the rounding.
+    A weight of zero is never returned, whatever the rounding. Uniforms are at least 0 and at most 1 - 2^-53.
 
     Example:
         >>> inverse_cdf(torch.tensor([[0.0, 1.0, 3.0]]), torch.tensor([0.3]))
@@ -83,7 +83,7 @@ def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]
     # Sums of blocks first: a running sum of everything takes several times as long.
     blocks = weights.view(count, -1, block)
     before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    share = torch.minimum(uniforms[:, None] * before[:, -1:], before[:, -1:] * (1 - 2**-53))
+    share = uniforms[:, None] * before[:, -1:]
     place = torch.searchsorted(before, share, right=True)
     share = share - torch.where(place > 0, before.gather(1, (place - 1).clamp_min(0)), 0.0)
     inside = blocks.take_along_dim(place[:, :, None], 1).squeeze(1).cumsum(-1, dtype=torch.float64)
@@ -95,9 +95,8 @@ def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]
 def _where(
     running: Float[Tensor, "n vocab"], total: Float[Tensor, "n 1"], uniforms: Float[Tensor, "n 1"]
 ) -> Int[Tensor, "n 1"]:
-    # The product may round up to the total, behind the last weight; the number below the total is still within it.
-    share = torch.minimum(uniforms * total, total * (1 - 2**-53))
-    return torch.searchsorted(running, share, right=True)
+    # A uniform is at most 1 - 2^-53, so that its share, rounded, is below the total and within the last weight.
+    return torch.searchsorted(running, uniforms * total, right=True)
 
 
 def _without_replacement(
@@ -131,10 +130,10 @@ def _upload(numbers: list[float], device: torch.device) -> Float[Tensor, " n"]:
 
 
 class PhiloxDice:
-    """The production dice: NumPy's counter-based Philox, one stream per (seed, step, purpose).
+    """The production dice: NumPy's counter-based Philox, one stream per (seed, step).
 
-    The k-th number of a stream belongs to slot k, so a request's draws depend on its own seed and step and on nothing
-    else in the batch.
+    Every slot has three numbers of a stream, one for each purpose, so a request's draws depend on its own seed and
+    step and on nothing else in the batch.
 
     Args:
         seeds: One per request of the batch.
@@ -151,10 +150,10 @@ class PhiloxDice:
     def __init__(self, seeds: list[int], steps: list[int]) -> None:
         self._keys = list(zip(seeds, steps, strict=True))
         self._philox = np.random.Philox(0)
-        self._streams: dict[tuple[int, int], Float[np.ndarray, " numbers"]] = {}
+        self._streams: dict[int, Float[np.ndarray, " numbers"]] = {}
 
-    def _generator(self, request: int, purpose: int, stream: int) -> np.random.Generator:
-        # Setting the state of one generator is several times faster than making one per stream.
+    def _set(self, request: int, purpose: int, stream: int) -> np.random.Philox:
+        """The generator at the beginning of a stream; setting one is several times faster than making one."""
         seed, step = self._keys[request]
         self._philox.state = {
             "bit_generator": "Philox",
@@ -167,15 +166,17 @@ class PhiloxDice:
             "has_uint32": 0,
             "uinteger": 0,
         }
-        return np.random.Generator(self._philox)
+        return self._philox
 
     def _uniform(self, request: int, slot: int, purpose: Purpose) -> float:
-        kind = _PURPOSES[purpose]
-        stream = self._streams.get((request, kind))
-        if stream is None or len(stream) <= slot:
-            size = max(16, slot + 1, 0 if stream is None else 2 * len(stream))
-            stream = self._streams[request, kind] = self._generator(request, kind, 0).random(size)
-        return float(stream[slot])
+        place = slot * len(_PURPOSES) + _PURPOSES[purpose]
+        stream = self._streams.get(request)
+        if stream is None or len(stream) <= place:
+            size = max(16 * len(_PURPOSES), 2 * place)
+            # What NumPy's own `random` makes of the raw numbers.
+            raw: Int[np.ndarray, " numbers"] = self._set(request, 0, 0).random_raw(size)
+            stream = self._streams[request] = (raw >> 11) * 2.0**-53
+        return float(stream[place])
 
     def _uniforms(self, draws: Draws, offset: int = 0) -> list[float]:
         pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)
@@ -199,4 +200,7 @@ class PhiloxDice:
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)
         kind = _PURPOSES[draws.purpose]
-        return torch.from_numpy(np.stack([self._generator(r, kind, 1 + s).gumbel(size=size) for r, s in pairs]))
+        return torch.from_numpy(np.stack([self._noise(r, kind, 1 + s, size) for r, s in pairs]))
+
+    def _noise(self, request: int, purpose: int, stream: int, size: int) -> Float[np.ndarray, " size"]:
+        return np.random.Generator(self._set(request, purpose, stream)).gumbel(size=size)

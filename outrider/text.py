@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"
@@ -36,6 +37,8 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        # What transformers' own `decode` calls where nothing is cleaned up, at half the cost.
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._window: list[int] = []
         self._read = 0
 
@@ -61,6 +64,8 @@ class TextStream:
         return rest
 
     def _decode(self, tokens: Sequence[int]) -> str:
+        if isinstance(self._backend, Tokenizer):
+            return str(self._backend.decode(tokens, skip_special_tokens=True))
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 

@@ -230,6 +230,14 @@ class MaskBuilder:
     additive: torch.dtype | None
     device: torch.device
     slopes: Float[Tensor, " heads"] | None = None
+    _keys: Int[Tensor, " numbers"] = field(default_factory=lambda: torch.arange(0), repr=False)
+
+    def keys(self, count: int) -> Int[Tensor, " keys"]:
+        """The numbers below `count`, as a view of ones that are kept."""
+        if self._keys.shape[0] < count:
+            fresh = torch.arange(1 << (count - 1).bit_length(), device=self.device)
+            object.__setattr__(self, "_keys", fresh)
+        return self._keys[:count]
 
     def masks(
         self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
@@ -238,7 +246,7 @@ class MaskBuilder:
 
         Without a sight, each query sees the keys up to its own position.
         """
-        keys = torch.arange(view, device=self.device)
+        keys = self.keys(view)
         if sight is None or sight.ancestors is None:
             seen, logical = keys <= positions[:, :, None], keys[None]
         else:

@@ -1,6 +1,7 @@
 """A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from outrider.lm.support import is_recurrent, longest_context, refusal
 from outrider.lm.taps import decoder_layers, tapped
 from outrider.types import InputError
 
+NOTHING_TAPPED: nullcontext[dict[int, Tensor]] = nullcontext({})
 BRANCHES = 512
 """Pending nodes that may lie behind a slot beyond its longest context: side branches, which take room but no depth."""
 _TOLERANCE = 1e-2
@@ -52,6 +54,11 @@ class _Batch:
     order: Sequence[int]
     counts: Int[np.ndarray, " rows"]
     width: int
+
+    @property
+    def full(self) -> bool:
+        """Whether no row is padded and all logits are wanted."""
+        return all(s.logits == "all" for s in self.segments) and bool((self.counts == self.width).all())
 
     def wanted(self) -> list[Int[np.ndarray, " _"]]:
         """The columns whose logits each row wants."""
@@ -271,7 +278,7 @@ class LanguageModel:
         used = [self._slots[s].length + len(grown[s]) for s in slots]
         sight = None
         if len(slots) == 1 and grown[slots[0]].chain and batch.counts[0] == batch.width:
-            positions = torch.arange(used[0] - batch.width, used[0], device=self.device)[None]
+            positions = self._builder.keys(used[0])[used[0] - batch.width :][None]
             written = self._cache.run(slots[0], used[0], positions)
         else:
             places = self._cache.places(slots, used, batch.counts, batch.width)
@@ -279,23 +286,34 @@ class LanguageModel:
             written, positions = upload([places, sight.positions], self.device)
         view = self._cache.view(max(used), doubling=self._doubling)
         self._cache.prepare(slots, written, view)
-        wanted = batch.wanted()
-        columns = self._columns(wanted, batch.width)
-        with tapped(self._layers, taps) as seen, alibi.bias_in_mask(self._runner):
+        full = batch.full
+        wanted = [] if full else batch.wanted()
+        columns = None if full else self._columns(wanted, batch.width)
+        some = None if columns is None or len(columns) == batch.width else columns
+        with (
+            tapped(self._layers, taps) if taps else NOTHING_TAPPED as seen,
+            alibi.bias_in_mask(self._runner) if self._builder.slopes is not None else NOTHING_TAPPED,
+        ):
             output = self._forward(batch.width)(
                 input_ids=self._tokens(batch),
                 attention_mask=self._builder.masks(sight, positions, view),
                 position_ids=positions,
                 past_key_values=self._cache,
                 use_cache=True,
-                logits_to_keep=0 if len(columns) == batch.width else upload([columns], self.device)[0],
+                logits_to_keep=0 if some is None else upload([some], self.device)[0],
             )
         self.num_forwards += 1
         for slot in slots:
             self._slots[slot].pending = grown[slot]
+        logits = output.logits[..., : self.vocab_size]
+        if columns is None:
+            return Extension(
+                logits=self._rows(logits, batch).flatten(0, 1),
+                taps={k: self._rows(seen[k], batch).flatten(0, 1) for k in taps},
+            )
         everything, nodes = np.arange(batch.width), [np.arange(n) for n in batch.counts.tolist()]
         return Extension(
-            logits=self._packed(output.logits[..., : self.vocab_size], batch, columns, wanted),
+            logits=self._packed(logits, batch, columns, wanted),
             taps={k: self._packed(seen[k], batch, everything, nodes) for k in taps},
         )
 
@@ -358,6 +376,12 @@ class LanguageModel:
         if 0 < (count := int(marked.sum())) < self.pad_to:
             marked[np.flatnonzero(~marked)[: self.pad_to - count]] = True
         return np.flatnonzero(marked)
+
+    def _rows(self, values: Float[Tensor, "rows columns dim"], batch: _Batch) -> Float[Tensor, "rows columns dim"]:
+        """The rows in the caller's order of segments."""
+        if all(row == i for i, row in enumerate(batch.order)):
+            return values
+        return values.index_select(0, torch.tensor(batch.order).to(values.device))
 
     def _packed(
         self,

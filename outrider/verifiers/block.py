@@ -42,7 +42,11 @@ class Block:
         num_accepted = np.zeros_like(side.lengths)
         for i in range(side.depth, 0, -1):
             undecided = (num_accepted == 0) & (i <= side.lengths)
-            landed = dice.accept(h[:, i] * undecided, everyone(draft, i - 1, "accept"))
+            chances = h[:, i] * undecided
+            if not ((chances > 0) & (chances < 1)).any():
+                landed = chances == 1
+            else:
+                landed = dice.accept(chances, everyone(draft, i - 1, "accept"))
             num_accepted[undecided & landed] = i
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         weight = w[np.arange(len(last)), num_accepted]
