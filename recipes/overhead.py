@@ -14,7 +14,6 @@ The bare forwards pay for transformers' cache, which is copied at every step, an
 """
 
 import copy
-import inspect
 import json
 import statistics
 import time
@@ -34,6 +33,7 @@ import outrider
 from outrider import InputError, Sampling, Step
 from outrider.decode import PREFILL_CHUNK
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
+from outrider.lm.packed import packed
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.metrics import efficiency
 from recipes.record import circumstances, write
@@ -69,12 +69,11 @@ class Plan:
     dtype: str = "bfloat16"
     threads: int = 2
     compile: bool = False
+    prepack: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}; available: {', '.join(DTYPES)}")
-        if self.compile and "compile" not in inspect.signature(outrider.load).parameters:
-            raise InputError("this version's engines cannot be compiled; leave --compile out")
         for name in ("context", "steps", "repeats", "parameters", "threads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -82,9 +81,8 @@ class Plan:
             raise InputError(f"new_tokens must be >= 2, got {self.new_tokens}")
 
     def load(self, model: PreTrainedModel, **parts: Any) -> outrider.Engine:
-        """An engine, compiled if that is asked for."""
-        more = {"compile": True} if self.compile else {}
-        return outrider.load(model, **parts, **more)
+        """An engine, compiled or packed if that is asked for."""
+        return outrider.load(model, compile=self.compile, prepack=self.prepack, **parts)
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -158,7 +156,8 @@ def profile(plan: Plan, pair: str, batch: int, models: Sequence[PreTrainedModel]
     # Those that are digested first decode while the others still are.
     most = (plan.steps + 1 + batch * (1 + plan.context // PREFILL_CHUNK)) * (GAMMA + 1) + 1
     middle = torch.tensor(prompts_of(texts, batch, plan.context + plan.steps)).to(target.device)
-    bare = {"target": Bare(bare_target, middle), "draft": Bare(bare_draft, middle)}
+    as_run = packed if plan.prepack else lambda model: model
+    bare = {"target": Bare(as_run(bare_target), middle), "draft": Bare(as_run(bare_draft), middle)}
     rows: list[Row] = []
     for repeat in range(plan.repeats + 1):
         runs = {"step": Stepping(drafting, prompts, most)}
@@ -282,7 +281,8 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     made = summary["circumstances"]
     about = (
         f"`python -m recipes.overhead`: {made['cpu']}, {made['threads']} threads, {made['arguments']['dtype']}"
-        f"{', compiled' if made['arguments']['compile'] else ''}; torch {made['versions']['torch']}, transformers "
+        f"{', compiled' if made['arguments']['compile'] else ''}"
+        f"{', packed' if made['arguments']['prepack'] else ''}; torch {made['versions']['torch']}, transformers "
         f"{made['versions']['transformers']}, outrider {made['versions']['outrider']} ({made['commit']}"
         f"{', with uncommitted changes' if made['uncommitted_changes'] else ''}); {made['date']}.\n"
         "The stand-in's costs are synthetic: the embedded target with neurons added whose outputs count nothing. "
@@ -412,6 +412,9 @@ def main(
     dtype: Annotated[str, typer.Option(help="What all models compute in.")] = "bfloat16",
     threads: Threads = 2,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the engines.")] = False,
+    prepack: Annotated[
+        bool, typer.Option("--prepack", help="Pack the engines' weights, and the bare models'.")
+    ] = False,
 ) -> None:
     """Measure what a step costs beyond its bare forwards, and plain decoding against transformers."""
     given = dict(locals())

@@ -140,14 +140,22 @@ class SlotCache:
 
     A slot lies in a row. The rows in use are always the first ones: releasing a slot moves the last row into the hole.
     So a forward over all slots reads one contiguous view and copies nothing. The last place of each row belongs to no
-    slot; padding is written there. Storage begins with one row and doubles when it must. Changes in place.
+    slot; padding is written there. Storage begins with few rows and doubles when it must. Changes in place.
 
     Attributes:
         num_bytes: Memory held.
         bytes_moved: Bytes copied so far to compact accepted paths and to fill holes.
     """
 
-    def __init__(self, layers: Mapping[int, Layer], *, max_slots: int, max_context: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: Mapping[int, Layer],
+        *,
+        max_slots: int,
+        max_context: int,
+        device: torch.device,
+        num_rows: int = 1,
+    ) -> None:
         self.bytes_moved = 0
         self._max_slots = max_slots
         self._max_capacity = _round_up(max_context + 1)
@@ -159,7 +167,7 @@ class SlotCache:
             self._entries[index] = (self._entry(layer.keys), self._entry(layer.values))
         self._row_of: dict[int, int] = {}
         self._used: dict[int, int] = {}
-        self._num_rows, self._capacity = 1, min(_FIRST, self._max_capacity)
+        self._num_rows, self._capacity = num_rows, min(_FIRST, self._max_capacity)
         self._groups = [self._allocate(g) for g in range(len(self._shapes))]
 
     def _entry(self, shape: Shape) -> tuple[int, int]:
@@ -236,7 +244,7 @@ class SlotCache:
     def _reserve(self, used: int) -> None:
         rows, capacity = self._num_rows, self._capacity
         while rows < len(self._row_of):
-            rows = min(2 * rows, self._max_slots)
+            rows = min(2 * rows, max(rows, self._max_slots))
         while capacity <= used:
             capacity = min(2 * capacity, self._max_capacity)
         if (rows, capacity) == (self._num_rows, self._capacity):

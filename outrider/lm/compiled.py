@@ -17,5 +17,5 @@ def compiled(model: PreTrainedModel) -> Callable[..., Any]:
     constants that the kernel library lays out once. On a GPU shapes are fixed and forwards are replayed as CUDA graphs.
     """
     if model.device.type == "cuda":
-        return torch.compile(model, fullgraph=True, dynamic=False, mode="reduce-overhead")
-    return torch.compile(model, fullgraph=True, dynamic=True, options={"freezing": True})
+        return torch.compile(model, dynamic=False, mode="reduce-overhead")
+    return torch.compile(model, dynamic=True, options={"freezing": True})

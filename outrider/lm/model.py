@@ -67,20 +67,20 @@ class _Batch:
 
 
 def padded_width(count: int, *, doubling: bool = False) -> int:
-    """Columns of a forward over `count` nodes: the count itself up to 16, then the next of four sizes per doubling.
+    """Columns of a forward over `count` nodes: the count itself up to 16, then the next of eight sizes per doubling.
 
     Kernel libraries keep what they prepare for every shape that they have seen; with few shapes that comes to an end.
     Where every shape is recorded by itself, as CUDA graphs are, the sizes are the powers of two.
 
     Example:
         >>> [padded_width(n) for n in (5, 16, 17, 33, 100, 512)]
-        [5, 16, 20, 40, 112, 512]
+        [5, 16, 18, 36, 104, 512]
         >>> [padded_width(n, doubling=True) for n in (1, 5, 17)]
         [1, 8, 32]
     """
     if doubling:
         return 1 << (count - 1).bit_length()
-    step = 1 if count <= 16 else 1 << ((count - 1).bit_length() - 3)
+    step = 1 if count <= 16 else 1 << ((count - 1).bit_length() - 4)
     return -(-count // step) * step
 
 
@@ -115,8 +115,8 @@ class LanguageModel:
             verifying.
         compile: Compile forwards of up to `COMPILED` columns with torch.compile: on a CPU with frozen weights, one
             graph for all lengths; on a GPU as CUDA graphs. The first forward of each kind takes long, half a minute
-            for a dozen layers. Roundings differ from those without; longer forwards, of prompts, are not compiled.
-            The weights must not change afterwards.
+            for a dozen layers. Roundings differ from those without; longer forwards, of prompts, and those with taps
+            are not compiled. The weights must not change afterwards.
         prepack: Run a twin of the model whose linear layers are laid out for the CPU's kernels; see `packed`. The
             weights must not change afterwards.
 
@@ -161,7 +161,8 @@ class LanguageModel:
         self.model = model.eval()
         self.device, self.dtype = model.device, model.dtype
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
-        self.max_slots, self.pad_to = max_slots, pad_to
+        # A compiler treats one column as a kind of its own, and a tensor made outside inference mode.
+        self.max_slots, self.pad_to = max_slots, max(2, pad_to) if compile else pad_to
         self.num_forwards = 0
         if compile and prepack:
             raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
@@ -191,7 +192,11 @@ class LanguageModel:
             probe.layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free_bytes(self.device)
         )
         self._cache = SlotCache(
-            probe.layers, max_slots=max_slots, max_context=self.max_context + BRANCHES, device=self.device
+            probe.layers,
+            max_slots=max_slots,
+            max_context=self.max_context + BRANCHES,
+            device=self.device,
+            num_rows=2 if compile else 1,
         )
         self._slots: dict[int, _Slot] = {}
         self._layers = decoder_layers(self._runner, self.num_layers)
@@ -284,17 +289,26 @@ class LanguageModel:
             places = self._cache.places(slots, used, batch.counts, batch.width)
             sight = look([self._slots[s].length for s in slots], [grown[s] for s in slots], batch.counts, batch.width)
             written, positions = upload([places, sight.positions], self.device)
+        if self._compiled is not None:
+            # Where a view begins would become part of a graph.
+            positions = positions.clone()
         view = self._cache.view(max(used), doubling=self._doubling)
         self._cache.prepare(slots, written, view)
         full = batch.full
         wanted = [] if full else batch.wanted()
-        columns = None if full else self._columns(wanted, batch.width)
+        forward = self._forward(batch, taps)
+        if full:
+            columns = None
+        elif forward is self._compiled:
+            columns = np.arange(batch.width)
+        else:
+            columns = self._columns(wanted, batch.width)
         some = None if columns is None or len(columns) == batch.width else columns
         with (
             tapped(self._layers, taps) if taps else NOTHING_TAPPED as seen,
             alibi.bias_in_mask(self._runner) if self._builder.slopes is not None else NOTHING_TAPPED,
         ):
-            output = self._forward(batch.width)(
+            output = forward(
                 input_ids=self._tokens(batch),
                 attention_mask=self._builder.masks(sight, positions, view),
                 position_ids=positions,
@@ -322,8 +336,10 @@ class LanguageModel:
         """The model, or its packed twin."""
         return self.model if self._twin is None else self._twin
 
-    def _forward(self, width: int) -> Callable[..., Any]:
-        return self._runner if self._compiled is None or width > COMPILED else self._compiled
+    def _forward(self, batch: _Batch, taps: Sequence[int]) -> Callable[..., Any]:
+        """What runs a forward. A compiled graph has no hooks, so what is tapped is not compiled, nor are prompts."""
+        prompt = batch.width > COMPILED or all(s.logits == "none" for s in batch.segments)
+        return self._runner if self._compiled is None or prompt or taps else self._compiled
 
     def _slot(self, slot: int) -> _Slot:
         if slot not in self._slots:
@@ -358,7 +374,8 @@ class LanguageModel:
 
     def _tokens(self, batch: _Batch) -> Int[Tensor, "rows width"]:
         if len(batch.segments) == 1 and batch.counts[0] == batch.width:
-            return batch.segments[0].tokens.to(self.device, torch.long, non_blocking=True)[None]
+            alone = batch.segments[0].tokens.to(self.device, torch.long, non_blocking=True)[None]
+            return alone if self._compiled is None else alone.clone()
         tokens = torch.cat([s.tokens.to(self.device, torch.long, non_blocking=True) for s in batch.segments])
         if (batch.counts == batch.width).all():
             return tokens.view(-1, batch.width)

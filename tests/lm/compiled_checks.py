@@ -1,0 +1,105 @@
+"""Run by `test_compiled.py` in a process of its own, where no shapes are checked: such checks cannot be compiled."""
+
+import json
+
+import numpy as np
+import torch
+from torch._dynamo.utils import counters
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import outrider
+from outrider.lm.compiled import COMPILED
+from outrider.lm.model import LanguageModel, _Batch
+from outrider.lm.protocol import Segment
+
+CASES = {
+    "a chain": ([[3, 1, 4]], [[5, 9, 2, 6]], None),
+    "a shorter chain": ([[3, 1, 4]], [[5, 9]], None),
+    "a longer context": ([[3, 1, 4] * 100], [[5, 9, 2, 6, 5]], None),
+    "a tree": ([[3, 1, 4]], [[5, 9, 2, 6]], [-1, -1, 0, 1]),
+    "two rows": ([[3, 1, 4], [7, 8]], [[5, 9, 2], [6, 5, 3]], None),
+    "three ragged rows of trees": (
+        [[3, 1], [7, 8, 1, 1], [2] * 70],
+        [[5, 9, 2, 1], [6, 5, 3, 3], [1, 2, 3, 4]],
+        [-1, 0, -1, 2],
+    ),
+}
+
+
+def llama(num_layers: int) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def said(lm: LanguageModel, prompts: list[list[int]], drafts: list[list[int]], parents: list[int] | None):
+    """Logits and taps after drafts behind prompts, and again behind what is left of them when one node is kept."""
+    slots = [lm.open() for _ in prompts]
+    lm.extend([Segment(slot=s, tokens=torch.tensor(p), logits="none") for s, p in zip(slots, prompts, strict=True)])
+    lm.commit({s: range(len(p)) for s, p in zip(slots, prompts, strict=True)})
+    found = []
+    for taps in ((), (0, 1)):
+        above = None if parents is None else np.array(parents)
+        pieces = [Segment(slot=s, tokens=torch.tensor(d), parents=above) for s, d in zip(slots, drafts, strict=True)]
+        extension = lm.extend(pieces, taps=taps)
+        found += [extension.logits, *extension.taps.values()]
+        lm.commit({s: [0] for s in slots})
+    for slot in slots:
+        lm.release(slot)
+    return found
+
+
+def asks(lm: LanguageModel, width: int, logits: str, taps: tuple[int, ...] = ()) -> bool:
+    """Whether a forward runs the model as it is."""
+    segment = Segment(slot=0, tokens=torch.zeros(width, dtype=torch.long), logits=logits)
+    batch = _Batch(segments=[segment], order=[0], counts=np.array([width]), width=width)
+    return lm._forward(batch, taps) is lm.model
+
+
+def differences(plain: LanguageModel, compiled: LanguageModel) -> dict[str, float]:
+    """By case, the largest difference over the spread of what plain forwards say."""
+    found = {}
+    for name, case in CASES.items():
+        pairs = zip(said(plain, *case), said(compiled, *case), strict=True)
+        found[name] = max(float((a - b).abs().max() / (a.max() - a.min())) for a, b in pairs)
+    return found
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model = llama(1)
+    plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, compile=True)
+    found: dict[str, object] = {"differences": differences(plain, compiled)}
+    said(compiled, [[3, 1, 4]], [[5] * 4], None)  # once more, because storage has grown
+    before = counters["stats"]["unique_graphs"]
+    for width in (3, 6, 17):
+        said(compiled, [[3, 1, 4]], [[5] * width], None)
+    found["new graphs for new lengths"] = counters["stats"]["unique_graphs"] - before
+    found["graphs"] = counters["stats"]["unique_graphs"]
+    found["graph breaks"] = sum(counters["graph_break"].values())
+    found["forwards with taps are plain"] = asks(compiled, 3, "all", (0,))
+    found["long forwards are plain"] = asks(compiled, COMPILED + 1, "all") and asks(compiled, 3, "none")
+    settings = {"drafter": "ngram:prompt_lookup_min=1", "max_slots": 2}
+    texts = [
+        [
+            out.tokens
+            for out in outrider.load(model, compile=compile, **settings).generate(
+                [[3, 1, 4], [5, 9]], max_new_tokens=40, sampling=outrider.Sampling(temperature=0)
+            )
+        ]
+        for compile in (False, True)
+    ]
+    found["greedy output is the same"] = texts[0] == texts[1]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
