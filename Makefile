@@ -16,7 +16,7 @@ demo: $(READY)
 
 test: $(READY)
 	@echo "== All tests (a few minutes on two cores) =="
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 
 # PyPI's build of the floor is the one with CUDA; FLOOR_TORCH may name another.
 test-floor:
@@ -24,7 +24,7 @@ test-floor:
 	$(PYTHON) -m venv .venv-floor
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)"
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,grammar]"
-	.venv-floor/bin/python -m pytest
+	.venv-floor/bin/python -m pytest -n auto
 
 lint: $(READY)
 	@echo "== Lint and format =="
