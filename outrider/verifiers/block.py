@@ -34,7 +34,8 @@ class Block:
             w[:, i + 1] = np.minimum(1, w[:, i] * ratios[:, i])
         h = w.copy()
         position = np.arange(side.depth + 1)
-        inner = (position > 0) & (position < side.lengths[:, None])
+        # Where w is 1 or 0, so is h, whatever the rows are.
+        inner = (position > 0) & (position < side.lengths[:, None]) & (w > 0) & (w < 1)
         nodes = (side.roots[:, None] + position)[inner]
         mass = gains(draft, nodes, w[inner], target_rows)
         below = mass + (1 - w[inner])
