@@ -26,6 +26,7 @@ import outrider
 from outrider import InputError, Sampling
 from outrider.bench.costs import Costs, measure_costs
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
+from outrider.lm.packed import worth_packing
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.proof.gate import gate
 from recipes.evidence import Estimate
@@ -96,7 +97,9 @@ class Pair:
         self.first = self.load(drafter=f"model:path={setting.draft}")
 
     def load(self, **parts: Any) -> outrider.Engine:
-        return outrider.load(self.model, tokenizer=self.tokenizer, max_slots=self.max_slots, **parts)
+        """An engine over the model, packed as one that is loaded by its path."""
+        own = {"tokenizer": self.tokenizer, "max_slots": self.max_slots, "prepack": worth_packing(self.model)}
+        return outrider.load(self.model, **own, **parts)
 
     def go(self, way: Way) -> Go:
         """How a way runs, each time from a cold cache."""
