@@ -1,9 +1,9 @@
 """Tokens per second of a full engine: more requests than slots, so that whoever ends makes room for the next.
 
-`python -m recipes.throughput --out DIR` sends the shipped prompts through engines over the embedded pair with 1 and with 8
-slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A batch of fixed size
-would be judged by its slowest request; here slots never wait for each other. Writes `rows.jsonl`, `summary.json` and
-`table.md`.
+`python -m recipes.throughput --out DIR` sends the shipped prompts through engines over the embedded pair with 1 and
+with 8 slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A batch of
+fixed size would be judged by its slowest request; here slots never wait for each other. Writes `rows.jsonl`,
+`summary.json` and `table.md`.
 """
 
 import json
@@ -70,11 +70,11 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
     made = summary["circumstances"]
     about = (
         f"`python -m recipes.throughput`: {made['cpu']}, {made['threads']} threads, torch {made['versions']['torch']}, "
-        f"outrider {made['versions']['outrider']} ({made['commit']}); {made['date']}. Medians over rounds; the ratio to "
-        "plain decoding with its extremes.\n"
+        f"outrider {made['versions']['outrider']} ({made['commit']}); {made['date']}. Medians over rounds; the ratio "
+        "to plain decoding with its extremes.\n"
     )
     lines = [
-        [e["slots"], e["way"], f"{e['rate']:.0f}", "{0:.2f} [{1:.2f}, {2:.2f}]".format(e["over_plain"], *e["spread"])]
+        [e["slots"], e["way"], f"{e['rate']:.0f}", "{:.2f} [{:.2f}, {:.2f}]".format(e["over_plain"], *e["spread"])]
         for e in summary["entries"]
     ]
     return about + "\n" + table(("slots", "way", "tokens/s", "over plain"), lines)
