@@ -320,6 +320,9 @@ class LanguageModel:
         for slot in slots:
             self._slots[slot].pending = grown[slot]
         logits = output.logits[..., : self.vocab_size]
+        if forward is self._compiled and self._doubling:
+            # The next replay of a CUDA graph writes where this one's output lies.
+            logits = logits.clone()
         if columns is None:
             return Extension(
                 logits=self._rows(logits, batch).flatten(0, 1),
