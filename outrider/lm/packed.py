@@ -51,7 +51,7 @@ def packable(model: PreTrainedModel) -> bool:
 def packed(model: PreTrainedModel) -> PreTrainedModel:
     """A twin of a model that shares its weights, except that plain linear layers have packed copies of theirs.
 
-    It says the same bits and takes up to half the time. Layers of other kinds (quantised ones, adapters) and weights of
+    It says the same bits in less time. Layers of other kinds (quantised ones, adapters) and weights of
     other types are shared as they are. What is done to the model's linear layers later does not reach the twin.
     """
     shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
