@@ -149,8 +149,7 @@ def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = ti
     )
     timings: list[Timing] = []
     try:
-        while not prefill(parts, state):
-            pass
+        prefill(parts, state)
         while len(timings) <= rounds and tokens_left(parts, state) > 2 * length:
             timings += [made.timing for made in parts.decoding.step(parts, [state])]
     finally:

@@ -70,22 +70,32 @@ class Parts:
     decoding: Decoding = InTurn()
 
 
-@torch.inference_mode()
-def prefill(parts: Parts, state: Running, most: int | None = None) -> bool:
-    """Digest one more chunk of the committed tokens, all but the newest; True once nothing is left to digest.
+def undigested(parts: Parts, state: Running) -> list[int]:
+    """The tokens before the newest one that the target has not digested."""
+    return state.tokens[parts.target.length(state.slot) : -1]
 
-    Args:
-        most: Most tokens to digest, where that is fewer than a chunk.
-    """
-    first = parts.target.length(state.slot)
-    size = PREFILL_CHUNK if most is None else min(most, PREFILL_CHUNK)
-    chunk = state.tokens[first : min(len(state.tokens) - 1, first + size)]
-    if chunk:
-        segment = Segment(slot=state.slot, tokens=torch.tensor(chunk).to(parts.target.device), logits="none")
-        extension = parts.target.extend([segment], taps=parts.drafter.taps)
-        parts.target.commit({state.slot: range(len(chunk))})
-        parts.drafter.observe([state], [chunk], [extension.taps])
-    return first + len(chunk) == len(state.tokens) - 1
+
+def prefill(parts: Parts, state: Running) -> None:
+    """Digest all tokens but the newest, chunk by chunk."""
+    while left := len(undigested(parts, state)):
+        digest(parts, [state], [min(left, PREFILL_CHUNK)])
+
+
+@torch.inference_mode()
+def digest(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> None:
+    """Digest so many more tokens of each request, at least one and never the newest, in one forward."""
+    chunks = [undigested(parts, state)[:count] for state, count in zip(states, counts, strict=True)]
+    extension = parts.target.extend(
+        [
+            Segment(slot=state.slot, tokens=torch.tensor(chunk).to(parts.target.device), logits="none")
+            for state, chunk in zip(states, chunks, strict=True)
+        ],
+        taps=parts.drafter.taps,
+    )
+    parts.target.commit({state.slot: range(len(chunk)) for state, chunk in zip(states, chunks, strict=True)})
+    sizes = [len(chunk) for chunk in chunks]
+    split = {k: seen.split(sizes) for k, seen in extension.taps.items()}
+    parts.drafter.observe(states, chunks, [{k: pieces[i] for k, pieces in split.items()} for i in range(len(states))])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +145,8 @@ def step(
     """One draft-verify-commit cycle of every request; the states change in place.
 
     Args:
-        states: Prefilled requests that may still emit a token.
+        states: Requests that may still emit a token. Tokens before the newest one that the target has not digested
+            are digested in the same forward; a drafter that learns from hidden states must have seen them before.
         dice: The source of all draws; by default keyed by each request's seed and step.
         keep: How many of the tokens about to be emitted the request still wants, at least one.
     """
@@ -146,7 +157,8 @@ def step(
         parts.drafter, parts.tree, parts.length, states, [_room(parts, s) for s in states], dice, parts.target.device
     )
     clock.lap("drafter")
-    extension = parts.target.extend(_segments(draft, states), taps=parts.drafter.taps)
+    behind = [undigested(parts, s) for s in states]
+    extension = parts.target.extend(_segments(draft, states, behind), taps=parts.drafter.taps)
     clock.lap("target")
     samplings = [s.request.sampling for s in states]
     owners = np.repeat(np.arange(len(states)), np.diff(draft.offsets))
@@ -160,7 +172,11 @@ def step(
     emitted = [cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
     paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
     log_probabilities = _log_probabilities(extension, draft, states, paths, emitted)
-    parts.target.commit({s.slot: [0, *path] for s, path in zip(states, paths, strict=True)})
+    kept = [
+        [*range(len(before)), *(len(before) + node for node in [0, *path])]
+        for before, path in zip(behind, paths, strict=True)
+    ]
+    parts.target.commit({s.slot: nodes for s, nodes in zip(states, kept, strict=True)})
     parts.drafter.commit(states, _numbered(draft, paths))
     steps = []
     for i, (state, survivor, tokens) in enumerate(zip(states, survivors, emitted, strict=True)):
@@ -181,9 +197,12 @@ def step(
             )
         )
         state.length_state = parts.length.update(state.length_state, steps[-1])
-    nodes = [draft.offsets[i] + np.array([0, *path]) for i, path in enumerate(paths)]
+    starts = draft.offsets[:-1] + np.cumsum([0, *map(len, behind)])[:-1]
+    nodes = [start + np.array(each) for start, each in zip(starts, kept, strict=True)]
     taps = [{k: t[torch.from_numpy(at).to(t.device)] for k, t in extension.taps.items()} for at in nodes]
-    known = [s.tokens[-len(tokens) - 1 : -1] for s, tokens in zip(states, emitted, strict=True)]
+    known = [
+        [*before, *s.tokens[-len(tokens) - 1 : -1]] for s, before, tokens in zip(states, behind, emitted, strict=True)
+    ]
     parts.drafter.observe(states, known, taps)
     clock.lap("commit")
     return steps
@@ -242,15 +261,17 @@ def _numbered(draft: Draft, paths: Sequence[Sequence[int]]) -> list[list[int]]:
     return [draft.numbers[draft.offsets[i] + np.array(path, dtype=np.int64)].tolist() for i, path in enumerate(paths)]
 
 
-def _segments(draft: Draft, states: Sequence[Running]) -> list[Segment]:
+def _segments(draft: Draft, states: Sequence[Running], behind: Sequence[Sequence[int]]) -> list[Segment]:
+    """Per request, what is not digested yet and then its draft, whose logits are wanted."""
     segments = []
-    for i, state in enumerate(states):
+    for i, (state, before) in enumerate(zip(states, behind, strict=True)):
         first, end = int(draft.offsets[i]), int(draft.offsets[i + 1])
-        parents = np.maximum(draft.parents[first:end] - first, -1)
+        tokens, parents = draft.tokens[first:end], np.maximum(draft.parents[first:end] - first, -1)
         chain = np.array_equal(parents, np.arange(-1, end - first - 1))
-        segments.append(
-            Segment(slot=state.slot, tokens=draft.tokens[first:end], parents=None if chain else parents, logits="all")
-        )
+        if before:
+            tokens = torch.cat([torch.tensor(before).to(tokens.device), tokens])
+            parents = np.concatenate([np.arange(-1, len(before) - 1), parents + len(before)])
+        segments.append(Segment(slot=state.slot, tokens=tokens, parents=None if chain else parents, logits=end - first))
     return segments
 
 

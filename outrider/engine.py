@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from outrider.decode import PREFILL_CHUNK, InTurn, Mark, Parts, mark, prefill, rewind, tokens_left
+from outrider.decode import PREFILL_CHUNK, InTurn, Mark, Parts, digest, mark, rewind, tokens_left, undigested
 from outrider.drafters.none import NoDrafter
 from outrider.grammar import Grammar
 from outrider.lengths.fixed import Fixed
@@ -78,7 +78,7 @@ class _Seat:
     """A request in the engine; changes in place.
 
     Attributes:
-        ready: Whether its prompt is digested.
+        ready: Whether its prompt is digested, or will be by its first step.
         suspect: Whether it stood in a step that failed and has made none since; it makes the next one alone.
     """
 
@@ -103,6 +103,15 @@ class _Seat:
                     self.ended, tokens = True, tokens[:i]
                     break
         return self.ending.keep(tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Chunk:
+    """A part of a prompt to digest: so many tokens, and whether nothing but the newest token is left then."""
+
+    seat: _Seat
+    count: int
+    last: bool
 
 
 class Engine:
@@ -432,18 +441,48 @@ class Engine:
             raise
 
     def _prefill(self) -> list[Update]:
-        """Digest a chunk of every new prompt, first come first, `max_prefill_tokens` in all."""
-        left, failed = self.max_prefill_tokens, []
-        for seat in [seat for seat in self._seats.values() if seat.running is not None and not seat.ready]:
-            state, before = _running(seat), self.parts.target.length(_running(seat).slot)
-            try:
-                # Where nothing is left, a prompt that has nothing to digest still becomes ready.
-                seat.ready = prefill(self.parts, state, left)
-            except Exception as error:
-                failed.append(self._fail(seat, error))
-            else:
-                left -= self.parts.target.length(state.slot) - before
-        return failed
+        """Digest a chunk of every new prompt, first come first, `max_prefill_tokens` in all.
+
+        Prompts of like length share a forward. Where no request decodes yet, their last chunks are left to their first
+        step, whose forward digests them too.
+        """
+        left, chunks = self.max_prefill_tokens, []
+        new = [seat for seat in self._seats.values() if seat.running is not None and not seat.ready]
+        for seat in new:
+            behind = len(undigested(self.parts, _running(seat)))
+            count = min(behind, left, PREFILL_CHUNK)
+            left -= count
+            seat.ready = behind == 0
+            chunks.append(_Chunk(seat=seat, count=count, last=count == behind))
+        groups = _alike([chunk for chunk in chunks if chunk.count])
+        alone = len(groups) == 1 and not any(seat.ready for seat in self._seats.values())
+        if alone and all(chunk.last for chunk in chunks) and self._digests_in_step:
+            for seat in new:
+                seat.ready = True
+            return []
+        return [update for group in groups for update in self._digest(group)]
+
+    @property
+    def _digests_in_step(self) -> bool:
+        """Whether a step may digest a prompt and verify a draft behind it in one forward.
+
+        Not where the drafter must see the prompt's hidden states before it drafts, nor where a rejected draft would
+        make the prompt be digested again.
+        """
+        parts = self.parts
+        return isinstance(parts.decoding, InTurn) and not parts.drafter.taps and parts.target.crops
+
+    def _digest(self, chunks: Sequence[_Chunk]) -> list[Update]:
+        """Digest chunks in one forward."""
+        seats = [chunk.seat for chunk in chunks]
+        marks = [mark(_running(seat)) for seat in seats]
+        try:
+            digest(self.parts, [_running(seat) for seat in seats], [chunk.count for chunk in chunks])
+        except BaseException as error:
+            return self._failed(seats, marks, error)
+        for chunk in chunks:
+            chunk.seat.ready = chunk.last
+        return []
 
     def _advance(self, seats: Sequence[_Seat], sink: Sink | None) -> list[Update]:
         """One step of ready seats together."""
@@ -456,15 +495,19 @@ class Engine:
                 keep=lambda state, tokens: by_id[state.request.id].keep(tokens),
             )
         except BaseException as error:
-            failed = [update for pair in zip(seats, marks, strict=True) if (update := self._take_back(*pair))]
-            if not isinstance(error, Exception):
-                raise
-            return failed or ([self._fail(seats[0], error)] if len(seats) == 1 else [])
+            return self._failed(seats, marks, error)
         updates = [self._update(by_id[made.request], made) for made in steps]
         if sink is not None:
             for made in steps:
                 sink(made)
         return updates
+
+    def _failed(self, seats: Sequence[_Seat], marks: Sequence[Mark], error: BaseException) -> list[Update]:
+        """Take back what failed; one request alone ends by it, several are tried alone. An interrupt is raised."""
+        failed = [update for pair in zip(seats, marks, strict=True) if (update := self._take_back(*pair))]
+        if not isinstance(error, Exception):
+            raise error
+        return failed or ([self._fail(seats[0], error)] if len(seats) == 1 else [])
 
     def _take_back(self, seat: _Seat, to: Mark) -> Update | None:
         """Put a request back to where it stood before a step that failed; its end, where even that fails."""
@@ -555,6 +598,18 @@ def _running(seat: _Seat) -> Running:
     if seat.running is None:
         raise RuntimeError(f"request {seat.request.id} has no slot yet")
     return seat.running
+
+
+def _alike(chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
+    """Chunks that can share a forward without much padding; those of suspects stay alone."""
+    groups: list[list[_Chunk]] = []
+    for chunk in sorted(chunks, key=lambda chunk: (chunk.seat.suspect, -chunk.count)):
+        longest = groups[-1][0].count if groups else 0
+        if groups and not chunk.seat.suspect and longest - chunk.count <= max(16, longest // 4):
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return groups
 
 
 def _nth(sampling: Sampling | None, k: int) -> Sampling | None:

@@ -10,6 +10,7 @@ from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from outrider import metrics
 from outrider.engine import Engine, Output
+from outrider.trees.chain import Chain
 from outrider.trees.gumbel import Gumbel
 from outrider.types import Request, Sampling
 from outrider.verifiers.recursive import Recursive
@@ -220,9 +221,57 @@ def test_a_prompt_that_continues_the_last_text_digests_only_what_is_new():
 
     warm.parts.target.extend = counting
     [warm_output] = warm.generate([second], max_new_tokens=12, sampling=DRAWN)
-    assert fed[0] == len(second) - 1 - (len(first) + len(output.tokens) - 1), fed
+    left, drafted = len(second) - (len(first) + len(output.tokens) - 1), 3
+    assert fed[0] == left + drafted, fed
     assert warm_output.tokens == cold.generate([second], max_new_tokens=12, sampling=DRAWN)[0].tokens
     assert free_slots(warm) == [8, 8]
+
+
+def forwards_by_step(busy: Engine, lengths: Sequence[int]) -> list[int]:
+    """Target forwards of each engine step, for prompts of these lengths that come together."""
+    for i, size in enumerate(lengths):
+        busy.add([3 + (7 * i + k) % 50 for k in range(size)], max_new_tokens=4, sampling=replace(DRAWN, seed=i))
+    counts = []
+    while busy.busy:
+        before = busy.parts.target.num_forwards
+        busy.step()
+        counts.append(busy.parts.target.num_forwards - before)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ((40,), [1, 1, 1, 1]),  # the prompt goes with the first step
+        ((40, 33, 36), [1, 1, 1, 1]),  # prompts of like length too
+        ((120, 40), [3, 1, 1, 1]),  # others have forwards of their own
+        ((1, 40), [2, 1, 1, 1]),  # whoever decodes does not wait in the forward of a prompt
+        ((200, 200, 200), [3, 2, 1, 1, 1]),  # 512 tokens a step: the last of the third prompt come one step later
+    ],
+)
+def test_prompts_share_forwards_where_that_wastes_little(lengths, expected):
+    assert forwards_by_step(engine("none"), lengths) == expected
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree"),
+    [*((name, Chain()) for name in DRAFTERS), ("model", Gumbel(branching=(2, 2)))],
+    ids=[*DRAFTERS, "tree"],
+)
+@pytest.mark.parametrize("setting", [GREEDY, DRAWN], ids=["greedy", "drawn"])
+def test_a_prompt_digested_by_its_first_step_gives_what_one_digested_before_gives(drafter, tree, setting):
+    these = [replace(r, prompt=(*r.prompt, *range(3, 60), *range(3, 30))) for r in requests(setting)]
+
+    def outputs(crops: bool) -> tuple[dict[str, list[int]], int]:
+        busy = engine(drafter)
+        busy.parts = replace(busy.parts, tree=tree, verifier=Recursive() if tree != Chain() else busy.parts.verifier)
+        busy.parts.target.crops = crops
+        return tokens_of(run(busy, these, late=4)), busy.parts.target.num_forwards
+
+    together, fewer = outputs(True)
+    apart, more = outputs(False)
+    assert together == apart
+    assert fewer < more
 
 
 @pytest.mark.parametrize("prompt", [[3, 4, 5, 6], [3, 4, 5], [3, 60, 5, 6, 7], [60, 3]])

@@ -58,12 +58,11 @@ class _Batch:
     @property
     def full(self) -> bool:
         """Whether no row is padded and all logits are wanted."""
-        return all(s.logits == "all" for s in self.segments) and bool((self.counts == self.width).all())
+        return all(s.num_wanted == self.width for s in self.segments)
 
     def wanted(self) -> list[Int[np.ndarray, " _"]]:
         """The columns whose logits each row wants."""
-        first = {"all": lambda n: 0, "last": lambda n: n - 1, "none": lambda n: n}
-        return [np.arange(first[s.logits](n), n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
+        return [np.arange(n - s.num_wanted, n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
 
 
 def padded_width(count: int, *, doubling: bool = False) -> int:
@@ -98,6 +97,7 @@ class LanguageModel:
         vocab_size: Width of the logits.
         max_context: Most tokens of one slot, pending nodes included.
         max_slots: Most slots at once.
+        crops: True: dropping pending nodes costs nothing.
         device: Where the model is.
         dtype: Its floating type.
         num_layers: Decoder layers.
@@ -163,7 +163,7 @@ class LanguageModel:
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
         # A compiler treats one column as a kind of its own, and a tensor made outside inference mode.
         self.max_slots, self.pad_to = max_slots, max(2, pad_to) if compile else pad_to
-        self.num_forwards = 0
+        self.num_forwards, self.crops = 0, True
         if compile and prepack:
             raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
         if prepack and not packable(model):
@@ -341,7 +341,7 @@ class LanguageModel:
 
     def _forward(self, batch: _Batch, taps: Sequence[int]) -> Callable[..., Any]:
         """What runs a forward. A compiled graph has no hooks, so what is tapped is not compiled, nor are prompts."""
-        prompt = batch.width > COMPILED or all(s.logits == "none" for s in batch.segments)
+        prompt = batch.width > COMPILED or all(s.num_wanted == 0 for s in batch.segments)
         return self._runner if self._compiled is None or prompt or taps else self._compiled
 
     def _slot(self, slot: int) -> _Slot:

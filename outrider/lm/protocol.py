@@ -21,13 +21,21 @@ class Segment:
         tokens: One token per new node, on any device.
         parents: Pending number of each node's parent; -1 is the newest committed token; parents come first. None
             continues a chain from the newest pending node, or from the committed tokens where nothing is pending.
-        logits: Which of the new nodes' logits are wanted.
+        logits: Which of the new nodes' logits are wanted; a number wants those of so many of the last ones.
     """
 
     slot: int
     tokens: Int[Tensor, " nodes"]
     parents: Int[np.ndarray, " nodes"] | None = None
-    logits: Literal["all", "last", "none"] = "all"
+    logits: Literal["all", "last", "none"] | int = "all"
+
+    @property
+    def num_wanted(self) -> int:
+        """How many of the last nodes' logits are wanted."""
+        count = self.tokens.shape[0]
+        if isinstance(self.logits, int):
+            return min(self.logits, count)
+        return {"all": count, "last": min(1, count), "none": 0}[self.logits]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +61,14 @@ class LM(Protocol):
         vocab_size: Width of the logits.
         max_context: Most tokens of one slot, pending nodes included.
         max_slots: Most slots at once.
+        crops: Whether dropping pending nodes costs nothing; otherwise tokens before them may have to be fed again.
         device: Where tokens are wanted and logits arrive.
     """
 
     vocab_size: int
     max_context: int
     max_slots: int
+    crops: bool
     device: device
 
     def open(self) -> int:

@@ -75,7 +75,7 @@ class _Job:
         slot: The slot.
         tokens: All its tokens, the new ones last.
         first: Where the new ones begin.
-        wanted: Which logits of the new ones are wanted.
+        wanted: How many of the last ones' logits are wanted.
         pieces: Bounds of what is fed, one forward after the other; the first begins at a border.
         state: What the recurrent layers remember where the next piece begins.
         borders: New ones.
@@ -86,7 +86,7 @@ class _Job:
     slot: int
     tokens: Int[Tensor, " used"]
     first: int
-    wanted: str
+    wanted: int
     pieces: Sequence[tuple[int, int]]
     state: State | None
     borders: dict[int, State | None] = field(default_factory=dict)
@@ -95,10 +95,8 @@ class _Job:
 
     def columns(self, end: int) -> int:
         """How many of the last columns of the piece that ends there have logits that are wanted."""
-        if self.wanted == "none" or (self.wanted == "last" and end < len(self.tokens)):
-            return 0
         start = next(s for s, e in self.pieces if e == end)
-        return 1 if self.wanted == "last" else max(0, end - max(start, self.first))
+        return max(0, end - max(start, len(self.tokens) - self.wanted))
 
 
 class RecurrentModel:
@@ -120,6 +118,7 @@ class RecurrentModel:
         vocab_size: Width of the logits.
         max_context: Most tokens of one slot, pending ones included.
         max_slots: Most slots at once.
+        crops: False: a rejected token's state is found again by feeding what was accepted.
         device: Where the model is.
         dtype: Its floating type.
         num_layers: Decoder layers.
@@ -173,7 +172,7 @@ class RecurrentModel:
         self.model = model.eval()
         self.device, self.dtype = model.device, model.dtype
         self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
-        self.max_slots, self.pad_to = max_slots, 1
+        self.max_slots, self.pad_to, self.crops = max_slots, 1, False
         self.stepwise, self.least = is_stepwise(model.config), 2 if _clamps(model) else 1
         limit = longest_context(model.config)
         if max_context is not None and limit is not None and max_context > limit:
@@ -325,13 +324,13 @@ class RecurrentModel:
                 continue
             end, new = state.used + count, segment.tokens.to(self.device, torch.long, non_blocking=True)
             start = state.start(end, self.least)
-            waits = self.stepwise and start == 0 and segment.logits == "none" and not taps
+            waits = self.stepwise and start == 0 and segment.num_wanted == 0 and not taps
             jobs.append(
                 _Job(
                     slot=slot,
                     tokens=torch.cat([state.tokens, new]),
                     first=state.used,
-                    wanted=segment.logits,
+                    wanted=segment.num_wanted,
                     pieces=[] if waits else _pieces(start, state.used, end, self.least, self.stepwise),
                     state=state.borders[start],
                 )

@@ -47,6 +47,7 @@ class TabularLM:
         self.vocab_size = vocab_size
         self.max_context = max_context
         self.max_slots = 1 << 30
+        self.crops = True
         self.device = torch.device("cpu")
         self._row = row
         self._committed: dict[int, tuple[int, ...]] = {}
@@ -71,8 +72,7 @@ class TabularLM:
                 parent = len(pending) - 1 if segment.parents is None else int(segment.parents[i])
                 pending.append((*(pending[parent] if parent >= 0 else committed), token))
                 fresh.append(pending[-1])
-            wanted = {"all": fresh, "last": fresh[-1:], "none": []}[segment.logits]
-            rows += [self._row(prefix) for prefix in wanted]
+            rows += [self._row(prefix) for prefix in fresh[len(fresh) - segment.num_wanted :]]
         stacked = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
         return Extension(logits=stacked.log(), taps={})
 

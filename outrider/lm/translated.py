@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import numpy as np
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.vocabulary import Translation
-
-Wanted = Literal["all", "last", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +84,7 @@ class Translated:
         self.vocab_size = translation.vocab_size
         self.max_context = lm.max_context
         self.max_slots = lm.max_slots
+        self.crops = lm.crops
         self.device = lm.device
         self._ours = torch.from_numpy(translation.ours).to(lm.device)
         self._theirs = torch.from_numpy(translation.theirs).to(lm.device)
@@ -112,16 +110,16 @@ class Translated:
             before, first = state.fed, len(state.pending)
             fed = self._fed(state, segment)
             fresh = state.pending[first:]
-            wanted = {"all": fresh, "last": fresh[-1:], "none": []}[segment.logits]
+            wanted = fresh[len(fresh) - segment.num_wanted :]
             if fed is None:
                 sources += [-1] * len(wanted)
                 continue
             newest = len(wanted) == 1 and wanted[0].numbers[-1:] == (state.fed - 1,)
-            kept: Wanted = "last" if newest else "all" if any(node.numbers for node in wanted) else "none"
+            kept = 1 if newest else state.fed - before if any(node.numbers for node in wanted) else 0
             inner.append(replace(fed, logits=kept))
             shift = read - (state.fed - 1 if newest else before)
             sources += [shift + node.numbers[-1] if node.numbers else -1 for node in wanted]
-            read += {"last": 1, "all": state.fed - before, "none": 0}[kept]
+            read += kept
         logits = self.lm.extend(inner).logits if inner else torch.zeros(0, self.lm.vocab_size, device=self.device)
         return Extension(logits=self._translated(logits, sources), taps={})
 

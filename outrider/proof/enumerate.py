@@ -150,6 +150,7 @@ def law(
     target_law: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]] | None = None,
     horizon: int | None = None,
     constraint: Constraint | None = None,
+    prefilled: bool = True,
 ) -> Law:
     """Enumerate `num_steps` steps of the production loop on tabular language models.
 
@@ -160,6 +161,7 @@ def law(
         target_law: The target's distribution after the output so far; by default read from the target's own rows.
         horizon: Compare so many tokens; outputs that are as long are not walked further.
         constraint: Which tokens may come next.
+        prefilled: Whether what came before a step is digested before it, or by it.
     """
     request = replace(_request(prompt, sampling), constraint=constraint)
     worlds: dict[_Before, float] = {_Before(output=(), length=parts.length.open(), carried=None): 1.0}
@@ -175,7 +177,7 @@ def law(
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
             dice = EnumeratingDice([script for _, _, script in batch])
-            states = [_resume(parts, request, before) for before, _, _ in batch]
+            states = [_resume(parts, request, before, prefilled) for before, _, _ in batch]
             for i, made in enumerate(_walk(parts, states, dice)):
                 mass = batch[i][1] * dice.worlds[i].probability
                 after[_before(states[i])] += mass
@@ -255,7 +257,7 @@ def _before(state: Running) -> _Before:
     )
 
 
-def _resume(parts: Parts, request: Request, before: _Before) -> Running:
+def _resume(parts: Parts, request: Request, before: _Before, prefilled: bool = True) -> Running:
     state = Running(
         request=request,
         tokens=[*request.prompt, *before.output],
@@ -265,8 +267,8 @@ def _resume(parts: Parts, request: Request, before: _Before) -> Running:
         carried=before.carried,
         ahead=before.ahead,
     )
-    while not prefill(parts, state):
-        pass
+    if prefilled:
+        prefill(parts, state)
     return state
 
 

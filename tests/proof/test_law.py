@@ -55,6 +55,12 @@ def test_one_step_of_a_chain_of_four_at_vocabulary_three_keeps_the_law(verifier,
     assert found.error < BOUND
 
 
+@pytest.mark.parametrize("verifier", VERIFIERS)
+def test_steps_that_digest_what_came_before_keep_the_law(verifier):
+    found = law(assemble(2, verifier, Fixed(num_speculative_tokens=2), seed=5), [0, 1, 0], 2, prefilled=False)
+    assert found.error < BOUND
+
+
 @pytest.mark.parametrize("gamma", [2, 3])
 def test_greedy_block_keeps_the_law_over_the_blocks_that_its_changes_reach(gamma):
     found = law(assemble(3, GreedyBlock(), Fixed(num_speculative_tokens=gamma), seed=8), [0], 4, horizon=4)
