@@ -107,11 +107,23 @@ class _Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chunk:
-    """A part of a prompt to digest: so many tokens, and whether nothing but the newest token is left then."""
+    """A part of a prompt to digest.
+
+    Attributes:
+        count: How many tokens.
+        end: How many are digested then.
+        last: Whether nothing but the newest token is left then.
+    """
 
     seat: _Seat
     count: int
+    end: int
     last: bool
+
+    def like(self, longest: "_Chunk") -> bool:
+        """Whether a forward over both pads little, in new tokens and in those behind which they stand."""
+        new, all_ = longest.count - self.count, abs(longest.end - self.end)
+        return new <= max(16, longest.count // 4) and all_ <= max(64, longest.end // 4)
 
 
 class Engine:
@@ -453,7 +465,8 @@ class Engine:
             count = min(behind, left, PREFILL_CHUNK)
             left -= count
             seat.ready = behind == 0
-            chunks.append(_Chunk(seat=seat, count=count, last=count == behind))
+            end = self.parts.target.length(_running(seat).slot) + count
+            chunks.append(_Chunk(seat=seat, count=count, end=end, last=count == behind))
         groups = _alike([chunk for chunk in chunks if chunk.count])
         alone = len(groups) == 1 and not any(seat.ready for seat in self._seats.values())
         if alone and all(chunk.last for chunk in chunks) and self._digests_in_step:
@@ -604,8 +617,7 @@ def _alike(chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
     """Chunks that can share a forward without much padding; those of suspects stay alone."""
     groups: list[list[_Chunk]] = []
     for chunk in sorted(chunks, key=lambda chunk: (chunk.seat.suspect, -chunk.count)):
-        longest = groups[-1][0].count if groups else 0
-        if groups and not chunk.seat.suspect and longest - chunk.count <= max(16, longest // 4):
+        if groups and not chunk.seat.suspect and chunk.like(groups[-1][0]):
             groups[-1].append(chunk)
         else:
             groups.append([chunk])
