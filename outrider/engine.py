@@ -462,7 +462,7 @@ class Engine:
         new = [seat for seat in self._seats.values() if seat.running is not None and not seat.ready]
         for seat in new:
             behind = len(undigested(self.parts, _running(seat)))
-            count = min(behind, left, PREFILL_CHUNK)
+            count = min(behind, left)
             left -= count
             seat.ready = behind == 0
             end = self.parts.target.length(_running(seat).slot) + count
