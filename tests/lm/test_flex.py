@@ -111,12 +111,10 @@ def test_greedy_output_is_that_of_generate_with_eager_and_with_flex_attention(dt
         model = tiny("llama", attention=attention).to(device, dtype)
         model.generation_config.eos_token_id = None
         with torch.compiler.set_stance("force_eager"):
-            plain[attention] = [
-                model.generate(torch.tensor([p], device=device), max_new_tokens=count, do_sample=False)[
-                    0, len(p) :
-                ].tolist()
-                for p in prompts
+            runs = [
+                model.generate(torch.tensor([p], device=device), max_new_tokens=count, do_sample=False) for p in prompts
             ]
+        plain[attention] = [run[0, len(p) :].tolist() for run, p in zip(runs, prompts, strict=True)]
     assert plain["eager"] == plain["flex_attention"]
     for name, engine in engines(dtype, device).items():
         together = engine.generate(prompts, max_new_tokens=count, sampling=greedy)
