@@ -68,7 +68,7 @@ def load(
         max_prefill_tokens: Most prompt tokens that one step digests, over all requests.
         device: By default the GPU where there is one.
         dtype: By default the weights' own.
-        attn_implementation: `sdpa` or `eager`; by default transformers' choice.
+        attn_implementation: `sdpa`, `eager` or `flex_attention`; by default transformers' choice.
         revision: Branch, tag or commit of a hub id.
         trust_remote_code: Let transformers run code that comes with the model.
         pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a block of one token takes

@@ -25,7 +25,7 @@ Length = Annotated[str | None, typer.Option(help="When to stop drafting, such as
 Decoding = Annotated[str, typer.Option(help="step, or pearl to draft and verify at once.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1; by default the GPU where there is one.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, float64, bfloat16 or float16.")]
-Attention = Annotated[str | None, typer.Option("--attn-implementation", help="sdpa or eager.")]
+Attention = Annotated[str | None, typer.Option("--attn-implementation", help="sdpa, eager or flex_attention.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 AllowLossy = Annotated[bool, typer.Option("--allow-lossy", help="Let rules pass that change the target's law.")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")]

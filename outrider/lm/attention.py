@@ -4,7 +4,8 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
 
 - `forward` takes a 4-D `attention_mask` `[batch, 1, queries, keys]` as it is, for sliding layers too; where the text
   config has `layer_types` it takes a dict with one mask per distinct type (`masking_utils.create_masks_for_generate`);
-- `config._attn_implementation`: "sdpa" reads a bool mask, "eager" ADDS the mask (a bool mask is silently wrong);
+- `config._attn_implementation`: "sdpa" reads a bool mask, "eager" ADDS the mask (a bool mask is silently wrong),
+  "flex_attention" takes a `BlockMask` (see `flex`);
 - `config.sliding_window`: a query at position t sees keys at positions above t - window; a model without layer types
   has such layers if its module imports `create_sliding_window_causal_mask` (for chunks: `create_chunked_causal_mask`);
 - `config.attention_chunk_size`: a query sees keys of its own chunk of positions only (Llama 4).
@@ -19,7 +20,10 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
+
+from outrider.lm import flex
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """The layer types whose masks are known here."""
@@ -222,6 +226,7 @@ class MaskBuilder:
         spans: How far layers look back; a mapping where the model takes a dict of masks.
         additive: The dtype of additive masks; None gives bool masks, True where a key is seen.
         device: Where masks are wanted.
+        blocks: Whether bool masks are wrapped as `BlockMask`s.
         slopes: Per head, what is added per position of a key (ALiBi); the mask then has a head axis. Softmax does not
             see a constant, so a bias by the key's position is one by its distance.
     """
@@ -229,6 +234,7 @@ class MaskBuilder:
     spans: Span | Mapping[str, Span]
     additive: torch.dtype | None
     device: torch.device
+    blocks: bool = False
     slopes: Float[Tensor, " heads"] | None = None
     _keys: Int[Tensor, " numbers"] = field(default_factory=lambda: torch.arange(0), repr=False)
 
@@ -241,7 +247,7 @@ class MaskBuilder:
 
     def masks(
         self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
-    ) -> Tensor | Mapping[str, Tensor]:
+    ) -> Tensor | BlockMask | Mapping[str, Tensor | BlockMask]:
         """Masks over the keys with an index below `view`; `positions` are the sight's, on the device.
 
         Without a sight, each query sees the keys up to its own position.
@@ -274,11 +280,13 @@ class MaskBuilder:
         positions: Int[Tensor, "rows queries"],
         logical: Int[Tensor, "#rows keys"],
         span: Span,
-    ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows heads queries keys"]:
+    ) -> Bool[Tensor, "rows 1 queries keys"] | Float[Tensor, "rows heads queries keys"] | BlockMask:
         if span.window is not None:
             seen = seen & (logical[:, None, :] > positions[:, :, None] - span.window)
         if span.chunk is not None:
             seen = seen & (logical[:, None, :] // span.chunk == positions[:, :, None] // span.chunk)
+        if self.blocks:
+            return flex.block_mask(seen)
         seen = seen[:, None]
         if self.additive is None:
             return seen
@@ -288,3 +296,14 @@ class MaskBuilder:
             return torch.where(seen, zero, hidden)
         bias = self.slopes[:, None, None] * logical[:, None, None, :]
         return torch.where(seen, bias.to(self.additive), hidden)
+
+
+def mask_builder(
+    model: PreTrainedModel, spans: Span | Mapping[str, Span], slopes: Float[Tensor, " heads"] | None = None
+) -> MaskBuilder:
+    """The builder of the kind of mask that a model's attention implementation takes."""
+    blocks = flex.is_flex(model)
+    seen = blocks or model.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+    return MaskBuilder(
+        spans=spans, additive=None if seen else model.dtype, device=model.device, blocks=blocks, slopes=slopes
+    )

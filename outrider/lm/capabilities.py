@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from outrider.lm import flex
 from outrider.lm.alibi import MODELS as ALIBI
 from outrider.lm.recurrent import CHAINS_ONLY
 from outrider.lm.support import context_limit, is_recurrent, is_stepwise, longest_context, refusal
@@ -88,8 +89,11 @@ def _attending(config: PreTrainedConfig) -> list[Capability]:
     trees = "nodes see their ancestors only, by explicit masks"
     if config.model_type in ALIBI:
         trees += "; the bias by distance (ALiBi) is moved into them"
-    compiled = config.model_type not in ALIBI
-    graph = "the forward traces as one graph on the architectures tried"
+    uncompiled = None
+    if config.model_type in ALIBI:
+        uncompiled = "the model is changed during each forward (ALiBi)"
+    elif flex.is_flex(config):
+        uncompiled = "flex_attention runs uncompiled"
     return [
         Capability(feature="chains", supported=True, reason="a draft is verified in one forward"),
         Capability(feature="branching trees", supported=True, reason=trees),
@@ -99,8 +103,8 @@ def _attending(config: PreTrainedConfig) -> list[Capability]:
         ),
         Capability(
             feature="compile",
-            supported=compiled,
-            reason=graph if compiled else "the model is changed during each forward (ALiBi)",
+            supported=uncompiled is None,
+            reason=uncompiled or "the forward traces as one graph on the architectures tried",
         ),
     ]
 
@@ -125,4 +129,5 @@ def _kernel(model_or_config: PreTrainedModel | PreTrainedConfig) -> Capability:
             supported=True,
             reason="chosen at loading: sdpa, or eager where it must be",
         )
-    return Capability(feature="attention implementation", supported=True, reason=f"{chosen}, exact with explicit masks")
+    how = "exact, run uncompiled and slower than sdpa" if flex.is_flex(config) else "exact with explicit masks"
+    return Capability(feature="attention implementation", supported=True, reason=f"{chosen}, {how}")

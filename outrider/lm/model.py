@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.lm import alibi
-from outrider.lm.attention import MaskBuilder, Pending, look, spans, upload
+from outrider.lm import alibi, flex
+from outrider.lm.attention import Pending, look, mask_builder, spans, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.compiled import COMPILED, compiled
 from outrider.lm.packed import packable, packed
@@ -164,6 +164,11 @@ class LanguageModel:
         # A compiler treats one column as a kind of its own, and a tensor made outside inference mode.
         self.max_slots, self.pad_to = max_slots, max(2, pad_to) if compile else pad_to
         self.num_forwards, self.crops = 0, True
+        if compile and flex.is_flex(model):
+            raise InputError(
+                "flex_attention runs uncompiled here, so compile would do nothing; load the model with "
+                "attn_implementation='sdpa', or leave compile out"
+            )
         if compile and prepack:
             raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
         if prepack and not packable(model):
@@ -176,10 +181,7 @@ class LanguageModel:
             raise InputError(
                 f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"
             )
-        additive = None if text._attn_implementation == "sdpa" else self.dtype
-        self._builder = MaskBuilder(
-            spans=spans(model), additive=additive, device=self.device, slopes=alibi.slopes(model)
-        )
+        self._builder = mask_builder(model, spans(model), alibi.slopes(model))
         probe = Probe()
         width = self._probe(probe)
         if vocab_size is not None and not 1 <= vocab_size <= width:
@@ -307,6 +309,7 @@ class LanguageModel:
         with (
             tapped(self._layers, taps) if taps else NOTHING_TAPPED as seen,
             alibi.bias_in_mask(self._runner) if self._builder.slopes is not None else NOTHING_TAPPED,
+            flex.uncompiled() if self._builder.blocks else NOTHING_TAPPED,
         ):
             output = forward(
                 input_ids=self._tokens(batch),
@@ -432,7 +435,7 @@ class LanguageModel:
         sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
         (positions,) = upload([sight.positions], self.device)
         try:
-            with alibi.bias_in_mask(self.model):
+            with alibi.bias_in_mask(self.model), flex.tried(self.model):
                 output = self.model(
                     input_ids=torch.zeros_like(positions),
                     attention_mask=self._builder.masks(sight, positions, 2),
@@ -461,7 +464,8 @@ class LanguageModel:
         ours = self.extend([Segment(slot=slot, tokens=tree, parents=siblings, logits="last")]).logits[0]
         self.release(slot)
         self.num_forwards = 0
-        plain = self.model(input_ids=tree[None, [0, 2, 3]], use_cache=False).logits[0, -1, : self.vocab_size]
+        with flex.tried(self.model):
+            plain = self.model(input_ids=tree[None, [0, 2, 3]], use_cache=False).logits[0, -1, : self.vocab_size]
         difference, spread = float((ours - plain).abs().max()), float(plain.max() - plain.min())
         if difference <= _TOLERANCE * spread:
             return None

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from outrider.lm.attention import MaskBuilder, attention_span, upload
+from outrider.lm.attention import MaskBuilder, attention_span, mask_builder, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.states import State, StateCache
@@ -179,9 +179,8 @@ class RecurrentModel:
             raise InputError(
                 f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"
             )
-        additive = None if text._attn_implementation == "sdpa" else self.dtype
         span = attention_span(model)
-        self._masks = None if span is None else MaskBuilder(spans=span, additive=additive, device=self.device)
+        self._masks = None if span is None else mask_builder(model, span)
         self._asked = frozenset(inspect.signature(type(model).forward).parameters)
         self._slots: dict[int, _Slot] = {}
         self._layers = decoder_layers(model, self.num_layers)

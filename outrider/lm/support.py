@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from outrider.lm import alibi
+from outrider.lm import alibi, flex
 from outrider.lm.attention import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES
 
 STEPWISE = ("mamba", "falcon_mamba", "jamba", "zamba", "recurrent_gemma")
@@ -16,10 +16,9 @@ _UNKNOWN_STATES = {
     "xlstm": "keeps its states in a way of its own",
     "minimax": "keeps its states in a way of its own",
 }
-_KERNELS = {
-    "flex_attention": "ends the process on CPUs when given a 4-D mask (torch 2.13), and is not tested elsewhere",
-}
 _EAGER_ONLY = ("gemma2", "gpt_oss")
+_SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
+"""Models that transformers lets run with `flex_attention` and that add a sink to the softmax."""
 
 
 def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context: int | None = None) -> str | None:
@@ -151,17 +150,33 @@ def _signature(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | N
 def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     text = config.get_text_config(decoder=True)
     kernel = text._attn_implementation
-    if kernel not in (None, "sdpa", "eager"):
-        return (
-            f"attention implementation '{kernel}' {_KERNELS.get(kernel, 'takes no 4-D mask')}; "
-            "load the model with attn_implementation='sdpa' or 'eager'"
-        )
     capped = getattr(text, "attn_logit_softcapping", None) is not None
-    if kernel == "sdpa" and (text.model_type in _EAGER_ONLY or capped or not kind._supports_sdpa):
+    eager_only = text.model_type in _EAGER_ONLY or capped or not kind._supports_sdpa
+    others = "'eager'" if eager_only else "'sdpa' or 'eager'"
+    if kernel not in (None, "sdpa", "eager", "flex_attention"):
+        return (
+            f"attention implementation '{kernel}' takes no 4-D mask; load the model with attn_implementation={others}"
+        )
+    if flex.is_flex(config) and (reason := _flexless(config, kind)) is not None:
+        return (
+            f"attention implementation 'flex_attention' cannot be used with {config.model_type}, which {reason}; "
+            f"load the model with attn_implementation={others}"
+        )
+    if kernel == "sdpa" and eager_only:
         return (
             f"attention implementation 'sdpa' computes {config.model_type} wrongly (no soft-cap, no sinks); "
             "load the model with attn_implementation='eager'"
         )
+    return None
+
+
+def _flexless(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    if not kind._supports_flex_attn:
+        return "transformers does not run so"
+    if config.get_text_config(decoder=True).model_type in _SINKS:
+        return "has attention sinks (transformers adds them on GPUs only, where that has not been tried)"
+    if _stateful(config, kind):
+        return "hands the mask to recurrent layers too, and they cannot read one of its kind"
     return None
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Extension, Segment
@@ -54,6 +55,7 @@ class Pair:
     """A language model and its twins, kept in step."""
 
     lm: LanguageModel | RecurrentModel
+    reference: PreTrainedModel | None = None
     twins: dict[int, Twin] = field(default_factory=dict)
     worst: float = 0.0
 
@@ -77,7 +79,7 @@ class Pair:
         self.twins[slot] = Twin(tokens=self.twins[slot].tokens[:length])
 
     def plain(self, prefixes: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Logits of the last token of each prefix, by the unmodified model without a cache or a mask.
+        """Logits of the last token of each prefix, by the unmodified model (or the reference) without cache or mask.
 
         A run over a path serves all prefixes of it, and paths of equal length share a run.
         """
@@ -89,7 +91,7 @@ class Pair:
         for length in {len(path) for path in paths}:
             same = [path for path in paths if len(path) == length]
             with torch.no_grad():
-                rows = self.lm.model(input_ids=torch.tensor(same), use_cache=False).logits
+                rows = (self.reference or self.lm.model)(input_ids=torch.tensor(same), use_cache=False).logits
             logits += zip(same, rows, strict=True)
         return [next(rows for path, rows in logits if path[: len(p)] == p)[len(p) - 1] for p in prefixes]
 

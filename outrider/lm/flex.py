@@ -1,0 +1,110 @@
+"""`flex_attention`: our masks as torch's `BlockMask`, and the one form of torch's kernel that is right everywhere.
+
+Relied on in transformers (read in 5.23, run in 5.23): a `BlockMask` given as `attention_mask` reaches
+`flex_attention_forward` as it is, which calls `torch.compile(flex_attention)`, one for all models of a process.
+Relied on in torch (read and run in 2.13): under `torch.compiler.set_stance("force_eager")` that call runs
+`flex_attention` uncompiled, by plain tensor operations over all pairs of queries and keys, on any device, in any dtype.
+
+Compiled, it is not used: `docs/decisions/011-flex-attention.md` says why.
+"""
+
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_BLOCK = 128
+
+
+class _Stance:
+    """Torch's stance belongs to the process; this counts the forwards of all threads that want it changed.
+
+    The first one in changes it and the last one out puts back what was there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._changed: torch.compiler.set_stance | None = None
+
+    def enter(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._changed = torch.compiler.set_stance("force_eager")
+            self._inside += 1
+
+    def leave(self) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0 and self._changed is not None:
+                self._changed.__exit__(None, None, None)
+                self._changed = None
+
+
+_STANCE = _Stance()
+
+
+def is_flex(model_or_config: PreTrainedModel | PreTrainedConfig) -> bool:
+    """Whether text layers attend by `flex_attention`; a config that is not yet a model's has not chosen."""
+    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
+    return config.get_text_config(decoder=True)._attn_implementation == "flex_attention"
+
+
+def block_mask(seen: Bool[Tensor, "rows queries keys"]) -> BlockMask:
+    """The mask that lets each query see the keys marked for it, in all heads.
+
+    No block is left out and none is called full, so that `seen` alone decides.
+
+    Example:
+        >>> mask = block_mask(torch.ones(3, 2, 200, dtype=torch.bool))
+        >>> mask.shape, mask.kv_num_blocks.flatten().tolist()
+        ((3, 1, 2, 200), [2, 2, 2])
+    """
+    rows, queries, keys = seen.shape
+    across, down = -(-keys // _BLOCK), -(-queries // _BLOCK)
+    numbers = torch.arange(across, dtype=torch.int32, device=seen.device)
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        # What seen[row, query, key] does, without torch's detour for such brackets: it costs milliseconds per layer.
+        return torch.ops.aten.index.Tensor(seen, [row, query, key])
+
+    return BlockMask.from_kv_blocks(
+        torch.full((rows, 1, down), across, dtype=torch.int32, device=seen.device),
+        numbers.expand(rows, 1, down, across),
+        BLOCK_SIZE=_BLOCK,
+        mask_mod=visible,
+        seq_lengths=(queries, keys),
+        compute_q_blocks=False,
+    )
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """While the body runs, in any thread, functions compiled by torch run uncompiled, in all threads."""
+    _STANCE.enter()
+    try:
+        yield
+    finally:
+        _STANCE.leave()
+
+
+@contextmanager
+def tried(model: PreTrainedModel) -> Iterator[None]:
+    """For the trial forwards of a model when it is opened; nothing for models that attend in other ways.
+
+    Torch says once per process that uncompiled attention is slow, and transformers builds its masks in a way that torch
+    calls outdated; neither is of use to someone who opens a model.
+    """
+    if not is_flex(model):
+        yield
+        return
+    with warnings.catch_warnings(), uncompiled():
+        warnings.filterwarnings("ignore", "flex_attention called without torch.compile")
+        warnings.filterwarnings("ignore", "_compile flag on create_block_mask", DeprecationWarning)
+        yield
