@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.decode import PREFILL_CHUNK, InTurn, Mark, Parts, mark, prefill, rewind, tokens_left
+from outrider.dice import Dice
 from outrider.drafters.none import NoDrafter
 from outrider.grammar import Grammar
 from outrider.lengths.fixed import Fixed
@@ -117,6 +118,7 @@ class Engine:
         keep_warm: Whether the last request's slot is kept for a prompt that continues it.
         max_prefill_tokens: Most prompt tokens that one step digests, over all requests, first come first: how long
             new prompts keep those waiting that decode.
+        dice: Makes the dice of a step of these requests; by default keyed by each request's seed and step.
 
     Example:
         >>> import outrider
@@ -136,6 +138,7 @@ class Engine:
         max_slots: int = 8,
         max_prefill_tokens: int = PREFILL_CHUNK,
         keep_warm: bool = True,
+        dice: Callable[[Sequence[Running]], Dice] | None = None,
     ) -> None:
         if max_prefill_tokens < 1:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
@@ -146,6 +149,7 @@ class Engine:
         self.max_slots = max_slots
         self.max_prefill_tokens = max_prefill_tokens
         self.keep_warm = keep_warm
+        self.dice = dice
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[str, _Seat] = {}
         self._warm: Running | None = None
@@ -448,11 +452,13 @@ class Engine:
     def _advance(self, seats: Sequence[_Seat], sink: Sink | None) -> list[Update]:
         """One step of ready seats together."""
         by_id = {seat.request.id: seat for seat in seats}
-        marks = [mark(_running(seat)) for seat in seats]
+        states = [_running(seat) for seat in seats]
+        marks = [mark(state) for state in states]
         try:
             steps = self.parts.decoding.step(
                 self.parts,
-                [_running(seat) for seat in seats],
+                states,
+                dice=None if self.dice is None else self.dice(states),
                 keep=lambda state, tokens: by_id[state.request.id].keep(tokens),
             )
         except BaseException as error:

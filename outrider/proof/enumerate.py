@@ -22,48 +22,55 @@ BATCH = 512
 
 
 @dataclass(kw_only=True)
-class _World:
-    """One row of the batch: the outcomes it must take first, how far it is, and how likely its choices were."""
+class World:
+    """One way that all draws can come out, while it is walked; changes in place.
+
+    Attributes:
+        script: Numbers of the outcomes that it takes; beyond them always the first possible one, which is then noted.
+        position: Draws so far.
+        probability: How likely the outcomes so far were.
+        others: Scripts of the outcomes not taken at the draws beyond the given script.
+    """
 
     script: list[int]
     position: int = 0
     probability: float = 1.0
-    used: set[tuple[int, str, int]] = field(default_factory=set)
+    others: list[list[int]] = field(default_factory=list)
+
+    def choose(self, chances: Sequence[float]) -> int:
+        """Number of the outcome to take, of several."""
+        if self.position == len(self.script):
+            self.others += [[*self.script, other] for other in range(1, len(chances))]
+            self.script.append(0)
+        number = self.script[self.position]
+        self.position += 1
+        self.probability *= chances[number]
+        return number
 
 
 class EnumeratingDice:
-    """Dice that take every outcome: each world follows its script, then always the first possible outcome, and notes
-    the others as scripts still to be walked. Walking all of them visits every outcome exactly once.
+    """Dice of one step that take the outcomes of worlds. Following first a world with an empty script, then the others
+    that each world leaves, visits every outcome exactly once.
 
     A draw with one possible outcome is no draw. Using one slot twice for one purpose is an error, because in
     production it would be the same random number.
 
     Args:
-        scripts: One per world.
-        size: Requests of one world; those of world w are `w * size` and the following.
+        worlds: One per request of the batch; requests may share one.
     """
 
-    def __init__(self, scripts: Sequence[list[int]], size: int = 1) -> None:
-        self.worlds = [_World(script=list(script)) for script in scripts]
-        self._size = size
-        self.others: list[tuple[int, list[int]]] = []
+    def __init__(self, worlds: Sequence[World]) -> None:
+        self._worlds = worlds
+        self._used: set[tuple[int, str, int]] = set()
 
     def _choose(self, request: int, slot: int, draws: Draws, outcomes: Sequence[tuple[int, float]]) -> int:
-        world = self.worlds[request // self._size]
         key = (request, draws.purpose, slot)
-        if key in world.used:
+        if key in self._used:
             raise RuntimeError(f"the random number of slot {slot} for {draws.purpose!r} was used twice in one step")
         if len(outcomes) == 1:
             return outcomes[0][0]
-        world.used.add(key)
-        if world.position == len(world.script):
-            for other in range(1, len(outcomes)):
-                self.others.append((request // self._size, [*world.script, other]))
-            world.script.append(0)
-        outcome, probability = outcomes[world.script[world.position]]
-        world.position += 1
-        world.probability *= probability
-        return outcome
+        self._used.add(key)
+        return outcomes[self._worlds[request].choose([chance for _, chance in outcomes])][0]
 
     def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
         landed = []
@@ -103,7 +110,7 @@ class EnumeratingDice:
         total = row.sum()
         if total == 0:
             return -1
-        return self._choose(request, slot, draws, [(int(i), row[i] / total) for i in np.flatnonzero(row > 0)])
+        return self._choose(request, slot, draws, [(int(i), float(row[i] / total)) for i in np.flatnonzero(row > 0)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,13 +181,13 @@ def law(
                 queue.append((before, mass, []))
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
-            dice = EnumeratingDice([script for _, _, script in batch])
+            walked = [World(script=script) for _, _, script in batch]
             states = [_resume(parts, request, before) for before, _, _ in batch]
-            for i, made in enumerate(_walk(parts, states, dice)):
-                mass = batch[i][1] * dice.worlds[i].probability
+            for i, made in enumerate(_walk(parts, states, EnumeratingDice(walked))):
+                mass = batch[i][1] * walked[i].probability
                 after[_before(states[i])] += mass
                 accepted += mass * made.num_accepted_tokens
-            queue += [(*batch[i][:2], script) for i, script in dice.others]
+            queue += [(*batch[i][:2], script) for i, world in enumerate(walked) for script in world.others]
         worlds = after
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for before, mass in worlds.items():
@@ -200,14 +207,14 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
     accepted = [0.0] * len(requests)
     queue: list[list[int]] = [[]]
     while queue:
-        dice = EnumeratingDice([queue.pop()], size=len(requests))
+        world = World(script=queue.pop())
         states = [_resume(parts, request, new) for request in requests]
-        steps = _walk(parts, states, dice)
-        mass = dice.worlds[0].probability
+        steps = _walk(parts, states, EnumeratingDice([world] * len(requests)))
+        mass = world.probability
         for i, (state, made) in enumerate(zip(states, steps, strict=True)):
             emitted[i][tuple(state.output)] += mass
             accepted[i] += mass * made.num_accepted_tokens
-        queue += [script for _, script in dice.others]
+        queue += world.others
     return [
         Law(
             emitted=dict(own),
