@@ -1,5 +1,6 @@
 """The exact law of the production code: walk every outcome of every draw, with its probability, in float64."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,31 +22,41 @@ BATCH = 512
 """Worlds that are walked as one batch."""
 
 
+Key = tuple[object, str, int]
+"""Which draw it is: whose, what it decides, its slot."""
+
+
 @dataclass(kw_only=True)
 class World:
     """One way that all draws can come out, while it is walked; changes in place.
 
+    Draws are known by name, not by number, so that a world may be walked again where rounding makes a draw of one
+    outcome out of one of two, or the other way round.
+
     Attributes:
-        script: Numbers of the outcomes that it takes; beyond them always the first possible one, which is then noted.
-        position: Draws so far.
-        probability: How likely the outcomes so far were.
-        others: Scripts of the outcomes not taken at the draws beyond the given script.
+        script: Outcomes by draw. A draw that it does not name takes the first outcome, which is added.
+        chances: How likely each outcome taken was.
+        others: Scripts of the outcomes not taken at the draws that were added.
     """
 
-    script: list[int]
-    position: int = 0
-    probability: float = 1.0
-    others: list[list[int]] = field(default_factory=list)
+    script: dict[Key, int]
+    chances: dict[Key, float] = field(default_factory=dict)
+    others: list[dict[Key, int]] = field(default_factory=list)
 
-    def choose(self, chances: Sequence[float]) -> int:
-        """Number of the outcome to take, of several."""
-        if self.position == len(self.script):
-            self.others += [[*self.script, other] for other in range(1, len(chances))]
-            self.script.append(0)
-        number = self.script[self.position]
-        self.position += 1
-        self.probability *= chances[number]
-        return number
+    @property
+    def probability(self) -> float:
+        return math.prod(self.chances.values())
+
+    def choose(self, key: Key, outcomes: Sequence[tuple[int, float]]) -> int:
+        """The outcome to take, of those that are possible here."""
+        if key not in self.script:
+            if len(outcomes) == 1:
+                return outcomes[0][0]
+            self.others += [self.script | {key: other} for other, _ in outcomes[1:]]
+            self.script[key] = outcomes[0][0]
+        taken = self.script[key]
+        self.chances[key] = dict(outcomes).get(taken, 0.0)
+        return taken
 
 
 class EnumeratingDice:
@@ -57,20 +68,21 @@ class EnumeratingDice:
 
     Args:
         worlds: One per request of the batch; requests may share one.
+        names: What each request's draws are called in its world; by default its number in the batch.
     """
 
-    def __init__(self, worlds: Sequence[World]) -> None:
+    def __init__(self, worlds: Sequence[World], names: Sequence[object] | None = None) -> None:
         self._worlds = worlds
+        self._names = range(len(worlds)) if names is None else names
         self._used: set[tuple[int, str, int]] = set()
 
     def _choose(self, request: int, slot: int, draws: Draws, outcomes: Sequence[tuple[int, float]]) -> int:
-        key = (request, draws.purpose, slot)
-        if key in self._used:
+        own = (request, draws.purpose, slot)
+        if own in self._used:
             raise RuntimeError(f"the random number of slot {slot} for {draws.purpose!r} was used twice in one step")
-        if len(outcomes) == 1:
-            return outcomes[0][0]
-        self._used.add(key)
-        return outcomes[self._worlds[request].choose([chance for _, chance in outcomes])][0]
+        if len(outcomes) > 1:
+            self._used.add(own)
+        return self._worlds[request].choose((self._names[request], draws.purpose, slot), outcomes)
 
     def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
         landed = []
@@ -173,17 +185,18 @@ def law(
     accepted = 0.0
     for _ in range(num_steps):
         after: dict[_Before, float] = defaultdict(float)
-        queue: list[tuple[_Before, float, list[int]]] = []
+        queue: list[tuple[_Before, float, dict[Key, int]]] = []
         for before, mass in worlds.items():
             if horizon is not None and len(before.output) >= horizon:
                 after[before] += mass
             else:
-                queue.append((before, mass, []))
+                queue.append((before, mass, {}))
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
             walked = [World(script=script) for _, _, script in batch]
             states = [_resume(parts, request, before) for before, _, _ in batch]
-            for i, made in enumerate(_walk(parts, states, EnumeratingDice(walked))):
+            dice = EnumeratingDice(walked, ["law"] * len(walked))
+            for i, made in enumerate(_walk(parts, states, dice)):
                 mass = batch[i][1] * walked[i].probability
                 after[_before(states[i])] += mass
                 accepted += mass * made.num_accepted_tokens
@@ -205,7 +218,7 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
     new = _Before(output=(), length=parts.length.open(), carried=None)
     emitted: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in requests]
     accepted = [0.0] * len(requests)
-    queue: list[list[int]] = [[]]
+    queue: list[dict[Key, int]] = [{}]
     while queue:
         world = World(script=queue.pop())
         states = [_resume(parts, request, new) for request in requests]

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache
 from itertools import product
 
 import numpy as np
@@ -13,7 +13,7 @@ from jaxtyping import Float
 from transformers import PreTrainedModel
 
 from outrider.engine import Engine, Output, succeeded
-from outrider.proof.enumerate import EnumeratingDice, World
+from outrider.proof.enumerate import EnumeratingDice, Key, World
 from outrider.types import Request, Running
 
 Row = Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
@@ -45,33 +45,22 @@ class _Run:
 
     Attributes:
         world: How its draws come out.
-        begun: Where the world stood at the beginning of each step.
         ended: What its requests have come to, by their numbers.
     """
 
     world: World
-    begun: list[tuple[int, float]] = field(default_factory=list)
     ended: dict[int, Output] = field(default_factory=dict)
-
-    def at(self, step: int) -> World:
-        """The world at the beginning of a step. A step that is made again, because it failed, has the same draws."""
-        if step < len(self.begun):
-            self.world.position, self.world.probability = self.begun[step]
-        else:
-            self.begun.append((self.world.position, self.world.probability))
-        return self.world
 
 
 def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]) -> Runs:
-    r"""Run an engine once for every way that the draws of some requests can come out, from their prompts to their ends.
+    """Run an engine once for every way that the draws of some requests can come out, from their prompts to their ends.
 
-    A run follows a script of outcomes and notes the outcomes that it could have taken instead, whose scripts are then
-    run. So slots, caches, states kept and fed again, prefill and ends are those of production, as far
-    as the engine is idle before: as many runs as there are slots for go on at once, joining and leaving
-    like requests of a server. A run's probability is the product over its draws, in float64.
+    A run follows a script of outcomes and notes those that it could have taken instead, whose scripts are run later. A
+    run's probability is the product over its draws, in float64. Slots, caches, states kept and fed again, prefill and
+    ends are those of production: as many runs as there are slots for go on at once, and come and go like requests.
 
-    There are as many runs as outcomes, so vocabularies of two or three and outputs of a few tokens are as much as can be
-    had. `law` walks longer ways over tables, by taking up each step anew.
+    There are as many runs as outcomes, so this is for vocabularies of two or three and outputs of a few tokens. `law`
+    goes further on tables, where it need not run a step twice that begins in the same way.
 
     Args:
         engine: An idle engine. Its draws are its own again at the end.
@@ -94,13 +83,15 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
     """
     if len(requests) > engine.max_slots:
         raise ValueError(f"{len(requests)} requests cannot run at once in an engine with max_slots={engine.max_slots}")
-    waiting: list[list[int]] = [[]]
+    waiting: list[dict[Key, int]] = [{}]
     running: dict[str, tuple[_Run, int]] = {}
     outputs: dict[tuple[tuple[int, ...], ...], float] = defaultdict(float)
     num_runs, drafted, accepted = 0, 0.0, 0.0
 
     def dice(states: Sequence[Running]) -> EnumeratingDice:
-        return EnumeratingDice([running[state.request.id][0].at(state.num_steps) for state in states])
+        own = [running[state.request.id] for state in states]
+        steps = [(i, state.num_steps) for (_, i), state in zip(own, states, strict=True)]
+        return EnumeratingDice([run.world for run, _ in own], steps)
 
     before, engine.dice = engine.dice, dice
     try:
@@ -137,7 +128,7 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
 def plain_rows(model: PreTrainedModel, prompt: Sequence[int], temperature: float = 1.0) -> Row:
     """The softmax of a model's own logits: a forward over the whole text, alone, without a cache or a mask."""
 
-    @lru_cache(maxsize=None)
+    @cache
     def row(output: tuple[int, ...]) -> Float[np.ndarray, " vocab"]:
         with torch.no_grad():
             logits = model(torch.tensor([[*prompt, *output]], device=model.device), use_cache=False).logits[0, -1]
