@@ -142,7 +142,7 @@ def _plain(request: Request, row: Row) -> dict[tuple[int, ...], float]:
     found: dict[tuple[int, ...], float] = {}
     going: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(request.max_new_tokens):
-        longer = {(*o, t): mass * p for o, mass in going.items() for t, p in enumerate(row(o).tolist())}
+        longer = {(*o, t): mass * p for o, mass in going.items() for t, p in enumerate(row(o).tolist()) if p}
         found |= {output: mass for output, mass in longer.items() if output[-1] in request.eos_ids}
         going = {output: mass for output, mass in longer.items() if output[-1] not in request.eos_ids}
     return found | going

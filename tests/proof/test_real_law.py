@@ -46,7 +46,7 @@ from tests.zoo import scrambled, tiny_config
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
 BOUND = 1e-12
-SLOTS = 24
+SLOTS = 48
 PROMPT = (1, 0, 1, 1, 0)
 
 
@@ -182,6 +182,12 @@ def test_outputs_that_end_keep_their_law(target):
     assert {len(output) for (output,) in found.outputs} == {1, 2, 3}
 
 
+@pytest.mark.parametrize("target", ["llama", "qwen3_next"])
+def test_prompts_that_are_digested_in_pieces_beside_requests_that_decode_keep_the_law(target):
+    parts = engine(tiny(target), drafter(), "token").parts
+    assert_lossless(walk(Engine(parts, max_slots=SLOTS, max_prefill_tokens=2), most=3))
+
+
 @pytest.mark.parametrize(
     "others",
     [{"length": Adaedl(num_speculative_tokens=2, threshold=0.5, epsilon=0.2)}, {"drafter": Ngram(prompt_lookup_min=1)}],
@@ -191,11 +197,12 @@ def test_a_stopping_rule_and_chosen_drafts_keep_the_law(others):
     assert_lossless(walk(engine(tiny("llama"), drafter(), "block", **others), most=4))
 
 
-@pytest.mark.parametrize(("target", "draft"), [("llama", "llama"), ("mamba2", "mamba2")])
-def test_pearl_in_two_threads_keeps_the_law_and_is_run_by_run_what_its_simulated_clock_gives(target, draft):
-    model, guesser = tiny(target), drafter(draft)
+@pytest.mark.parametrize(("target", "draft", "verifier"), [("llama", "llama", "block"), ("mamba2", "mamba2", "token")])
+def test_pearl_in_two_threads_keeps_the_law_and_gives_what_its_simulated_clock_gives(target, draft, verifier):
+    model, guesser, most = tiny(target), drafter(draft), 4 if target == "llama" else 3
     both = [
-        walk(engine(model, guesser, "block", decoding=Pearl(clock=clock)), most=4) for clock in ("real", "simulated")
+        walk(engine(model, guesser, verifier, decoding=Pearl(clock=clock)), most=most)
+        for clock in ("real", "simulated")
     ]
     assert_lossless(both[0])
     assert both[0] == both[1]
@@ -397,3 +404,30 @@ def accepting_everything() -> Engine:
 @pytest.mark.parametrize("wrong", [accepting_everything, keeping_rejected_states, leaving_keys_where_they_are])
 def test_what_is_wrong_is_caught(wrong):
     assert walk(wrong(), most=4).error > 1e-3
+
+
+# The walk itself.
+
+
+def test_a_script_holds_where_rounding_makes_two_outcomes_of_one_or_one_of_two():
+    a, b, c = ((0, "accept", slot) for slot in range(3))
+    world = World(script={a: 1, b: 0})
+    assert [world.choose((1, "draft", 0), [(5, 1.0)]), world.choose(a, [(0, 0.25), (1, 0.75)])] == [5, 1]
+    assert world.choose(b, [(0, 1.0)]) == 0
+    assert (world.probability, world.others) == (0.75, [])
+    assert world.choose(c, [(2, 0.5), (7, 0.5)]) == 2
+    assert world.others == [{a: 1, b: 0, c: 7}]
+    assert world.choose(a, [(0, 1.0)]) == 1
+    assert world.probability == 0, "an outcome that cannot come any more"
+
+
+def test_an_engine_gets_its_own_draws_back_and_must_have_room():
+    made = engine(tiny("llama"), drafter())
+    texts = []
+    for _ in range(2):
+        texts += [out.tokens for out in made.generate([PROMPT], max_new_tokens=8, sampling=Sampling(seed=3))]
+        walk(made, most=2)
+    assert texts[0] == texts[1]
+    asked = Request(id="", prompt=PROMPT, max_new_tokens=2, sampling=Sampling())
+    with pytest.raises(ValueError, match="49 requests cannot run at once in an engine with max_slots=48"):
+        law_of_runs(made, [asked] * 49, [])
