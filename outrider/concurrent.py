@@ -84,8 +84,8 @@ class Pearl:
 
         Args:
             states: Prefilled requests that may still emit a token.
-            dice: The source of all draws of both sides, which then take turns whatever the clock; by default keyed by
-                each request's seed and step.
+            dice: The source of all draws; by default keyed by each request's seed and step. One for both sides will do,
+                because the target's side draws nothing until the drafter's is done.
             keep: How many of the tokens about to be emitted the request still wants, at least one.
         """
         clock = Clock(self._now)
@@ -93,7 +93,7 @@ class Pearl:
         shadows = [replace(s, tokens=[*s.tokens, *s.ahead.tokens]) for s in states]
         draft = functools.partial(_draft, parts, shadows, drafters, self._now)
         read = functools.partial(_read, parts, states, clock)
-        if dice is None and self.clock == "real":
+        if self.clock == "real":
             drafted, reading = _at_once(self._worker, draft, read, clock, _device(parts))
         else:
             drafted, reading = _in_turn(draft, read, clock, parts.target.device)

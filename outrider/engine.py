@@ -12,6 +12,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.decode import PREFILL_CHUNK, InTurn, Mark, Parts, digest, mark, rewind, tokens_left, undigested
+from outrider.dice import Dice
 from outrider.drafters.none import NoDrafter
 from outrider.grammar import Grammar
 from outrider.lengths.fixed import Fixed
@@ -138,6 +139,7 @@ class Engine:
         keep_warm: Whether the last request's slot is kept for a prompt that continues it.
         max_prefill_tokens: Most prompt tokens that one step digests, over all requests, first come first: how long
             new prompts keep those waiting that decode.
+        dice: Makes the dice of a step of these requests; by default keyed by each request's seed and step.
 
     Example:
         >>> import outrider
@@ -157,6 +159,7 @@ class Engine:
         max_slots: int = 8,
         max_prefill_tokens: int = PREFILL_CHUNK,
         keep_warm: bool = True,
+        dice: Callable[[Sequence[Running]], Dice] | None = None,
     ) -> None:
         if max_prefill_tokens < 1:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
@@ -167,6 +170,7 @@ class Engine:
         self.max_slots = max_slots
         self.max_prefill_tokens = max_prefill_tokens
         self.keep_warm = keep_warm
+        self.dice = dice
         self._waiting: deque[_Seat] = deque()
         self._seats: dict[str, _Seat] = {}
         self._warm: Running | None = None
@@ -500,11 +504,13 @@ class Engine:
     def _advance(self, seats: Sequence[_Seat], sink: Sink | None) -> list[Update]:
         """One step of ready seats together."""
         by_id = {seat.request.id: seat for seat in seats}
-        marks = [mark(_running(seat)) for seat in seats]
+        states = [_running(seat) for seat in seats]
+        marks = [mark(state) for state in states]
         try:
             steps = self.parts.decoding.step(
                 self.parts,
-                [_running(seat) for seat in seats],
+                states,
+                dice=None if self.dice is None else self.dice(states),
                 keep=lambda state, tokens: by_id[state.request.id].keep(tokens),
             )
         except BaseException as error:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMode
 
 from outrider.types import InputError, Processor, Sampling
@@ -46,7 +46,7 @@ def check(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mappin
         )
     for name in _CACHES:
         cache = model_kwargs.get(name)
-        if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+        if cache is not None and (getattr(cache, "_is_user_defined", False) or _filled(cache)):
             raise InputError(f"{name} cannot be continued, the engine has a cache of its own; give the whole text")
     if foreign := sorted(name for name, value in model_kwargs.items() if name not in _PREPARED and value is not None):
         raise InputError(f"{', '.join(foreign)} cannot be used; give input_ids and attention_mask only")
@@ -55,6 +55,14 @@ def check(model: PreTrainedModel, config: GenerationConfig, model_kwargs: Mappin
         seen = torch.ones_like(positions) if mask is None else mask
         if not bool((positions == seen.cumsum(-1) - 1)[seen != 0].all()):
             raise InputError("position_ids must count each row's tokens from 0; drop them")
+
+
+def _filled(cache: Cache) -> bool:
+    """Whether a cache holds tokens. One of recurrent layers alone cannot say how many."""
+    try:
+        return cache.get_seq_length() > 0
+    except ValueError:
+        return bool(cache.has_previous_state())
 
 
 def check_processors(processors: Sequence[Processor], input_ids: Int[Tensor, "rows length"], vocab_size: int) -> None:

@@ -1,5 +1,6 @@
 """The exact law of the production code: walk every outcome of every draw, with its probability, in float64."""
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,49 +22,67 @@ BATCH = 512
 """Worlds that are walked as one batch."""
 
 
-@dataclass(kw_only=True)
-class _World:
-    """One row of the batch: the outcomes it must take first, how far it is, and how likely its choices were."""
+Key = tuple[object, str, int]
+"""Which draw it is: whose, what it decides, its slot."""
 
-    script: list[int]
-    position: int = 0
-    probability: float = 1.0
-    used: set[tuple[int, str, int]] = field(default_factory=set)
+
+@dataclass(kw_only=True)
+class World:
+    """One way that all draws can come out, while it is walked; changes in place.
+
+    Draws are known by name, not by number, so that a world may be walked again where rounding makes a draw of one
+    outcome out of one of two, or the other way round.
+
+    Attributes:
+        script: Outcomes by draw. A draw that it does not name takes the first outcome, which is added.
+        chances: How likely each outcome taken was.
+        others: Scripts of the outcomes not taken at the draws that were added.
+    """
+
+    script: dict[Key, int]
+    chances: dict[Key, float] = field(default_factory=dict)
+    others: list[dict[Key, int]] = field(default_factory=list)
+
+    @property
+    def probability(self) -> float:
+        return math.prod(self.chances.values())
+
+    def choose(self, key: Key, outcomes: Sequence[tuple[int, float]]) -> int:
+        """The outcome to take, of those that are possible here."""
+        if key not in self.script:
+            if len(outcomes) == 1:
+                return outcomes[0][0]
+            self.others += [self.script | {key: other} for other, _ in outcomes[1:]]
+            self.script[key] = outcomes[0][0]
+        taken = self.script[key]
+        self.chances[key] = dict(outcomes).get(taken, 0.0)
+        return taken
 
 
 class EnumeratingDice:
-    """Dice that take every outcome: each world follows its script, then always the first possible outcome, and notes
-    the others as scripts still to be walked. Walking all of them visits every outcome exactly once.
+    """Dice of one step that take the outcomes of worlds. Following first a world with an empty script, then the others
+    that each world leaves, visits every outcome exactly once.
 
     A draw with one possible outcome is no draw. Using one slot twice for one purpose is an error, because in
     production it would be the same random number.
 
     Args:
-        scripts: One per world.
-        size: Requests of one world; those of world w are `w * size` and the following.
+        worlds: One per request of the batch; requests may share one.
+        names: What each request's draws are called in its world; by default its number in the batch.
     """
 
-    def __init__(self, scripts: Sequence[list[int]], size: int = 1) -> None:
-        self.worlds = [_World(script=list(script)) for script in scripts]
-        self._size = size
-        self.others: list[tuple[int, list[int]]] = []
+    def __init__(self, worlds: Sequence[World], names: Sequence[object] | None = None) -> None:
+        self._worlds = worlds
+        self._names = range(len(worlds)) if names is None else names
+        self._used: set[tuple[int, str, int]] = set()
 
     def _choose(self, request: int, slot: int, draws: Draws, outcomes: Sequence[tuple[int, float]]) -> int:
-        world = self.worlds[request // self._size]
-        key = (request, draws.purpose, slot)
-        if key in world.used:
+        own = (request, draws.purpose, slot)
+        if own in self._used:
             raise RuntimeError(f"the random number of slot {slot} for {draws.purpose!r} was used twice in one step")
-        if len(outcomes) == 1:
-            return outcomes[0][0]
-        world.used.add(key)
-        if world.position == len(world.script):
-            for other in range(1, len(outcomes)):
-                self.others.append((request // self._size, [*world.script, other]))
-            world.script.append(0)
-        outcome, probability = outcomes[world.script[world.position]]
-        world.position += 1
-        world.probability *= probability
-        return outcome
+        if len(outcomes) > 1:
+            self._used.add(own)
+        return self._worlds[request].choose((self._names[request], draws.purpose, slot), outcomes)
 
     def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
         landed = []
@@ -103,7 +122,7 @@ class EnumeratingDice:
         total = row.sum()
         if total == 0:
             return -1
-        return self._choose(request, slot, draws, [(int(i), row[i] / total) for i in np.flatnonzero(row > 0)])
+        return self._choose(request, slot, draws, [(int(i), float(row[i] / total)) for i in np.flatnonzero(row > 0)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,21 +187,22 @@ def law(
     accepted = 0.0
     for _ in range(num_steps):
         after: dict[_Before, float] = defaultdict(float)
-        queue: list[tuple[_Before, float, list[int]]] = []
+        queue: list[tuple[_Before, float, dict[Key, int]]] = []
         for before, mass in worlds.items():
             if horizon is not None and len(before.output) >= horizon:
                 after[before] += mass
             else:
-                queue.append((before, mass, []))
+                queue.append((before, mass, {}))
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
-            dice = EnumeratingDice([script for _, _, script in batch])
+            walked = [World(script=script) for _, _, script in batch]
             states = [_resume(parts, request, before, prefilled) for before, _, _ in batch]
+            dice = EnumeratingDice(walked, ["law"] * len(walked))
             for i, made in enumerate(_walk(parts, states, dice)):
-                mass = batch[i][1] * dice.worlds[i].probability
+                mass = batch[i][1] * walked[i].probability
                 after[_before(states[i])] += mass
                 accepted += mass * made.num_accepted_tokens
-            queue += [(*batch[i][:2], script) for i, script in dice.others]
+            queue += [(*batch[i][:2], script) for i, world in enumerate(walked) for script in world.others]
         worlds = after
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for before, mass in worlds.items():
@@ -200,16 +220,16 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
     new = _Before(output=(), length=parts.length.open(), carried=None)
     emitted: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in requests]
     accepted = [0.0] * len(requests)
-    queue: list[list[int]] = [[]]
+    queue: list[dict[Key, int]] = [{}]
     while queue:
-        dice = EnumeratingDice([queue.pop()], size=len(requests))
+        world = World(script=queue.pop())
         states = [_resume(parts, request, new) for request in requests]
-        steps = _walk(parts, states, dice)
-        mass = dice.worlds[0].probability
+        steps = _walk(parts, states, EnumeratingDice([world] * len(requests)))
+        mass = world.probability
         for i, (state, made) in enumerate(zip(states, steps, strict=True)):
             emitted[i][tuple(state.output)] += mass
             accepted[i] += mass * made.num_accepted_tokens
-        queue += [script for _, script in dice.others]
+        queue += world.others
     return [
         Law(
             emitted=dict(own),

@@ -11,6 +11,8 @@ import outrider
 from outrider.lm.compiled import COMPILED
 from outrider.lm.model import LanguageModel, _Batch
 from outrider.lm.protocol import Segment
+from outrider.proof.runs import law_of_runs, plain_rows
+from outrider.types import Request
 
 CASES = {
     "a chain": ([[3, 1, 4]], [[5, 9, 2, 6]], None),
@@ -73,6 +75,20 @@ def differences(plain: LanguageModel, compiled: LanguageModel) -> dict[str, floa
     return found
 
 
+def law(model: LlamaForCausalLM) -> float:
+    """How far all runs of a compiled engine are from plain forwards, where three tokens can come."""
+    sampling = outrider.Sampling(logit_bias=dict.fromkeys(range(3, 64), -torch.inf))
+    request = Request(id="", prompt=(1, 0, 2, 1, 0, 2), max_new_tokens=3, sampling=sampling)
+    engine = outrider.load(model, drafter="ngram:prompt_lookup_min=1", compile=True, max_slots=4)
+    whole = plain_rows(model, request.prompt)
+
+    def row(output: tuple[int, ...]) -> np.ndarray:
+        some = np.where(np.arange(64) < 3, whole(output), 0)
+        return some / some.sum()
+
+    return law_of_runs(engine, [request], [row]).error
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model = llama(1)
@@ -98,6 +114,7 @@ def main() -> None:
         for compile in (False, True)
     ]
     found["greedy output is the same"] = texts[0] == texts[1]
+    found["error of the law"] = law(model)
     print(json.dumps(found))
 
 

@@ -26,3 +26,4 @@ def test_compiled_forwards_say_what_plain_ones_say_in_few_graphs():
     assert found["forwards with taps are plain"]
     assert found["long forwards are plain"]
     assert found["greedy output is the same"]
+    assert found["error of the law"] < 1e-6
