@@ -10,7 +10,10 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from outrider import catalog
+from outrider.catalog import Family
 from outrider.integrate.custom import as_custom_generate
+from outrider.integrate.refusals import check_cache
 from outrider.types import InputError
 
 
@@ -62,12 +65,18 @@ def generate(
         raise InputError("synced_gpus would have all GPUs step together, and drafts differ in length; drop it")
     if arguments.pop("custom_generate", None) is not None:
         raise InputError("custom_generate is Outrider here already; drop it")
-    config = generation_config
-    if stop_strings is None and config is not None and config.stop_strings is not None:
-        generation_config = copy.deepcopy(config)
-        stop_strings, generation_config.stop_strings = config.stop_strings, None
+    check_cache(arguments.get("cache_implementation"))
+    configs = [config for config in (generation_config, model.generation_config) if config is not None]
+    if arguments.get("token_healing") or any(config.token_healing for config in configs):
+        raise InputError("token_healing is not done here; heal the prompt with model.heal_tokens first, and drop it")
+    if generation_config is not None and generation_config.stop_strings is not None:
+        stop_strings = generation_config.stop_strings if stop_strings is None else stop_strings
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.stop_strings = None
     if model.generation_config.stop_strings is not None:
         raise InputError("model.generation_config has stop_strings; set it to None and give them to generate instead")
+    if stop_strings and tokenizer is None:
+        raise InputError("stop_strings need the model's tokenizer; give tokenizer=... too")
     return type(model).generate(
         model,
         inputs,
@@ -100,8 +109,14 @@ def write_custom_generate(
 
     Returns:
         The file that was written, `custom_generate/generate.py`; beside it lies `requirements.txt`.
+
+    Raises:
+        InputError: For a part that does not exist.
     """
-    options = {"drafter": drafter, "tree": tree, "verifier": verifier, "length": length}
+    options: dict[Family, str | None] = {"drafter": drafter, "tree": tree, "verifier": verifier, "length": length}
+    for family, text in options.items():
+        if text is not None:
+            catalog.make(family, text)
     place = Path(directory) / "custom_generate"
     place.mkdir(parents=True, exist_ok=True)
     (place / "requirements.txt").write_text("outrider\n", encoding="utf-8")

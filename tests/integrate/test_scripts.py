@@ -4,7 +4,10 @@ import functools
 import gc
 import re
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -13,9 +16,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import outrider.integrate
 from outrider import InputError, as_custom_generate
+from outrider.drafters.model import Model
 from outrider.integrate.kept import _KEPT, KEPT_ENGINES
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch
+from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch, noisy_twin
 from tests.zoo import tiny
 
 README = Path(__file__).parents[2] / "README.md"
@@ -83,6 +87,18 @@ def test_a_streamer_is_given_what_generate_gives_it(pair):
     assert len(plain.calls) == 22
 
 
+def test_a_streamer_of_several_rows_is_given_columns():
+    model, inputs, calls = tiny("llama"), batch(9, 4, 14), []
+    ends = int(model.generate(**inputs, **GREEDY)[1, 14 + 4])
+    for how in ("streamer", "custom_generate"):
+        recorder = Recorder()
+        given = recorder if how == "streamer" else as_custom_generate(drafter=NGRAM, streamer=recorder)
+        model.generate(**inputs, **GREEDY | {"eos_token_id": ends, "pad_token_id": 1, how: given})
+        calls.append(recorder.calls)
+    assert calls[0] == calls[1]
+    assert any(1 in said for shape, said in calls[0][1:-1] if shape == (3,)), "some row is padded"
+
+
 def test_stop_strings_end_rows_at_the_token_that_completes_them(pair):
     model, tokenizer = pair
     inputs = tokenizer(["Once upon a time", "One day, a dog"], return_tensors="pt", padding=True)
@@ -130,6 +146,8 @@ def test_stop_strings_in_a_generation_config_are_used_and_left_there(pair):
     ours = outrider.integrate.generate(**inputs, model=model, generation_config=config, tokenizer=tokenizer)
     assert torch.equal(plain, ours)
     assert config.stop_strings == "girl"
+    both = {"generation_config": config, "stop_strings": " time", "tokenizer": tokenizer}
+    assert torch.equal(model.generate(**inputs, **both), outrider.integrate.generate(**inputs, model=model, **both))
     with pytest.raises(InputError, match="stop_strings need the model's tokenizer"):
         outrider.integrate.generate(**inputs, model=model, generation_config=config)
 
@@ -197,6 +215,98 @@ def test_a_model_that_was_cast_gets_a_new_engine_and_one_in_training_stays_so():
         assert model.training
         assert model.model.layers[1].training
         assert not model.model.layers[0].training
+
+
+class Broken(Exception):
+    """Whatever a caller's own code may raise."""
+
+
+class Breaks(BaseStreamer):
+    """Raises at the fifth token."""
+
+    def __init__(self, kind):
+        self.kind, self.left = kind, 6
+
+    def put(self, value):
+        self.left -= 1
+        if not self.left:
+            raise self.kind
+
+    def end(self): ...
+
+
+@pytest.mark.usefixtures("float64_stays_float64")
+@pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
+def test_whatever_is_raised_meanwhile_leaves_nothing_behind(where, kind):
+    model, drafter = tiny("llama").train(), Model(lm=noisy_twin("llama", max_slots=3))
+    plain = tiny("llama").generate(**batch(9, 4, 14), **GREEDY)
+
+    def breaks(ids, scores):
+        if ids.shape[1] > 18:
+            raise kind
+        return scores if where == "processor" else False
+
+    given = {"processor": {"logits_processor": [breaks]}, "criterion": {"stopping_criteria": [breaks]}}.get(where, {})
+    failing = as_custom_generate(drafter=drafter, max_slots=3, streamer=Breaks(kind) if where == "streamer" else None)
+    drafted = as_custom_generate(drafter=drafter, max_slots=3)
+    for _ in range(2):
+        with pytest.raises(kind):
+            model.generate(**batch(9, 4, 14), **GREEDY, **given, custom_generate=failing)
+        assert model.training
+        assert torch.equal(model.generate(**batch(9, 4, 14), **GREEDY, custom_generate=drafted), plain)
+        failing = replace(failing, streamer=failing.streamer and Breaks(kind))
+
+
+def at_once(*calls):
+    """What calls give that run in threads of their own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [made.result() for made in [threads.submit(call) for call in calls]]
+
+
+@pytest.mark.usefixtures("float64_stays_float64")
+def test_threads_may_share_a_model_and_a_draft_model():
+    model, drafter = tiny("llama").train(), Model(lm=noisy_twin("llama", max_slots=3))
+    drafted = as_custom_generate(drafter=drafter, max_slots=3)
+    plain = tiny("llama").generate(**batch(9, 4, 14), **GREEDY)
+    call = functools.partial(model.generate, **batch(9, 4, 14), **GREEDY, custom_generate=drafted)
+    assert all(torch.equal(found, plain) for found in at_once(*[call] * 3))
+    assert model.training
+
+
+@pytest.mark.usefixtures("float64_stays_float64")
+def test_evaluation_lasts_until_the_last_call_that_runs_has_ended():
+    model, modes = tiny("llama").train(), []
+
+    def first(ids, scores):
+        started.set()
+        assert ended.wait(30)
+        modes.append(model.training)
+        return True
+
+    started, ended = Event(), Event()
+    with ThreadPoolExecutor(1) as thread:
+        slow = thread.submit(
+            model.generate, **batch(9), **GREEDY, stopping_criteria=[first], custom_generate=as_custom_generate()
+        )
+        assert started.wait(30)
+        model.generate(**batch(4), **GREEDY, custom_generate=as_custom_generate())
+        modes.append(model.training)
+        ended.set()
+        slow.result()
+    assert modes == [False, False]
+    assert model.training
+
+
+def test_threads_that_load_their_draft_models_at_once_get_them_whole(tmp_path):
+    model = tiny("llama").float()
+    model.save_pretrained(tmp_path)
+    drafted = [as_custom_generate(drafter=f"model:path={tmp_path}", length=f"fixed:{k}") for k in (2, 3, 4)]
+    calls = [functools.partial(model.generate, **batch(9), **GREEDY, custom_generate=how) for how in drafted]
+    plain = model.generate(**batch(9), **GREEDY)
+    assert all(torch.equal(found, plain) for found in at_once(*calls))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
 
 
 def test_a_call_within_a_call_has_an_engine_of_its_own():
