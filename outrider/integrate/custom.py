@@ -19,8 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from outrider.integrate.batch import Batch
 from outrider.integrate.draw import draw, result
-from outrider.integrate.kept import Options, borrowed, evaluating, width_of
+from outrider.integrate.kept import Options, borrowed, evaluating
 from outrider.integrate.refusals import check, check_call, check_padding, check_processors, padding_of
+from outrider.lm.open import logit_width
 from outrider.types import InputError
 
 MOST_SLOTS = 64
@@ -64,7 +65,7 @@ class CustomGenerate:
             config=generation_config,
         )
         check_padding(batch.pads, generation_config)
-        check_processors(logits_processor, input_ids, width_of(model))
+        check_processors(logits_processor, input_ids, logit_width(model))
         options = self.options
         if options.max_slots is None:
             options = replace(options, max_slots=min(max(8, 1 << (len(input_ids) - 1).bit_length()), MOST_SLOTS))

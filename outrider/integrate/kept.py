@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.engine import Engine
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import logit_width
 from outrider.load import load
 
 KEPT_ENGINES = 2
@@ -59,7 +60,12 @@ def borrowed(model: PreTrainedModel, options: Options) -> Iterator[Engine]:
     Nobody else has it meanwhile: a second call at the same time gets one of its own. An engine that failed is dropped.
     It forgets its texts when it is given back, because weights may change before the next call.
     """
-    form = (model.device, model.dtype, width_of(model), model.config.get_text_config(decoder=True)._attn_implementation)
+    form = (
+        model.device,
+        model.dtype,
+        logit_width(model),
+        model.config.get_text_config(decoder=True)._attn_implementation,
+    )
     with _LOCK:
         kept = [k for k in _KEPT.get(model, []) if k.form == form]
         found = next((k for k in kept if _same(k.options, options)), None)
@@ -85,7 +91,7 @@ def _same(some: Options, other: Options) -> bool:
 def _engine(model: PreTrainedModel, options: Options) -> Engine:
     """An engine that does not keep its model alive, and leaves text to the caller."""
     own = {f.name: getattr(options, f.name) for f in fields(Options)}
-    made = load(model, **own, vocab_size=width_of(model))
+    made = load(model, **own, vocab_size=logit_width(model))
     if isinstance(made.parts.target, LanguageModel):
         made.parts.target.model = weakref.proxy(model)
     return Engine(made.parts, max_slots=made.max_slots)
@@ -108,7 +114,3 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             else:
                 for module in training:
                     module.training = True
-
-
-def width_of(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])

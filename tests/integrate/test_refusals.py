@@ -243,6 +243,11 @@ def test_the_whole_of_generate_refuses_what_it_does_not_use(given, sentence):
         generate(**batch(9), model=llama(), **given)
 
 
+def test_what_has_no_generate_is_refused():
+    with pytest.raises(InputError, match="a Linear has no generate of its own; give the transformers model in it"):
+        generate(**batch(9), model=torch.nn.Linear(1, 1))
+
+
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [

@@ -11,7 +11,14 @@ from threading import Event
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import outrider.integrate
@@ -323,8 +330,35 @@ def test_a_call_within_a_call_has_an_engine_of_its_own():
     assert all(torch.equal(said, model.generate(**batch(4), **GREEDY)) for said in inner)
 
 
-def test_a_model_whose_generate_was_replaced_is_driven_by_its_own_class():
-    model = tiny("llama")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_whose_generate_was_replaced_is_driven_by_its_own_class(compiled):
+    model = torch.compile(tiny("llama"), backend="eager") if compiled else tiny("llama")
     plain = model.generate(**batch(9), **GREEDY)
     model.generate = functools.partial(outrider.integrate.generate, model=model, drafter=NGRAM)
     assert torch.equal(model.generate(**batch(9), **GREEDY), plain)
+
+
+def test_generate_takes_arguments_by_position_in_the_order_of_transformers():
+    model, recorder, inputs = tiny("llama"), Recorder(), batch(9)["input_ids"]
+    config = GenerationConfig(**GREEDY, pad_token_id=0)
+    given = (config, LogitsProcessorList(), StoppingCriteriaList([lambda ids, _: ids.shape[1] > 20]), None, None, None)
+    ours = outrider.integrate.generate(inputs, *given, recorder, model=model, drafter=NGRAM)
+    assert torch.equal(ours, model.generate(inputs, *given))
+    assert len(recorder.calls) == 1 + 12 + 1
+
+
+def test_a_head_may_keep_its_weights_in_another_shape():
+    class Packed(torch.nn.Module):
+        """A linear layer whose weights are one row, as those of quantised ones are."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self.out_features, self.in_features = layer.out_features, layer.in_features
+            self.weight = torch.nn.Parameter(layer.weight.detach().reshape(1, -1))
+
+        def forward(self, x):
+            return x @ self.weight.reshape(self.out_features, self.in_features).T
+
+    model = tiny("llama")
+    model.lm_head = Packed(model.lm_head)
+    assert_same(model, batch(9), as_custom_generate(drafter=NGRAM), **GREEDY)
