@@ -1,7 +1,7 @@
 """What `generate` asks for, as requests.
 
-A row becomes a request: its processors are the row's whole pipeline from logits to scores, its criteria decide where it
-ends.
+A row becomes a request: its processors are the row's whole pipeline from logits to scores. Where it ends is decided by
+its own end tokens, length and stop strings, and by the criteria that are asked about all rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,12 +15,17 @@ from transformers import (
     EosTokenCriteria,
     GenerationConfig,
     MaxLengthCriteria,
+    MaxTimeCriteria,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    StopStringCriteria,
 )
 
 from outrider.integrate.refusals import is_transformers_own
-from outrider.types import InputError, Processor, Request, Sampling, is_blind
+from outrider.types import Processor, Request, Sampling, is_blind
+
+_BY_ROW = (MaxTimeCriteria, StopStringCriteria)
+"""transformers' criteria whose answer for a row depends on that row alone; no other row has to be waited for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +62,24 @@ class Batch:
         """Whether rows that have ended are padded; without an end token they go on beside the others."""
         return any(hasattr(c, "eos_token_id") for c in self.criteria)
 
-    def request(self, row: int, output: Sequence[int], most: int, seed: int) -> Request:
-        """The request that continues a row after `output` by at most `most` tokens."""
+    @property
+    def pad(self) -> int:
+        """What stands behind rows that have ended."""
+        pad = self.config._pad_token_tensor
+        return 0 if pad is None else int(pad)
+
+    @property
+    def asked(self) -> Sequence[Any]:
+        """The criteria that are asked about all rows together: the caller's own, for they may look across rows."""
+        known = (EosTokenCriteria, MaxLengthCriteria, *(_BY_ROW if self.pads else ()))
+        return [c for c in self.criteria if type(c) not in known]
+
+    def request(self, row: int, seed: int) -> Request:
+        """The request that continues a row."""
         return Request(
             id=str(row),
-            prompt=(*self.input_ids[row, self.padding[row] :].tolist(), *output),
-            max_new_tokens=most,
+            prompt=tuple(self.input_ids[row, self.padding[row] :].tolist()),
+            max_new_tokens=self.max_new_tokens,
             sampling=Sampling(
                 temperature=1.0 if self.config.do_sample else 0.0,
                 processors=tuple(self._of_row(processor, row) for processor in self.processors),
@@ -74,8 +91,12 @@ class Batch:
         )
 
     @property
+    def keeps_scores(self) -> bool:
+        return bool(self.config.return_dict_in_generate and self.config.output_scores)
+
+    @property
     def keeps_logits(self) -> bool:
-        return bool(self.config.return_dict_in_generate and (self.config.output_scores or self.config.output_logits))
+        return self.keeps_scores or bool(self.config.return_dict_in_generate and self.config.output_logits)
 
     def _of_row(self, processor: Processor, row: int) -> Processor:
         """A processor as one row meets it: alone, behind its padding."""
@@ -90,17 +111,15 @@ class Batch:
         )
 
     def _ends(self, row: int) -> Callable[[Sequence[int]], bool] | None:
-        """Whether a row ends after some output, by the criteria that the engine does not know."""
-        asked = [c for c in self.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-        if not asked:
+        """Whether a row ends after some output, by the criteria that look at one row at a time."""
+        own = [c for c in self.criteria if self.pads and type(c) in _BY_ROW]
+        if not own:
             return None
-        scores = _Unknown() if self.keeps_logits and self.config.output_scores else None
 
         def ends(output: Sequence[int]) -> bool:
             said = torch.tensor(list(output), dtype=torch.long, device=self.input_ids.device)
-            ids = torch.cat([self.input_ids[row], said])[None].repeat(len(self.input_ids), 1)
-            answers = [torch.as_tensor(criterion(ids, scores)).reshape(-1) for criterion in asked]
-            return any(bool(answer[row if len(answer) > 1 else 0]) for answer in answers)
+            ids = torch.cat([self.input_ids[row], said])[None]
+            return any(bool(criterion(ids, None)) for criterion in own)
 
         return ends
 
@@ -124,15 +143,6 @@ class _InRow:
         before = torch.cat([self.padding, ids[0].to(home)])[None].repeat(self.num_rows, 1)
         after = self.processor(before, scores.to(home).repeat(self.num_rows, 1))
         return after[self.row : self.row + 1].to(scores.device)
-
-
-class _Unknown:
-    """Stands for the scores of earlier steps where a stopping criterion is asked; any use of it is refused."""
-
-    def _refuse(self, *asked: object) -> Any:
-        raise InputError("a stopping criterion reads scores, which drafting does not have yet; decide by tokens alone")
-
-    __getitem__ = __iter__ = __len__ = _refuse
 
 
 def _alone(processor: Processor, row: int) -> Processor | None:

@@ -19,8 +19,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from outrider.integrate.batch import Batch
 from outrider.integrate.draw import draw, result
-from outrider.integrate.kept import Options, borrowed, evaluating, width_of
-from outrider.integrate.refusals import check, check_processors, padding_of
+from outrider.integrate.kept import Options, borrowed, evaluating
+from outrider.integrate.refusals import check, check_call, check_padding, check_processors, padding_of
+from outrider.lm.open import logit_width
 from outrider.types import InputError
 
 MOST_SLOTS = 64
@@ -49,10 +50,8 @@ class CustomGenerate:
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Int[Tensor, "rows longer"]:
         """Called by `generate`, which has put the batch, its processors and its criteria together."""
-        check(model, generation_config, model_kwargs)
-        check_processors(logits_processor, input_ids, width_of(model))
-        if self.streamer is not None and len(input_ids) > 1:
-            raise InputError(f"a streamer takes one row, and the batch has {len(input_ids)}; generate them one by one")
+        check_call()
+        check(model, input_ids, generation_config, model_kwargs)
         criteria = list(stopping_criteria)
         if self.stop_strings:
             wanted = self.stop_strings if isinstance(self.stop_strings, str) else list(self.stop_strings)
@@ -65,16 +64,13 @@ class CustomGenerate:
             same_device=model.device == input_ids.device,
             config=generation_config,
         )
-        if self.streamer is not None:
-            self.streamer.put(input_ids.cpu())
+        check_padding(batch.pads, generation_config)
+        check_processors(logits_processor, input_ids, logit_width(model))
         options = self.options
         if options.max_slots is None:
             options = replace(options, max_slots=min(max(8, 1 << (len(input_ids) - 1).bit_length()), MOST_SLOTS))
         with evaluating(model), borrowed(model, options) as engine:
-            drawn = draw(engine, batch, self.streamer)
-        if self.streamer is not None:
-            self.streamer.end()
-        return result(batch, drawn)
+            return result(draw(engine, batch, self.streamer))
 
 
 def as_custom_generate(
@@ -95,15 +91,17 @@ def as_custom_generate(
 
     Greedy output is the same; sampled output has the same law, seeded from torch's global generator. The logits
     processors and warpers that `generate` makes are the whole pipeline from logits to probabilities, run per node of a
-    draft with that node's own prefix. Stopping criteria are asked after every token, each row by itself. Batches with
-    left padding, `num_return_sequences`, `return_dict_in_generate`, `output_scores` and `output_logits` are supported;
-    where a row has ended before others, its scores are 0. `past_key_values` is not returned.
+    draft with that node's own prefix. Stopping criteria are asked after every token, about the whole batch. Batches
+    with left padding, `num_return_sequences`, `return_dict_in_generate`, `output_scores` and `output_logits` are
+    supported; where a row has ended before others, its scores are 0. `past_key_values` is not returned. The model
+    runs in evaluation mode, and is given back in the mode it was in.
 
     The engine is made at the first call with a model and these options, and used again for as long as the model lives.
-    Weights may change between calls; a model that was moved or cast gets a new engine.
+    Weights may change between calls; a model that was moved or cast gets a new engine. Threads may call at once; each
+    gets an engine of its own, but a drafter that was given as an object serves one call after the other.
 
-    transformers hands a callable neither `streamer` nor `tokenizer` nor `assistant_model`, so the first two are given
-    here, and `generate` must not be given them; it ignores the third. `outrider.integrate.generate` gets all arguments.
+    transformers hands a callable neither `streamer` nor `tokenizer` nor `stop_strings`, so these are given here and not
+    to `generate`. `outrider.integrate.generate` gets all arguments.
 
     Args:
         drafter: `name:key=value,...` or an object, as in `outrider.load`.

@@ -1,33 +1,47 @@
 """`generate` itself, drafting: with all the arguments that transformers' own takes, in a script or loaded by path."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxtyping import Int
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch.nn import Module
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from outrider import catalog
+from outrider.catalog import Family
 from outrider.integrate.custom import as_custom_generate
+from outrider.integrate.refusals import check_cache
 from outrider.types import InputError
 
 
 def generate(
     inputs: Int[Tensor, "rows length"] | None = None,
     generation_config: GenerationConfig | None = None,
+    logits_processor: LogitsProcessorList | None = None,
+    stopping_criteria: StoppingCriteriaList | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+    synced_gpus: bool | None = None,
+    assistant_model: PreTrainedModel | None = None,
+    streamer: BaseStreamer | None = None,
     *,
-    model: PreTrainedModel,
+    model: Module,
     drafter: str | object = "suffix",
     tree: str | object = "chain",
     verifier: str | object | None = None,
     length: str | object | None = None,
-    streamer: BaseStreamer | None = None,
     stop_strings: str | list[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    assistant_model: PreTrainedModel | None = None,
-    synced_gpus: bool | None = None,
     **arguments: Any,
 ) -> GenerateDecoderOnlyOutput | Int[Tensor, "rows longer"]:
     """What `model.generate` gives, drafted: it takes all the arguments of `generate`, and four of `outrider.load`.
@@ -38,7 +52,7 @@ def generate(
 
     Args:
         inputs: As in `generate`, like every argument not named here.
-        model: The model.
+        model: The model; of one that torch compiled, what was compiled is used, as by its own `generate`.
         drafter: `name:key=value,...` or an object.
         tree: How drafts grow.
         verifier: Which nodes survive.
@@ -56,22 +70,34 @@ def generate(
         ...                 streamer=TextStreamer(tokenizer))
         Once upon a time
     """
+    own: PreTrainedModel = getattr(model, "_orig_mod", model)
+    if not hasattr(type(own), "generate"):
+        raise InputError(f"a {type(own).__name__} has no generate of its own; give the transformers model in it")
     if assistant_model is not None:
         raise InputError("assistant_model is not used here; give a draft model as drafter='model:path=...' instead")
     if synced_gpus:
         raise InputError("synced_gpus would have all GPUs step together, and drafts differ in length; drop it")
     if arguments.pop("custom_generate", None) is not None:
         raise InputError("custom_generate is Outrider here already; drop it")
-    config = generation_config
-    if stop_strings is None and config is not None and config.stop_strings is not None:
-        generation_config = copy.deepcopy(config)
-        stop_strings, generation_config.stop_strings = config.stop_strings, None
-    if model.generation_config.stop_strings is not None:
+    check_cache(arguments.get("cache_implementation"))
+    configs = [config for config in (generation_config, own.generation_config) if config is not None]
+    if arguments.get("token_healing") or any(config.token_healing for config in configs):
+        raise InputError("token_healing is not done here; heal the prompt with model.heal_tokens first, and drop it")
+    if generation_config is not None and generation_config.stop_strings is not None:
+        stop_strings = generation_config.stop_strings if stop_strings is None else stop_strings
+        generation_config = copy.deepcopy(generation_config)
+        generation_config.stop_strings = None
+    if own.generation_config.stop_strings is not None:
         raise InputError("model.generation_config has stop_strings; set it to None and give them to generate instead")
-    return type(model).generate(
-        model,
+    if stop_strings and tokenizer is None:
+        raise InputError("stop_strings need the model's tokenizer; give tokenizer=... too")
+    return type(own).generate(
+        own,
         inputs,
         generation_config,
+        logits_processor,
+        stopping_criteria,
+        prefix_allowed_tokens_fn,
         custom_generate=as_custom_generate(
             drafter=drafter,
             tree=tree,
@@ -100,8 +126,14 @@ def write_custom_generate(
 
     Returns:
         The file that was written, `custom_generate/generate.py`; beside it lies `requirements.txt`.
+
+    Raises:
+        InputError: For a part that does not exist.
     """
-    options = {"drafter": drafter, "tree": tree, "verifier": verifier, "length": length}
+    options: dict[Family, str | None] = {"drafter": drafter, "tree": tree, "verifier": verifier, "length": length}
+    for family, text in options.items():
+        if text is not None:
+            catalog.make(family, text)
     place = Path(directory) / "custom_generate"
     place.mkdir(parents=True, exist_ok=True)
     (place / "requirements.txt").write_text("outrider\n", encoding="utf-8")

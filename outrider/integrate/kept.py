@@ -2,14 +2,16 @@
 
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from threading import Lock
+from threading import Lock, RLock
 
+from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.engine import Engine
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import logit_width
 from outrider.load import load
 
 KEPT_ENGINES = 2
@@ -41,7 +43,14 @@ class _Kept:
 
 
 _KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[_Kept]] = weakref.WeakKeyDictionary()
+_TRAINING: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[Module]]] = weakref.WeakKeyDictionary()
+"""Models that calls have put into evaluation mode: how many calls, and which modules were in training mode."""
 _LOCK = Lock()
+_LOADING = RLock()
+"""Held while an engine is made: transformers cannot load two models at once, it swaps global functions meanwhile."""
+_SHARED = RLock()
+"""Held by calls whose drafter is an object: others may have the same one, and its slots and cache are not for two
+threads. A call within a call may go on."""
 
 
 @contextmanager
@@ -51,15 +60,24 @@ def borrowed(model: PreTrainedModel, options: Options) -> Iterator[Engine]:
     Nobody else has it meanwhile: a second call at the same time gets one of its own. An engine that failed is dropped.
     It forgets its texts when it is given back, because weights may change before the next call.
     """
-    form = (model.device, model.dtype, width_of(model), model.config.get_text_config(decoder=True)._attn_implementation)
+    form = (
+        model.device,
+        model.dtype,
+        logit_width(model),
+        model.config.get_text_config(decoder=True)._attn_implementation,
+    )
     with _LOCK:
         kept = [k for k in _KEPT.get(model, []) if k.form == form]
         found = next((k for k in kept if _same(k.options, options)), None)
         _KEPT[model] = [k for k in kept if k is not found]
-    if found is None:
-        found = _Kept(options=options, form=form, engine=_engine(model, options))
-    yield found.engine
-    found.engine.rest()
+    with nullcontext() if isinstance(options.drafter, str) else _SHARED:
+        if found is None:
+            with _LOADING:
+                found = _Kept(options=options, form=form, engine=_engine(model, options))
+        try:
+            yield found.engine
+        finally:
+            found.engine.rest()
     with _LOCK:
         _KEPT[model] = [*_KEPT[model], found][-KEPT_ENGINES:]
 
@@ -73,7 +91,7 @@ def _same(some: Options, other: Options) -> bool:
 def _engine(model: PreTrainedModel, options: Options) -> Engine:
     """An engine that does not keep its model alive, and leaves text to the caller."""
     own = {f.name: getattr(options, f.name) for f in fields(Options)}
-    made = load(model, **own, vocab_size=width_of(model))
+    made = load(model, **own, vocab_size=logit_width(model))
     if isinstance(made.parts.target, LanguageModel):
         made.parts.target.model = weakref.proxy(model)
     return Engine(made.parts, max_slots=made.max_slots)
@@ -81,15 +99,18 @@ def _engine(model: PreTrainedModel, options: Options) -> Engine:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for a while; each module gets back the mode that it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    """Evaluation mode for a while; after the last call that runs, each module gets back the mode that it was in."""
+    with _LOCK:
+        count, training = _TRAINING.pop(model, (0, [module for module in model.modules() if module.training]))
+        _TRAINING[model] = (count + 1, training)
+        model.eval()
     try:
         yield
     finally:
-        for module in training:
-            module.training = True
-
-
-def width_of(model: PreTrainedModel) -> int:
-    return int(model.get_output_embeddings().weight.shape[0])
+        with _LOCK:
+            count, training = _TRAINING.pop(model)
+            if count > 1:
+                _TRAINING[model] = (count - 1, training)
+            else:
+                for module in training:
+                    module.training = True

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from jaxtyping import Float
@@ -12,13 +13,17 @@ from transformers import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    WatermarkingConfig,
 )
 
 from outrider import as_custom_generate
 from outrider.drafters.model import Model
+from outrider.integrate.batch import Batch
+from outrider.integrate.refusals import padding_of
 from outrider.proof.statistics import chi_square
+from outrider.sampling import Prefix, to_rows
 from tests.integrate.test_generate import NGRAM, batch, noisy_twin
-from tests.zoo import tiny
+from tests.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -88,6 +93,63 @@ def test_drawn_sequences_have_the_law_of_generates_own_processors(parts):
     colder = LogitsProcessorList([PIPELINE[0], TemperatureLogitsWarper(0.6**2), *PIPELINE[2:]])
     wrong = law(model, prompt, colder)
     assert not set(said) <= set(wrong) or p_value(said, wrong) < 1e-4, "temperature applied twice would pass"
+
+
+WARPERS = {
+    "temperature": {"temperature": 0.4},
+    "top_k": {"top_k": 3},
+    "top_p": {"top_p": 0.7},
+    "min_p": {"min_p": 0.2},
+    "top_h": {"top_h": 0.5},
+    "typical_p": {"typical_p": 0.6},
+    "epsilon_cutoff": {"epsilon_cutoff": 0.05},
+    "eta_cutoff": {"eta_cutoff": 0.2},
+    "repetition_penalty": {"repetition_penalty": 1.6},
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.6},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=3.0)},
+    "self-hashing watermark": {
+        "watermarking_config": WatermarkingConfig(bias=3.0, seeding_scheme="selfhash", context_width=2)
+    },
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (0, 3.0), "eos_token_id": 9},
+    "several": {"temperature": 0.7, "top_p": 0.8, "typical_p": 0.9, "renormalize_logits": True, "suppress_tokens": [5]},
+}
+
+
+@pytest.mark.parametrize("warper", WARPERS)
+def test_tokens_are_drawn_from_the_rows_of_generates_own_processors(warper):
+    """Rows after two more tokens of each prompt, as a node at depth two has them."""
+    model, inputs, more = tiny("llama"), batch(9, 4, 14), [[5, 9], [30, 31], [5, 5]]
+    made: list[Batch] = []
+
+    def keep(_, input_ids, logits_processor, stopping_criteria, generation_config, **rest):
+        made.append(
+            Batch(
+                input_ids=input_ids,
+                padding=padding_of(input_ids, rest["attention_mask"]),
+                processors=tuple(logits_processor),
+                criteria=list(stopping_criteria),
+                same_device=True,
+                config=generation_config,
+            )
+        )
+        return input_ids
+
+    setting = {"do_sample": True, "top_k": 0, "eos_token_id": None, "max_new_tokens": 8} | WARPERS[warper]
+    model.generate(**inputs, **setting, custom_generate=keep)
+    requests = [made[0].request(row, seed=0) for row in range(3)]
+    logits = 2.0 * torch.randn(3, VOCAB, dtype=torch.float64)
+    rows = to_rows(
+        logits,
+        np.arange(3),
+        [request.sampling for request in requests],
+        lambda row: Prefix(prompt=requests[row].prompt, output=more[row]),
+    )
+    scores = made[0].processors and LogitsProcessorList(made[0].processors)(
+        torch.cat([inputs["input_ids"], torch.tensor(more)], 1), logits.clone()
+    )
+    torch.testing.assert_close(rows, scores.softmax(-1), rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(rows, logits.softmax(-1), atol=1e-3), "a setting that changes nothing tests nothing"
 
 
 def test_the_global_seed_decides_what_is_drawn_and_moves_on():

@@ -153,6 +153,68 @@ def test_stopping_criteria_of_the_callers_own_end_rows_where_plain_decoding_ends
             assert (found.shape[1] == max(sizes) + 24) == (number == 1000), "rows end early, but for the last number"
 
 
+class Nth(StoppingCriteria):
+    """Ends all rows but the first the n-th time that it is asked, and the first three times later."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, input_ids, scores, **_):
+        self.left -= 1
+        return torch.tensor([self.left <= -3] + [self.left <= 0] * (len(input_ids) - 1))
+
+
+ACROSS = {
+    "the first row ends all": lambda: lambda ids, scores: bool(ids[0, -1] % 4 == 0),
+    "any row ends all": lambda: lambda ids, scores: bool((ids[:, -1] % 8 == 0).any()),
+    "a sum over rows": lambda: lambda ids, scores: ids[:, -1] + ids[:, -1].sum() > 150,
+    "a count of calls": lambda: Nth(5),
+}
+
+
+@pytest.mark.parametrize("slots", [None, 2], ids=["at once", "two slots"])
+@pytest.mark.parametrize("how", ACROSS)
+def test_criteria_that_look_across_rows_or_remember_are_asked_as_by_generate(how, slots):
+    model, inputs = tiny("llama"), batch(9, 4, 14)
+    drafted = as_custom_generate(drafter=Model(lm=noisy_twin("llama")), max_slots=slots)
+    for eos in (None, 63):
+        given = GREEDY | {"eos_token_id": eos, "pad_token_id": 1}
+        plain = model.generate(**inputs, **given, stopping_criteria=[ACROSS[how]()])
+        ours = model.generate(**inputs, **given, stopping_criteria=[ACROSS[how]()], custom_generate=drafted)
+        assert torch.equal(plain, ours), (plain.tolist(), ours.tolist())
+        assert plain.shape[1] < 14 + 24
+
+
+def test_a_criterion_is_given_the_scores_of_generate():
+    model, inputs, given = tiny("llama"), batch(9, 4, 14), GREEDY | {"repetition_penalty": 1.3}
+    seen: list[list[torch.Tensor]] = []
+
+    def ends(ids, scores):
+        seen[-1].append(scores[-1])
+        return scores[-1].argmax(1) % 3 == 0
+
+    given |= {"stopping_criteria": [ends], "return_dict_in_generate": True, "output_scores": True}
+    sequences = []
+    for how in ({}, {"custom_generate": as_custom_generate(drafter=NGRAM)}):
+        seen.append([])
+        sequences.append(model.generate(**inputs, **given, **how).sequences)
+    assert torch.equal(*sequences)
+    assert 14 < sequences[0].shape[1] < 14 + 24
+    for plain, ours in zip(*seen, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-9)
+
+
+def test_prompts_of_short_integers_become_long_ones_as_by_generate():
+    inputs = {"input_ids": batch(9)["input_ids"].int()}
+    assert assert_same(tiny("llama"), inputs, as_custom_generate(drafter=NGRAM), **GREEDY).dtype == torch.int64
+
+
+def test_what_generate_ignores_is_ignored():
+    model, drafted = tiny("llama"), as_custom_generate(drafter=NGRAM)
+    for given in ({"output_hidden_states": True}, {"use_cache": False}, {"cache_implementation": "dynamic"}):
+        assert_same(model, batch(9, 4), drafted, **GREEDY | given)
+
+
 def test_a_criterion_that_answers_with_one_truth_ends_the_row():
     given = GREEDY | {"stopping_criteria": StoppingCriteriaList([lambda ids, scores: ids.shape[1] >= 12])}
     assert assert_same(tiny("llama"), batch(9), as_custom_generate(drafter=NGRAM), **given).shape[1] == 12

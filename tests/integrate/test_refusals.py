@@ -1,21 +1,24 @@
 """What cannot be drafted is refused by name, in one sentence."""
 
+import functools
+
 import pytest
 import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
 )
-from transformers.generation.stopping_criteria import ConfidenceCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from outrider import InputError, as_custom_generate
-from outrider.integrate import generate
+from outrider.integrate import generate, write_custom_generate
+from outrider.integrate.kept import _KEPT
 from tests.integrate.test_generate import GREEDY, NGRAM, batch
 from tests.models import llama
 from tests.zoo import tiny
@@ -54,12 +57,40 @@ class Once(LogitsProcessor):
         return scores
 
 
+class Remembers(LogitsProcessor):
+    """Forbids the token that stood last when it was asked before."""
+
+    before = None
+
+    def __call__(self, input_ids, scores):
+        scores = scores if self.before is None else scores.scatter(1, self.before, -torch.inf)
+        self.before = input_ids[:, -1:]
+        return scores
+
+
+class Deaf(BaseStreamer):
+    """A streamer."""
+
+    def put(self, value): ...
+    def end(self): ...
+
+
+class Padding:
+    """A criterion by which `generate` pads rows."""
+
+    eos_token_id = 7
+
+    def __call__(self, input_ids, scores):
+        return input_ids[:, -1] == 7
+
+
 def filled() -> DynamicCache:
     model, cache = llama(), DynamicCache()
     model(batch(3)["input_ids"], past_key_values=cache)
     return cache
 
 
+ALLOWED = iter(range(3, 60))
 KEYS = [5, 9, 11]
 REFUSED = {
     "num_beams": ({"num_beams": 3}, r"beam_search is neither sampling nor greedy decoding; drop num_beams"),
@@ -88,14 +119,32 @@ REFUSED = {
     "counting": ({"logits_processor": LogitsProcessorList([Counts()])}, "Counts is changed by being asked"),
     "switching": ({"logits_processor": LogitsProcessorList([Switches()])}, "Switches is changed by being asked"),
     "once": ({"logits_processor": LogitsProcessorList([Once()])}, "Once is changed by being asked"),
-    "scores": (
-        {
-            "stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.1)]),
-            "return_dict_in_generate": True,
-            "output_scores": True,
-        },
-        "a stopping criterion reads scores",
+    "remembering": ({"logits_processor": LogitsProcessorList([Remembers()])}, "Remembers is changed by being asked"),
+    "allowed tokens that change": (
+        {"prefix_allowed_tokens_fn": lambda row, said: [next(ALLOWED)]},
+        "PrefixConstrainedLogitsProcessor is changed by being asked",
     ),
+    "marks for other tokens": (
+        {"attention_mask": torch.tensor([[0] + [1] * 4])},
+        r"shape \(1, 5\), input_ids \(1, 9\)",
+    ),
+    "positions of other tokens": ({"position_ids": torch.arange(4)[None]}, "position_ids must count each row's tokens"),
+    "no tokens": (
+        {"input_ids": torch.zeros(1, 0).long()},
+        r"input_ids of shape \(1, 0\) hold no token; give every row",
+    ),
+    "no rows": ({"input_ids": torch.zeros(0, 4).long()}, r"input_ids of shape \(0, 4\) hold no token; give every row"),
+    "a prompt that fills the context": (
+        {"input_ids": torch.full((1, 256), 5)},
+        "256 tokens and 24 new ones pass the context of 256; give a shorter prompt",
+    ),
+    "no padding token": (
+        {"stopping_criteria": StoppingCriteriaList([Padding()]), "pad_token_id": None},
+        "there is no padding token; give pad_token_id",
+    ),
+    "streamer": ({"streamer": Deaf()}, r"does not hand streamer on .* as_custom_generate\(streamer=...\)"),
+    "assistant": ({"assistant_model": llama()}, "does not hand assistant_model on .* drafter='model:path=...'"),
+    "synced": ({"synced_gpus": True}, "does not hand synced_gpus on .* drop it"),
 }
 
 
@@ -103,8 +152,12 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_drafted_is_refused_by_name(what):
     given, sentence = REFUSED[what]
+    model = llama()
+    model.generation_config.pad_token_id = None
+    inputs = batch(9) if "input_ids" not in given else {}
     with pytest.raises(InputError, match=sentence):
-        llama().generate(**batch(9) | GREEDY | given, custom_generate=as_custom_generate(drafter=NGRAM))
+        model.generate(**inputs | GREEDY | given, custom_generate=as_custom_generate(drafter=NGRAM))
+    assert model not in _KEPT or "context" in what, "refused before there is an engine, which knows its context"
 
 
 def test_a_filled_cache_is_refused():
@@ -140,13 +193,28 @@ def test_encoder_decoder_models_are_refused():
         BartForConditionalGeneration(config).generate(batch(9)["input_ids"] % 32, custom_generate=as_custom_generate())
 
 
-def test_a_streamer_for_several_rows_and_stop_strings_without_tokenizer_are_refused():
-    class Streamer(BaseStreamer):
-        def put(self, value): ...
-        def end(self): ...
+@pytest.mark.parametrize("sizes", [(9, 4), (9, 9, 9)])
+def test_a_processor_that_looks_across_rows_is_refused(sizes):
+    across = LogitsProcessorList([lambda ids, scores: scores - scores.mean(0, keepdim=True)])
+    drafted = as_custom_generate(drafter=NGRAM)
+    with pytest.raises(InputError, match="gives a row other scores beside other rows"):
+        llama().generate(**batch(*sizes), **GREEDY, logits_processor=across, custom_generate=drafted)
+    assert llama().generate(**batch(9), **GREEDY, logits_processor=across, custom_generate=drafted).shape == (1, 33)
 
-    with pytest.raises(InputError, match="a streamer takes one row, and the batch has 2"):
-        llama().generate(**batch(9, 4), custom_generate=as_custom_generate(streamer=Streamer()))
+
+def test_a_model_with_its_own_way_of_preparing_inputs_is_refused_while_it_has_it():
+    model, drafted = llama(), as_custom_generate(drafter=NGRAM)
+    plain, own = model.generate(**batch(9), **GREEDY), model.prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = functools.wraps(own)(lambda *given, **named: own(*given, **named))
+    with pytest.raises(InputError, match=r"prepare_inputs_for_generation was replaced .* generate without Outrider"):
+        model.generate(**batch(9), **GREEDY, custom_generate=drafted)
+    model.prepare_inputs_for_generation = own
+    assert torch.equal(model.generate(**batch(9), **GREEDY, custom_generate=drafted), plain)
+
+
+def test_stop_strings_without_tokenizer_are_refused():
+    with pytest.raises(InputError, match="stop_strings need the model's tokenizer; give tokenizer="):
+        generate(**batch(9), model=llama(), stop_strings=["."])
     with pytest.raises(InputError, match="stop_strings need the model's tokenizer"):
         as_custom_generate(stop_strings=["."])
 
@@ -165,11 +233,32 @@ def test_scores_that_leave_no_token_are_refused():
         ({"assistant_model": llama()}, "assistant_model is not used here; give a draft model as drafter="),
         ({"synced_gpus": True}, "synced_gpus would have all GPUs step together"),
         ({"custom_generate": as_custom_generate()}, "custom_generate is Outrider here already"),
+        ({"cache_implementation": "paged"}, "cache_implementation='paged' has no effect"),
+        ({"token_healing": True}, "token_healing is not done here; heal the prompt with model.heal_tokens"),
+        ({"generation_config": GenerationConfig(token_healing=True)}, "token_healing is not done here"),
     ],
 )
 def test_the_whole_of_generate_refuses_what_it_does_not_use(given, sentence):
     with pytest.raises(InputError, match=sentence):
         generate(**batch(9), model=llama(), **given)
+
+
+def test_what_has_no_generate_is_refused():
+    with pytest.raises(InputError, match="a Linear has no generate of its own; give the transformers model in it"):
+        generate(**batch(9), model=torch.nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"drafter": "ngrm"}, "unknown drafter 'ngrm'; did you mean 'ngram'"),
+        ({"length": "fixed:x"}, "length 'fixed' field"),
+    ],
+)
+def test_a_file_is_not_written_for_parts_that_do_not_exist(given, sentence, tmp_path):
+    with pytest.raises(InputError, match=sentence):
+        write_custom_generate(tmp_path, **given)
+    assert not list(tmp_path.iterdir())
 
 
 def test_parts_that_do_not_fit_are_refused_as_by_load():

@@ -4,19 +4,29 @@ import functools
 import gc
 import re
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TextIteratorStreamer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import outrider.integrate
 from outrider import InputError, as_custom_generate
+from outrider.drafters.model import Model
 from outrider.integrate.kept import _KEPT, KEPT_ENGINES
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch
-from tests.zoo import tiny
+from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch, noisy_twin
+from tests.zoo import scrambled, tiny, tiny_config
 
 README = Path(__file__).parents[2] / "README.md"
 DRAFT = f"model:path={EMBEDDED_DRAFT}"
@@ -83,6 +93,18 @@ def test_a_streamer_is_given_what_generate_gives_it(pair):
     assert len(plain.calls) == 22
 
 
+def test_a_streamer_of_several_rows_is_given_columns():
+    model, inputs, calls = tiny("llama"), batch(9, 4, 14), []
+    ends = int(model.generate(**inputs, **GREEDY)[1, 14 + 4])
+    for how in ("streamer", "custom_generate"):
+        recorder = Recorder()
+        given = recorder if how == "streamer" else as_custom_generate(drafter=NGRAM, streamer=recorder)
+        model.generate(**inputs, **GREEDY | {"eos_token_id": ends, "pad_token_id": 1, how: given})
+        calls.append(recorder.calls)
+    assert calls[0] == calls[1]
+    assert any(1 in said for shape, said in calls[0][1:-1] if shape == (3,)), "some row is padded"
+
+
 def test_stop_strings_end_rows_at_the_token_that_completes_them(pair):
     model, tokenizer = pair
     inputs = tokenizer(["Once upon a time", "One day, a dog"], return_tensors="pt", padding=True)
@@ -130,6 +152,8 @@ def test_stop_strings_in_a_generation_config_are_used_and_left_there(pair):
     ours = outrider.integrate.generate(**inputs, model=model, generation_config=config, tokenizer=tokenizer)
     assert torch.equal(plain, ours)
     assert config.stop_strings == "girl"
+    both = {"generation_config": config, "stop_strings": " time", "tokenizer": tokenizer}
+    assert torch.equal(model.generate(**inputs, **both), outrider.integrate.generate(**inputs, model=model, **both))
     with pytest.raises(InputError, match="stop_strings need the model's tokenizer"):
         outrider.integrate.generate(**inputs, model=model, generation_config=config)
 
@@ -199,6 +223,99 @@ def test_a_model_that_was_cast_gets_a_new_engine_and_one_in_training_stays_so():
         assert not model.model.layers[0].training
 
 
+class Broken(Exception):
+    """Whatever a caller's own code may raise."""
+
+
+class Breaks(BaseStreamer):
+    """Raises at the fifth token."""
+
+    def __init__(self, kind):
+        self.kind, self.left = kind, 6
+
+    def put(self, value):
+        self.left -= 1
+        if not self.left:
+            raise self.kind
+
+    def end(self): ...
+
+
+@pytest.mark.usefixtures("float64_stays_float64")
+@pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
+def test_whatever_is_raised_meanwhile_leaves_nothing_behind(where, kind):
+    model, drafter = tiny("llama").train(), Model(lm=noisy_twin("llama", max_slots=3))
+    plain = tiny("llama").generate(**batch(9, 4, 14), **GREEDY)
+
+    def breaks(ids, scores):
+        if ids.shape[1] > 18:
+            raise kind
+        return scores if where == "processor" else False
+
+    given = {"processor": {"logits_processor": [breaks]}, "criterion": {"stopping_criteria": [breaks]}}.get(where, {})
+    failing = as_custom_generate(drafter=drafter, max_slots=3, streamer=Breaks(kind) if where == "streamer" else None)
+    with pytest.raises(kind):
+        model.generate(**batch(9, 4, 14), **GREEDY, **given, custom_generate=failing)
+    assert model.training
+    drafted = as_custom_generate(drafter=drafter, max_slots=3)
+    found = model.generate(**batch(9, 4, 14), **GREEDY, custom_generate=drafted)
+    assert torch.equal(found, plain), "all slots of the draft model are free again"
+
+
+def at_once(*calls):
+    """What calls give that run in threads of their own."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [made.result() for made in [threads.submit(call) for call in calls]]
+
+
+@pytest.mark.usefixtures("float64_stays_float64")
+def test_threads_may_share_a_model_and_a_draft_model():
+    model, drafter = tiny("llama").train(), Model(lm=noisy_twin("llama", max_slots=3))
+    drafted = as_custom_generate(drafter=drafter, max_slots=3)
+    plain = tiny("llama").generate(**batch(9, 4, 14), **GREEDY)
+    call = functools.partial(model.generate, **batch(9, 4, 14), **GREEDY, custom_generate=drafted)
+    assert all(torch.equal(found, plain) for found in at_once(*[call] * 3))
+    assert model.training
+
+
+@pytest.mark.usefixtures("float64_stays_float64")
+def test_evaluation_lasts_until_the_last_call_that_runs_has_ended():
+    model, modes = tiny("llama").train(), []
+    one_runs, two_run = Event(), Event()
+
+    def first(ids, scores):
+        one_runs.set()
+        return two_run.wait(30)
+
+    def second(ids, scores):
+        two_run.set()
+        outer.result(30)
+        modes.append(model.training)
+        return True
+
+    generate = functools.partial(model.generate, **batch(9), **GREEDY, custom_generate=as_custom_generate())
+    with ThreadPoolExecutor(1) as thread:
+        outer = thread.submit(generate, stopping_criteria=[first])
+        assert one_runs.wait(30)
+        generate(stopping_criteria=[second])
+    assert modes == [False]
+    assert model.training
+
+
+def test_threads_that_load_their_draft_models_at_once_leave_loading_as_it_was(tmp_path):
+    config = tiny_config("llama")
+    config.tie_word_embeddings = True
+    model = scrambled(AutoModelForCausalLM.from_config(config))
+    model.save_pretrained(tmp_path)
+    drafted = [as_custom_generate(drafter=f"model:path={tmp_path}", length=f"fixed:{k}") for k in range(1, 9)]
+    calls = [functools.partial(model.generate, **batch(9), **GREEDY, custom_generate=how) for how in drafted]
+    plain = model.generate(**batch(9), **GREEDY)
+    assert all(torch.equal(found, plain) for found in at_once(*calls))
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again.generate(**batch(9), **GREEDY), plain)
+
+
 def test_a_call_within_a_call_has_an_engine_of_its_own():
     model, drafted, inner = tiny("llama"), as_custom_generate(drafter=NGRAM), []
 
@@ -211,8 +328,35 @@ def test_a_call_within_a_call_has_an_engine_of_its_own():
     assert all(torch.equal(said, model.generate(**batch(4), **GREEDY)) for said in inner)
 
 
-def test_a_model_whose_generate_was_replaced_is_driven_by_its_own_class():
-    model = tiny("llama")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_model_whose_generate_was_replaced_is_driven_by_its_own_class(compiled):
+    model = torch.compile(tiny("llama"), backend="eager") if compiled else tiny("llama")
     plain = model.generate(**batch(9), **GREEDY)
     model.generate = functools.partial(outrider.integrate.generate, model=model, drafter=NGRAM)
     assert torch.equal(model.generate(**batch(9), **GREEDY), plain)
+
+
+def test_generate_takes_arguments_by_position_in_the_order_of_transformers():
+    model, recorder, inputs = tiny("llama"), Recorder(), batch(9)["input_ids"]
+    config = GenerationConfig(**GREEDY, pad_token_id=0)
+    given = (config, LogitsProcessorList(), StoppingCriteriaList([lambda ids, _: ids.shape[1] > 20]), None, None, None)
+    ours = outrider.integrate.generate(inputs, *given, recorder, model=model, drafter=NGRAM)
+    assert torch.equal(ours, model.generate(inputs, *given))
+    assert len(recorder.calls) == 1 + 12 + 1
+
+
+def test_a_head_may_keep_its_weights_in_another_shape():
+    class Packed(torch.nn.Module):
+        """A linear layer whose weights are one row, as those of quantised ones are."""
+
+        def __init__(self, layer):
+            super().__init__()
+            self.out_features, self.in_features = layer.out_features, layer.in_features
+            self.weight = torch.nn.Parameter(layer.weight.detach().reshape(1, -1))
+
+        def forward(self, x):
+            return x @ self.weight.reshape(self.out_features, self.in_features).T
+
+    model = tiny("llama")
+    model.lm_head = Packed(model.lm_head)
+    assert_same(model, batch(9), as_custom_generate(drafter=NGRAM), **GREEDY)
