@@ -1,6 +1,7 @@
 """Constraints on what may be said: the masks of a whole batch of drafts, and grammars by xgrammar (extra `grammar`)."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.schema import check_pattern, check_schema
 from outrider.types import Constraint, InputError, Running
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 2**28
 """Most memory of the compiled grammars of one tokenizer."""
+ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .* is false: )?")
+"""When and where xgrammar noticed what it complains of."""
 
 __all__ = ["Constraint", "Grammar", "any_json", "ebnf", "json_schema", "regex"]
 
@@ -60,17 +64,19 @@ class Grammar:
         compiler = _compiler(tokenizer, vocab_size, eos_ids)
         try:
             if self.kind == "regex":
+                check_pattern(self.text)
                 compiled = compiler.compile_regex(self.text)
             elif self.kind == "EBNF":
                 compiled = compiler.compile_grammar(self.text)
             else:
+                check_schema(self.text)
                 compiled = compiler.compile_json_schema(
                     self.text,
                     any_whitespace=self.max_whitespace != 0,
                     max_whitespace_cnt=self.max_whitespace or None,
                 )
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0].rsplit(": ", 1)[-1]
+        except (InputError, RuntimeError) as error:
+            reason = ORIGIN.sub("", str(error).strip().splitlines()[0])
             raise InputError(f"the {self.kind} cannot be compiled: {reason}") from error
         constraint = GrammarConstraint(
             compiled=compiled,
@@ -95,7 +101,10 @@ def json_schema(schema: str | Mapping[str, object] | bool, max_whitespace: int |
     """
     if max_whitespace is not None and max_whitespace < 0:
         raise InputError(f"max_whitespace must be >= 0, got {max_whitespace}")
-    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the schema cannot be written as JSON: {error}") from error
     return Grammar(kind="JSON schema", text=text, max_whitespace=max_whitespace)
 
 

@@ -295,18 +295,29 @@ def test_an_automaton_of_ones_own_constrains_the_engine():
     ("rule", "sentence"),
     [
         (regex("(ab"), "the regex cannot be compiled: .*parenthesis is not closed"),
-        (json_schema('{"type":'), "the JSON schema cannot be compiled"),
+        (
+            json_schema('{"type":'),
+            "the JSON schema cannot be compiled: it is not JSON: Expecting value: line 1 column 9",
+        ),
+        (json_schema({"type": "array", "uniqueItems": True}), "the JSON schema cannot be compiled: 'uniqueItems'"),
+        (regex("a$b"), r"the regex cannot be compiled: '\$' at position 2 is not at the end"),
+        (regex("a{3,1}"), "the regex cannot be compiled: .*Lower bound is larger than upper bound: 3 > 1"),
         (json_schema({"type": "nope"}), 'the JSON schema cannot be compiled: Unsupported type "nope"'),
         (ebnf('rot ::= "a"'), 'the EBNF cannot be compiled: .*"root" is not found'),
         (ebnf("root ::= []"), "no token of the vocabulary goes on with the EBNF"),
         ([], "got 0 constraints for 1 prompts"),
     ],
-    ids=["regex", "json", "schema", "ebnf", "impossible", "count"],
+    ids=["regex", "json", "unenforced", "anchor", "bounds", "schema", "ebnf", "impossible", "count"],
 )
 def test_wrong_constraints_get_a_sentence(pair, rule, sentence):
     with pytest.raises(InputError, match=sentence):
         pair.generate([PROMPT], constraint=rule)
     assert not pair.busy
+
+
+def test_a_schema_that_is_no_json_gets_a_sentence():
+    with pytest.raises(InputError, match="the schema cannot be written as JSON: .* set "):
+        json_schema({"enum": {1, 2}})
 
 
 def test_a_grammar_without_an_ending_token_is_refused(pair):
