@@ -297,7 +297,7 @@ def test_an_automaton_of_ones_own_constrains_the_engine():
         (regex("(ab"), "the regex cannot be compiled: .*parenthesis is not closed"),
         (
             json_schema('{"type":'),
-            "the JSON schema cannot be compiled: it is not JSON: Expecting value: line 1 column 9",
+            "the JSON schema cannot be compiled: it is not JSON: Expecting value",
         ),
         (json_schema({"type": "array", "uniqueItems": True}), "the JSON schema cannot be compiled: 'uniqueItems'"),
         (regex("a$b"), r"the regex cannot be compiled: '\$' at position 2 is not at the end"),
@@ -316,7 +316,7 @@ def test_wrong_constraints_get_a_sentence(pair, rule, sentence):
 
 
 def test_a_schema_that_is_no_json_gets_a_sentence():
-    with pytest.raises(InputError, match="the schema cannot be written as JSON: .* set "):
+    with pytest.raises(InputError, match=r"the schema cannot be written as JSON: .* set "):
         json_schema({"enum": {1, 2}})
 
 
