@@ -75,7 +75,7 @@ class Grammar:
                     any_whitespace=self.max_whitespace != 0,
                     max_whitespace_cnt=self.max_whitespace or None,
                 )
-        except (InputError, RuntimeError) as error:
+        except (InputError, RuntimeError, UnicodeEncodeError) as error:
             reason = ORIGIN.sub("", str(error).strip().splitlines()[0])
             raise InputError(f"the {self.kind} cannot be compiled: {reason}") from error
         constraint = GrammarConstraint(
@@ -178,7 +178,7 @@ class GrammarConstraint:
             shared = next((i for i, (a, b) in enumerate(zip(walked, path, strict=False)) if a != b), len(walked))
             own.matcher.rollback(len(walked) - shared)
             del walked[shared:]
-            while len(walked) < len(path) and self._accepts(own, path[len(walked)]):
+            while len(walked) < len(path) and self._goes_on(own, walked, path[len(walked)]):
                 walked.append(path[len(walked)])
             own.rows[path] = self._row(own, live=len(walked) == len(path))
         own.matcher.rollback(len(walked))
@@ -190,6 +190,11 @@ class GrammarConstraint:
         for token in tokens:
             if not self._accepts(own, token):
                 raise RuntimeError(f"token {token} was emitted against {self.name}")
+
+    def _goes_on(self, state: GrammarState, walked: Sequence[int], token: int) -> bool:
+        """Step to a token, if the mask where the walk stands has it. xgrammar warns of special tokens it is given."""
+        row = state.rows[tuple(walked)]
+        return bool(int(row[token // 32]) >> token % 32 & 1) and self._accepts(state, token)
 
     def _accepts(self, state: GrammarState, token: int) -> bool:
         return not state.matcher.is_terminated() and bool(state.matcher.accept_token(token))

@@ -182,6 +182,24 @@ def test_every_ending_token_of_the_request_may_end_a_grammar(pair):
     assert output.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("tree", ["dynamic:width=4,num_nodes=20", "opt:num_nodes=12", "lattice:num_nodes=8"])
+def test_chosen_trees_hold_nothing_that_the_grammar_forbids(tree, capfd):
+    """One token is left of most rows, where the trees want several."""
+    engine = outrider.load(tree=tree, dtype="float32", length="fixed:2")
+    rule = regex("a")
+    [out] = engine.generate([PROMPT], max_new_tokens=20, sampling=GREEDY, constraint=rule)
+    assert (out.text, len(out.tokens)) == ("a", 2)
+    # The tokens that say "a", and the end behind each of them.
+    ways = masked(torch.zeros(1, 8192), _first_row(rule, engine)).eq(0).sum().item()
+    assert 0 < out.num_draft_tokens <= 2 * ways
+    assert "Warning" not in capfd.readouterr().err
+
+
+def _first_row(rule: grammar.Grammar, engine: Engine) -> torch.Tensor:
+    constraint = rule.bind(engine.tokenizer, 8192, engine.eos_ids)
+    return constraint.masks(constraint.open(), [0], [-1])
+
+
 def test_stop_strings_end_a_constrained_output_as_a_free_one(pair):
     [out] = pair.generate([PROMPT], max_new_tokens=50, sampling=GREEDY, constraint=regex("aaa(bbb)+"), stop=["bb"])
     assert out.text == "aaa"

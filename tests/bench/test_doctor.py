@@ -157,6 +157,43 @@ def test_a_refused_target_and_a_refused_pair_are_described(monkeypatch, capsys, 
     assert "refused: " in doctor(monkeypatch, capsys, *given)
 
 
+def wrong(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["outrider", "doctor", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens must be >= 1, got 0"),
+        (["--batch-size", "0"], "batch_size must be >= 1, got 0"),
+        (["--num-tokens", "2"], "num_tokens must be >= 3, got 2"),
+        (["--temperature", "inf"], "temperature must be >= 0, got inf"),
+        (["--dtype", "float17"], "unknown dtype 'float17'"),
+        (["--device", "warp"], "device 'warp' cannot be used"),
+        (["--target", ""], "there is no directory ''"),
+        (["--text", "/no/such/text"], "there is no prompt file /no/such/text"),
+    ],
+    ids=str,
+)
+def test_wrong_input_gets_one_sentence(monkeypatch, capsys, arguments, sentence):
+    assert sentence in wrong(monkeypatch, capsys, *arguments)
+
+
+def test_texts_that_are_too_short_or_that_nobody_reads_are_refused(monkeypatch, capsys, places):
+    short = places["target"] / "short.txt"
+    short.write_text("".join(letters().convert_ids_to_tokens([4, 5])))
+    given = ["--target", str(places["target"]), "--text", str(short)]
+    assert "give --drafter too" in wrong(monkeypatch, capsys, *given)
+    drafter = ["--drafter", f"model:path={places['draft']}", "--rounds", "0"]
+    assert "no text has 3 tokens" in wrong(monkeypatch, capsys, *given, *drafter)
+    assert "no text has 3 tokens" in wrong(monkeypatch, capsys, *given[:2], *drafter, "--max-context", "3")
+
+
 def test_shipped_prompts_do_for_a_target_without_a_chat_template(monkeypatch, capsys, places):
     given = ["--target", str(places["target"]), "--drafter", "ngram", "--num-tokens", "12", "--rounds", "0"]
     assert "free running, by depth" in doctor(monkeypatch, capsys, *given)
