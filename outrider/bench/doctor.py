@@ -22,6 +22,8 @@ OPENING = 16
 """Tokens of each text that are the prompt of a free run."""
 NEW_TOKENS = 64
 """Most tokens that a free run adds to each."""
+COST_TOKENS = 64
+"""Tokens of each output whose steps are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +138,7 @@ class Worth:
         break_even: By length, the acceptance that is as fast as plain decoding; None where none is.
         best_length: Fastest length at the measured acceptance.
         best_speedup: What it would give.
+        num_requests: How many requests ran together when costs were timed.
     """
 
     costs: Costs
@@ -144,9 +147,10 @@ class Worth:
     break_even: dict[int, float | None]
     best_length: int
     best_speedup: float
+    num_requests: int = 1
 
     @classmethod
-    def of(cls, costs: Costs, acceptance: float) -> "Worth":
+    def of(cls, costs: Costs, acceptance: float, num_requests: int = 1) -> "Worth":
         """Compute the table."""
         best = costs.best_length(acceptance, LENGTHS)
         return cls(
@@ -156,6 +160,7 @@ class Worth:
             break_even={n: costs.break_even(n) for n in LENGTHS},
             best_length=best,
             best_speedup=costs.speedup(acceptance, best),
+            num_requests=num_requests,
         )
 
 
@@ -172,7 +177,8 @@ class Diagnosis:
         by_position: Agreement of rows along the text.
         by_depth: Agreement of rows into drafts that begin in the text; depth 1 is the text itself.
         free: What happened where the target went its own way.
-        worth: What that is worth here.
+        worth: What that is worth here, for a request alone.
+        worth_together: The same, for as many requests together as the engine takes; None where it takes one.
     """
 
     capabilities: Sequence[Capability]
@@ -184,6 +190,7 @@ class Diagnosis:
     by_depth: Sequence[Agreement] | None = None
     free: FreeRun | None = None
     worth: Worth | None = None
+    worth_together: Worth | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -199,6 +206,7 @@ class Measured:
     by_depth: Sequence[Agreement] | None
     free: FreeRun
     worth: Worth | None
+    worth_together: Worth | None
 
 
 def measure(
@@ -239,10 +247,11 @@ def measure(
         max_new_tokens=NEW_TOKENS,
         progress=lambda count: said("free running", count),
     )
-    worth = None
+    worths: dict[int, Worth] = {}
     try:
-        if rounds:
-            worth = Worth.of(measure_costs(engine, prompts[0], rounds=rounds), free.acceptance)
+        for count in sorted({1, engine.max_slots}) if rounds else ():
+            costs = measure_costs(engine, prompts[0], max_new_tokens=COST_TOKENS, rounds=rounds, num_requests=count)
+            worths[count] = Worth.of(costs, free.acceptance, count)
     except InputError as error:
         notes.append(f"Costs could not be measured: {error}.")
     return Measured(
@@ -250,5 +259,6 @@ def measure(
         by_position=None if pairs is None else pairs.by_position(),
         by_depth=None if pairs is None else pairs.by_depth(),
         free=free,
-        worth=worth,
+        worth=worths.get(1),
+        worth_together=worths.get(engine.max_slots) if engine.max_slots > 1 else None,
     )

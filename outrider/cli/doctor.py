@@ -228,6 +228,8 @@ def _print(found: Diagnosis) -> None:
         )
     if found.worth is not None:
         _print_worth(console, found.worth)
+    if found.worth_together is not None:
+        _print_costs(console, found.worth_together)
 
 
 def _agreement(title: str, where: str, rows: Sequence[Agreement]) -> Table:
@@ -250,7 +252,14 @@ def _print_worth(console: Console, worth: Worth) -> None:
     even = (worth.break_even[length] for length in LENGTHS)
     table.add_row("break-even", *("never" if a is None else f"{a:.2f}" for a in even))
     console.print(table)
+    _print_costs(console, worth)
+
+
+def _print_costs(console: Console, worth: Worth) -> None:
+    costs = worth.costs
+    who = "a request alone" if worth.num_requests == 1 else f"{worth.num_requests} requests together"
     console.print(
-        f"one drafter call costs {worth.costs.draft:.2f} target forwards, one more verified token "
-        f"{worth.costs.token:.3f}; best length now {worth.best_length}, which would give {worth.best_speedup:.2f}x"
+        f"{who}: one drafter call costs {costs.draft:.2f} target forwards, one more verified token {costs.token:.3f}; "
+        f"best length {worth.best_length}, which would give {worth.best_speedup:.2f}x "
+        f"(--length planned:draft_cost={costs.draft:.2f},token_cost={costs.token:.3f} goes by it)"
     )
