@@ -373,11 +373,6 @@ class Engine:
             raise InputError(f"token id {worst if worst >= width else min(request.prompt)} is not in 0 .. {width - 1}")
         if any(not 0 <= token < width for token in request.sampling.logit_bias):
             raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
-        if request.constraint is not None and not isinstance(self.parts.decoding, InTurn):
-            raise InputError(
-                "a constraint cannot follow tokens that are drafted before those ahead of them are judged; "
-                "use decoding 'step'"
-            )
         if request.stop and self.tokenizer is None:
             raise InputError("stop strings need the target's tokenizer")
         if any(not text for text in request.stop):

@@ -168,7 +168,7 @@ class GrammarConstraint:
         return GrammarState(matcher=xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=sorted(self.eos_ids)))
 
     def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
-        """What may follow each node. Raises InputError where no token of the vocabulary goes on with the grammar."""
+        """What may follow each node. Raises InputError where no token of the vocabulary goes on after the root."""
         own = _state(state)
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tokens, parents, strict=True):
@@ -180,7 +180,13 @@ class GrammarConstraint:
             del walked[shared:]
             while len(walked) < len(path) and self._goes_on(own, walked, path[len(walked)]):
                 walked.append(path[len(walked)])
-            own.rows[path] = self._row(own, live=len(walked) == len(path))
+            row = self._row(own) if len(walked) == len(path) else self._silence()
+            if not row.any():
+                if not path:
+                    raise InputError(self._stuck())
+                # A draft strayed to where the output need never come; plain decoding would not have looked there.
+                row = self._silence()
+            own.rows[path] = row
         own.matcher.rollback(len(walked))
         return torch.stack([own.rows[path] for path in paths])
 
@@ -189,6 +195,8 @@ class GrammarConstraint:
         own.rows.clear()
         for token in tokens:
             if not self._accepts(own, token):
+                if not own.matcher.is_terminated() and not self._row(own).any():
+                    raise InputError(self._stuck())
                 raise RuntimeError(f"token {token} was emitted against {self.name}")
 
     def _goes_on(self, state: GrammarState, walked: Sequence[int], token: int) -> bool:
@@ -199,14 +207,19 @@ class GrammarConstraint:
     def _accepts(self, state: GrammarState, token: int) -> bool:
         return not state.matcher.is_terminated() and bool(state.matcher.accept_token(token))
 
-    def _row(self, state: GrammarState, live: bool) -> Int[Tensor, " words"]:
-        """The mask where the matcher stands; all ones where nothing can be said, which no verifier will reach."""
-        row = torch.full((1, self.num_words), -1, dtype=torch.int32)
-        if live and not state.matcher.is_terminated():
-            state.matcher.fill_next_token_bitmask(row)
-            if not row.any():
-                raise InputError(f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here")
-        return row[0]
+    def _row(self, state: GrammarState) -> Int[Tensor, " words"]:
+        """The mask where the matcher stands; all ones behind the end."""
+        row = self._silence()
+        if not state.matcher.is_terminated():
+            state.matcher.fill_next_token_bitmask(row[None])
+        return row
+
+    def _silence(self) -> Int[Tensor, " words"]:
+        """The mask where nothing can be said, which no verifier will reach."""
+        return torch.full((self.num_words,), -1, dtype=torch.int32)
+
+    def _stuck(self) -> str:
+        return f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here"
 
 
 def follow(states: Sequence[Running]) -> None:

@@ -200,6 +200,20 @@ def _first_row(rule: grammar.Grammar, engine: Engine) -> torch.Tensor:
     return constraint.masks(constraint.open(), [0], [-1])
 
 
+def test_a_draft_that_strays_to_a_dead_end_ends_nothing():
+    """After "a" nothing can come. Plain decoding never says it here, and the draft model of another text does."""
+    engine = outrider.load(drafter="ngram:prompt_lookup_min=1", dtype="float32")
+    a, c, x = (engine.encode(letter)[0] for letter in "acx")
+    rule = ebnf('root ::= "a" b | "c"\nb ::= []')
+    biased = [Sampling(temperature=0, logit_bias={token: 50.0}) for token in (c, a)]
+    [out] = engine.generate([[x, a, x, a, x]], max_new_tokens=5, sampling=biased[0], constraint=rule)
+    assert (out.text, out.finish_reason, out.num_draft_tokens > 0) == ("c", "stop", True)
+    for way in (engine, engine.plain()):
+        with pytest.raises(InputError, match="no token of the vocabulary goes on with the EBNF"):
+            way.generate([[x, a, x, a, x]], max_new_tokens=5, sampling=biased[1], constraint=rule)
+        assert not way.busy
+
+
 def test_stop_strings_end_a_constrained_output_as_a_free_one(pair):
     [out] = pair.generate([PROMPT], max_new_tokens=50, sampling=GREEDY, constraint=regex("aaa(bbb)+"), stop=["bb"])
     assert out.text == "aaa"
