@@ -8,8 +8,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.bench.agreement import Agreement, FreeRun, along_text, run_freely
 from outrider.bench.costs import Costs, measure_costs
+from outrider.drafters.model import LEAST_SHARE
 from outrider.engine import Engine
 from outrider.lm.capabilities import Capability
+from outrider.lm.vocabulary import translation
 from outrider.types import InputError
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -115,9 +117,11 @@ def _vocabulary(target: Side, draft: Side) -> Aspect:
     by_id = [{i: token for token, i in each.items()} for each in (ours, theirs)]
     wrong = sorted(i for i in by_id[0].keys() | by_id[1].keys() if by_id[0].get(i) != by_id[1].get(i))
     named = "; ".join(f"{i} is {by_id[0].get(i)!r} and {by_id[1].get(i)!r}" for i in wrong[:EXAMPLES])
-    means = (
-        f"{len(wrong)} token ids differ ({named}{'; ...' if len(wrong) > EXAMPLES else ''}); such a draft is refused"
-    )
+    means = f"{len(wrong)} token ids differ ({named}{'; ...' if len(wrong) > EXAMPLES else ''}); "
+    words = translation(target.tokenizer, draft.tokenizer, *(max(each, default=0) + 1 for each in by_id))
+    means += f"the {len(words.ours)} tokens that both have are drafted, {words.share:.1%} of the target's"
+    if words.share < LEAST_SHARE:
+        means += f", and below {LEAST_SHARE:.0%} the draft model is refused"
     return Aspect(
         name="vocabulary",
         target=f"{len(ours)} tokens",
