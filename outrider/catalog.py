@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable
@@ -340,12 +341,23 @@ def _value(what: str, text: str, hint: object) -> object:
             if text.lower() in ("true", "false"):
                 return text.lower() == "true"
         elif typing.get_origin(kind) is tuple:
-            if all(part.isdigit() for part in text.split("x")):
+            if all(part.isdecimal() for part in text.split("x")):
                 return tuple(int(part) for part in text.split("x"))
         elif isinstance(kind, type):
             try:
-                return kind(text)
+                value = kind(text)
             except ValueError:
                 continue
-    wanted = " or ".join(getattr(kind, "__name__", str(kind)) for kind in options)
+            if not isinstance(value, float) or math.isfinite(value):
+                return value
+    wanted = " or ".join(_name(kind) for kind in options)
     raise InputError(f"{what} must be {wanted}, got {text!r}")
+
+
+def _name(kind: object) -> str:
+    """What a field's type is called."""
+    if kind is type(None):
+        return "none"
+    if typing.get_origin(kind) is tuple:
+        return "whole numbers joined by x, as in 4x2x2"
+    return getattr(kind, "__name__", str(kind))

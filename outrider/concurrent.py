@@ -19,17 +19,18 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.decode import Clock, Parts, cut, prefill, tokens_left
 from outrider.dice import Dice, PhiloxDice
 from outrider.drafters.model import Model
+from outrider.grammar import batch_masks, follow
 from outrider.lengths.fixed import Fixed
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, log_probs, to_rows
 from outrider.trees.grow import grow
-from outrider.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
+from outrider.types import Ahead, Constraint, Draft, InputError, Request, Running, Sampling, Step, Timing
 
 LONGEST = 16
 """Longest draft that is chosen by measurement."""
@@ -90,9 +91,11 @@ class Pearl:
         """
         clock = Clock(self._now)
         drafters, verifiers = (dice or _dice(states) for _ in range(2))
-        shadows = [replace(s, tokens=[*s.tokens, *s.ahead.tokens]) for s in states]
+        follow(states)
+        shadows = [_shadow(s) for s in states]
         draft = functools.partial(_draft, parts, shadows, drafters, self._now)
-        read = functools.partial(_read, parts, states, clock)
+        # What the target may say is looked up beforehand, so that the drafter's side alone asks constraints meanwhile.
+        read = functools.partial(_read, parts, states, clock, _masks(parts, states))
         if self.clock == "real":
             drafted, reading = _at_once(self._worker, draft, read, clock, _device(parts))
         else:
@@ -203,6 +206,54 @@ class _Outcome:
     ahead: Ahead
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Behind:
+    """A constraint behind tokens that lie ahead, of which it has not been told.
+
+    Attributes:
+        anchor: The newest committed token.
+        ahead: What lies ahead of it.
+    """
+
+    constraint: Constraint
+    anchor: int
+    ahead: tuple[int, ...]
+
+    def open(self) -> object:
+        return self.constraint.open()
+
+    def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
+        count = len(self.ahead)
+        above = [*range(-1, count), *(parent + count for parent in parents[1:])]
+        return self.constraint.masks(state, [self.anchor, *self.ahead, *tokens[1:]], above)[count:]
+
+    def commit(self, state: object, tokens: Sequence[int]) -> None:
+        self.constraint.commit(state, tokens)
+
+
+def _shadow(state: Running) -> Running:
+    """A request as the drafter sees it: what lies ahead is committed."""
+    ahead, request = state.ahead.tokens, state.request
+    if request.constraint is not None and ahead:
+        behind = _Behind(constraint=request.constraint, anchor=state.tokens[-1], ahead=ahead)
+        request = replace(request, constraint=behind)
+    return replace(state, request=request, tokens=[*state.tokens, *ahead])
+
+
+def _chains(states: Sequence[Running]) -> list[list[int]]:
+    """What the target reads: the anchors and all tokens ahead but the last, which nothing drawn yet follows."""
+    return [[s.tokens[-1], *s.ahead.tokens[:-1]] for s in states]
+
+
+def _masks(parts: Parts, states: Sequence[Running]) -> Int[Tensor, "read words"] | None:
+    """What may follow each token that the target reads; None where no request is constrained."""
+    chains = _chains(states)
+    owners = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
+    parents = np.concatenate([np.arange(len(chain)) - 1 for chain in chains])
+    tokens = torch.tensor([token for chain in chains for token in chain])
+    return batch_masks(states, owners, tokens, parents, parts.target.vocab_size)
+
+
 @torch.inference_mode()
 def _draft(parts: Parts, shadows: Sequence[Running], dice: Dice, now: Callable[[], float]) -> _Drafted:
     """Draft behind everything that is committed or ahead."""
@@ -220,9 +271,9 @@ def _draft(parts: Parts, shadows: Sequence[Running], dice: Dice, now: Callable[[
 
 
 @torch.inference_mode()
-def _read(parts: Parts, states: Sequence[Running], clock: Clock) -> _Reading:
-    """The target's rows after the anchors and after all tokens ahead but the last, which nothing drawn yet follows."""
-    chains = [[s.tokens[-1], *s.ahead.tokens[:-1]] for s in states]
+def _read(parts: Parts, states: Sequence[Running], clock: Clock, masks: Int[Tensor, "read words"] | None) -> _Reading:
+    """The target's rows after the anchors and after the tokens ahead."""
+    chains = _chains(states)
     tokens = torch.tensor([token for chain in chains for token in chain]).to(parts.target.device, non_blocking=True)
     counts = [len(chain) for chain in chains]
     segments = [Segment(slot=s.slot, tokens=own) for s, own in zip(states, tokens.split(counts), strict=True)]
@@ -234,7 +285,7 @@ def _read(parts: Parts, states: Sequence[Running], clock: Clock) -> _Reading:
         state, depth = states[owners[row]], row - offsets[owners[row]]
         return Prefix(prompt=state.request.prompt, output=[*state.output, *state.ahead.tokens[:depth]])
 
-    rows = to_rows(logits, owners, [s.request.sampling for s in states], prefix)
+    rows = to_rows(logits, owners, [s.request.sampling for s in states], prefix, masks)
     clock.lap("rows")
     return _Reading(logits=logits, rows=rows, offsets=offsets)
 
@@ -392,6 +443,8 @@ def _commit(
             reached = len(state.tokens) + len(outcome.tokens) - 1
             state.drafter_state = parts.drafter.reuse(state.drafter_state, state.request, reached)
         state.tokens.extend(outcome.tokens)
+        if state.request.constraint is not None:
+            state.request.constraint.commit(state.constraint_state, outcome.tokens)
         state.ahead = outcome.ahead
         state.num_steps += 1
     known = [s.tokens[-len(o.tokens) - 1 : -1] for s, o in zip(states, outcomes, strict=True)]

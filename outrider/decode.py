@@ -117,7 +117,7 @@ def mark(state: Running) -> Mark:
 
 
 def rewind(parts: Parts, state: Running, to: Mark) -> None:
-    """Put a request back to where it stood. The drafter opens it anew and learns its tokens again.
+    """Put a request back to where it stood. The drafter and the constraint open it anew and learn its tokens again.
 
     What the target has digested stays, unless the drafter learns from the target's hidden states: then `prefill` has
     to show it all of them again.
@@ -128,6 +128,7 @@ def rewind(parts: Parts, state: Running, to: Mark) -> None:
     parts.target.truncate(state.slot, 0 if parts.drafter.taps else digested)
     parts.drafter.close(state.drafter_state)
     state.drafter_state = parts.drafter.open(state.request)
+    state.constraint_state = None
 
 
 def tokens_left(parts: Parts, state: Running) -> int:

@@ -224,14 +224,18 @@ class Engine:
         if self.tokenizer is None:
             raise InputError("there is no tokenizer beside the target; give prompts as lists of token ids")
         if isinstance(prompt, str):
-            return list(self.tokenizer(prompt)["input_ids"]) if prompt else []
+            return list(self.tokenizer(_unicode(prompt))["input_ids"]) if prompt else []
+        messages = [{key: _unicode(said) for key, said in each.items()} for each in prompt if isinstance(each, Mapping)]
+        if len(messages) < len(prompt):
+            raise InputError("a prompt is a text, a list of token ids or a list of chat messages; this list mixes them")
         if self.tokenizer.chat_template is None:
             raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
-        chat: list[int] = self.tokenizer.apply_chat_template(
-            [dict(message) for message in prompt if isinstance(message, Mapping)],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
+        try:
+            chat: list[int] = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:
+            raise InputError(f"the chat template makes no prompt of these messages: {error}") from error
         return chat
 
     @property
@@ -394,11 +398,6 @@ class Engine:
             raise InputError(f"token id {worst if worst >= width else min(request.prompt)} is not in 0 .. {width - 1}")
         if any(not 0 <= token < width for token in request.sampling.logit_bias):
             raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
-        if request.constraint is not None and not isinstance(self.parts.decoding, InTurn):
-            raise InputError(
-                "a constraint cannot follow tokens that are drafted before those ahead of them are judged; "
-                "use decoding 'step'"
-            )
         if request.stop and self.tokenizer is None:
             raise InputError("stop strings need the target's tokenizer")
         if any(not text for text in request.stop):
@@ -611,6 +610,15 @@ def succeeded(update: Update) -> Update:
     if update.output is not None and update.output.error is not None:
         raise update.output.error
     return update
+
+
+def _unicode(text: str) -> str:
+    """The text, unless half of a character stands in it, as where bytes were read that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is not Unicode text: half of a character stands at {error.start}") from error
+    return text
 
 
 def _running(seat: _Seat) -> Running:

@@ -1,6 +1,7 @@
 """Constraints on what may be said: the masks of a whole batch of drafts, and grammars by xgrammar (extra `grammar`)."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,6 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.schema import check_pattern, check_schema
 from outrider.types import Constraint, InputError, Running
 
 if TYPE_CHECKING:
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 CACHE_BYTES = 2**28
 """Most memory of the compiled grammars of one tokenizer."""
+ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .* is false: )?")
+"""When and where xgrammar noticed what it complains of."""
 
 __all__ = ["Constraint", "Grammar", "any_json", "ebnf", "json_schema", "regex"]
 
@@ -60,17 +64,19 @@ class Grammar:
         compiler = _compiler(tokenizer, vocab_size, eos_ids)
         try:
             if self.kind == "regex":
+                check_pattern(self.text)
                 compiled = compiler.compile_regex(self.text)
             elif self.kind == "EBNF":
                 compiled = compiler.compile_grammar(self.text)
             else:
+                check_schema(self.text)
                 compiled = compiler.compile_json_schema(
                     self.text,
                     any_whitespace=self.max_whitespace != 0,
                     max_whitespace_cnt=self.max_whitespace or None,
                 )
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0].rsplit(": ", 1)[-1]
+        except (InputError, RuntimeError, UnicodeEncodeError) as error:
+            reason = ORIGIN.sub("", str(error).strip().splitlines()[0])
             raise InputError(f"the {self.kind} cannot be compiled: {reason}") from error
         constraint = GrammarConstraint(
             compiled=compiled,
@@ -95,7 +101,10 @@ def json_schema(schema: str | Mapping[str, object] | bool, max_whitespace: int |
     """
     if max_whitespace is not None and max_whitespace < 0:
         raise InputError(f"max_whitespace must be >= 0, got {max_whitespace}")
-    text = schema if isinstance(schema, str) else json.dumps(schema)
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"the schema cannot be written as JSON: {error}") from error
     return Grammar(kind="JSON schema", text=text, max_whitespace=max_whitespace)
 
 
@@ -159,7 +168,7 @@ class GrammarConstraint:
         return GrammarState(matcher=xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=sorted(self.eos_ids)))
 
     def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
-        """What may follow each node. Raises InputError where no token of the vocabulary goes on with the grammar."""
+        """What may follow each node. Raises InputError where no token of the vocabulary goes on after the root."""
         own = _state(state)
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tokens, parents, strict=True):
@@ -169,9 +178,15 @@ class GrammarConstraint:
             shared = next((i for i, (a, b) in enumerate(zip(walked, path, strict=False)) if a != b), len(walked))
             own.matcher.rollback(len(walked) - shared)
             del walked[shared:]
-            while len(walked) < len(path) and self._accepts(own, path[len(walked)]):
+            while len(walked) < len(path) and self._goes_on(own, walked, path[len(walked)]):
                 walked.append(path[len(walked)])
-            own.rows[path] = self._row(own, live=len(walked) == len(path))
+            row = self._row(own) if len(walked) == len(path) else self._silence()
+            if not row.any():
+                if not path:
+                    raise InputError(self._stuck())
+                # A draft strayed to where the output need never come; plain decoding would not have looked there.
+                row = self._silence()
+            own.rows[path] = row
         own.matcher.rollback(len(walked))
         return torch.stack([own.rows[path] for path in paths])
 
@@ -180,19 +195,31 @@ class GrammarConstraint:
         own.rows.clear()
         for token in tokens:
             if not self._accepts(own, token):
+                if not own.matcher.is_terminated() and not self._row(own).any():
+                    raise InputError(self._stuck())
                 raise RuntimeError(f"token {token} was emitted against {self.name}")
+
+    def _goes_on(self, state: GrammarState, walked: Sequence[int], token: int) -> bool:
+        """Step to a token, if the mask where the walk stands has it. xgrammar warns of special tokens it is given."""
+        row = state.rows[tuple(walked)]
+        return bool(int(row[token // 32]) >> token % 32 & 1) and self._accepts(state, token)
 
     def _accepts(self, state: GrammarState, token: int) -> bool:
         return not state.matcher.is_terminated() and bool(state.matcher.accept_token(token))
 
-    def _row(self, state: GrammarState, live: bool) -> Int[Tensor, " words"]:
-        """The mask where the matcher stands; all ones where nothing can be said, which no verifier will reach."""
-        row = torch.full((1, self.num_words), -1, dtype=torch.int32)
-        if live and not state.matcher.is_terminated():
-            state.matcher.fill_next_token_bitmask(row)
-            if not row.any():
-                raise InputError(f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here")
-        return row[0]
+    def _row(self, state: GrammarState) -> Int[Tensor, " words"]:
+        """The mask where the matcher stands; all ones behind the end."""
+        row = self._silence()
+        if not state.matcher.is_terminated():
+            state.matcher.fill_next_token_bitmask(row[None])
+        return row
+
+    def _silence(self) -> Int[Tensor, " words"]:
+        """The mask where nothing can be said, which no verifier will reach."""
+        return torch.full((self.num_words,), -1, dtype=torch.int32)
+
+    def _stuck(self) -> str:
+        return f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here"
 
 
 def follow(states: Sequence[Running]) -> None:

@@ -93,13 +93,14 @@ def load(
     """
     own_draft = target is None and drafter is None
     grower: Tree = _make("tree", tree)
-    policy: LengthPolicy = _make("length", length or ("fixed:4" if own_draft else "fixed:5"))
+    policy: LengthPolicy = _make("length", ("fixed:4" if own_draft else "fixed:5") if length is None else length)
     order: Decoding = _make("decoding", decoding)
     if isinstance(order, Pearl) and order.num_speculative_tokens is not None:
         if length is not None:
             raise InputError("both length and pearl's num_speculative_tokens say how long to draft; give one of them")
         policy = Fixed(num_speculative_tokens=order.num_speculative_tokens)
-    guesser = _make("drafter", drafter or (f"model:path={EMBEDDED_DRAFT}" if own_draft else "suffix"))
+    usual = f"model:path={EMBEDDED_DRAFT}" if own_draft else "suffix"
+    guesser = _make("drafter", usual if drafter is None else drafter)
     if max_slots < 1:
         raise InputError(f"max_slots must be >= 1, got {max_slots}")
     if isinstance(target, PreTrainedModel):
@@ -108,7 +109,7 @@ def load(
         if tokenizer is None and place and Path(place).is_dir():
             tokenizer = open_tokenizer(place)
     else:
-        place = str(target or EMBEDDED_TARGET)
+        place = str(EMBEDDED_TARGET if target is None else target)
         model = open_model(
             place,
             dtype=dtype,
@@ -142,7 +143,7 @@ def load(
         prepack=prepack,
     )
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
-    rule: Verifier = _make("verifier", verifier or _default_verifier(bound, grower))
+    rule: Verifier = _make("verifier", _default_verifier(bound, grower) if verifier is None else verifier)
     if reason := refusal(cell(bound, grower, rule, policy, order), allow_lossy) or chains_only(grower, lm, bound):
         raise InputError(reason)
     parts = Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy, decoding=order)

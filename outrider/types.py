@@ -1,5 +1,6 @@
 """The values that pass between rooms: sampling settings, requests, drafts, verdicts, steps. No models, no policy."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
@@ -120,17 +121,22 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        factor = self.repetition_penalty
         checks = [
-            (self.temperature >= 0, "temperature must be >= 0 (0 means greedy)", self.temperature),
+            (0 <= self.temperature < math.inf, "temperature must be >= 0 (0 means greedy)", self.temperature),
             (self.top_k >= 0, "top_k must be >= 0 (0 keeps all tokens)", self.top_k),
             (0 < self.top_p <= 1, "top_p must be in (0, 1]", self.top_p),
             (0 <= self.min_p <= 1, "min_p must be in [0, 1]", self.min_p),
-            (self.repetition_penalty > 0, "repetition_penalty must be > 0 (1 means none)", self.repetition_penalty),
+            (0 < factor < math.inf, "repetition_penalty must be > 0 (1 means none)", factor),
+            (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite", self.frequency_penalty),
+            (math.isfinite(self.presence_penalty), "presence_penalty must be finite", self.presence_penalty),
             (self.seed is None or self.seed >= 0, "seed must be >= 0", self.seed),
         ]
         for fine, rule, given in checks:
             if not fine:
                 raise InputError(f"{rule}, got {given}")
+        if wrong := [bias for bias in self.logit_bias.values() if not bias < math.inf]:
+            raise InputError(f"a logit_bias must be a number (-inf forbids a token), got {wrong[0]}")
         if names := STATEFUL.intersection(type(processor).__name__ for processor in self.processors):
             raise InputError(
                 f"{', '.join(sorted(names))} remembers earlier calls or wants rows of its own, and cannot follow a "

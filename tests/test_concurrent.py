@@ -23,7 +23,9 @@ from outrider.proof.matrix import CARRYING, LOSSLESS, Cell, refusal
 from outrider.trees.chain import Chain
 from outrider.types import Ahead, Request, Running, Sampling, Step
 from outrider.verifiers.block import Block
+from outrider.verifiers.match import Match
 from outrider.verifiers.token import Token
+from tests.automaton import After
 from tests.models import CONTEXT, DRAFTERS, engine, raw_logits
 from tests.zoo import VOCAB
 
@@ -451,16 +453,62 @@ def test_the_measured_length_is_how_often_the_drafter_fits_into_a_target_forward
     assert balanced_length(parts, now=lambda: clock[0]) == length
 
 
-def test_a_constraint_is_refused():
-    class Anything:
-        def open(self) -> object:
-            return None
+# Constraints.
 
-        def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-            raise AssertionError("never asked")
+TRIGGER = After(vocab=3, followers={2: frozenset({0, 1}), 0: frozenset({1, 2})})
+"""Begins and ends inside drafts, and inside what lies ahead."""
 
-        def commit(self, state: object, tokens: Sequence[int]) -> None:
-            raise AssertionError("never told")
 
-    with pytest.raises(InputError, match="use decoding 'step'"):
-        pearl().generate([PROMPT], max_new_tokens=4, constraint=Anything())
+@pytest.mark.parametrize(
+    ("verifier", "drafter"),
+    [(Token(), None), (Block(), None), (Match(), None), (Match(), Ngram(prompt_lookup_min=1))],
+    ids=["token", "block", "match", "ngram"],
+)
+def test_a_constraint_keeps_the_law_of_constrained_plain_decoding(verifier, drafter):
+    prompt = [0, 1, 2, 0, 1, 2, 2, 0, 0, 1]
+    row = random_rows(3, 0)
+
+    def plainly(output: tuple[int, ...]) -> np.ndarray:
+        kept = np.where(TRIGGER.allowed(output), row((*prompt, *output)), 0.0)
+        return kept / kept.sum()
+
+    found = law(tables(3, 2, verifier, drafter=drafter), prompt, 3, target_law=plainly, constraint=TRIGGER)
+    assert found.error < BOUND
+    assert found.accepted > 0
+    assert all(TRIGGER.fits(output) for output in found.emitted)
+
+
+@exactly
+def test_constrained_outputs_are_those_of_plain_decoding_and_the_same_on_both_clocks():
+    rule = After(vocab=VOCAB, followers={t: frozenset({(t + 1) % 8 + 3, t % 8 + 3}) for t in range(3, 11)})
+    asked = {"max_new_tokens": 30, "constraint": [rule, None, rule], "sampling": [GREEDY, DRAWN, DRAWN]}
+    prompts = [PROMPT, [5], [4, 7]]
+    real, simulated = (pearl("model", "block", clock).generate(prompts, **asked) for clock in CLOCKS)
+    assert [out.tokens for out in real] == [out.tokens for out in simulated]
+    assert all(rule.fits(real[i].tokens) for i in (0, 2))
+    [plain] = engine("none").generate([PROMPT], max_new_tokens=30, constraint=rule, sampling=GREEDY)
+    assert real[0].tokens == plain.tokens
+    assert real[0].num_accepted_tokens > 0
+    [alone] = pearl("model", "block").generate([[5]], max_new_tokens=30, sampling=DRAWN)
+    assert real[1].tokens == alone.tokens
+
+
+@exactly
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_failed_step_takes_its_constraint_back(side):
+    rule = After(vocab=VOCAB, followers={t: frozenset({(t + 1) % 8 + 3, t % 8 + 3}) for t in range(3, 11)})
+    used = pearl("model", "token")
+    asked = {"max_new_tokens": 24, "constraint": rule, "sampling": DRAWN}
+    fine = used.generate([PROMPT, [5]], **asked)
+    lm = used.parts.target if side == "target" else used.parts.drafter.lm
+    kept, calls = lm.commit, iter(range(1000))
+
+    def failing(paths):
+        if next(calls) == 9:
+            raise Broken(side)
+        return kept(paths)
+
+    lm.commit = failing
+    again = used.generate([PROMPT, [5]], **asked)
+    assert next(calls) > 9
+    assert [output.tokens for output in again] == [output.tokens for output in fine]

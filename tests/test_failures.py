@@ -12,8 +12,10 @@ from outrider.drafters.none import Silent
 from outrider.drafters.protocol import Drafter
 from outrider.engine import Engine, Output
 from outrider.types import Frontier, Guess, Request, Running, Sampling
+from tests.automaton import After
 from tests.models import drafter_of, engine
 from tests.test_engine import free_slots, tokens_of
+from tests.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -162,6 +164,23 @@ def test_an_interrupted_step_is_taken_back(call):
     outputs = run(busy, [])
     assert tokens_of(outputs) == expected
     assert inner_slots(busy) == [8, 8]
+
+
+@pytest.mark.parametrize("error", [Broken, KeyboardInterrupt])
+@pytest.mark.parametrize("call", ["expand", "commit", "observe"])
+def test_a_step_that_is_taken_back_takes_its_constraint_back(call, error):
+    """Where `observe` fails, the constraint has been told of the step's tokens already."""
+    rule = After(vocab=VOCAB, followers={t: frozenset({(t + 1) % 8 + 3, t % 8 + 3}) for t in range(3, 11)})
+    these = [replace(request, constraint=rule) for request in requests()]
+    expected = tokens_of(run(engine("model"), these))
+    busy = engine(Failing(inner=drafter_of("model"), when={(call, 6 if call == "observe" else 2)}, error=error))
+    if error is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            run(busy, these)
+        these = []
+    outputs = run(busy, these)
+    assert tokens_of(outputs) == expected
+    assert all(rule.fits(output.tokens) for output in outputs.values())
 
 
 @dataclass(frozen=True, kw_only=True)

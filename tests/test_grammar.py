@@ -182,6 +182,38 @@ def test_every_ending_token_of_the_request_may_end_a_grammar(pair):
     assert output.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("tree", ["dynamic:width=4,num_nodes=20", "opt:num_nodes=12", "lattice:num_nodes=8"])
+def test_chosen_trees_hold_nothing_that_the_grammar_forbids(tree, capfd):
+    """One token is left of most rows, where the trees want several."""
+    engine = outrider.load(tree=tree, dtype="float32", length="fixed:2")
+    rule = regex("a")
+    [out] = engine.generate([PROMPT], max_new_tokens=20, sampling=GREEDY, constraint=rule)
+    assert (out.text, len(out.tokens)) == ("a", 2)
+    # The tokens that say "a", and the end behind each of them.
+    ways = masked(torch.zeros(1, 8192), _first_row(rule, engine)).eq(0).sum().item()
+    assert 0 < out.num_draft_tokens <= 2 * ways
+    assert "Warning" not in capfd.readouterr().err
+
+
+def _first_row(rule: grammar.Grammar, engine: Engine) -> torch.Tensor:
+    constraint = rule.bind(engine.tokenizer, 8192, engine.eos_ids)
+    return constraint.masks(constraint.open(), [0], [-1])
+
+
+def test_a_draft_that_strays_to_a_dead_end_ends_nothing():
+    """After "a" nothing can come. Plain decoding never says it here, and the draft model of another text does."""
+    engine = outrider.load(drafter="ngram:prompt_lookup_min=1", dtype="float32")
+    a, c, x = (engine.encode(letter)[0] for letter in "acx")
+    rule = ebnf('root ::= "a" b | "c"\nb ::= []')
+    biased = [Sampling(temperature=0, logit_bias={token: 50.0}) for token in (c, a)]
+    [out] = engine.generate([[x, a, x, a, x]], max_new_tokens=5, sampling=biased[0], constraint=rule)
+    assert (out.text, out.finish_reason, out.num_draft_tokens > 0) == ("c", "stop", True)
+    for way in (engine, engine.plain()):
+        with pytest.raises(InputError, match="no token of the vocabulary goes on with the EBNF"):
+            way.generate([[x, a, x, a, x]], max_new_tokens=5, sampling=biased[1], constraint=rule)
+        assert not way.busy
+
+
 def test_stop_strings_end_a_constrained_output_as_a_free_one(pair):
     [out] = pair.generate([PROMPT], max_new_tokens=50, sampling=GREEDY, constraint=regex("aaa(bbb)+"), stop=["bb"])
     assert out.text == "aaa"
@@ -295,18 +327,29 @@ def test_an_automaton_of_ones_own_constrains_the_engine():
     ("rule", "sentence"),
     [
         (regex("(ab"), "the regex cannot be compiled: .*parenthesis is not closed"),
-        (json_schema('{"type":'), "the JSON schema cannot be compiled"),
+        (
+            json_schema('{"type":'),
+            "the JSON schema cannot be compiled: it is not JSON: Expecting value",
+        ),
+        (json_schema({"type": "array", "uniqueItems": True}), "the JSON schema cannot be compiled: 'uniqueItems'"),
+        (regex("a$b"), r"the regex cannot be compiled: '\$' at position 2 is not at the end"),
+        (regex("a{3,1}"), "the regex cannot be compiled: .*Lower bound is larger than upper bound: 3 > 1"),
         (json_schema({"type": "nope"}), 'the JSON schema cannot be compiled: Unsupported type "nope"'),
         (ebnf('rot ::= "a"'), 'the EBNF cannot be compiled: .*"root" is not found'),
         (ebnf("root ::= []"), "no token of the vocabulary goes on with the EBNF"),
         ([], "got 0 constraints for 1 prompts"),
     ],
-    ids=["regex", "json", "schema", "ebnf", "impossible", "count"],
+    ids=["regex", "json", "unenforced", "anchor", "bounds", "schema", "ebnf", "impossible", "count"],
 )
 def test_wrong_constraints_get_a_sentence(pair, rule, sentence):
     with pytest.raises(InputError, match=sentence):
         pair.generate([PROMPT], constraint=rule)
     assert not pair.busy
+
+
+def test_a_schema_that_is_no_json_gets_a_sentence():
+    with pytest.raises(InputError, match=r"the schema cannot be written as JSON: .* set "):
+        json_schema({"enum": {1, 2}})
 
 
 def test_a_grammar_without_an_ending_token_is_refused(pair):

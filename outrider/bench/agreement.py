@@ -21,6 +21,8 @@ from outrider.verifiers.token import Token
 
 FIRST_POSITIONS = 16
 """Positions of a text are reported in groups: so many, then as many again, then twice as many, and so on."""
+LEAST_TEXT = 3
+"""Fewest tokens of a text that can be compared along: one to begin with, one to draft, one that comes after it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,12 +145,12 @@ def along_text(
         progress: Called with the number of positions that each step compared.
 
     Raises:
-        InputError: The drafter has no rows, or no text has two tokens.
+        InputError: The drafter has no rows, or no text is long enough.
     """
     if engine.parts.drafter.rows != "sampled":
         raise InputError("this drafter gives no distribution after each prefix; only its free running can be measured")
-    if not (long := [list(text) for text in texts if len(text) > 1]):
-        raise InputError("no text has two tokens; give a longer one")
+    if not (long := [list(text) for text in texts if len(text) >= LEAST_TEXT]):
+        raise InputError(f"no text has {LEAST_TEXT} tokens; give a longer one")
     rule = _Follow()
     length = Fixed(num_speculative_tokens=num_speculative_tokens)
     parts = replace(engine.parts, tree=Chain(), verifier=rule, length=length)

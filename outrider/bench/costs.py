@@ -74,22 +74,31 @@ class Costs:
         return [1 + self.token * more for more in range(count)]
 
 
-def measure_costs(engine: Engine, prompt: Sequence[int], *, max_new_tokens: int = 96, rounds: int = 3) -> Costs:
+def measure_costs(
+    engine: Engine, prompt: Sequence[int], *, max_new_tokens: int = 96, rounds: int = 3, num_requests: int = 1
+) -> Costs:
     """Time an engine's target and drafter in greedy chains of several lengths, taking turns; medians of steps.
 
+    Args:
+        num_requests: So many requests run together, copies of one. A token of each of them is then one forward of the
+            target, a call drafts for all of them, and one more token is one more of each.
+
     Raises:
-        InputError: The engine's drafter proposed nothing.
+        InputError: The engine's drafter proposed nothing, or the engine has fewer slots.
     """
+    if not 1 <= num_requests <= engine.max_slots:
+        raise InputError(f"num_requests must be in 1 .. {engine.max_slots}, the engine's slots, got {num_requests}")
     ways = {n: _chains(engine, n) for n in LENGTHS}
+    settings = Sampling(temperature=0, seed=0)
     target: dict[int, list[float]] = {n: [] for n in (0, *LENGTHS)}
     drafter: list[float] = []
     plain = engine.plain()
     for _ in range(rounds):
         for length, way in {0: plain, **ways}.items():
-            [output] = way.generate([prompt], max_new_tokens=max_new_tokens, sampling=Sampling(temperature=0, seed=0))
+            outputs = way.generate([prompt] * num_requests, max_new_tokens=max_new_tokens, sampling=settings)
             way.rest()
-            for step in output.steps[1:]:
-                if step.num_draft_tokens == length:
+            for step in outputs[0].steps[1:]:
+                if step.num_draft_tokens == length and step.num_requests == num_requests:
                     target[length].append(step.timing.target)
                     if length:
                         drafter.append(step.timing.drafter / length)
@@ -108,7 +117,7 @@ def _chains(engine: Engine, length: int) -> Engine:
         length=Fixed(num_speculative_tokens=length),
         decoding=InTurn(),
     )
-    return Engine(parts, eos_ids=frozenset(), max_slots=1)
+    return Engine(parts, eos_ids=frozenset(), max_slots=engine.max_slots)
 
 
 @dataclass(frozen=True, kw_only=True)

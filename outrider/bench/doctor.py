@@ -8,8 +8,10 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.bench.agreement import Agreement, FreeRun, along_text, run_freely
 from outrider.bench.costs import Costs, measure_costs
+from outrider.drafters.model import LEAST_SHARE
 from outrider.engine import Engine
 from outrider.lm.capabilities import Capability
+from outrider.lm.vocabulary import translation
 from outrider.types import InputError
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
@@ -22,6 +24,8 @@ OPENING = 16
 """Tokens of each text that are the prompt of a free run."""
 NEW_TOKENS = 64
 """Most tokens that a free run adds to each."""
+COST_TOKENS = 64
+"""Tokens of each output whose steps are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,9 +117,11 @@ def _vocabulary(target: Side, draft: Side) -> Aspect:
     by_id = [{i: token for token, i in each.items()} for each in (ours, theirs)]
     wrong = sorted(i for i in by_id[0].keys() | by_id[1].keys() if by_id[0].get(i) != by_id[1].get(i))
     named = "; ".join(f"{i} is {by_id[0].get(i)!r} and {by_id[1].get(i)!r}" for i in wrong[:EXAMPLES])
-    means = (
-        f"{len(wrong)} token ids differ ({named}{'; ...' if len(wrong) > EXAMPLES else ''}); such a draft is refused"
-    )
+    means = f"{len(wrong)} token ids differ ({named}{'; ...' if len(wrong) > EXAMPLES else ''}); "
+    words = translation(target.tokenizer, draft.tokenizer, *(max(each, default=0) + 1 for each in by_id))
+    means += f"the {len(words.ours)} tokens that both have are drafted, {words.share:.1%} of the target's"
+    if words.share < LEAST_SHARE:
+        means += f", and below {LEAST_SHARE:.0%} the draft model is refused"
     return Aspect(
         name="vocabulary",
         target=f"{len(ours)} tokens",
@@ -136,6 +142,7 @@ class Worth:
         break_even: By length, the acceptance that is as fast as plain decoding; None where none is.
         best_length: Fastest length at the measured acceptance.
         best_speedup: What it would give.
+        num_requests: How many requests ran together when costs were timed.
     """
 
     costs: Costs
@@ -144,9 +151,10 @@ class Worth:
     break_even: dict[int, float | None]
     best_length: int
     best_speedup: float
+    num_requests: int = 1
 
     @classmethod
-    def of(cls, costs: Costs, acceptance: float) -> "Worth":
+    def of(cls, costs: Costs, acceptance: float, num_requests: int = 1) -> "Worth":
         """Compute the table."""
         best = costs.best_length(acceptance, LENGTHS)
         return cls(
@@ -156,6 +164,7 @@ class Worth:
             break_even={n: costs.break_even(n) for n in LENGTHS},
             best_length=best,
             best_speedup=costs.speedup(acceptance, best),
+            num_requests=num_requests,
         )
 
 
@@ -172,7 +181,8 @@ class Diagnosis:
         by_position: Agreement of rows along the text.
         by_depth: Agreement of rows into drafts that begin in the text; depth 1 is the text itself.
         free: What happened where the target went its own way.
-        worth: What that is worth here.
+        worth: What that is worth here, for a request alone.
+        worth_together: The same, for as many requests together as the engine takes; None where it takes one.
     """
 
     capabilities: Sequence[Capability]
@@ -184,6 +194,7 @@ class Diagnosis:
     by_depth: Sequence[Agreement] | None = None
     free: FreeRun | None = None
     worth: Worth | None = None
+    worth_together: Worth | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For programs."""
@@ -199,6 +210,7 @@ class Measured:
     by_depth: Sequence[Agreement] | None
     free: FreeRun
     worth: Worth | None
+    worth_together: Worth | None
 
 
 def measure(
@@ -239,10 +251,11 @@ def measure(
         max_new_tokens=NEW_TOKENS,
         progress=lambda count: said("free running", count),
     )
-    worth = None
+    worths: dict[int, Worth] = {}
     try:
-        if rounds:
-            worth = Worth.of(measure_costs(engine, prompts[0], rounds=rounds), free.acceptance)
+        for count in sorted({1, engine.max_slots}) if rounds else ():
+            costs = measure_costs(engine, prompts[0], max_new_tokens=COST_TOKENS, rounds=rounds, num_requests=count)
+            worths[count] = Worth.of(costs, free.acceptance, count)
     except InputError as error:
         notes.append(f"Costs could not be measured: {error}.")
     return Measured(
@@ -250,5 +263,6 @@ def measure(
         by_position=None if pairs is None else pairs.by_position(),
         by_depth=None if pairs is None else pairs.by_depth(),
         free=free,
-        worth=worth,
+        worth=worths.get(1),
+        worth_together=worths.get(engine.max_slots) if engine.max_slots > 1 else None,
     )

@@ -1,5 +1,7 @@
 """The command line: one file per command; errors of the person typing become one sentence and exit status 2."""
 
+import io
+import os
 import sys
 from typing import Annotated
 
@@ -46,14 +48,37 @@ def root(
 
 def main() -> None:
     """Run the command line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Where a terminal cannot show a character, something stands in its place.
+            stream.reconfigure(errors="replace")
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                # What cannot be written fails here, and not when Python ends.
+                sys.stdout.flush()
     except InputError as error:
-        Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+        _complain(error)
         sys.exit(2)
-    except BrokenPipeError:
-        sys.stderr.close()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            _complain(error)
+        _discard()
         sys.exit(1)
+
+
+def _complain(error: Exception) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+
+
+def _discard() -> None:
+    """Let what is still buffered go nowhere."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,14 @@ def chat(
             messages = list(opening)
         elif line:
             messages.append({"role": "user", "content": line})
-            messages.append({"role": "assistant", "content": _answer(engine, messages, settings, max_new_tokens)})
+            try:
+                messages.append({"role": "assistant", "content": _answer(engine, messages, settings, max_new_tokens)})
+            except InputError as error:
+                if len(messages) == len(opening) + 1:
+                    raise
+                # What was said so far is not lost.
+                messages.pop()
+                console.print(f"error: {error}; /reset begins anew", style="red", markup=False)
 
 
 def _turn_markers(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -98,6 +105,8 @@ def _ask(console: Console) -> str | None:
         line = input().strip()
     except (EOFError, KeyboardInterrupt):
         return None
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
     return None if line == "/quit" else line
 
 

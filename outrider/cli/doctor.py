@@ -1,6 +1,7 @@
 """outrider doctor: what a target can do here, whether a drafter suits it, and what the drafter is worth."""
 
 import json
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +14,14 @@ from rich.progress import Progress
 from rich.table import Table
 
 from outrider import catalog
-from outrider.bench.agreement import Agreement
+from outrider.bench.agreement import LEAST_TEXT, Agreement
 from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
 from outrider.cli import options
 from outrider.cli.generate import read_file
 from outrider.cli.options import Setup
 from outrider.engine import Engine, Prompt
 from outrider.lm.capabilities import capabilities
-from outrider.lm.open import open_config, open_tokenizer
+from outrider.lm.open import as_device, as_dtype, open_config, open_tokenizer
 from outrider.load import ASSETS, EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.types import InputError
 
@@ -62,10 +63,15 @@ def doctor(
 
     Without a target, the pair that ships with Outrider is examined.
     """
-    least = {"num_tokens": (num_tokens, 2), "temperature": (temperature, 0), "rounds": (rounds, 0)}
+    least = {"num_tokens": (num_tokens, LEAST_TEXT), "temperature": (temperature, 0), "rounds": (rounds, 0)}
+    least |= {"num_speculative_tokens": (num_speculative_tokens, 1), "batch_size": (batch_size, 1)}
     for name, (value, bound) in least.items():
-        if value < bound:
+        if not bound <= value < math.inf:
             raise InputError(f"{name} must be >= {bound}, got {value}")
+    as_dtype(dtype)
+    as_device(device)
+    if text is not None and target is not None and drafter is None:
+        raise InputError("a text is what drafters are measured on; give --drafter too, or leave out --text")
     setup = Setup(
         target=target,
         drafter=drafter,
@@ -104,7 +110,7 @@ def doctor(
 
 def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
     """What configs and tokenizers say; no weights are loaded."""
-    place = setup.target or str(EMBEDDED_TARGET)
+    place = str(EMBEDDED_TARGET) if setup.target is None else setup.target
     side = _side(place, setup.revision, setup.trust_remote_code)
     given = None if drafter is None else catalog.make("drafter", drafter)
     path = getattr(given, "path", None)
@@ -165,11 +171,13 @@ def _some(texts: Sequence[Sequence[int]], num_tokens: int, engine: Engine) -> li
     chosen: list[list[int]] = []
     left = num_tokens
     for each in random.Random(0).sample(list(texts), len(texts)):
-        if left >= 2 and len(each) >= 2:
+        if min(left, longest, len(each)) >= LEAST_TEXT:
             chosen.append(list(each[: min(left, longest)]))
             left -= len(chosen[-1])
     if not chosen:
-        raise InputError("the text has fewer than two tokens; give a longer one with --text")
+        raise InputError(
+            f"no text has {LEAST_TEXT} tokens within the context of {longest + 1}; give a longer one with --text"
+        )
     return chosen
 
 
@@ -215,10 +223,13 @@ def _print(found: Diagnosis) -> None:
     if found.by_depth and found.free is not None and found.free.rows:
         console.print(
             f"sum min(p, q) after what is committed: {found.by_depth[0].alpha:.3f} along the text, "
-            f"{found.free.rows[0].alpha:.3f} free running"
+            f"{found.free.rows[0].alpha:.3f} free running. Along a text both models go on from words that neither "
+            "chose; free running they go on from the target's own, which is what a request does."
         )
     if found.worth is not None:
         _print_worth(console, found.worth)
+    if found.worth_together is not None:
+        _print_costs(console, found.worth_together)
 
 
 def _agreement(title: str, where: str, rows: Sequence[Agreement]) -> Table:
@@ -241,7 +252,14 @@ def _print_worth(console: Console, worth: Worth) -> None:
     even = (worth.break_even[length] for length in LENGTHS)
     table.add_row("break-even", *("never" if a is None else f"{a:.2f}" for a in even))
     console.print(table)
+    _print_costs(console, worth)
+
+
+def _print_costs(console: Console, worth: Worth) -> None:
+    costs = worth.costs
+    who = "a request alone" if worth.num_requests == 1 else f"{worth.num_requests} requests together"
     console.print(
-        f"one drafter call costs {worth.costs.draft:.2f} target forwards, one more verified token "
-        f"{worth.costs.token:.3f}; best length now {worth.best_length}, which would give {worth.best_speedup:.2f}x"
+        f"{who}: one drafter call costs {costs.draft:.2f} target forwards, one more verified token {costs.token:.3f}; "
+        f"best length {worth.best_length}, which would give {worth.best_speedup:.2f}x "
+        f"(--length planned:draft_cost={costs.draft:.2f},token_cost={costs.token:.3f} goes by it)"
     )

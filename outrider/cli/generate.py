@@ -110,7 +110,7 @@ def generate(
         }
     if as_json:
         for output in outputs:
-            print(json.dumps(_object(output) | ({"compare": report} if report else {}), ensure_ascii=False))
+            print(json.dumps(_object(output) | ({"compare": report} if report else {}), ensure_ascii=not _is_utf8()))
         return
     if len(outputs) > 1:
         _print_outputs(outputs)
@@ -123,42 +123,57 @@ def generate(
 
 def _prompts(given: Sequence[str] | None, file: Path | None) -> list[Prompt]:
     """What was asked for: options, then a file, then standard input; a prompt that ships with Outrider otherwise."""
+    if given and file is not None:
+        raise InputError("--prompt and --prompt-file were given together; give one of them")
     if given:
         return list(given)
     if file is not None:
         return read_file(file)
-    if not sys.stdin.isatty() and (text := sys.stdin.read()):
+    if sys.stdin is not None and not sys.stdin.isatty() and (text := _piped()):
         return [text]
     return read_prompts((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))[:1]
 
 
+def _piped() -> str:
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
 def read_file(file: Path) -> list[Prompt]:
     """Prompts of a text file, which is one, or of JSON lines."""
-    if not file.is_file():
-        raise InputError(f"there is no prompt file {file}; give a text file or JSON lines")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    text = options.text_of(file, "prompt", "a text file or JSON lines")
     return read_prompts(text) if file.suffix == ".jsonl" else [text]
 
 
 def read_prompts(text: str) -> list[Prompt]:
     """Prompts of JSON lines: `prompt` is continued; `turns` is a conversation, the user first, the assistant next."""
     found: list[Prompt] = []
-    for number, line in enumerate(text.splitlines(), 1):
-        try:
-            entry = json.loads(line)
-            if "prompt" in entry:
-                found.append(str(entry["prompt"]))
-            else:
-                roles = ("user", "assistant")
-                found.append([{"role": roles[i % 2], "content": str(t)} for i, t in enumerate(entry["turns"])])
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise InputError(f"line {number} of the prompts is not a JSON object with `prompt` or `turns`") from error
+    # Not by splitlines, which also parts lines at characters that may stand in JSON strings.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            found.append(_prompt(line, number))
     if not found:
         raise InputError("the prompt file is empty; give JSON lines with `prompt` or `turns`")
     return found
+
+
+def _prompt(line: str, number: int) -> Prompt:
+    """One line of JSON lines."""
+    try:
+        entry = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"line {number} of the prompts is not JSON: {error}") from error
+    given = entry if isinstance(entry, dict) else {}
+    prompt, turns = given.get("prompt"), given.get("turns")
+    if isinstance(prompt, str):
+        return prompt
+    if prompt is None and isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
+        return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    raise InputError(
+        f"line {number} of the prompts is not a JSON object with `prompt`, a text, or `turns`, a list of texts"
+    )
 
 
 def _stream(
@@ -239,6 +254,11 @@ def _compare(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_
             rounds=rounds,
             progress=lambda: progress.advance(task),
         )
+
+
+def _is_utf8() -> bool:
+    """Whether all characters can be written to standard output."""
+    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower() in ("utf-8", "utf8")
 
 
 def _object(output: Output) -> dict[str, Any]:

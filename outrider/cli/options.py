@@ -1,5 +1,6 @@
 """Options that several commands share, each declared once, and the engine that they describe."""
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -107,20 +108,30 @@ def sampling(default: Sampling, **given: Any) -> Sampling:
 
 def constraint(schema: str | None, regex: str | None, grammar: Path | None) -> Grammar | None:
     """What the output must be, if the command line says so."""
-    given = [name for name, value in (("--json-schema", schema), ("--regex", regex), ("--grammar", grammar)) if value]
+    options = (("--json-schema", schema), ("--regex", regex), ("--grammar", grammar))
+    given = [name for name, value in options if value is not None]
     if len(given) > 1:
         raise InputError(f"{' and '.join(given)} were given together; an output follows one of them")
-    if schema:
-        return json_schema(schema if schema.lstrip().startswith("{") else _text(Path(schema), "JSON schema"))
-    if grammar:
-        return ebnf(_text(grammar, "grammar"))
-    return matching(regex) if regex else None
+    if schema is not None:
+        inline = schema.lstrip().startswith("{") or schema.strip() in ("true", "false")
+        return json_schema(schema if inline else text_of(Path(schema), "JSON schema", "a file, or the schema itself"))
+    if grammar is not None:
+        return ebnf(text_of(grammar, "grammar", "a file"))
+    return None if regex is None else matching(regex)
 
 
-def _text(file: Path, what: str) -> str:
-    if not file.is_file():
-        raise InputError(f"there is no {what} file {file}; give a file")
+def text_of(file: Path, what: str, wanted: str) -> str:
+    """The text of a file that was named on the command line.
+
+    Args:
+        what: What the file holds.
+        wanted: What to give instead, where there is no such file.
+    """
+    if not os.path.isfile(file):
+        raise InputError(f"there is no {what} file {file}; give {wanted}")
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error

@@ -65,7 +65,7 @@ def prove(
     pair's greedy output is that of plain decoding. Greedy up to ties: in the pair's own dtype, differences are listed
     with their logit gap. Samples: drawn sequences fit the target's probabilities.
     """
-    if num_draws < 0 or temperature <= 0:
+    if num_draws < 0 or not temperature > 0:
         raise InputError(f"num_draws must be >= 0 and temperature > 0, got {num_draws} and {temperature}")
     engine = Setup(
         target=target,

@@ -24,7 +24,9 @@ class Planned:
 
     a is the request's acceptance rate so far, each step weighing `decay` times what the next one does. The costs are in
     forwards of the target over one token; `outrider.bench.costs` measures them. They are numbers, not clocks read on
-    the way, so that a request's tokens depend on its seed alone.
+    the way, and do not follow how many requests run, so that a request's tokens depend on its seed alone. They should
+    be those of the usual batch: where a forward already takes as long as its tokens are many, one more token costs more
+    than for a request alone, and shorter drafts are best. The defaults are those of a request alone.
 
     Attributes:
         draft_cost: c, one call of the drafter.

@@ -1,5 +1,6 @@
 """Models and tokenizers from a directory or a hub id, with one clear sentence where that fails; models as LMs."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -23,6 +24,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+LONGEST_ID = 256
+"""Longer than any hub id."""
 
 
 def open_model(
@@ -36,19 +39,11 @@ def open_model(
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for."""
     _exists(path)
-    if isinstance(dtype, str) and dtype != "auto":
-        if dtype not in DTYPES:
-            raise InputError(f"unknown dtype {dtype!r}; available: auto, {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
-    try:
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
+    place, kind = as_device(device), as_dtype(dtype)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,
-            dtype=dtype,
+            dtype=kind,
             attn_implementation=attn_implementation,
             revision=revision or "main",
             trust_remote_code=trust_remote_code,
@@ -58,6 +53,26 @@ def open_model(
     # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
     moved = model if model.device.type == place.type and getattr(model, "is_quantized", False) else model.to(place)
     return moved.eval()
+
+
+def as_dtype(given: str | torch.dtype) -> str | torch.dtype:
+    """The dtype of a name; `auto` stays as it is."""
+    if not isinstance(given, str) or given == "auto":
+        return given
+    if given not in DTYPES:
+        raise InputError(f"unknown dtype {given!r}; available: auto, {', '.join(DTYPES)}")
+    return DTYPES[given]
+
+
+def as_device(given: str | torch.device | None) -> torch.device:
+    """A device that tensors can be on; by default the GPU where there is one."""
+    try:
+        place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if given is None else torch.device(given)
+        torch.zeros(1, device=place).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0].split(". ")[0]
+        raise InputError(f"device {str(given)!r} cannot be used: {reason}") from error
+    return place
 
 
 def logit_width(model: PreTrainedModel) -> int:
@@ -121,8 +136,10 @@ def open_tokenizer(
 
 
 def _exists(path: str) -> None:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
-    if looks_local and not Path(path).expanduser().is_dir():
-        raise InputError(f"there is no directory {path}; give a model's directory or a hub id such as org/name")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or len(path) > LONGEST_ID or not path
+    if looks_local and not os.path.isdir(os.path.expanduser(path)):
+        raise InputError(
+            f"there is no directory {path or repr(path)}; give a model's directory or a hub id such as org/name"
+        )
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise InputError(f"{path} is not a model's directory: it has no config.json")

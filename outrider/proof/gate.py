@@ -4,6 +4,7 @@ import copy
 import hashlib
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -32,18 +33,13 @@ def gate(engine: Engine) -> Identity:
         InputError: The outputs differ by more than a tie; no speedup may be printed.
     """
     place = _cache() / f"{_fingerprint(engine)}.json"
-    if place.is_file():
-        kept = json.loads(place.read_text())
-        found = Identity(num_tokens=kept["num_tokens"], differences=tuple(Difference(**d) for d in kept["differences"]))
-    else:
+    found = _kept(place)
+    if found is None:
         exact = in_float32(engine)
         prompts = [exact.encode(p) for p in PROMPTS] if exact.tokenizer else [[1], [2, 3], [3, 1, 2]]
         room = engine.parts.target.max_context - max(len(p) for p in prompts)
         found = identity(exact, prompts, min(NUM_TOKENS, room))
-        place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = place.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(asdict(found)))
-        fresh.rename(place)
+        _keep(place, found)
     if not found.holds:
         worst = next(d for d in found.differences if not d.tie)
         raise InputError(
@@ -51,6 +47,24 @@ def gate(engine: Engine) -> Identity:
             f"{worst.gap:.3g}; no speedup is printed for it. `outrider prove` shows more"
         )
     return found
+
+
+def _kept(place: Path) -> Identity | None:
+    """What was found before; None where nothing was, or it cannot be read."""
+    try:
+        kept = json.loads(place.read_text())
+        return Identity(num_tokens=kept["num_tokens"], differences=tuple(Difference(**d) for d in kept["differences"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _keep(place: Path, found: Identity) -> None:
+    """Remember what was found, where there is a place to write to."""
+    with suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        fresh = place.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(asdict(found)))
+        fresh.rename(place)
 
 
 def in_float32(engine: Engine) -> Engine:

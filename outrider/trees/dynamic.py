@@ -42,7 +42,7 @@ class Dynamic:
             owners=owners,
             parents=level.nodes[parents],
             tokens=torch.from_numpy(best.tokens.ravel()),
-            expand=best_of_each(owners, logs, self.width),
+            expand=best_of_each(owners, logs, self.width) & (logs > -np.inf),
             values=logs[:, None],
         )
 
@@ -51,11 +51,13 @@ class Dynamic:
 
 
 def likeliest_tree(grown: Grown, num_nodes: int) -> Bool[np.ndarray, " n"]:
-    """The roots and the `num_nodes` likeliest nodes of each request, by the first value of each."""
+    """The roots and the `num_nodes` likeliest nodes of each request, by the first value of each, their logarithm."""
     below = grown.depths > 0
     keep = ~below
     if not below.any():
         return keep
-    # No child is above its parent, and of equals the earlier wins, so parents are kept with their children.
-    keep[below] = best_of_each(grown.owners[below], grown.values[below, 0], num_nodes)
+    # No child is above its parent, and of equals the earlier wins, so parents are kept with their children. What cannot
+    # be, where a constraint or a vocabulary leaves fewer tokens than there are places, is not kept.
+    logs = grown.values[below, 0]
+    keep[below] = best_of_each(grown.owners[below], logs, num_nodes) & (logs > -np.inf)
     return keep

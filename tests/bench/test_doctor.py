@@ -2,12 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from transformers import T5Config
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, T5Config
 
 from outrider.bench.agreement import along_text, run_freely
 from outrider.bench.costs import Costs
@@ -17,6 +20,7 @@ from outrider.drafters.model import Model
 from outrider.types import InputError
 from tests.models import engine, llama, target
 from tests.test_stress import letters
+from tests.test_vocabularies import TEXT, byte_level
 from tests.zoo import VOCAB, tiny_config
 
 wide = pytest.mark.usefixtures("float64_stays_float64")
@@ -99,6 +103,8 @@ def test_sides_name_what_differs():
     found = {aspect.name: aspect for aspect in compare_sides(*sides)}
     assert not found["vocabulary"].same
     assert f"1 token ids differ ({VOCAB} is None and 'new')" in found["vocabulary"].means
+    assert f"the {VOCAB} tokens that both have are drafted, 100.0% of the target's" in found["vocabulary"].means
+    assert "refused" not in found["vocabulary"].means
     assert not found["chat template"].same
     assert not found["added tokens"].same
     assert found["end token"].same
@@ -155,6 +161,55 @@ def test_a_refused_target_and_a_refused_pair_are_described(monkeypatch, capsys, 
     assert "cannot load a causal LM" in found["refusal"]
     assert found["by_depth"] is None
     assert "refused: " in doctor(monkeypatch, capsys, *given)
+
+
+def test_a_vocabulary_with_too_little_in_common_is_said_to_be_refused():
+    """What is said of the vocabularies is what putting the pair together does."""
+    ours, near = (Side(config=tiny_config("llama"), tokenizer=byte_level(size, TEXT)) for size in (420, 300))
+    words = WordLevel({"zebra": 0, "quagga": 1}, unk_token="zebra")
+    far = replace(near, tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)))
+    shared, too_little = (compare_sides(ours, theirs)[0].means for theirs in (near, far))
+    assert "the 300 tokens that both have are drafted" in shared
+    assert "refused" not in shared
+    assert "the 0 tokens that both have are drafted, 0.0% of the target's" in too_little
+    assert "below 5% the draft model is refused" in too_little
+
+
+def wrong(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["outrider", "doctor", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    assert (ended.value.code, printed.out, printed.err.count("\n")) == (2, "", 1)
+    return printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens must be >= 1, got 0"),
+        (["--batch-size", "0"], "batch_size must be >= 1, got 0"),
+        (["--num-tokens", "2"], "num_tokens must be >= 3, got 2"),
+        (["--temperature", "inf"], "temperature must be >= 0, got inf"),
+        (["--dtype", "float17"], "unknown dtype 'float17'"),
+        (["--device", "warp"], "device 'warp' cannot be used"),
+        (["--target", ""], "there is no directory ''"),
+        (["--text", "/no/such/text"], "there is no prompt file /no/such/text"),
+    ],
+    ids=str,
+)
+def test_wrong_input_gets_one_sentence(monkeypatch, capsys, arguments, sentence):
+    assert sentence in wrong(monkeypatch, capsys, *arguments)
+
+
+def test_texts_that_are_too_short_or_that_nobody_reads_are_refused(monkeypatch, capsys, places):
+    short = places["target"] / "short.txt"
+    short.write_text("".join(letters().convert_ids_to_tokens([4, 5])))
+    given = ["--target", str(places["target"]), "--text", str(short)]
+    assert "give --drafter too" in wrong(monkeypatch, capsys, *given)
+    drafter = ["--drafter", f"model:path={places['draft']}", "--rounds", "0"]
+    assert "no text has 3 tokens" in wrong(monkeypatch, capsys, *given, *drafter)
+    assert "no text has 3 tokens" in wrong(monkeypatch, capsys, *given[:2], *drafter, "--max-context", "3")
 
 
 def test_shipped_prompts_do_for_a_target_without_a_chat_template(monkeypatch, capsys, places):

@@ -1,5 +1,6 @@
 """The command line: what it prints for programs, and one sentence with exit status 2 for wrong input."""
 
+import io
 import json
 import os
 import signal
@@ -12,7 +13,11 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.cli.app import main
+from outrider.cli.generate import read_file, read_prompts
 from outrider.load import EMBEDDED_TARGET
+from outrider.proof.gate import _keep, _kept
+from outrider.proof.identity import Identity
+from outrider.types import InputError
 
 SHORT = ["--max-new-tokens", "8", "--temperature", "0"]
 
@@ -68,6 +73,27 @@ def stranger(tmp_path_factory) -> Path:
         (["--prompt", "a", "--json-schema", "/no/such/schema"], "there is no JSON schema file /no/such/schema"),
         (["--prompt", "a", "--grammar", "/no/such/rules"], "there is no grammar file /no/such/rules"),
         (["--prompt", "a", "--regex", "a", "--compare"], "--compare measures decoding without a grammar"),
+        (["--target", ""], "there is no directory ''"),
+        (["--target", "x" * 5000], "give a model's directory or a hub id"),
+        (["--drafter", ""], "unknown drafter ''"),
+        (["--verifier", ""], "unknown verifier ''"),
+        (["--length", ""], "unknown length ''"),
+        (["--device", "meta"], "device 'meta' cannot be used"),
+        (["--device", ""], "device '' cannot be used"),
+        (["--tree", "gumbel:branching=2xx2"], "must be whole numbers joined by x, as in 4x2x2, got '2xx2'"),
+        (["--tree", "gumbel:branching=²"], "must be whole numbers joined by x"),
+        (["--length", "planned:draft_cost=nan"], "must be float, got 'nan'"),
+        (["--prompt", "a", "--temperature", "inf"], "temperature must be >= 0 (0 means greedy), got inf"),
+        (["--prompt", "a", "--frequency-penalty", "nan"], "frequency_penalty must be finite, got nan"),
+        (["--prompt", "a", "--presence-penalty", "inf"], "presence_penalty must be finite, got inf"),
+        (["--prompt", "a", "--repetition-penalty", "inf"], "repetition_penalty must be > 0 (1 means none), got inf"),
+        (["--prompt", "\udcff"], "the prompt is not Unicode text"),
+        (["--prompt", "a", "--json-schema", ""], "there is no JSON schema file"),
+        (["--prompt", "a", "--json-schema", "x" * 5000], "there is no JSON schema file"),
+        (["--prompt", "a", "--json-schema", "false"], "cannot accept any value"),
+        (["--prompt", "a", "--json-schema", '{"not": {}}'], "the JSON schema cannot be compiled: 'not' (at #)"),
+        (["--prompt", "a", "--grammar", "/"], "there is no grammar file /"),
+        (["--prompt", "a", "--prompt-file", "b"], "--prompt and --prompt-file were given together"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
@@ -140,6 +166,60 @@ def test_a_broken_prompt_file_names_the_line(monkeypatch, capsys, tmp_path):
     assert (status, "line 2" in err) == (2, True)
 
 
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("[]", "line 1 of the prompts is not a JSON object with `prompt`, a text, or `turns`"),
+        ('{"prompt": 3}', "line 1"),
+        ('{"prompt": null}', "line 1"),
+        ('{"turns": "abc"}', "line 1"),
+        ('{"turns": []}', "line 1"),
+        ('\n{"turns": ["a", null]}', "line 2"),
+        ('{"prompt": "a"', "line 1 of the prompts is not JSON: Expecting"),
+        ("\n \n", "the prompt file is empty"),
+    ],
+)
+def test_prompts_that_are_none_are_named(line, sentence):
+    with pytest.raises(InputError) as refused:
+        read_prompts(line)
+    assert sentence in str(refused.value)
+
+
+def test_lines_of_prompts_may_hold_what_json_strings_may_hold(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    lines = ['{"prompt": "a\u2028b\x85c"}', "", '{"turns": ["d", "e"]}']
+    file.write_text("\r\n".join(lines), encoding="utf-8-sig")
+    turns = [{"role": "user", "content": "d"}, {"role": "assistant", "content": "e"}]
+    assert read_file(file) == ["a\u2028b\x85c", turns]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("command", [["methods", "--json"], ["generate", "--prompt", "Once", *SHORT]])
+def test_what_cannot_be_written_is_one_sentence(monkeypatch, capsys, command):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        status, _, err = run(monkeypatch, capsys, *command)
+    assert (status, err) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_a_reader_that_leaves_ends_the_command_quietly(monkeypatch, capsys):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as pipe:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        status, _, err = run(monkeypatch, capsys, "methods", "--json")
+    assert (status, err) == (1, "")
+
+
+@pytest.mark.parametrize(("options", "said"), [([], "???\n"), (["--json"], "\\u00e9\\u65e5")])
+def test_text_that_a_terminal_cannot_show_ends_nothing(monkeypatch, capsys, options, said):
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, encoding="ascii"))
+    status, _, err = run(monkeypatch, capsys, "generate", "--prompt", "é", *SHORT, "--regex", "é日", *options)
+    assert status == 0, err
+    assert said in terminal.getvalue().decode("ascii")
+
+
 def test_streamed_text_is_the_text_of_json(monkeypatch, capsys):
     prompt = [
         "generate",
@@ -190,6 +270,26 @@ def test_compare_prints_a_speedup_behind_the_gate(monkeypatch, capsys, tmp_path)
     assert "speedup" in err
     assert "where the time" in err
     assert len(list((tmp_path / "outrider" / "gate").iterdir())) == 1
+
+
+def test_what_was_found_before_and_cannot_be_read_is_found_again(tmp_path):
+    place = tmp_path / "found.json"
+    for text in ("", "[]", '{"num_tokens": 1}', '{"num_tokens": 1, "differences": [{"x": 1}]}'):
+        place.write_text(text)
+        assert _kept(place) is None
+    _keep(place, Identity(num_tokens=3, differences=()))
+    assert _kept(place) == Identity(num_tokens=3, differences=())
+    # A file stands where a directory should be.
+    _keep(place / "further" / "found.json", Identity(num_tokens=3, differences=()))
+
+
+def test_a_conversation_that_fills_the_context_can_begin_anew(monkeypatch, capsys):
+    lines = iter(["Hello.", "What? " * 1200, "/reset", "Hello."])
+    monkeypatch.setattr("builtins.input", lambda: next(lines, "/quit"))
+    status, _, err = run(monkeypatch, capsys, "chat", *SHORT)
+    assert status == 0
+    assert "/reset begins anew" in err
+    assert err.count("block efficiency") == 2
 
 
 def test_chat_answers_every_line(monkeypatch, capsys):

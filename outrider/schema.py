@@ -1,0 +1,239 @@
+"""JSON schemas and regular expressions: what the grammar compiler passes over in silence, and so is refused here.
+
+xgrammar ignores what it cannot express, at most with a warning. An output would then fit the grammar and not the
+schema.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from outrider.types import InputError
+
+SPREAD = frozenset({"not", "if", "then", "else", "contains", "dependentRequired", "dependentSchemas", "dependencies"})
+SPREAD |= {"uniqueItems", "minContains", "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef"}
+"""Keywords that assert something and are never enforced."""
+SCALARS = {
+    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
+    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
+    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
+    "boolean": frozenset[str](),
+    "null": frozenset[str](),
+}
+ARRAY = frozenset({"items", "prefixItems", "unevaluatedItems", "minItems", "maxItems"})
+OBJECT = frozenset({"properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"})
+OBJECT |= {"propertyNames", "minProperties", "maxProperties"}
+BY_TYPE = SCALARS | {"array": ARRAY, "object": OBJECT}
+"""Keywords that are enforced where a schema names the type."""
+FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""Keywords that decide alone, in the order in which they are looked for; what stands beside them is not read."""
+OF_TYPES: frozenset[str] = frozenset().union(*BY_TYPE.values())
+ASSERTIONS = SPREAD | OF_TYPES | {"type", *FORMS}
+"""Everything that asserts something. Other keywords are annotations."""
+TELLING = {"array": frozenset({"items", "prefixItems", "unevaluatedItems"})}
+TELLING["object"] = frozenset({"properties", "additionalProperties", "unevaluatedProperties"})
+"""Keywords that stand for a type where none is named."""
+APART: tuple[tuple[str, frozenset[str], str], ...] = (
+    ("pattern", frozenset({"minLength", "maxLength"}), "put the length into the pattern"),
+    ("format", frozenset({"minLength", "maxLength", "pattern"}), "say all of it by a pattern"),
+    ("multipleOf", BY_TYPE["number"], "list the values in an enum"),
+    ("patternProperties", frozenset({"properties", "propertyNames"}), "list the properties by name"),
+    ("propertyNames", frozenset({"properties"}), "list the properties by name"),
+)
+"""Keywords that are not enforced together, and what to do instead."""
+PYTHON: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+}
+PYTHON |= {"array": list, "object": dict}
+FORMATS = frozenset({"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"})
+FORMATS |= {"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
+"""Formats that are enforced; others are annotations."""
+ESCAPES = "aefnrtv0dDwWsSxucbBpPk123456789"
+"""Letters and digits that mean something to xgrammar behind a backslash, or that it refuses by itself."""
+
+
+def check_schema(text: str) -> None:
+    """Raise InputError where a part of a schema that would constrain the output is not enforced.
+
+    `oneOf` is enforced as `anyOf`: that just one alternative holds is up to the schema.
+
+    Example:
+        >>> check_schema('{"type": "array", "uniqueItems": true}')
+        Traceback (most recent call last):
+        ...
+        outrider.types.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
+    """
+    try:
+        schema = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"it is not JSON: {error}") from error
+    if not isinstance(schema, bool | dict):
+        raise InputError(f"a schema is an object, true or false, got {text[:40]}")
+    _Walk(root=schema).check(schema, "#")
+
+
+def check_pattern(pattern: str) -> None:
+    """Raise InputError where a regular expression holds an anchor inside, or an escape that has no meaning.
+
+    Example:
+        >>> check_pattern("a$b")
+        Traceback (most recent call last):
+        ...
+        outrider.types.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it out
+    """
+    depth, i = 0, 0
+    while i < len(pattern):
+        letter = pattern[i]
+        if letter == "\\":
+            escaped = pattern[i + 1 : i + 2]
+            if escaped.isalnum() and escaped not in ESCAPES:
+                raise InputError(f"the escape '\\{escaped}' at position {i + 1} is not supported")
+            i += 1
+        elif letter == "[":
+            i = _class_end(pattern, i)
+        elif letter in "()":
+            depth += 1 if letter == "(" else -1
+        elif letter == "^" and (depth or pattern[max(i - 1, 0) : i] not in ("", "|")):
+            raise InputError(_misplaced("^", i, "beginning"))
+        elif letter == "$" and (depth or pattern[i + 1 : i + 2] not in ("", "|")):
+            raise InputError(_misplaced("$", i, "end"))
+        i += 1
+
+
+def _class_end(pattern: str, first: int) -> int:
+    """Where the bracket closes that opens at `first`; the pattern's end where none does."""
+    i = first + 1
+    while i < len(pattern) and pattern[i] != "]":
+        i += 2 if pattern[i] == "\\" else 1
+    return i
+
+
+def _misplaced(anchor: str, at: int, where: str) -> str:
+    return f"'{anchor}' at position {at + 1} is not at the {where} of the pattern or of an alternative; leave it out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Walk:
+    """A walk through a schema and all that it refers to.
+
+    Attributes:
+        seen: Places that were referred to and looked at.
+    """
+
+    root: object
+    seen: set[str] = field(default_factory=set)
+
+    def check(self, schema: object, at: str) -> None:
+        """Look at a schema and at those within it."""
+        if not isinstance(schema, Mapping):
+            return
+        said = {key for key in ASSERTIONS.intersection(schema) if key != "uniqueItems" or schema[key] is not False}
+        if str(schema.get("format")) not in FORMATS:
+            said.discard("format")
+        if spread := sorted(said & SPREAD):
+            raise _refused(spread[0], at, "leave it out, or check the output yourself")
+        decisive = next((form for form in FORMS if form in schema), None)
+        self._check_form(schema, said, decisive, at)
+        for inner, place in _within(schema, decisive):
+            self.check(inner, f"{at}/{place}")
+
+    def _check_form(self, schema: Mapping[str, object], said: set[str], form: str | None, at: str) -> None:
+        """Look at which keywords stand side by side."""
+        if form is None:
+            _check_types(schema, said, at)
+            return
+        beside = said - {form}
+        if form in ("const", "enum") and _fits(schema, form):
+            beside -= {"type"}
+        if beside:
+            word = sorted(beside)[0]
+            raise _refused(word, at, f"it is not read beside '{form}'; write it where '{form}' leads")
+        given = schema[form]
+        if form == "$ref":
+            self._follow(str(given), at)
+        if form == "allOf" and isinstance(given, list) and len(given) > 1:
+            raise _refused("allOf", at, "write its parts as one schema")
+
+    def _follow(self, place: str, at: str) -> None:
+        """Look at what is referred to. That it exists is up to the compiler."""
+        if place in self.seen:
+            return
+        self.seen.add(place)
+        if place != "#" and not place.startswith("#/"):
+            raise InputError(f"'$ref' (at {at}) leads to {place!r}; it must lead into the schema, as in #/$defs/x")
+        found = self.root
+        for name in place.split("/")[1:]:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        self.check(found, place)
+
+
+def _check_types(schema: Mapping[str, object], said: set[str], at: str) -> None:
+    """A schema that names its type, or is silent about it. What belongs to other types than these asserts nothing."""
+    named = schema.get("type")
+    types = {str(each) for each in named} if isinstance(named, list) else {str(named)} if named else set()
+    if not types:
+        told = next((kind for kind in ("object", "array") if TELLING[kind] & said), None)
+        if missed := sorted(said - (BY_TYPE[told] if told else set())):
+            raise _refused(missed[0], at, "name the type that it belongs to")
+    for one, others, way in APART:
+        if one in said and (other := sorted(others & said)):
+            raise _refused(one, at, f"it is not read beside '{other[0]}'; {way}")
+    if "multipleOf" in said and "number" in types:
+        raise _refused("multipleOf", at, "it is enforced for integers alone")
+    if isinstance(least := schema.get("minProperties"), int) and least > 1 and not _names_are_given(schema):
+        raise _refused("minProperties", at, "a name may come twice and count once; require the properties by name")
+    properties, required = schema.get("properties"), schema.get("required")
+    for name in required if isinstance(required, list) and (not types or "object" in types) else ():
+        if not isinstance(properties, Mapping) or str(name) not in properties:
+            raise InputError(f"{name!r} is required (at {at}) and not among the properties; add it to them")
+    if isinstance(pattern := schema.get("pattern"), str):
+        check_pattern(pattern)
+
+
+def _names_are_given(schema: Mapping[str, object]) -> bool:
+    """Whether an object can have no other properties than those that are listed."""
+    others = (schema.get("additionalProperties"), schema.get("unevaluatedProperties"))
+    return "properties" in schema and all(other in (None, False) for other in others)
+
+
+def _within(schema: Mapping[str, object], form: str | None) -> Iterator[tuple[object, str]]:
+    """The schemas that a schema is made of, and where they stand."""
+    if form is not None:
+        given = schema[form] if form in ("anyOf", "oneOf", "allOf") else ()
+        if isinstance(given, list):
+            yield from ((each, f"{form}/{i}") for i, each in enumerate(given))
+        return
+    for key in ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties"):
+        yield schema.get(key), key
+    if isinstance(given := schema.get("propertyNames"), Mapping):
+        yield given if any(form in given for form in FORMS) else {"type": "string", **given}, "propertyNames"
+    for key in ("properties", "patternProperties"):
+        if isinstance(given := schema.get(key), Mapping):
+            yield from ((each, f"{key}/{name}") for name, each in given.items())
+            if key == "patternProperties":
+                for name in given:
+                    check_pattern(str(name))
+    if isinstance(given := schema.get("prefixItems"), list):
+        yield from ((each, f"prefixItems/{i}") for i, each in enumerate(given))
+
+
+def _fits(schema: Mapping[str, object], form: str) -> bool:
+    """Whether all values that a schema lists are of the type that it names."""
+    named = schema.get("type")
+    types = named if isinstance(named, list) else [named]
+    values = schema["enum"] if form == "enum" else [schema["const"]]
+    return isinstance(values, list) and all(any(_is(value, str(each)) for each in types) for value in values)
+
+
+def _is(value: object, kind: str) -> bool:
+    if isinstance(value, bool):
+        return kind == "boolean"
+    return isinstance(value, PYTHON.get(kind, ()))
+
+
+def _refused(word: str, at: str, way: str) -> InputError:
+    return InputError(f"'{word}' (at {at}) is not supported; {way}")
