@@ -6,8 +6,8 @@ if each had a device of its own and none waited for data from the other; the rea
 machine, one for each side. What drafts in turn or not at all may use both threads, and is measured with one thread too,
 because that is what each simulated device has.
 
-On both clocks the speed is tokens over the seconds of the steps, for all ways to decode alike; prefill, which PEARL
-does not change, is left out.
+On both clocks the speed is tokens over the seconds of the steps behind the first, for all ways to decode alike; what
+PEARL does not change, the digestion of the prompt, is left out, and with it the first step, which may hold it.
 """
 
 from collections.abc import Sequence
@@ -75,13 +75,13 @@ def methods(lengths: Sequence[int] = LENGTHS) -> list[Method]:
 
 def speed(sums: Sums, method: str) -> Float[np.ndarray, " samples"]:
     """Tokens per second of steps."""
-    return sums.ratio(method, "tokens", "stepping")
+    return sums.ratio(method, "stepped", "stepping")
 
 
 def best(sums: Sums, ways: Sequence[str], lengths: Sequence[int], t: float) -> Float[np.ndarray, " samples"]:
     """Speed of the way and length that are best on the other half of the prompts."""
     names = [name(way, n, t) for way in ways for n in ((None,) if way in PLAIN else lengths)]
-    return sums.best("tokens", "stepping", names)
+    return sums.best("stepped", "stepping", names)
 
 
 def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:

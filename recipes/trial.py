@@ -212,10 +212,13 @@ def row(method: Method, job: Job, outputs: Sequence[Output], seconds: float, max
     """What a run gave; counts are summed over its requests, iterations and seconds are the run's.
 
     `seconds` are the whole run's, prefill included; `stepping` those of its steps on their own clock, which a simulated
-    one is too.
+    one is too, without those that are a request's first one, which may digest a prompt; `stepped` are the tokens of the
+    same steps, and `profile` parts them.
     """
     steps = [step for output in outputs for step in output.steps]
     timings = {id(step.timing): step.timing for step in steps}.values()
+    first = {id(output.steps[0].timing) for output in outputs if output.steps}
+    later = [timing for timing in timings if id(timing) not in first]
     free = [count for output in outputs for count in _free(output, max_new_tokens - method.deepest)]
     deepest = max((len(output.accepted_per_position) for output in outputs), default=0)
     drafted = max((step.num_draft_tokens for step in steps), default=0) if method.tree == "chain" else 0
@@ -240,8 +243,9 @@ def row(method: Method, job: Job, outputs: Sequence[Output], seconds: float, max
         "free_tokens": sum(free),
         "free_steps": len(free),
         "seconds": seconds,
-        "stepping": sum(timing.total for timing in timings),
-        "profile": {part: sum(getattr(timing, part) for timing in timings) for part in PARTS},
+        "stepping": sum(timing.total for timing in later),
+        "stepped": sum(len(step.tokens) for step in steps if id(step.timing) not in first),
+        "profile": {part: sum(getattr(timing, part) for timing in later) for part in PARTS},
         "accepted_per_position": [
             sum(output.accepted_per_position[i] for output in outputs if len(output.accepted_per_position) > i)
             for i in range(deepest)

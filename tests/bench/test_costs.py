@@ -39,7 +39,7 @@ def test_costs_of_a_batch_are_those_of_its_own_forwards():
 
     engine.parts.target.extend = watched
     prompt = engine.encode("Once upon a time there was a")
-    costs = measure_costs(engine, prompt, max_new_tokens=12, rounds=1, num_requests=3)
+    costs = measure_costs(engine, prompt, max_new_tokens=24, rounds=1, num_requests=3)
     assert costs.draft > 0
     assert {1, 2, 5, 9} <= {segments[0] for segments in seen if len(segments) == 3 and len(set(segments)) == 1}
     with pytest.raises(InputError, match=r"num_requests must be in 1 .. 3, the engine's slots, got 4"):
