@@ -406,7 +406,7 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         if e["profile"]:
             shares = " | ".join(f"{e['profile'][part]:.1%}" for part in (*PARTS, "rest"))
             lines.append(f"| {e['configuration']} | {e['temperature']:g} | {shares} |")
-    lines += ["", "`rest` holds prefill, admission and text.", ""]
+    lines += ["", "`rest` holds chunks of prompts, admission and text; the last chunk of a prompt is in its first step.", ""]
     lines += ["| T | gamma | v | c | allowed by bare forwards | efficiency |", "|---|---|---|---|---|---|"]
     for t, b in summary["bare"]["by_temperature"].items():
         lines.append(
