@@ -1,8 +1,9 @@
 """Outrider: speculative decoding for Hugging Face causal language models, lossless and proven."""
 
-from outrider.engine import Engine, Output, Update
+from outrider.engine import Engine
 from outrider.integrate import as_custom_generate
 from outrider.load import load
+from outrider.output import Output, Update
 from outrider.proof.optimal import optimal_acceptance
 from outrider.types import InputError, Request, Sampling, Step
 

@@ -3,10 +3,9 @@
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -16,115 +15,15 @@ from outrider.dice import Dice
 from outrider.drafters.none import NoDrafter
 from outrider.grammar import Grammar
 from outrider.lengths.fixed import Fixed
+from outrider.output import FinishReason, Output, Update, succeeded
+from outrider.prompts import Prompt, encode
+from outrider.seats import Chunk, Seat, alike
 from outrider.text import Ending
 from outrider.trees.chain import Chain
 from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
 from outrider.verifiers.match import Match
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""A text, a list of token ids, or a list of chat messages."""
-
-FinishReason = Literal["stop", "length", "cancelled", "error"]
 Sink = Callable[[Step], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
-    """What a request gave.
-
-    Attributes:
-        prompt_tokens: How long the prompt was.
-        text: The output's text, without special tokens, ending before a stop string.
-        tokens: The output's token ids, an ending token included.
-        finish_reason: `stop` (an end token or stop string), `length`, `cancelled` or `error`.
-        accepted_per_position: How often the draft token at depth 1, 2, ... was accepted.
-        seconds: From the request's admission to its last token.
-        logprobs: Log-softmax of the raw target logits at each token, if asked for.
-        steps: Every step, if the caller kept them.
-        error: What ended the request, where `finish_reason` is `error`. It holds on to its traceback.
-    """
-
-    id: str
-    prompt_tokens: int
-    text: str
-    tokens: list[int]
-    finish_reason: FinishReason
-    num_steps: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    accepted_per_position: list[int]
-    block_efficiency: float
-    seconds: float
-    logprobs: list[float] | None = None
-    steps: list[Step] = field(default_factory=list, repr=False)
-    error: Exception | None = None
-
-    @property
-    def tokens_per_second(self) -> float:
-        return len(self.tokens) / self.seconds if self.seconds else 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Update:
-    """What one engine step brought to one request; `output` is there once it has ended."""
-
-    id: str
-    tokens: list[int]
-    text: str
-    output: Output | None = None
-
-
-@dataclass(kw_only=True)
-class _Seat:
-    """A request in the engine; changes in place.
-
-    Attributes:
-        ready: Whether its prompt is digested, or will be by its first step.
-        suspect: Whether it stood in a step that failed and has made none since; it makes the next one alone.
-    """
-
-    request: Request
-    ending: Ending
-    running: Running | None = None
-    admitted: float = 0.0
-    ready: bool = False
-    suspect: bool = False
-    num_draft_tokens: int = 0
-    accepted: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    ended: bool = False
-
-    def keep(self, tokens: Sequence[int]) -> int:
-        """How many of the new tokens belong to the output: what the request's own rule and its stop strings leave."""
-        if self.request.ends is not None:
-            output = _running(self).output
-            for i, token in enumerate(tokens, 1):
-                output.append(token)
-                if self.request.ends(output):
-                    self.ended, tokens = True, tokens[:i]
-                    break
-        return self.ending.keep(tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """A part of a prompt to digest.
-
-    Attributes:
-        count: How many tokens.
-        end: How many are digested then.
-        last: Whether nothing but the newest token is left then.
-    """
-
-    seat: _Seat
-    count: int
-    end: int
-    last: bool
-
-    def like(self, longest: "_Chunk") -> bool:
-        """Whether a forward over both pads little, in new tokens and in those behind which they stand."""
-        new, all_ = longest.count - self.count, abs(longest.end - self.end)
-        return new <= max(16, longest.count // 4) and all_ <= max(64, longest.end // 4)
 
 
 class Engine:
@@ -171,8 +70,8 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self.keep_warm = keep_warm
         self.dice = dice
-        self._waiting: deque[_Seat] = deque()
-        self._seats: dict[str, _Seat] = {}
+        self._waiting: deque[Seat] = deque()
+        self._seats: dict[str, Seat] = {}
         self._warm: Running | None = None
         self._seeds = np.random.SeedSequence()
 
@@ -211,32 +110,14 @@ class Engine:
             seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         self._check(request)
-        seat = _Seat(request=request, ending=Ending(self.tokenizer, request.stop))
+        seat = Seat(request=request, ending=Ending(self.tokenizer, request.stop))
         self._seats[request.id] = seat
         self._waiting.append(seat)
         return request.id
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; chat messages go through the tokenizer's template, the assistant to speak next."""
-        ids = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
-        if not isinstance(prompt, str) and len(ids) == len(prompt):
-            return ids
-        if self.tokenizer is None:
-            raise InputError("there is no tokenizer beside the target; give prompts as lists of token ids")
-        if isinstance(prompt, str):
-            return list(self.tokenizer(_unicode(prompt))["input_ids"]) if prompt else []
-        messages = [{key: _unicode(said) for key, said in each.items()} for each in prompt if isinstance(each, Mapping)]
-        if len(messages) < len(prompt):
-            raise InputError("a prompt is a text, a list of token ids or a list of chat messages; this list mixes them")
-        if self.tokenizer.chat_template is None:
-            raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
-        try:
-            chat: list[int] = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=False
-            )
-        except Exception as error:
-            raise InputError(f"the chat template makes no prompt of these messages: {error}") from error
-        return chat
+        return encode(prompt, self.tokenizer)
 
     @property
     def busy(self) -> bool:
@@ -464,13 +345,13 @@ class Engine:
         left, chunks = self.max_prefill_tokens, []
         new = [seat for seat in self._seats.values() if seat.running is not None and not seat.ready]
         for seat in new:
-            behind = len(undigested(self.parts, _running(seat)))
+            behind = len(undigested(self.parts, seat.state))
             count = min(behind, left)
             left -= count
             seat.ready = behind == 0
-            end = self.parts.target.length(_running(seat).slot) + count
-            chunks.append(_Chunk(seat=seat, count=count, end=end, last=count == behind))
-        groups = _alike([chunk for chunk in chunks if chunk.count])
+            end = self.parts.target.length(seat.state.slot) + count
+            chunks.append(Chunk(seat=seat, count=count, end=end, last=count == behind))
+        groups = alike([chunk for chunk in chunks if chunk.count])
         alone = len(groups) == 1 and not any(seat.ready for seat in self._seats.values())
         if alone and all(chunk.last for chunk in chunks) and self._digests_in_step:
             for seat in new:
@@ -488,22 +369,22 @@ class Engine:
         parts = self.parts
         return isinstance(parts.decoding, InTurn) and not parts.drafter.taps and parts.target.crops
 
-    def _digest(self, chunks: Sequence[_Chunk]) -> list[Update]:
+    def _digest(self, chunks: Sequence[Chunk]) -> list[Update]:
         """Digest chunks in one forward."""
         seats = [chunk.seat for chunk in chunks]
-        marks = [mark(_running(seat)) for seat in seats]
+        marks = [mark(seat.state) for seat in seats]
         try:
-            digest(self.parts, [_running(seat) for seat in seats], [chunk.count for chunk in chunks])
+            digest(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
         except BaseException as error:
             return self._failed(seats, marks, error)
         for chunk in chunks:
             chunk.seat.ready = chunk.last
         return []
 
-    def _advance(self, seats: Sequence[_Seat], sink: Sink | None) -> list[Update]:
+    def _advance(self, seats: Sequence[Seat], sink: Sink | None) -> list[Update]:
         """One step of ready seats together."""
         by_id = {seat.request.id: seat for seat in seats}
-        states = [_running(seat) for seat in seats]
+        states = [seat.state for seat in seats]
         marks = [mark(state) for state in states]
         try:
             steps = self.parts.decoding.step(
@@ -520,26 +401,26 @@ class Engine:
                 sink(made)
         return updates
 
-    def _failed(self, seats: Sequence[_Seat], marks: Sequence[Mark], error: BaseException) -> list[Update]:
+    def _failed(self, seats: Sequence[Seat], marks: Sequence[Mark], error: BaseException) -> list[Update]:
         """Take back what failed; one request alone ends by it, several are tried alone. An interrupt is raised."""
         failed = [update for pair in zip(seats, marks, strict=True) if (update := self._take_back(*pair))]
         if not isinstance(error, Exception):
             raise error
         return failed or ([self._fail(seats[0], error)] if len(seats) == 1 else [])
 
-    def _take_back(self, seat: _Seat, to: Mark) -> Update | None:
+    def _take_back(self, seat: Seat, to: Mark) -> Update | None:
         """Put a request back to where it stood before a step that failed; its end, where even that fails."""
         try:
-            rewind(self.parts, _running(seat), to)
+            rewind(self.parts, seat.state, to)
             seat.ready, seat.suspect, seat.ended = False, True, False
             seat.ending = Ending(self.tokenizer, seat.request.stop)
-            seat.ending.keep(_running(seat).output)
+            seat.ending.keep(seat.state.output)
             seat.ending.take()
         except Exception as error:
             return self._fail(seat, error)
         return None
 
-    def _update(self, seat: _Seat, made: Step) -> Update:
+    def _update(self, seat: Seat, made: Step) -> Update:
         tokens = list(made.tokens)
         seat.suspect = False
         seat.num_draft_tokens += made.num_draft_tokens
@@ -549,24 +430,22 @@ class Engine:
         reason: FinishReason | None = None
         if seat.ended or seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
             reason = "stop"
-        elif tokens_left(self.parts, _running(seat)) == 0:
+        elif tokens_left(self.parts, seat.state) == 0:
             reason = "length"
         if reason is None:
             return Update(id=made.request, tokens=tokens, text=text)
         text += seat.ending.finish()
         return Update(id=made.request, tokens=tokens, text=text, output=self._finish(seat, reason))
 
-    def _fail(self, seat: _Seat, error: Exception) -> Update:
+    def _fail(self, seat: Seat, error: Exception) -> Update:
         return Update(id=seat.request.id, tokens=[], text="", output=self._finish(seat, "error", error))
 
-    def _finish(self, seat: _Seat, reason: FinishReason, error: Exception | None = None) -> Output:
+    def _finish(self, seat: Seat, reason: FinishReason, error: Exception | None = None) -> Output:
         """Take a request out. The last one to leave keeps its slot warm for a prompt that continues it."""
         del self._seats[seat.request.id]
-        tokens: list[int] = []
         if seat.running is None:
             self._waiting.remove(seat)
         else:
-            tokens = seat.running.output
             seat.running.constraint_state = None
             if error is not None:
                 self._abandon(seat.running)
@@ -576,22 +455,7 @@ class Engine:
                 self._warm = seat.running
         if error is None:
             seat.ending.finish()
-        deepest = max(seat.accepted, default=0)
-        return Output(
-            id=seat.request.id,
-            prompt_tokens=len(seat.request.prompt),
-            text=seat.ending.text,
-            tokens=tokens,
-            finish_reason=reason,
-            num_steps=len(seat.accepted),
-            num_draft_tokens=seat.num_draft_tokens,
-            num_accepted_tokens=sum(seat.accepted),
-            accepted_per_position=[sum(count > i for count in seat.accepted) for i in range(deepest)],
-            block_efficiency=len(tokens) / max(1, len(seat.accepted)),
-            seconds=time.perf_counter() - seat.admitted if seat.running is not None else 0.0,
-            logprobs=seat.logprobs if seat.request.logprobs else None,
-            error=error,
-        )
+        return seat.output(reason, error)
 
     def _release(self, running: Running) -> None:
         self.parts.target.release(running.slot)
@@ -603,39 +467,6 @@ class Engine:
             self.parts.target.release(running.slot)
         with suppress(Exception):
             self.parts.drafter.close(running.drafter_state)
-
-
-def succeeded(update: Update) -> Update:
-    """The update, unless an error ended its request: that is raised."""
-    if update.output is not None and update.output.error is not None:
-        raise update.output.error
-    return update
-
-
-def _unicode(text: str) -> str:
-    """The text, unless half of a character stands in it, as where bytes were read that are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"the prompt is not Unicode text: half of a character stands at {error.start}") from error
-    return text
-
-
-def _running(seat: _Seat) -> Running:
-    if seat.running is None:
-        raise RuntimeError(f"request {seat.request.id} has no slot yet")
-    return seat.running
-
-
-def _alike(chunks: Sequence[_Chunk]) -> list[list[_Chunk]]:
-    """Chunks that can share a forward without much padding; those of suspects stay alone."""
-    groups: list[list[_Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.seat.suspect, -chunk.count)):
-        if groups and not chunk.seat.suspect and chunk.like(groups[-1][0]):
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
-    return groups
 
 
 def _nth(sampling: Sampling | None, k: int) -> Sampling | None:

@@ -32,10 +32,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import outrider
 from outrider import InputError, Sampling
-from outrider.engine import Prompt
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.metrics import efficiency
+from outrider.prompts import Prompt
 from recipes.record import circumstances, write
 
 Row = dict[str, Any]
@@ -406,7 +406,11 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         if e["profile"]:
             shares = " | ".join(f"{e['profile'][part]:.1%}" for part in (*PARTS, "rest"))
             lines.append(f"| {e['configuration']} | {e['temperature']:g} | {shares} |")
-    lines += ["", "`rest` holds chunks of prompts, admission and text; the last chunk of a prompt is in its first step.", ""]
+    lines += [
+        "",
+        "`rest` holds chunks of prompts, admission and text; the last chunk of a prompt is in its first step.",
+        "",
+    ]
     lines += ["| T | gamma | v | c | allowed by bare forwards | efficiency |", "|---|---|---|---|---|---|"]
     for t, b in summary["bare"]["by_temperature"].items():
         lines.append(

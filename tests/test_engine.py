@@ -9,7 +9,8 @@ import torch
 from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from outrider import metrics
-from outrider.engine import Engine, Output
+from outrider.engine import Engine
+from outrider.output import Output
 from outrider.trees.chain import Chain
 from outrider.trees.gumbel import Gumbel
 from outrider.types import Request, Sampling

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from outrider.drafters.none import Silent
 from outrider.drafters.protocol import Drafter
-from outrider.engine import Engine, Output
+from outrider.engine import Engine
+from outrider.output import Output
 from outrider.types import Frontier, Guess, Request, Running, Sampling
 from tests.automaton import After
 from tests.models import drafter_of, engine

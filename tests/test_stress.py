@@ -13,10 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from outrider.decode import Parts
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import Suffix
-from outrider.engine import Engine, Output
+from outrider.engine import Engine
 from outrider.lengths.fixed import Fixed
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Extension, Segment
+from outrider.output import Output
 from outrider.trees.chain import Chain
 from outrider.trees.gumbel import Gumbel
 from outrider.types import InputError, Request, Running, Sampling

@@ -14,9 +14,11 @@ from rich.table import Table
 from outrider.bench.compare import Comparison, compare
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.engine import Engine, Output, Prompt, succeeded
+from outrider.engine import Engine
 from outrider.grammar import Grammar
 from outrider.load import ASSETS
+from outrider.output import Output, succeeded
+from outrider.prompts import Prompt
 from outrider.proof.gate import gate
 from outrider.types import InputError, Sampling, Step
 

@@ -6,9 +6,10 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from outrider.engine import Engine, succeeded
+from outrider.engine import Engine
 from outrider.integrate.batch import Batch
 from outrider.integrate.columns import Columns
+from outrider.output import succeeded
 from outrider.types import InputError
 
 

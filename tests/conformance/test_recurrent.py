@@ -13,9 +13,10 @@ from outrider.decode import Parts
 from outrider.drafters.model import Model
 from outrider.drafters.ngram import Ngram
 from outrider.drafters.protocol import Drafter
-from outrider.engine import Engine, Output
+from outrider.engine import Engine
 from outrider.lengths.fixed import Fixed
 from outrider.lm.open import as_lm
+from outrider.output import Output
 from outrider.trees.chain import Chain
 from outrider.types import InputError, Request, Sampling
 from outrider.verifiers.block import Block

@@ -1,0 +1,48 @@
+"""Prompts as people give them, as token ids."""
+
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from outrider.types import InputError
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+"""A text, a list of token ids, or a list of chat messages."""
+
+
+def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Token ids of a prompt; chat messages go through the tokenizer's template, the assistant to speak next.
+
+    Raises:
+        InputError: There is no tokenizer or no template for such a prompt, or it is no text.
+    """
+    ids = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
+    if not isinstance(prompt, str) and len(ids) == len(prompt):
+        return ids
+    if tokenizer is None:
+        raise InputError("there is no tokenizer beside the target; give prompts as lists of token ids")
+    if isinstance(prompt, str):
+        return list(tokenizer(_unicode(prompt))["input_ids"]) if prompt else []
+    messages = [_message(each) for each in prompt if isinstance(each, Mapping)]
+    if len(messages) < len(prompt):
+        raise InputError("a prompt is a text, a list of token ids or a list of chat messages; this list mixes them")
+    if tokenizer.chat_template is None:
+        raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
+    try:
+        chat: list[int] = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    except Exception as error:
+        raise InputError(f"the chat template makes no prompt of these messages: {error}") from error
+    return chat
+
+
+def _message(given: Mapping[str, object]) -> dict[str, object]:
+    return {key: _unicode(said) if isinstance(said, str) else said for key, said in given.items()}
+
+
+def _unicode(text: str) -> str:
+    """The text, unless half of a character stands in it, as where bytes were read that are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"the prompt is not Unicode text: half of a character stands at {error.start}") from error
+    return text
