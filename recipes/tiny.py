@@ -1,0 +1,143 @@
+"""Tiny random models of every causal LM architecture that transformers knows, in float64."""
+
+import copy
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+VOCAB = 64
+"""Every model's vocabulary."""
+MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+"""Every model type that `AutoModelForCausalLM` opens."""
+
+_SMALL: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embedding_size", "word_embed_proj_dim"), 32),
+    **dict.fromkeys(("input_embedding_size", "output_embedding_size", "lru_width", "mamba_d_ssm"), 32),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "dff", "n_inner", "ffn_hidden_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "dense_intermediate_size"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers", "decoder_layers"), 4),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "encoder_attention_heads"), 4),
+    **dict.fromkeys(("decoder_attention_heads", "linear_num_heads", "linear_num_value_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("head_dim", "linear_head_dim", "linear_key_head_dim", "linear_value_head_dim", "v_head_dim"), 8),
+    **dict.fromkeys(("qk_nope_head_dim", "global_head_dim", "mamba_d_head", "mamba_head_dim", "swa_head_dim"), 8),
+    **dict.fromkeys(("kv_channels", "query_pre_attn_scalar", "swa_v_head_dim"), 8),
+    **dict.fromkeys(("qk_rope_head_dim", "rotary_dim"), 4),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "linear_num_key_heads"), 2),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "model_max_length"), 384),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
+    **dict.fromkeys(("shared_intermediate_size", "moe_shared_expert_intermediate_size", "q_lora_rank"), 16),
+    **dict.fromkeys(("kv_lora_rank", "router_hidden_size"), 16),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers", "moe_layer_interval"), 1),
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_chunk_size", "chunk_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "window_size"), 8),
+    **dict.fromkeys(("mamba_dt_rank", "time_step_rank", "adapter_rank", "laurel_rank"), 4),
+    **dict.fromkeys(("hidden_size_per_layer_input", "block_multiple_of"), 8),
+    "attn_logit_softcapping": 2.0,
+    "local_attention": 8,
+    "use_sliding_window": True,
+    "use_mamba_kernels": False,
+    "max_window_layers": 2,
+    "moe_layer_end_index": 3,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""What every config is given of the settings that it has."""
+
+_DECODER: dict[str, Any] = {"is_decoder": True}
+OWN: dict[str, dict[str, Any]] = {}
+"""What single model types need besides."""
+
+
+_START: dict[str, dict[str, Any]] = {}
+"""What a default config needs to be valid at all."""
+
+
+class Float64(TorchFunctionMode):
+    """Within it nothing is computed in a lower floating type: transformers casts to float32 in norms, softmaxes,
+    rotary tables and routers, which would hide small errors and make two ways of computing one thing disagree.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(_widened, args), **{k: _widened(v) for k, v in (kwargs or {}).items()})
+
+
+def _widened(value: object) -> object:
+    low = (torch.float32, torch.float16, torch.bfloat16)
+    return torch.float64 if isinstance(value, torch.dtype) and value in low else value
+
+
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
+    """The config of a tiny model that has a layer of every kind that the architecture has by default.
+
+    Args:
+        model_type: One of `MODEL_TYPES`.
+        changes: Settings of the language model to give besides.
+    """
+    kind = CONFIG_MAPPING[model_type]
+    start = kind(**_START.get(model_type, {}))
+    given = _shrunk(start) | OWN.get(model_type, {})
+    text = start.get_text_config(decoder=True)
+    if text is start or "text_config" not in given:
+        return kind(**(given | changes))
+    given["text_config"] |= OWN.get(text.model_type, {}) | changes
+    return kind(**given)
+
+
+def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
+    """Small values for what a config has: sizes, and per-layer lists in which every value occurs that did before."""
+    given = {name: value for name, value in _SMALL.items() if getattr(config, name, None) is not None}
+    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if heads is not None and heads == shared:
+        given["num_key_value_heads"] = given["num_attention_heads"]
+    if "qk_rope_head_dim" in given and "head_dim" in given:
+        given["head_dim"] = given["qk_rope_head_dim"]
+    layers = getattr(config, "num_hidden_layers", None)
+    for name, value in config.to_dict().items():
+        if isinstance(value, list) and layers and len(value) == layers:
+            kinds = [v for i, v in enumerate(value) if v not in value[:i]]
+            given[name] = [kinds[i % len(kinds)] for i in range(4)]
+    for name in config.sub_configs:
+        if (inner := getattr(config, name, None)) is not None:
+            given[name] = _shrunk(inner) | {"model_type": inner.model_type}
+    return given
+
+
+def tiny_model(config: PreTrainedConfig, *, attention: str | None = None, seed: int = 0) -> PreTrainedModel:
+    """A model with random weights in float64 and evaluation mode, whose logits are far from flat."""
+    named = {} if attention is None else {"attn_implementation": attention}
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", **named)
+    return scrambled(model.double().eval(), seed)
+
+
+def scrambled(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
+    """The model with random weights: matrices that keep or enlarge what they are given, vectors near what they were."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
+            if parameter.dim() >= 2:
+                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(noise * 0.1)
+    return model
+
+
+def noisy(model: PreTrainedModel, noise: float = 0.02) -> PreTrainedModel:
+    """A copy with some noise on its weights: it agrees with the model often, not always."""
+    twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in twin.parameters():
+            if weight.dim() > 1:
+                weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=torch.float64))
+    return twin
