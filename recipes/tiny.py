@@ -53,19 +53,75 @@ _SMALL: dict[str, Any] = {
 }
 """What every config is given of the settings that it has."""
 
-_DECODER: dict[str, Any] = {"is_decoder": True}
-OWN: dict[str, dict[str, Any]] = {}
+_GEMMA4: dict[str, Any] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
+OWN: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [2]},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+        "layer_types": ["full_attention"] * 4,
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 2.0},
+        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "dots3_note": {"vision_config": {"adapter_out_dim": 32}, "audio_config": {"adapter_out_dim": 32}},
+    "falcon_h1": {"mamba_n_heads": 4},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+    },
+    "gemma4_assistant": {
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 4,
+        }
+    },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
+    "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"]},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1},
+}
 """What single model types need besides."""
-
-
-_START: dict[str, dict[str, Any]] = {}
+_START: dict[str, dict[str, Any]] = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+}
 """What a default config needs to be valid at all."""
+_SPARED = {
+    "dots3_note": ("vision_config", "audio_config"),
+    "falcon": ("head_dim",),
+    "prophetnet": ("num_hidden_layers",),
+    "xlnet": ("max_position_embeddings",),
+    "xlstm": ("head_dim", "v_head_dim"),
+}
+"""Settings that look like others and are derived from them."""
 
 
 class Float64(TorchFunctionMode):
     """Within it nothing is computed in a lower floating type: transformers casts to float32 in norms, softmaxes,
     rotary tables and routers, which would hide small errors and make two ways of computing one thing disagree.
     """
+
+    def __enter__(self) -> "Float64":
+        self._default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.set_default_dtype(self._default)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = torch.Tensor.double if func is torch.Tensor.float else func
@@ -86,31 +142,42 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """
     kind = CONFIG_MAPPING[model_type]
     start = kind(**_START.get(model_type, {}))
-    given = _shrunk(start) | OWN.get(model_type, {})
+    given, own = _shrunk(start), OWN.get(model_type, {})
     text = start.get_text_config(decoder=True)
-    if text is start or "text_config" not in given:
-        return kind(**(given | changes))
-    given["text_config"] |= OWN.get(text.model_type, {}) | changes
-    return kind(**given)
+    if "text_config" not in given:
+        return kind(**(given | own | changes))
+    inner = given["text_config"] | OWN.get(text.model_type, {}) | own.get("text_config", {}) | changes
+    return kind(**(given | own | {"text_config": inner}))
 
 
 def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
     """Small values for what a config has: sizes, and per-layer lists in which every value occurs that did before."""
-    given = {name: value for name, value in _SMALL.items() if getattr(config, name, None) is not None}
-    heads, shared = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    spared = _SPARED.get(config.model_type, ())
+    given = {name: v for name, v in _SMALL.items() if _setting(config, name) is not None and name not in spared}
+    heads, shared = (_setting(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     if heads is not None and heads == shared:
         given["num_key_value_heads"] = given["num_attention_heads"]
     if "qk_rope_head_dim" in given and "head_dim" in given:
         given["head_dim"] = given["qk_rope_head_dim"]
+    if getattr(config, "is_decoder", None) is False and not config.is_encoder_decoder:
+        given["is_decoder"] = True
     layers = getattr(config, "num_hidden_layers", None)
     for name, value in config.to_dict().items():
         if isinstance(value, list) and layers and len(value) == layers:
             kinds = [v for i, v in enumerate(value) if v not in value[:i]]
             given[name] = [kinds[i % len(kinds)] for i in range(4)]
     for name in config.sub_configs:
-        if (inner := getattr(config, name, None)) is not None:
+        if (inner := getattr(config, name, None)) is not None and name not in spared:
             given[name] = _shrunk(inner) | {"model_type": inner.model_type}
     return given
+
+
+def _setting(config: PreTrainedConfig, name: str) -> Any:
+    """A setting; one that differs by layer is there, and larger than it will be."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return 1 << 20
 
 
 def tiny_model(config: PreTrainedConfig, *, attention: str | None = None, seed: int = 0) -> PreTrainedModel:

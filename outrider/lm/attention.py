@@ -64,15 +64,19 @@ def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
     return Span()
 
 
-def attention_span(model: PreTrainedModel) -> Span | None:
+def attention_span(model: PreTrainedModel) -> Span | Mapping[str, Span | None] | None:
     """The span that all attention layers of a hybrid model share; None where it has no attention.
 
-    Hybrids take one 4-D mask for all attention layers as it is, and then give their recurrent layers none.
+    Hybrids take one 4-D mask for all attention layers as it is, and then give their recurrent layers none. Those with
+    two kinds of attention take a dict, in which recurrent layers have no mask.
     """
     text = model.config.get_text_config(decoder=True)
     kinds = {t for t in text.layer_types if t not in NO_ATTENTION}
     if not kinds:
         return None
+    if {"sliding_attention", "full_attention"} <= kinds:
+        recurrent: dict[str, Span | None] = dict.fromkeys(t for t in text.layer_types if t in NO_ATTENTION)
+        return recurrent | {"full_attention": Span(), "sliding_attention": Span(window=text.sliding_window)}
     return Span(window=text.sliding_window if "sliding_attention" in kinds else None)
 
 
@@ -219,14 +223,14 @@ class MaskBuilder:
     """Makes the `attention_mask` argument of one model.
 
     Attributes:
-        spans: How far layers look back; a mapping where the model takes a dict of masks.
+        spans: How far layers look back; a mapping where the model takes a dict of masks, None where one needs none.
         additive: The dtype of additive masks; None gives bool masks, True where a key is seen.
         device: Where masks are wanted.
         slopes: Per head, what is added per position of a key (ALiBi); the mask then has a head axis. Softmax does not
             see a constant, so a bias by the key's position is one by its distance.
     """
 
-    spans: Span | Mapping[str, Span]
+    spans: Span | Mapping[str, Span | None]
     additive: torch.dtype | None
     device: torch.device
     slopes: Float[Tensor, " heads"] | None = None
@@ -241,7 +245,7 @@ class MaskBuilder:
 
     def masks(
         self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
-    ) -> Tensor | Mapping[str, Tensor]:
+    ) -> Tensor | Mapping[str, Tensor | None]:
         """Masks over the keys with an index below `view`; `positions` are the sight's, on the device.
 
         Without a sight, each query sees the keys up to its own position.
@@ -253,7 +257,10 @@ class MaskBuilder:
             seen, logical = self._tree(sight, keys)
         if isinstance(self.spans, Span):
             return self._masked(seen, positions, logical, self.spans)
-        return {kind: self._masked(seen, positions, logical, span) for kind, span in self.spans.items()}
+        return {
+            kind: None if span is None else self._masked(seen, positions, logical, span)
+            for kind, span in self.spans.items()
+        }
 
     def _tree(
         self, sight: Sight, keys: Int[Tensor, " keys"]

@@ -53,7 +53,7 @@ def open_model(
             revision=revision or "main",
             trust_remote_code=trust_remote_code,
         )
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, AttributeError, TypeError, AssertionError) as error:
         raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
     # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
     moved = model if model.device.type == place.type and getattr(model, "is_quantized", False) else model.to(place)
