@@ -10,7 +10,9 @@ that are there already are not made again, and the page `docs/architectures.md`.
 import json
 import multiprocessing
 import traceback
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,12 +31,30 @@ from outrider.lengths.fixed import Fixed
 from outrider.lm.open import as_lm
 from outrider.lm.support import is_recurrent, refusal
 from outrider.types import InputError, Sampling
+from recipes.record import write
+from recipes.report import table
 from recipes.tiny import MODEL_TYPES, VOCAB, Float64, noisy, tiny_config, tiny_model
 
 ROOT = Path(__file__).parent.parent
 NUM_TOKENS = 24
 SEEDS, VARIOUS = 6, 8
-TREES = {"chains": ("chain", "block"), "trees": ("gumbel:branching=2x2x1", "recursive")}
+WAYS = {"chains": ("chain", "block"), "trees": ("gumbel:branching=2x2x1", "recursive")}
+ROWS = ROOT / "docs/measurements/architectures"
+PAGE = """# Every architecture
+
+What `AutoModelForCausalLM` of transformers {transformers} opens, as a target: tiny random models in float64, greedy,
+from `python -m recipes.zoo`. *chains* and *trees*: outputs with drafts of a draft model are exactly what the model
+says when it reads the whole text anew for every token, which is what `model.generate` says where nothing else is
+remarked. *batch*: three prompts of different lengths at once say what each says alone. Prompts and outputs are longer
+than every window. *also* lists settings that were changed, each by itself, with the same result: the other attention
+implementation; windows of 6 tokens on half of the layers; tied weights where they are not, and the reverse; half of
+each head turned, with another base; logits and scores scaled and capped.
+
+Of {total} model types, {trees} take chains and trees, {chains} chains, and {refused} are refused when they are
+loaded, with the sentence below. {variants} changed settings ran. {wrong} gave anything else than the model itself.
+What a family's row means is said in [models.md](models.md).
+
+"""
 GREEDY = Sampling(temperature=0.0, seed=0)
 
 
@@ -75,29 +95,32 @@ def talkative(config: PreTrainedConfig, attention: str | None) -> tuple[PreTrain
     return best[1], best[2]
 
 
-def judge(model_type: str, attention: str | None = None, **changes: Any) -> dict[str, Any]:
-    """What becomes of one architecture: `refused` with a reason, or per way whether outputs are transformers' own."""
+def judge(model_type: str, variant: str = "") -> dict[str, Any]:
+    """What becomes of one architecture: `refused` with a reason, or per way whether outputs are what they should be."""
     torch.manual_seed(0)
+    changes = VARIANTS[variant](tiny_config(model_type))
+    attention = changes.pop("attn_implementation", None)
     config = tiny_config(model_type, **changes)
     if (reason := refusal(config)) is not None:
         return {"refused": reason}
     try:
         model = tiny_model(config, attention=attention)
+        generated(model, prompts()[0])
     except Exception as error:
-        return {"refused": f"transformers cannot build it: {type(error).__name__}: {' '.join(str(error).split())}"}
-    found: dict[str, Any] = {
-        "class": type(model).__name__,
-        "attention": model.config.get_text_config(decoder=True)._attn_implementation,
-    }
+        return {"refused": f"transformers itself fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]}
     try:
         as_lm(model, max_slots=1)
     except InputError as error:
-        return found | {"refused": str(error)}
+        return {"refused": str(error)}
     model, outputs = talkative(config, attention)
-    found["distinct"] = len(set(chain(*outputs)))
-    found["generate reads alike"] = (plain := [read(model, prompt) for prompt in prompts()]) == outputs
+    plain = [read(model, prompt) for prompt in prompts()]
+    found: dict[str, Any] = {
+        "attention": model.config.get_text_config(decoder=True)._attn_implementation,
+        "different tokens": len(set(chain(*outputs))),
+        "generate reads alike": outputs == plain,
+    }
     target, drafter = as_lm(model, max_slots=3), Model(lm=as_lm(noisy(model), max_slots=3))
-    for way, (tree, rule) in TREES.items():
+    for way, (tree, rule) in WAYS.items():
         if way == "trees" and is_recurrent(model):
             continue
         parts = Parts(
@@ -111,17 +134,17 @@ def judge(model_type: str, attention: str | None = None, **changes: Any) -> dict
         together = engine.generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
         alone = [engine.generate([p], max_new_tokens=NUM_TOKENS, sampling=GREEDY)[0].tokens for p in prompts()]
         engine.rest()
-        found[way] = alone == plain
-        found[f"{way} like generate"] = alone == outputs
-        found[f"{way} together"] = [one.tokens for one in together] == alone
-        found[f"{way} accepted"] = sum(one.num_accepted_tokens for one in together)
-        found[f"{way} drafted"] = sum(one.num_draft_tokens for one in together)
+        found[way] = {
+            "identical": alone == plain,
+            "batch": [one.tokens for one in together] == alone,
+            "accepted": sum(one.num_accepted_tokens for one in together),
+            "drafted": sum(one.num_draft_tokens for one in together),
+        }
     return found
 
 
 def judged(task: Mapping[str, Any]) -> dict[str, Any]:
     """The same, with crashes as a result."""
-    logging.set_verbosity_error()
     torch.set_num_threads(1)
     try:
         with Float64():
@@ -151,22 +174,144 @@ def apart(task: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         process.join()
 
 
+def _windows(config: PreTrainedConfig) -> dict[str, Any]:
+    """Windows shorter than the text, on half of the layers where layers have types."""
+    text = config.get_text_config(decoder=True)
+    if not hasattr(text, "sliding_window"):
+        return {}
+    mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    typed = set(getattr(text, "layer_types", None) or ()) <= {"sliding_attention", "full_attention"}
+    return {"sliding_window": 6} | (mixed if hasattr(text, "layer_types") and typed else {})
+
+
+def _tied(config: PreTrainedConfig) -> dict[str, Any]:
+    return {"tie_word_embeddings": not config.get_text_config(decoder=True).tie_word_embeddings}
+
+
+def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
+    """Half of each head turned, slowly; per layer type where these have settings of their own."""
+    given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    new = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    nested = {kind: {**p, **new} for kind, p in given.items() if isinstance(p, dict)}
+    return {"rope_parameters": nested or {**given, **new}} if given else {}
+
+
+def _scaled(config: PreTrainedConfig) -> dict[str, Any]:
+    """Logits and scores scaled and capped; attention scores are capped by eager attention only."""
+    values = {
+        "logit_scale": 0.4,
+        "logits_scaling": 2.5,
+        "final_logit_softcapping": 2.0,
+        "attn_logit_softcapping": 1.5,
+        "attention_multiplier": 0.7,
+        "residual_multiplier": 0.6,
+        "embedding_multiplier": 1.7,
+        "lm_head_multiplier": 0.3,
+        "logits_soft_cap": 2.0,
+    }
+    text = config.get_text_config(decoder=True)
+    eager = {"attn_implementation": "eager"} if hasattr(text, "attn_logit_softcapping") else {}
+    return eager | {name: value for name, value in values.items() if hasattr(text, name)}
+
+
+VARIANTS: Mapping[str, Callable[[PreTrainedConfig], dict[str, Any]]] = {
+    "": lambda config: {},
+    "eager": lambda config: {"attn_implementation": "eager"},
+    "sdpa": lambda config: {"attn_implementation": "sdpa"},
+    "windows": _windows,
+    "tied": _tied,
+    "rotary": _rotary,
+    "scaled": _scaled,
+}
+"""What is changed of an architecture's default settings; nothing where it has no such setting."""
+
+
+def right(row: Mapping[str, Any]) -> bool:
+    """Whether all outputs are what the model says by itself, alone and in a batch."""
+    ways = [row[way] for way in WAYS if way in row]
+    return bool(ways) and all(way["identical"] and way["batch"] for way in ways)
+
+
+def tasks(rows: Sequence[Mapping[str, Any]], names: Sequence[str], plain: bool) -> Iterator[tuple[str, str]]:
+    """What is left to judge: architectures as they are, or the variants of those that are right."""
+    done = {(row["model_type"], row["variant"]): row for row in rows}
+    for name in names:
+        base = done.get((name, ""))
+        if plain and base is None:
+            yield name, ""
+        elif not plain and base is not None and right(base):
+            config = tiny_config(name)
+            yield from (
+                (name, variant)
+                for variant, changes in VARIANTS.items()
+                if variant not in ("", base["attention"]) and (name, variant) not in done and changes(config)
+            )
+
+
+def read_rows(place: Path) -> list[dict[str, Any]]:
+    """The rows of earlier runs."""
+    return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]
+
+
+def _remark(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
+    """Why not, or what else was tried."""
+    for found in (row, *others):
+        if trouble := found.get("crashed") or ("outputs differ" if "chains" in found and not right(found) else None):
+            return f"{found['variant'] or 'as it is'}: {trouble}"
+    if "refused" in row:
+        return row["refused"]
+    tried = [other["variant"] for other in others if right(other)]
+    refused = [f"{other['variant']}: {other['refused']}" for other in others if "refused" in other]
+    own = "" if row["generate reads alike"] else "`model.generate` differs from the model's own reading of a whole text"
+    return "; ".join(filter(None, [own, f"also {', '.join(tried)}" if tried else "", *refused]))
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The page of architectures."""
+    lines, counts = [], Counter[str]()
+    for row in sorted((row for row in rows if not row["variant"]), key=lambda row: row["model_type"]):
+        others = [other for other in rows if other["variant"] and other["model_type"] == row["model_type"]]
+        kind = (
+            "refused" if "refused" in row else "trees" if "trees" in row else "chains" if "chains" in row else "failed"
+        )
+        fine = right(row)
+        cells = ["yes" if fine and way in row else "no" for way in WAYS]
+        lines.append([row["model_type"], *cells, "yes" if fine else "no", _remark(row, others)])
+        counts[kind if kind == "refused" or fine else "wrong"] += 1
+    tried = sum("chains" in row for row in rows if row["variant"])
+    return PAGE.format(
+        total=len(lines),
+        transformers=", ".join(sorted({row["transformers"] for row in rows})),
+        variants=tried,
+        trees=counts["trees"],
+        chains=counts["chains"],
+        refused=counts["refused"],
+        wrong=counts["wrong"] + sum("refused" not in row and not right(row) for row in rows if row["variant"]),
+    ) + table(("model type", *WAYS, "batch", "remarks"), lines)
+
+
 def main(
-    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl.")] = ROOT / "docs/measurements/architectures",
+    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl.")] = ROWS,
+    page: Annotated[Path, typer.Option(help="The page that is written from them.")] = ROOT / "docs/architectures.md",
     only: Annotated[str, typer.Option(help="Model types, separated by commas; all by default.")] = "",
-    seconds: Annotated[float, typer.Option(help="Most time per model.")] = 120.0,
+    seconds: Annotated[float, typer.Option(help="Most time per model.")] = 180.0,
 ) -> None:
-    """Judge every architecture."""
+    """Judge every architecture, first as it is, then with other settings."""
+    logging.set_verbosity_error()
     out.mkdir(parents=True, exist_ok=True)
     place = out / "rows.jsonl"
-    rows = [json.loads(line) for line in place.read_text().splitlines()] if place.exists() else []
-    done = {row["model_type"] for row in rows}
+    rows = read_rows(place) if place.exists() else []
     names = only.split(",") if only else MODEL_TYPES
-    with Progress() as progress, place.open("a") as file:
-        for name in progress.track([n for n in names if n not in done]):
-            row = {"model_type": name} | apart({"model_type": name}, seconds)
-            rows.append(row)
-            print(json.dumps(row), file=file, flush=True)
+    with Progress() as progress, place.open("a", encoding="utf-8") as file:
+        for plain in (True, False):
+            for name, variant in progress.track(
+                list(tasks(rows, names, plain)), description="as they are" if plain else "variants"
+            ):
+                row = {"model_type": name, "variant": variant, "transformers": version("transformers")}
+                row |= apart({"model_type": name, "variant": variant}, seconds)
+                rows.append(row)
+                print(json.dumps(row), file=file, flush=True)
+    write(page, markdown(rows))
 
 
 if __name__ == "__main__":
