@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -84,6 +84,7 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "granitemoehybrid": {"layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    "hrm_text": {"num_layers_per_stack": 1, "L_cycles": 2, "num_hidden_layers": 6},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -137,7 +138,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """The config of a tiny model that has a layer of every kind that the architecture has by default.
 
     Args:
-        model_type: One of `MODEL_TYPES`.
+        model_type: One of `MODEL_TYPES`, or of a model of text and images.
         changes: Settings of the language model to give besides.
     """
     kind = CONFIG_MAPPING[model_type]
@@ -183,7 +184,8 @@ def _setting(config: PreTrainedConfig, name: str) -> Any:
 def tiny_model(config: PreTrainedConfig, *, attention: str | None = None, seed: int = 0) -> PreTrainedModel:
     """A model with random weights in float64 and evaluation mode, whose logits are far from flat."""
     named = {} if attention is None else {"attn_implementation": attention}
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", **named)
+    kind = AutoModelForCausalLM if config.model_type in MODEL_TYPES else AutoModelForImageTextToText
+    model = kind.from_config(config, experts_implementation="eager", **named)
     return scrambled(model.double().eval(), seed)
 
 

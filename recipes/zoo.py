@@ -50,9 +50,10 @@ than every window. *also* lists settings that were changed, each by itself, with
 implementation; windows of 6 tokens on half of the layers; tied weights where they are not, and the reverse; half of
 each head turned, with another base; logits and scores scaled and capped.
 
-Of {total} model types, {trees} take chains and trees, {chains} chains, and {refused} are refused when they are
-loaded, with the sentence below. {variants} changed settings ran. {wrong} gave anything else than the model itself.
-What a family's row means is said in [models.md](models.md).
+Of {total} model types, {trees} take chains and trees, {chains} chains alone, and {refused} are refused when they are
+loaded, with the sentence below; {untried} could not be built to be tried. {variants} changed settings ran. {wrong} of
+all gave anything else than the model itself. What the rows mean for families of models is said in
+[models.md](models.md).
 
 """
 GREEDY = Sampling(temperature=0.0, seed=0)
@@ -102,18 +103,23 @@ def talkative(config: PreTrainedConfig, attention: str | None) -> tuple[PreTrain
 
 
 def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
-    """What becomes of one architecture: `refused` with a reason, or per way whether outputs are what they should be."""
+    """What becomes of one architecture: `refused` with a reason, or per way whether outputs are what they should be.
+
+    More settings of the language model can be given.
+    """
     torch.manual_seed(0)
     changes = VARIANTS[variant](tiny_config(model_type)) | more
     attention = changes.pop("attn_implementation", None)
     config = tiny_config(model_type, **changes)
-    if (reason := refusal(config)) is not None:
+    if model_type in MODEL_TYPES and (reason := refusal(config)) is not None:
         return {"refused": reason}
     try:
         model = tiny_model(config, attention=attention)
         generated(model, prompts()[0])
     except Exception as error:
-        return {"refused": f"transformers itself fails: {type(error).__name__}: {' '.join(str(error).split())}"[:200]}
+        return {
+            "untried": f"transformers itself fails here: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        }
     try:
         as_lm(model, max_slots=1)
     except InputError as error:
@@ -222,12 +228,12 @@ def _scaled(config: PreTrainedConfig) -> dict[str, Any]:
 
 VARIANTS: Mapping[str, Callable[[PreTrainedConfig], dict[str, Any]]] = {
     "": lambda config: {},
-    "eager": lambda config: {"attn_implementation": "eager"},
-    "sdpa": lambda config: {"attn_implementation": "sdpa"},
     "windows": _windows,
-    "tied": _tied,
-    "rotary": _rotary,
     "scaled": _scaled,
+    "rotary": _rotary,
+    "sdpa": lambda config: {"attn_implementation": "sdpa"},
+    "eager": lambda config: {"attn_implementation": "eager"},
+    "tied": _tied,
 }
 """What is changed of an architecture's default settings; nothing where it has no such setting."""
 
@@ -241,17 +247,15 @@ def right(row: Mapping[str, Any]) -> bool:
 def tasks(rows: Sequence[Mapping[str, Any]], names: Sequence[str], plain: bool) -> Iterator[tuple[str, str]]:
     """What is left to judge: architectures as they are, or the variants of those that are right."""
     done = {(row["model_type"], row["variant"]): row for row in rows}
-    for name in names:
-        base = done.get((name, ""))
-        if plain and base is None:
-            yield name, ""
-        elif not plain and base is not None and right(base):
-            config = tiny_config(name)
-            yield from (
-                (name, variant)
-                for variant, changes in VARIANTS.items()
-                if variant not in ("", base["attention"]) and (name, variant) not in done and changes(config)
-            )
+    if plain:
+        yield from ((name, "") for name in names if (name, "") not in done)
+        return
+    bases = {name: done[name, ""] for name in names if (name, "") in done and right(done[name, ""])}
+    configs = {name: tiny_config(name) for name in bases}
+    for variant, changes in VARIANTS.items():
+        for name, base in bases.items():
+            if variant not in ("", base["attention"]) and (name, variant) not in done and changes(configs[name]):
+                yield name, variant
 
 
 def read_rows(place: Path) -> list[dict[str, Any]]:
@@ -264,8 +268,8 @@ def _remark(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
     for found in (row, *others):
         if trouble := found.get("crashed") or ("outputs differ" if "chains" in found and not right(found) else None):
             return f"{found['variant'] or 'as it is'}: {trouble}"
-    if "refused" in row:
-        return row["refused"]
+    if "chains" not in row:
+        return row.get("refused", row.get("untried", ""))
     tried = [other["variant"] for other in others if right(other)]
     refused = [f"{other['variant']}: {other['refused']}" for other in others if "refused" in other]
     own = "" if row["generate reads alike"] else "`model.generate` differs from the model's own reading of a whole text"
@@ -277,22 +281,19 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     lines, counts = [], Counter[str]()
     for row in sorted((row for row in rows if not row["variant"]), key=lambda row: row["model_type"]):
         others = [other for other in rows if other["variant"] and other["model_type"] == row["model_type"]]
-        kind = (
-            "refused" if "refused" in row else "trees" if "trees" in row else "chains" if "chains" in row else "failed"
-        )
         fine = right(row)
         cells = ["yes" if fine and way in row else "no" for way in WAYS]
         lines.append([row["model_type"], *cells, "yes" if fine else "no", _remark(row, others)])
-        counts[kind if kind == "refused" or fine else "wrong"] += 1
-    tried = sum("chains" in row for row in rows if row["variant"])
+        counts[next(kind for kind in ("trees", "chains", "refused", "untried", "crashed") if kind in row)] += 1
     return PAGE.format(
         total=len(lines),
         transformers=", ".join(sorted({row["transformers"] for row in rows})),
-        variants=tried,
+        variants=sum("chains" in row for row in rows if row["variant"]),
         trees=counts["trees"],
         chains=counts["chains"],
         refused=counts["refused"],
-        wrong=counts["wrong"] + sum("refused" not in row and not right(row) for row in rows if row["variant"]),
+        untried=counts["untried"],
+        wrong=sum("crashed" in row or ("chains" in row and not right(row)) for row in rows),
     ) + table(("model type", *WAYS, "batch", "remarks"), lines)
 
 

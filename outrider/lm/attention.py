@@ -6,7 +6,8 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
   config has `layer_types` it takes a dict with one mask per distinct type (`masking_utils.create_masks_for_generate`);
 - `config._attn_implementation`: "sdpa" reads a bool mask, "eager" ADDS the mask (a bool mask is silently wrong);
 - `config.sliding_window`: a query at position t sees keys at positions above t - window; a model without layer types
-  has such layers if its module imports `create_sliding_window_causal_mask` (for chunks: `create_chunked_causal_mask`);
+  has such layers if its decoder's module imports `create_sliding_window_causal_mask` (for chunks:
+  `create_chunked_causal_mask`);
 - `config.attention_chunk_size`: a query sees keys of its own chunk of positions only (Llama 4).
 """
 
@@ -56,7 +57,7 @@ def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
             "chunked_attention": Span(chunk=chunk),
         }
         return {kind: kinds[kind] for kind in dict.fromkeys(text.layer_types)}
-    asked = vars(sys.modules[type(model).__module__])
+    asked = vars(sys.modules[type(model.get_decoder()).__module__])
     if window is not None and "create_sliding_window_causal_mask" in asked:
         return Span(window=window)
     if chunk is not None and "create_chunked_causal_mask" in asked:

@@ -59,10 +59,6 @@ class StateCache(DynamicCache):  # type: ignore[misc]
         """Called by transformers; lengths differ by row, and with explicit positions the answer is not used."""
         return 0
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Called by transformers where no layer attends and it makes a mask that nobody reads."""
-        return query_length, 0
-
     def put(self, states: Sequence[State | None]) -> None:
         """Give each row of the next forward its state: all rows have one, or none has (fresh sequences)."""
         fresh = states[0] is None

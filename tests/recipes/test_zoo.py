@@ -36,17 +36,17 @@ def test_outputs_are_what_the_model_says_by_itself(model_type, trees):
     assert all(0 < row[way]["accepted"] < row[way]["drafted"] for way in zoo.WAYS if way in row), row
 
 
+def test_windows_that_are_a_matter_of_another_module_are_seen():
+    with Float64():
+        row = zoo.judge("idefics2")
+    assert zoo.right(row), row
+
+
 def test_a_model_that_transformers_reads_in_two_ways_is_followed_where_it_reads_a_whole_text():
     with Float64():
         row = zoo.judge("moshi")
     assert zoo.right(row), row
     assert not row["generate reads alike"]
-
-
-def test_layers_without_attention_alone_are_right():
-    with Float64():
-        row = zoo.judge("granitemoehybrid", layer_types=["mamba"] * 4)
-    assert zoo.right(row), row
 
 
 def test_what_gives_other_outputs_than_alone_is_wrong_and_shown():
@@ -65,12 +65,12 @@ def test_a_model_that_crashes_or_hangs_is_a_row():
 
 def test_the_page_is_made_from_its_rows_and_nothing_in_them_is_wrong():
     assert zoo.markdown(ROWS) == PAGE
-    assert [row for row in ROWS if "refused" not in row and not zoo.right(row)] == []
+    assert [row for row in ROWS if not zoo.right(row) and not {"refused", "untried"} & set(row)] == []
 
 
 @SAME_VERSION
 def test_every_architecture_has_a_row_and_is_refused_with_the_sentence_in_it():
     assert {row["model_type"] for row in ROWS if not row["variant"]} == set(MODEL_TYPES)
     for row in ROWS:
-        if not row["variant"] and "transformers itself" not in row.get("refused", ""):
+        if not row["variant"] and "untried" not in row:
             assert refusal(tiny_config(row["model_type"])) == row.get("refused")
