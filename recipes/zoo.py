@@ -110,10 +110,10 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
     torch.manual_seed(0)
     changes = VARIANTS[variant](tiny_config(model_type)) | more
     attention = changes.pop("attn_implementation", None)
-    config = tiny_config(model_type, **changes)
-    if model_type in MODEL_TYPES and (reason := refusal(config)) is not None:
-        return {"refused": reason}
     try:
+        config = tiny_config(model_type, **changes)
+        if model_type in MODEL_TYPES and (reason := refusal(config)) is not None:
+            return {"refused": reason}
         model = tiny_model(config, attention=attention)
         generated(model, prompts()[0])
     except Exception as error:
@@ -221,9 +221,9 @@ def _scaled(config: PreTrainedConfig) -> dict[str, Any]:
         "lm_head_multiplier": 0.3,
         "logits_soft_cap": 2.0,
     }
-    text = config.get_text_config(decoder=True)
-    eager = {"attn_implementation": "eager"} if hasattr(text, "attn_logit_softcapping") else {}
-    return eager | {name: value for name, value in values.items() if hasattr(text, name)}
+    known = config.get_text_config(decoder=True).to_dict()
+    eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in known else {}
+    return eager | {name: value for name, value in values.items() if name in known}
 
 
 VARIANTS: Mapping[str, Callable[[PreTrainedConfig], dict[str, Any]]] = {
