@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM, MusicgenConfig, ReformerConfig
 
 import outrider
 from outrider import InputError, catalog
@@ -78,3 +79,13 @@ def test_a_padded_vocabulary_of_the_same_tokenizer_is_cut(tmp_path):
 def test_a_cache_that_cannot_fit_is_refused_before_it_is_taken():
     with pytest.raises(InputError, match="lower max_slots or max_context"):
         outrider.load(drafter="none", max_slots=10_000_000, max_context=1024)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"), [(MusicgenConfig(), "encoder-decoder model"), (ReformerConfig(), "takes no past_key_values")]
+)
+def test_a_model_over_which_transformers_stumbles_is_refused_with_the_reason(config, reason, tmp_path):
+    config.save_pretrained(tmp_path)
+    save_file({"unknown": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=f"cannot load a causal LM from .*: .*{reason}"):
+        outrider.load(tmp_path)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -28,8 +27,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-VOCAB = 64
-"""Every model's vocabulary."""
+from recipes.tiny import VOCAB, scrambled
 
 _BODY: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -134,16 +132,3 @@ def tiny(name: str, *, attention: str | None = None, seed: int = 0) -> PreTraine
         experts_implementation="eager",
     )
     return scrambled(model.double().eval(), seed)
-
-
-def scrambled(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """The model with random weights: matrices that keep or enlarge what they are given, vectors near what they were."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter.dtype)
-            if parameter.dim() >= 2:
-                parameter.copy_(noise * 1.5 / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(noise * 0.1)
-    return model

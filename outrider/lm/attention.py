@@ -7,7 +7,8 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
 - `config._attn_implementation`: "sdpa" reads a bool mask, "eager" ADDS the mask (a bool mask is silently wrong),
   "flex_attention" takes a `BlockMask` (see `flex`);
 - `config.sliding_window`: a query at position t sees keys at positions above t - window; a model without layer types
-  has such layers if its module imports `create_sliding_window_causal_mask` (for chunks: `create_chunked_causal_mask`);
+  has such layers if its decoder's module imports `create_sliding_window_causal_mask` (for chunks:
+  `create_chunked_causal_mask`);
 - `config.attention_chunk_size`: a query sees keys of its own chunk of positions only (Llama 4).
 """
 
@@ -60,7 +61,7 @@ def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
             "chunked_attention": Span(chunk=chunk),
         }
         return {kind: kinds[kind] for kind in dict.fromkeys(text.layer_types)}
-    asked = vars(sys.modules[type(model).__module__])
+    asked = vars(sys.modules[type(model.get_decoder()).__module__])
     if window is not None and "create_sliding_window_causal_mask" in asked:
         return Span(window=window)
     if chunk is not None and "create_chunked_causal_mask" in asked:
@@ -68,15 +69,19 @@ def spans(model: PreTrainedModel) -> Span | Mapping[str, Span]:
     return Span()
 
 
-def attention_span(model: PreTrainedModel) -> Span | None:
+def attention_span(model: PreTrainedModel) -> Span | Mapping[str, Span | None] | None:
     """The span that all attention layers of a hybrid model share; None where it has no attention.
 
-    Hybrids take one 4-D mask for all attention layers as it is, and then give their recurrent layers none.
+    Hybrids take one 4-D mask for all attention layers as it is, and then give their recurrent layers none. Those with
+    two kinds of attention take a dict, in which recurrent layers have no mask.
     """
     text = model.config.get_text_config(decoder=True)
     kinds = {t for t in text.layer_types if t not in NO_ATTENTION}
     if not kinds:
         return None
+    if {"sliding_attention", "full_attention"} <= kinds:
+        recurrent: dict[str, Span | None] = dict.fromkeys(t for t in text.layer_types if t in NO_ATTENTION)
+        return recurrent | {"full_attention": Span(), "sliding_attention": Span(window=text.sliding_window)}
     return Span(window=text.sliding_window if "sliding_attention" in kinds else None)
 
 
@@ -223,7 +228,7 @@ class MaskBuilder:
     """Makes the `attention_mask` argument of one model.
 
     Attributes:
-        spans: How far layers look back; a mapping where the model takes a dict of masks.
+        spans: How far layers look back; a mapping where the model takes a dict of masks, None where one needs none.
         additive: The dtype of additive masks; None gives bool masks, True where a key is seen.
         device: Where masks are wanted.
         blocks: Whether bool masks are wrapped as `BlockMask`s.
@@ -231,7 +236,7 @@ class MaskBuilder:
             see a constant, so a bias by the key's position is one by its distance.
     """
 
-    spans: Span | Mapping[str, Span]
+    spans: Span | Mapping[str, Span | None]
     additive: torch.dtype | None
     device: torch.device
     blocks: bool = False
@@ -247,7 +252,7 @@ class MaskBuilder:
 
     def masks(
         self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
-    ) -> Tensor | BlockMask | Mapping[str, Tensor | BlockMask]:
+    ) -> Tensor | BlockMask | Mapping[str, Tensor | BlockMask | None]:
         """Masks over the keys with an index below `view`; `positions` are the sight's, on the device.
 
         Without a sight, each query sees the keys up to its own position.
@@ -259,7 +264,10 @@ class MaskBuilder:
             seen, logical = self._tree(sight, keys)
         if isinstance(self.spans, Span):
             return self._masked(seen, positions, logical, self.spans)
-        return {kind: self._masked(seen, positions, logical, span) for kind, span in self.spans.items()}
+        return {
+            kind: None if span is None else self._masked(seen, positions, logical, span)
+            for kind, span in self.spans.items()
+        }
 
     def _tree(
         self, sight: Sight, keys: Int[Tensor, " keys"]
@@ -299,7 +307,7 @@ class MaskBuilder:
 
 
 def mask_builder(
-    model: PreTrainedModel, spans: Span | Mapping[str, Span], slopes: Float[Tensor, " heads"] | None = None
+    model: PreTrainedModel, spans: Span | Mapping[str, Span | None], slopes: Float[Tensor, " heads"] | None = None
 ) -> MaskBuilder:
     """The builder of the kind of mask that a model's attention implementation takes."""
     blocks = flex.is_flex(model)

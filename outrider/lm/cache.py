@@ -3,6 +3,8 @@
 Relied on in transformers (read in 5.17 - 5.23, run in 5.23): with an explicit 4-D mask and `position_ids`, a causal LM
 calls `cache.update(keys, values, layer_idx) -> (keys, values)` once per layer that owns a cache, sometimes
 `cache.get_seq_length()`, whose result it then does not use, and nothing else; the cache need not inherit from `Cache`.
+HRM-Text asks `is_initialized`, which matters to prompts with token types, and Mllama looks in `layers` for what images
+left there.
 """
 
 import os
@@ -50,6 +52,8 @@ class Probe:
         layers: What each layer keeps, by its index. Layers that share another's keys and values are not there.
         devices: Where keys and values were.
     """
+
+    is_initialized = True
 
     def __init__(self) -> None:
         self.layers: dict[int, Layer] = {}
@@ -146,6 +150,9 @@ class SlotCache:
         num_bytes: Memory held.
         bytes_moved: Bytes copied so far to compact accepted paths and to fill holes.
     """
+
+    is_initialized = True
+    layers = ()
 
     def __init__(
         self,

@@ -8,6 +8,7 @@ from outrider.lm import flex
 from outrider.lm.alibi import MODELS as ALIBI
 from outrider.lm.recurrent import CHAINS_ONLY
 from outrider.lm.support import context_limit, is_recurrent, is_stepwise, longest_context, refusal
+from outrider.lm.taps import decoder_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ def capabilities(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[Ca
             reason="opened as RecurrentModel" if recurrent else "opened as LanguageModel",
         ),
         *(_recurrent(config) if recurrent else _attending(config)),
-        Capability(feature="taps", supported=True, reason="hidden states of decoder layers are read by hooks"),
+        _taps(model_or_config),
         _context(config),
         _kernel(model_or_config),
     ]
@@ -59,6 +60,14 @@ def capabilities(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[Ca
             Capability(feature="quantised weights", supported=True, reason="used as transformers loads them")
         )
     return features
+
+
+def _taps(model_or_config: PreTrainedModel | PreTrainedConfig) -> Capability:
+    if isinstance(model_or_config, PreTrainedModel):
+        count = model_or_config.config.get_text_config(decoder=True).num_hidden_layers
+        if decoder_layers(model_or_config, count) is None:
+            return Capability(feature="taps", supported=False, reason="there is no one list of decoder layers to read")
+    return Capability(feature="taps", supported=True, reason="hidden states of decoder layers are read by hooks")
 
 
 def _recurrent(config: PreTrainedConfig) -> list[Capability]:

@@ -443,9 +443,9 @@ class LanguageModel:
                     past_key_values=probe,
                     use_cache=True,
                 )
-        except AttributeError as error:
+        except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             name = self.model.config.model_type
-            raise InputError(f"{name} asks more of masks or of its cache than is known here: {error}") from error
+            raise InputError(f"{name} cannot be run with masks and a cache of our own: {error}") from error
         return int(output.logits.shape[-1])
 
     @torch.inference_mode()

@@ -15,7 +15,7 @@ from transformers import (
 
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
-from outrider.lm.support import is_recurrent
+from outrider.lm.support import is_recurrent, refusal
 from outrider.types import InputError
 
 DTYPES = {
@@ -50,6 +50,10 @@ def open_model(
         )
     except (OSError, ValueError, ImportError) as error:
         raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
+    except (AttributeError, TypeError, AssertionError) as error:
+        # Some models are no causal LMs, and transformers finds out by stumbling.
+        reason = refusal(open_config(path, revision=revision, trust_remote_code=trust_remote_code)) or str(error)
+        raise InputError(f"cannot load a causal LM from {path}: {reason}") from error
     # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
     moved = model if model.device.type == place.type and getattr(model, "is_quantized", False) else model.to(place)
     return moved.eval()

@@ -402,7 +402,7 @@ class RecurrentModel:
             output = self.model(**{k: v for k, v in inputs.items() if k in self._asked})
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             name = self.model.config.model_type
-            raise InputError(f"{name} asks more of masks or of its cache than is known here: {error}") from error
+            raise InputError(f"{name} cannot be run with masks and a cache of our own: {error}") from error
         return int(output.logits.shape[-1]), self._states.take(1)[0]
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 """Which models cannot be driven by slots and explicit masks, and why."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +20,11 @@ _UNKNOWN_STATES = {
 _EAGER_ONLY = ("gemma2", "gpt_oss")
 _SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "flint")
 """Models that transformers lets run with `flex_attention` and that add a sink to the softmax."""
+_BY_PLACE = {
+    "gpt_neo": "masks keys by their place in the cache, whatever mask it is given",
+    "inkling_text": "adds a bias by distance in the cache",
+    "inkling2_text": "adds a bias by distance in the cache",
+}
 
 
 def refusal(model_or_config: PreTrainedModel | PreTrainedConfig, *, max_context: int | None = None) -> str | None:
@@ -95,10 +101,32 @@ def _encoder(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | Non
 
 
 def _bidirectional(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
-    if getattr(config.get_text_config(decoder=True), "use_bidirectional_attention", False) in (True, "all"):
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "use_bidirectional_attention", False) in (True, "all"):
         return (
             f"{config.model_type} attends to later tokens (use_bidirectional_attention); it does not generate from "
             "left to right"
+        )
+    if getattr(text, "is_decoder", None) is False and "create_bidirectional_mask" in vars(sys.modules[kind.__module__]):
+        return (
+            f"{config.model_type} attends to later tokens unless its config says is_decoder=True; if it was trained to "
+            "generate from left to right, load it with that"
+        )
+    return None
+
+
+def _places(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    how = _BY_PLACE.get(config.get_text_config(decoder=True).model_type)
+    return None if how is None else f"{config.model_type} {how}, which is wrong where rows differ in length"
+
+
+def _positions(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
+    if any(
+        hasattr(thing, "create_position_ids_from_input_ids") for thing in vars(sys.modules[kind.__module__]).values()
+    ):
+        return (
+            f"{config.model_type} finds positions by counting the tokens that are not padding, from its padding "
+            "token's id on, and takes positions from outside otherwise"
         )
     return None
 
@@ -117,17 +145,22 @@ def _states(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
 
 def _layers(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None:
     text = config.get_text_config(decoder=True)
+    if not hasattr(text, "num_hidden_layers"):
+        return f"{config.model_type} is no single stack of decoder layers (its config names no num_hidden_layers)"
     known = {*LAYER_TYPES, *RECURRENT_TYPES, *NO_ATTENTION}
     types = dict.fromkeys(getattr(text, "layer_types", None) or ())
     if strange := [t for t in types if t not in known]:
         return (
             f"{config.model_type} has layers of type {', '.join(strange)}; masks are known for {', '.join(LAYER_TYPES)}"
         )
-    attention = {"full_attention" if t == "hybrid" else t for t in types if t not in NO_ATTENTION}
-    if _stateful(config, kind) and (len(attention) > 1 or not attention <= {"full_attention", "sliding_attention"}):
+    attention = {t for t in types if t not in NO_ATTENTION}
+    kinds = (
+        ({"hybrid"}, {"hybrid", "full_attention"}) if "hybrid" in types else ({"full_attention", "sliding_attention"},)
+    )
+    if _stateful(config, kind) and not any(attention <= known for known in kinds):
         return (
-            f"{config.model_type} has recurrent layers beside layers of type {', '.join(types)}; supported is one "
-            "kind of attention, full_attention or sliding_attention"
+            f"{config.model_type} has recurrent layers beside attention of kinds {', '.join(sorted(attention))}; "
+            "supported are full_attention and sliding_attention, or hybrid layers that all look back to the beginning"
         )
     if getattr(text, "index_topk", None):
         return f"{config.model_type} picks keys by an index (index_topk), which needs a cache of its own"
@@ -151,7 +184,8 @@ def _kernel(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | None
     text = config.get_text_config(decoder=True)
     kernel = text._attn_implementation
     capped = getattr(text, "attn_logit_softcapping", None) is not None
-    eager_only = text.model_type in _EAGER_ONLY or capped or not kind._supports_sdpa
+    without = text is config and not kind._supports_sdpa
+    eager_only = text.model_type in _EAGER_ONLY or capped or without
     others = "'eager'" if eager_only else "'sdpa' or 'eager'"
     if kernel not in (None, "sdpa", "eager", "flex_attention"):
         return (
@@ -188,11 +222,13 @@ def _dynamic(config: PreTrainedConfig, kind: type[PreTrainedModel]) -> str | Non
 
 REFUSALS: Mapping[str, Callable[[PreTrainedConfig, type[PreTrainedModel]], str | None]] = {
     "encoder-decoder models": _encoder,
-    "models that attend to later tokens": _bidirectional,
     "ALiBi other than Bloom's": _alibi,
     "recurrent layers with a cache of their own": _states,
+    "keys known by their place in the cache": _places,
     "layers of unknown type": _layers,
     "a forward that cannot be driven from outside": _signature,
+    "positions that depend on padding": _positions,
+    "models that attend to later tokens": _bidirectional,
     "attention implementations without exact masks": _kernel,
     "dynamic rotary scaling": _dynamic,
 }

@@ -18,20 +18,30 @@ from transformers import PreTrainedModel
 from outrider.types import InputError
 
 
-def decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
-    """The decoder layers of a model, in order. Raises InputError if they cannot be found."""
+def decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList | None:
+    """The decoder layers of a model, in order. None where they do not stand in one list, or run more than once."""
     for module in chain(model.get_decoder().modules(), model.base_model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
-    raise InputError(f"no list of {num_layers} decoder layers found in {type(model).__name__}")
+    return None
 
 
 @contextmanager
-def tapped(layers: nn.ModuleList, taps: Sequence[int]) -> Iterator[Mapping[int, Float[Tensor, "rows width hidden"]]]:
+def tapped(
+    layers: nn.ModuleList | None, taps: Sequence[int]
+) -> Iterator[Mapping[int, Float[Tensor, "rows width hidden"]]]:
     """Collect, while the body runs, what enters the layers (tap k) and what leaves the last one (tap `len(layers)`).
 
     Nothing is copied, and without taps nothing is hooked.
+
+    Raises:
+        InputError: There are taps and no layers.
     """
+    if layers is None:
+        if taps:
+            raise InputError(f"hidden states {list(taps)} cannot be read: this model has no one list of decoder layers")
+        yield {}
+        return
     seen: dict[int, Tensor] = {}
     handles = []
     for k in dict.fromkeys(taps):

@@ -9,6 +9,9 @@ from outrider.lm.capabilities import Capability, capabilities
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.support import STEPWISE, longest_context
+from outrider.types import InputError
+from recipes.tiny import tiny_config as tiny_config_of
+from recipes.tiny import tiny_model
 from tests.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
 from tests.zoo import ARCHITECTURES, tiny, tiny_config
 
@@ -62,3 +65,13 @@ def test_the_attention_implementation_of_a_model_is_named() -> None:
     [line] = capabilities(model)
     assert "flash_attention_2" in line.reason
     assert not line.supported
+
+
+def test_hidden_states_are_not_promised_where_layers_stand_in_no_one_list() -> None:
+    model = tiny_model(tiny_config_of("longcat_flash"))
+    [line] = [line for line in capabilities(model) if line.feature == "taps"]
+    assert not line.supported
+    lm = as_lm(model, max_slots=1)
+    with pytest.raises(InputError, match=r"hidden states \[0\] cannot be read"):
+        lm.extend([Segment(slot=lm.open(), tokens=torch.tensor([3, 4]))], taps=[0])
+    assert [line.supported for line in capabilities(tiny("llama")) if line.feature == "taps"] == [True]

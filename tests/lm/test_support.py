@@ -5,15 +5,19 @@ from pathlib import Path
 import pytest
 from transformers import (
     BartConfig,
+    BertConfig,
+    BltConfig,
     DeepseekV32Config,
     FalconConfig,
+    GPTNeoConfig,
+    InklingTextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MiniMaxConfig,
     MptConfig,
     Phi3Config,
     PreTrainedConfig,
     RobertaConfig,
-    RobertaForCausalLM,
     RwkvConfig,
     ViTConfig,
     XLMConfig,
@@ -33,6 +37,11 @@ REFUSED = [
     (MptConfig, "ALiBi"),
     (XLMConfig, "takes no past_key_values"),
     (DeepseekV32Config, "layers of type indexed_attention"),
+    (RobertaConfig, "counting the tokens that are not padding"),
+    (BertConfig, "unless its config says is_decoder=True"),
+    (GPTNeoConfig, "masks keys by their place in the cache"),
+    (InklingTextConfig, "adds a bias by distance in the cache"),
+    (BltConfig, "no single stack of decoder layers"),
     (ViTConfig, "no causal language model"),
 ]
 
@@ -92,12 +101,17 @@ def test_llama_4_ends_where_it_scales_queries_by_the_length_of_the_cache() -> No
     assert context_limit(config) is None
 
 
+class Deaf(LlamaForCausalLM):
+    """A model that takes positions and counts them itself all the same."""
+
+    def forward(self, *args, position_ids=None, past_key_values=None, logits_to_keep=0, **named):
+        return super().forward(*args, past_key_values=past_key_values, logits_to_keep=logits_to_keep, **named)
+
+
 def test_a_model_that_misreads_trees_is_refused_by_trying_one() -> None:
-    small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = RobertaConfig(vocab_size=64, max_position_embeddings=80, is_decoder=True, **small)
-    model = scrambled(RobertaForCausalLM(config).double().eval())
+    model = scrambled(Deaf(tiny_config("llama")).double().eval())
     assert refusal(model) is None
-    with pytest.raises(InputError, match="roberta does not read a tree of tokens as it reads a text"):
+    with pytest.raises(InputError, match="llama does not read a tree of tokens as it reads a text"):
         LanguageModel(model)
 
 
