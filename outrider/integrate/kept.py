@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import logit_width
+from outrider.lm.recurrent import RecurrentModel
 from outrider.load import load
 
 KEPT_ENGINES = 2
@@ -92,7 +93,7 @@ def _engine(model: PreTrainedModel, options: Options) -> Engine:
     """An engine that does not keep its model alive, and leaves text to the caller."""
     own = {f.name: getattr(options, f.name) for f in fields(Options)}
     made = load(model, **own, vocab_size=logit_width(model))
-    if isinstance(made.parts.target, LanguageModel):
+    if isinstance(made.parts.target, LanguageModel | RecurrentModel):
         made.parts.target.model = weakref.proxy(model)
     return Engine(made.parts, max_slots=made.max_slots)
 

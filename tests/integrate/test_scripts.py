@@ -26,6 +26,7 @@ from outrider.drafters.model import Model
 from outrider.integrate.kept import _KEPT, KEPT_ENGINES
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch, noisy_twin
+from tests.recurrent_zoo import tiny_recurrent
 from tests.zoo import scrambled, tiny, tiny_config
 
 README = Path(__file__).parents[2] / "README.md"
@@ -187,8 +188,9 @@ def test_a_draft_model_may_know_fewer_tokens_than_the_targets_padding(pair):
         assert_same(padded, inputs, drafted, do_sample=False, max_new_tokens=16)
 
 
-def test_an_engine_does_not_keep_its_model_alive():
-    model = tiny("llama")
+@pytest.mark.parametrize("make", [lambda: tiny("llama"), lambda: tiny_recurrent("mamba2")], ids=["llama", "mamba2"])
+def test_an_engine_does_not_keep_its_model_alive(make):
+    model = make()
     model.generate(**batch(9), **GREEDY, custom_generate=as_custom_generate())
     gc.disable()
     try:
