@@ -46,8 +46,7 @@ REASONS: dict[str, str] = {
     "svip is faster than": (
         "the threshold is the paper's, not tuned to this pair; it drafts little, which is right at temperature 1"
     ),
-    "PEARL is faster than drafting in turn at temperature 0, with": "six prompts are too few to judge",
-    "PEARL is faster than drafting in turn at temperature 1, with": "six prompts are too few to judge",
+    "PEARL is faster than drafting in turn at temperature 1, with": "eight prompts are too few to judge",
     "PEARL is faster than drafting in turn at temperature 0, in": (
         "half of a forward of models this small is Python, which two threads of one process take turns at, and each "
         "side has one core of two; the paper has a device per model"
