@@ -5,7 +5,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MusicgenConfig, ReformerConfig
+from transformers import (
+    EncodecConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MusicgenConfig,
+    MusicgenDecoderConfig,
+    ReformerConfig,
+    T5Config,
+)
 
 import outrider
 from outrider import InputError, catalog
@@ -81,8 +89,11 @@ def test_a_cache_that_cannot_fit_is_refused_before_it_is_taken():
         outrider.load(drafter="none", max_slots=10_000_000, max_context=1024)
 
 
+MUSIC = MusicgenConfig(text_encoder=T5Config(), audio_encoder=EncodecConfig(), decoder=MusicgenDecoderConfig())
+
+
 @pytest.mark.parametrize(
-    ("config", "reason"), [(MusicgenConfig(), "encoder-decoder model"), (ReformerConfig(), "takes no past_key_values")]
+    ("config", "reason"), [(MUSIC, "encoder-decoder model"), (ReformerConfig(), "takes no past_key_values")]
 )
 def test_a_model_over_which_transformers_stumbles_is_refused_with_the_reason(config, reason, tmp_path):
     config.save_pretrained(tmp_path)

@@ -124,11 +124,16 @@ def tiny_config(name: str) -> PreTrainedConfig:
     return kind(**(_BODY | own))
 
 
+def attention_of(name: str) -> str:
+    """The attention implementation that an architecture needs; older transformers choose another for some."""
+    return "eager" if name in _EAGER else "sdpa"
+
+
 def tiny(name: str, *, attention: str | None = None, seed: int = 0) -> PreTrainedModel:
     """A tiny model of an architecture, in float64, whose logits are far from flat."""
     model = AutoModelForCausalLM.from_config(
         tiny_config(name),
-        attn_implementation=attention or ("eager" if name in _EAGER else "sdpa"),
+        attn_implementation=attention or attention_of(name),
         experts_implementation="eager",
     )
     return scrambled(model.double().eval(), seed)

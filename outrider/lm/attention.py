@@ -76,6 +76,9 @@ def attention_span(model: PreTrainedModel) -> Span | Mapping[str, Span | None] |
     two kinds of attention take a dict, in which recurrent layers have no mask.
     """
     text = model.config.get_text_config(decoder=True)
+    if not hasattr(text, "layer_types"):
+        # RecurrentGemma in older transformers: all its attention looks back by the window.
+        return Span(window=text.sliding_window)
     kinds = {t for t in text.layer_types if t not in NO_ATTENTION}
     if not kinds:
         return None

@@ -36,7 +36,7 @@ REFUSED = [
     (MiniMaxConfig, "recurrent layers and keeps its states in a way of its own"),
     (MptConfig, "ALiBi"),
     (XLMConfig, "takes no past_key_values"),
-    (DeepseekV32Config, "layers of type indexed_attention"),
+    (DeepseekV32Config, "layers of type"),
     (RobertaConfig, "counting the tokens that are not padding"),
     (BertConfig, "unless its config says is_decoder=True"),
     (GPTNeoConfig, "masks keys by their place in the cache"),

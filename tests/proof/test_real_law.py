@@ -41,7 +41,7 @@ from outrider.types import Draft, Request, Sampling, Verdict
 from outrider.verifiers.protocol import chains
 from tests.automaton import After
 from tests.recurrent_zoo import RECURRENT, recurrent_config
-from tests.zoo import scrambled, tiny_config
+from tests.zoo import attention_of, scrambled, tiny_config
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -52,10 +52,12 @@ PROMPT = (1, 0, 1, 1, 0)
 
 def tiny(name: str, vocab: int = 2, seed: int = 0) -> PreTrainedModel:
     """A tiny model of an architecture over very few tokens, in float64; none of them is sure to come."""
-    config = recurrent_config(name) if name in RECURRENT else tiny_config(name)
+    recurrent = name in RECURRENT
+    config = recurrent_config(name) if recurrent else tiny_config(name)
+    attention = {} if recurrent else {"attn_implementation": attention_of(name)}
     config.vocab_size = vocab
     config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", **attention).double().eval()
     scrambled(model, seed).get_output_embeddings().weight.data.mul_(0.4)
     return model
 
