@@ -22,7 +22,7 @@ from outrider.types import Draft, Running, Step, Timing, Verdict
 from outrider.verifiers.protocol import Carrying, Verifier
 
 PREFILL_CHUNK = 512
-"""Most prompt tokens that one forward digests for one request."""
+"""Most prompt tokens that one forward digests, unless an engine is told otherwise."""
 
 
 @runtime_checkable
