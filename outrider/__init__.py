@@ -1,10 +1,10 @@
 """Outrider: speculative decoding for Hugging Face causal language models, lossless and proven."""
 
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output, Update
 from outrider.integrate import as_custom_generate
 from outrider.load import load
-from outrider.output import Output, Update
-from outrider.proof.optimal import optimal_acceptance
+from outrider.theory.optimum import optimal_acceptance
 from outrider.types import InputError, Request, Sampling, Step
 
 __version__ = "0.1.0"

@@ -9,39 +9,39 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.concurrent import Pearl
-from outrider.decode import InTurn
+from outrider.decoding.pearl import PearlDecoding
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelPath
-from outrider.drafters.ngram import Ngram
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
-from outrider.drafters.suffix import Suffix
-from outrider.lengths.adaedl import Adaedl
-from outrider.lengths.fixed import Fixed
-from outrider.lengths.heuristic import Heuristic
-from outrider.lengths.planned import Planned
-from outrider.lengths.svip import Svip
-from outrider.lengths.tetris import Tetris
-from outrider.trees import fixed as fixed_tree
-from outrider.trees import top_plus_one as top_plus_one_tree
-from outrider.trees.beam import Beam
-from outrider.trees.chain import Chain
-from outrider.trees.dynamic import Dynamic
-from outrider.trees.gumbel import Gumbel
-from outrider.trees.iid import Iid
-from outrider.trees.lattice import Lattice
-from outrider.trees.opt import Opt
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.fixed import FixedLength
+from outrider.lengths.heuristic import HeuristicLength
+from outrider.lengths.planned import PlannedLength
+from outrider.lengths.svip import SvipLength
+from outrider.lengths.tetris import TetrisLength
+from outrider.trees.beam import BeamTree
+from outrider.trees.chain import ChainTree
+from outrider.trees.dynamic import DynamicTree
+from outrider.trees.fixed import FixedTree
+from outrider.trees.gumbel import GumbelTree
+from outrider.trees.iid import IidTree
+from outrider.trees.lattice import LatticeTree
+from outrider.trees.opt import OptTree
+from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.types import InputError
-from outrider.verifiers.block import Block
-from outrider.verifiers.greedy_block import GreedyBlock
-from outrider.verifiers.kseq import Kseq
-from outrider.verifiers.lenient import Lenient
-from outrider.verifiers.match import Match
-from outrider.verifiers.multipath import Multipath
-from outrider.verifiers.recursive import Recursive
-from outrider.verifiers.token import Token
-from outrider.verifiers.top_plus_one import TopPlusOne
-from outrider.verifiers.traversal import Traversal
-from outrider.verifiers.typical import Typical
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.greedy_block import GreedyBlockVerifier
+from outrider.verifiers.kseq import KseqVerifier
+from outrider.verifiers.lenient import LenientVerifier
+from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.multipath import MultipathVerifier
+from outrider.verifiers.recursive import RecursiveVerifier
+from outrider.verifiers.token import TokenVerifier
+from outrider.verifiers.top_plus_one import TopPlusOneVerifier
+from outrider.verifiers.traversal import TraversalVerifier
+from outrider.verifiers.typical import TypicalVerifier
 
 Family = Literal["drafter", "tree", "verifier", "length", "decoding"]
 
@@ -71,14 +71,14 @@ ROWS = (
     Row(
         family="drafter",
         name="ngram",
-        make=Ngram,
+        make=NgramDrafter,
         summary="continue the longest, most recent match of the context's end",
         source="Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding",
     ),
     Row(
         family="drafter",
         name="suffix",
-        make=Suffix,
+        make=SuffixDrafter,
         summary="continue the longest repeated suffix, by a suffix automaton of context and corpus",
         source="Oliaro et al. 2024, SuffixDecoding, https://arxiv.org/abs/2411.04975",
     ),
@@ -89,130 +89,130 @@ ROWS = (
         summary="a smaller LM over the same vocabulary",
         source=LEVIATHAN,
     ),
-    Row(family="tree", name="chain", make=Chain, summary="one child per node", source=LEVIATHAN),
+    Row(family="tree", name="chain", make=ChainTree, summary="one child per node", source=LEVIATHAN),
     Row(
         family="tree",
         name="iid",
-        make=Iid,
+        make=IidTree,
         summary="independent paths, repeated draws kept or, with dedup, dropped",
         source="Miao et al. 2023, SpecInfer, https://arxiv.org/abs/2305.09781",
     ),
     Row(
         family="tree",
         name="gumbel",
-        make=Gumbel,
+        make=GumbelTree,
         summary="children drawn without replacement, so many per depth",
         source="Jeon et al. 2024, RSD-C, https://arxiv.org/abs/2402.14160",
     ),
     Row(
         family="tree",
         name="beam",
-        make=Beam,
+        make=BeamTree,
         summary="stochastic beam: sequences drawn without replacement, so many per level",
         source="Jeon et al. 2024, RSD-S, https://arxiv.org/abs/2402.14160",
     ),
     Row(
         family="tree",
         name="top_plus_one",
-        make=top_plus_one_tree.TopPlusOne,
+        make=TopPlusOneTree,
         summary="the likeliest n-1 tokens and one drawn from the rest",
         source="Hu et al. 2025, https://arxiv.org/abs/2502.18779",
     ),
     Row(
         family="tree",
         name="dynamic",
-        make=Dynamic,
+        make=DynamicTree,
         summary="expand the likeliest nodes, keep the likeliest of all",
         source="Li et al. 2024, EAGLE-2, https://arxiv.org/abs/2406.16858",
     ),
     Row(
         family="tree",
         name="lattice",
-        make=Lattice,
+        make=LatticeTree,
         summary="the best prefixes of per-position rows under a budget",
         source="Ringel and Romano 2026, DDTree, https://arxiv.org/abs/2604.12989",
     ),
     Row(
         family="tree",
         name="fixed",
-        make=fixed_tree.Fixed,
+        make=FixedTree,
         summary="a given topology, children drawn without replacement or chosen",
         source="Chen et al. 2024, Sequoia, https://arxiv.org/abs/2402.12374",
     ),
     Row(
         family="tree",
         name="opt",
-        make=Opt,
+        make=OptTree,
         summary="the tree of the largest expected acceptance; deeper while that pays",
         source="Wang et al. 2024, OPT-Tree, https://arxiv.org/abs/2406.17276",
     ),
     Row(
         family="verifier",
         name="token",
-        make=Token,
+        make=TokenVerifier,
         summary="accept token by token with probability min(1, p/q)",
         source=LEVIATHAN,
     ),
     Row(
         family="verifier",
         name="block",
-        make=Block,
+        make=BlockVerifier,
         summary="accept the block jointly; never fewer tokens than token in expectation",
         source="Sun et al. 2024, https://arxiv.org/abs/2403.10444",
     ),
     Row(
         family="verifier",
         name="match",
-        make=Match,
+        make=MatchVerifier,
         summary="draw from the target and follow the draft while it agrees",
         source="Li et al. 2024, EAGLE, https://arxiv.org/abs/2401.15077",
     ),
     Row(
         family="verifier",
         name="recursive",
-        make=Recursive,
+        make=RecursiveVerifier,
         summary="try children in turn, each on what the ones before left",
         source="Yang et al. 2024, MCSD, https://arxiv.org/abs/2401.06706",
     ),
     Row(
         family="verifier",
         name="kseq",
-        make=Kseq,
+        make=KseqVerifier,
         summary="judge all independent draws of a node by one discounted ratio",
         source="Sun et al. 2023, SpecTr, https://arxiv.org/abs/2310.15141",
     ),
     Row(
         family="verifier",
         name="top_plus_one",
-        make=TopPlusOne,
+        make=TopPlusOneVerifier,
         summary="the optimal rule for top n-1 and one draw",
         source="Hu et al. 2025, https://arxiv.org/abs/2502.18779",
     ),
     Row(
         family="verifier",
         name="traversal",
-        make=Traversal,
+        make=TraversalVerifier,
         summary="judge a tree from its leaves upwards; block verification for trees",
         source="Weng et al. 2025, https://arxiv.org/abs/2505.12398",
     ),
     Row(
         family="verifier",
         name="multipath",
-        make=Multipath,
+        make=MultipathVerifier,
         summary="block verification of the highest-ranking of independent paths",
         source="GBV 2026, https://arxiv.org/abs/2602.16961",
     ),
     Row(
         family="verifier",
         name="greedy_block",
-        make=GreedyBlock,
+        make=GreedyBlockVerifier,
         summary="the most one block can give, paid back in the next; an experiment",
         source="Sun et al. 2024, appendix, https://arxiv.org/abs/2403.10444",
     ),
     Row(
         family="verifier",
         name="lenient",
-        make=Lenient,
+        make=LenientVerifier,
         summary="accept more than the law allows, by a stated factor",
         source="Zhou et al. 2023, DistillSpec, https://arxiv.org/abs/2310.08461",
         guarantee="lossy",
@@ -220,52 +220,52 @@ ROWS = (
     Row(
         family="verifier",
         name="typical",
-        make=Typical,
+        make=TypicalVerifier,
         summary="accept what the target finds likely enough, given how sure it is",
         source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
         guarantee="lossy",
     ),
-    Row(family="length", name="fixed", make=Fixed, summary="the same length at every step", source=LEVIATHAN),
+    Row(family="length", name="fixed", make=FixedLength, summary="the same length at every step", source=LEVIATHAN),
     Row(
         family="length",
         name="heuristic",
-        make=Heuristic,
+        make=HeuristicLength,
         summary="longer after full acceptance, shorter after a rejection",
         source="Gante 2023, https://huggingface.co/blog/assisted-generation",
     ),
     Row(
         family="length",
         name="adaedl",
-        make=Adaedl,
+        make=AdaedlLength,
         summary="stop where the entropy says that acceptance is unlikely; adapts",
         source="Agrawal et al. 2024, https://arxiv.org/abs/2410.18351",
     ),
     Row(
         family="length",
         name="svip",
-        make=Svip,
+        make=SvipLength,
         summary="stop after a token that was drawn from an uncertain row",
         source="Zhang et al. 2024, https://arxiv.org/abs/2411.18462",
     ),
     Row(
         family="length",
         name="planned",
-        make=Planned,
+        make=PlannedLength,
         summary="the length of the most tokens per second, by costs and past acceptance",
         source="Yan et al. 2024, https://arxiv.org/abs/2402.01528",
     ),
     Row(
         family="length",
         name="tetris",
-        make=Tetris,
+        make=TetrisLength,
         summary="draft longer, verify the most promising tokens of the batch",
         source="Wu et al. 2025, https://arxiv.org/abs/2502.15197",
     ),
-    Row(family="decoding", name="step", make=InTurn, summary="draft, then verify the draft", source=LEVIATHAN),
+    Row(family="decoding", name="step", make=StepDecoding, summary="draft, then verify the draft", source=LEVIATHAN),
     Row(
         family="decoding",
         name="pearl",
-        make=Pearl,
+        make=PearlDecoding,
         summary="draft and verify at once, each on what the other has left",
         source="Liu et al. 2024, PEARL, https://arxiv.org/abs/2408.11850",
     ),
@@ -293,7 +293,7 @@ def make(family: Family, text: str) -> object:
 
     Example:
         >>> make("length", "fixed:num_speculative_tokens=3"), make("length", "fixed:3").num_speculative_tokens
-        (Fixed(num_speculative_tokens=3), 3)
+        (FixedLength(num_speculative_tokens=3), 3)
     """
     name, _, rest = text.partition(":")
     known = rows(family)

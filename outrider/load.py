@@ -9,18 +9,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.concurrent import Pearl, balanced_length
-from outrider.decode import PREFILL_CHUNK, Decoding, Parts
+from outrider.decoding.pearl import PearlDecoding, balanced_length
+from outrider.decoding.step import PREFILL_CHUNK, Decoding, Parts
 from outrider.drafters.protocol import Drafter, Surroundings
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import LengthPolicy
-from outrider.lengths.tetris import Tetris
+from outrider.lengths.tetris import TetrisLength
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import LM
 from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
-from outrider.proof.matrix import DEFAULT, Cell, refusal
+from outrider.refusals import DEFAULT, Cell, refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
@@ -95,10 +95,10 @@ def load(
     grower: Tree = _make("tree", tree)
     policy: LengthPolicy = _make("length", ("fixed:4" if own_draft else "fixed:5") if length is None else length)
     order: Decoding = _make("decoding", decoding)
-    if isinstance(order, Pearl) and order.num_speculative_tokens is not None:
+    if isinstance(order, PearlDecoding) and order.num_speculative_tokens is not None:
         if length is not None:
             raise InputError("both length and pearl's num_speculative_tokens say how long to draft; give one of them")
-        policy = Fixed(num_speculative_tokens=order.num_speculative_tokens)
+        policy = FixedLength(num_speculative_tokens=order.num_speculative_tokens)
     usual = f"model:path={EMBEDDED_DRAFT}" if own_draft else "suffix"
     guesser = _make("drafter", usual if drafter is None else drafter)
     if max_slots < 1:
@@ -147,8 +147,8 @@ def load(
     if reason := refusal(cell(bound, grower, rule, policy, order), allow_lossy) or chains_only(grower, lm, bound):
         raise InputError(reason)
     parts = Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy, decoding=order)
-    if isinstance(order, Pearl) and order.num_speculative_tokens is None and length is None:
-        parts = replace(parts, length=Fixed(num_speculative_tokens=balanced_length(parts)))
+    if isinstance(order, PearlDecoding) and order.num_speculative_tokens is None and length is None:
+        parts = replace(parts, length=FixedLength(num_speculative_tokens=balanced_length(parts)))
     return Engine(
         parts,
         tokenizer=tokenizer,
@@ -161,7 +161,7 @@ def load(
 
 def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy, decoding: Decoding) -> Cell:
     """Where a combination of parts stands in the refusal matrix."""
-    original = isinstance(length, Tetris) and length.criterion == "original"
+    original = isinstance(length, TetrisLength) and length.criterion == "original"
     return Cell(
         rows=drafter.rows,
         context_pure=drafter.context_pure,

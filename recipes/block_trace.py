@@ -23,12 +23,12 @@ from torch import Tensor
 from outrider import Sampling
 from outrider.dice import Dice
 from outrider.load import EMBEDDED_DRAFT
-from outrider.proof.estimators import expected_accepted
+from outrider.theory.estimators import expected_accepted
 from outrider.types import Draft as Drafted
 from outrider.types import Verdict
-from outrider.verifiers.block import Block
+from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import Verifier, chains
-from outrider.verifiers.token import Token
+from outrider.verifiers.token import TokenVerifier
 from recipes.block_gain import LENGTHS, PAPER, PUBLISHED
 from recipes.evidence import Claim, Estimate, Sums, gain
 from recipes.report import Curve, Findings, Panel, finish, record, table
@@ -72,7 +72,7 @@ def trace(bench: Bench, job: Job, rule: Verifier) -> Float[np.ndarray, "chains g
 
 def expectations(bench: Bench, job: Job) -> list[Row]:
     """Of one prompt and seed, a row per rule and length: the tokens that the rule would be expected to emit."""
-    shared, own = trace(bench, job, Block()), trace(bench, job, Token())
+    shared, own = trace(bench, job, BlockVerifier()), trace(bench, job, TokenVerifier())
     asked = [(f"{rule} {n}", rule, shared[:, :n]) for n in LENGTHS for rule in RULES] + [(OWN, "token", own)]
     return [
         {

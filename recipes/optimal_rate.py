@@ -23,8 +23,8 @@ from torch import Tensor
 from outrider import Sampling
 from outrider.lm.protocol import LM, Segment
 from outrider.load import EMBEDDED_DRAFT
-from outrider.proof import acceptance, optimal
 from outrider.sampling import Prefix, to_rows
+from outrider.theory import acceptance, optimum
 from recipes.evidence import Claim, Estimate, Paper, Sums, gain
 from recipes.report import Curve, Findings, Panel, finish, record, table
 from recipes.speed import Question
@@ -67,10 +67,10 @@ def without_replacement(p: Rows, q: Rows, n: int) -> Float[Tensor, " positions"]
 
 
 RULES: Mapping[str, Rule] = {
-    "optimum with replacement": lambda p, q, n: optimal.optimal_acceptance(p, q, n, replacement=True),
+    "optimum with replacement": lambda p, q, n: optimum.optimal_acceptance(p, q, n, replacement=True),
     "recursive with replacement": acceptance.recursive_with_replacement,
     "K-SEQ": acceptance.kseq_acceptance,
-    "optimum without replacement": lambda p, q, n: optimal.optimal_acceptance(p, q, n, replacement=False),
+    "optimum without replacement": lambda p, q, n: optimum.optimal_acceptance(p, q, n, replacement=False),
     "recursive without replacement": without_replacement,
     "top plus one": acceptance.top_plus_one_acceptance,
 }

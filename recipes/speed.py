@@ -32,10 +32,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import outrider
 from outrider import InputError, Sampling
+from outrider.engine.prompts import Prompt
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.metrics import efficiency
-from outrider.prompts import Prompt
 from recipes.record import circumstances, write
 
 Row = dict[str, Any]

@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 import outrider
 from outrider import InputError, Sampling
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from recipes.record import circumstances, write
 from recipes.report import COLUMNS, table

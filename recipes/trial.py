@@ -20,8 +20,8 @@ from rich.progress import Progress
 import outrider
 from outrider import InputError, Sampling
 from outrider.drafters.model import ModelPath
+from outrider.engine.output import Output
 from outrider.load import EMBEDDED_DRAFT
-from outrider.output import Output
 from recipes.speed import PARTS, Question, Row, choose, read_prompts
 
 PROMPTS = Path(outrider.__file__).parent / "assets" / "prompts.jsonl"

@@ -31,7 +31,7 @@ from outrider import InputError, Sampling
 from outrider.catalog import make
 from outrider.catalog import rows as catalog_rows
 from outrider.dice import PhiloxDice
-from outrider.lengths.fixed import Fixed
+from outrider.lengths.fixed import FixedLength
 from outrider.sampling import to_rows
 from outrider.trees.grow import grow
 from outrider.trees.protocol import Tree
@@ -122,7 +122,7 @@ class Near:
 def draft_of(near: Near, tree: str, depth: int, sampling: Sampling) -> Draft:
     """One tree per request, grown by the project's own loop."""
     count = len(near.logits)
-    length = Fixed(num_speculative_tokens=depth)
+    length = FixedLength(num_speculative_tokens=depth)
     states = []
     for slot in range(count):
         request = Request(id=str(slot), prompt=(1,), max_new_tokens=depth + 1, sampling=sampling)

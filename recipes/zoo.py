@@ -24,10 +24,10 @@ from rich.progress import Progress
 from transformers import PreTrainedConfig, PreTrainedModel, logging
 
 from outrider.catalog import make
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.open import as_lm
 from outrider.lm.support import is_recurrent, refusal
 from outrider.types import InputError, Sampling
@@ -131,7 +131,7 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
         "different tokens": len(set(chain(*outputs))),
         "generate reads alike": outputs == plain,
     }
-    target, drafter = as_lm(model, max_slots=3), Model(lm=as_lm(noisy(model), max_slots=3))
+    target, drafter = as_lm(model, max_slots=3), ModelDrafter(lm=as_lm(noisy(model), max_slots=3))
     for way, (tree, rule) in WAYS.items():
         if way == "trees" and is_recurrent(model):
             continue
@@ -140,7 +140,7 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
             drafter=drafter,
             tree=make("tree", tree),
             verifier=make("verifier", rule),
-            length=Fixed(num_speculative_tokens=3),
+            length=FixedLength(num_speculative_tokens=3),
         )
         engine = Engine(parts, max_slots=3)
         together = engine.generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)

@@ -17,9 +17,9 @@ from transformers import (
 
 import outrider
 from outrider import InputError, catalog
-from outrider.drafters.ngram import Ngram
-from outrider.proof.matrix import KINDS, LOSSLESS, LOSSY, Cell, refusal
-from outrider.trees.chain import Chain
+from outrider.drafters.ngram import NgramDrafter
+from outrider.refusals import KINDS, LOSSLESS, LOSSY, Cell, refusal
+from outrider.trees.chain import ChainTree
 
 
 def test_the_default_drafter_of_a_target_alone_is_suffix():
@@ -39,12 +39,12 @@ def test_the_embedded_pair_drafts_with_its_own_model():
 
 def test_objects_and_names_make_the_same_parts():
     by_name = outrider.load(drafter="ngram:prompt_lookup_max=3", length="fixed:2").parts
-    by_object = outrider.load(drafter=Ngram(prompt_lookup_max=3), length="fixed:num_speculative_tokens=2").parts
+    by_object = outrider.load(drafter=NgramDrafter(prompt_lookup_max=3), length="fixed:num_speculative_tokens=2").parts
     assert (by_name.drafter, by_name.length) == (by_object.drafter, by_object.length)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Branching(Chain):
+class Branching(ChainTree):
     """Declares chosen children, whatever it grows."""
 
     @property

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from outrider.types import InputError, Sampling
-from tests.models import CONTEXT, engine
-from tests.zoo import VOCAB
+from tests.world.models import CONTEXT, engine
+from tests.world.zoo import VOCAB
 
 
 @pytest.mark.parametrize(

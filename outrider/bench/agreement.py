@@ -8,16 +8,16 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.decode import Parts, step
+from outrider.decoding.step import Parts, step
 from outrider.dice import Dice
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.metrics import block_efficiency, conditional_acceptance
-from outrider.trees.chain import Chain
+from outrider.trees.chain import ChainTree
 from outrider.types import Draft, InputError, Request, Running, Sampling, Step, Verdict
-from outrider.verifiers.match import Match
+from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Verifier, child_rows
-from outrider.verifiers.token import Token
+from outrider.verifiers.token import TokenVerifier
 
 FIRST_POSITIONS = 16
 """Positions of a text are reported in groups: so many, then as many again, then twice as many, and so on."""
@@ -152,8 +152,8 @@ def along_text(
     if not (long := [list(text) for text in texts if len(text) >= LEAST_TEXT]):
         raise InputError(f"no text has {LEAST_TEXT} tokens; give a longer one")
     rule = _Follow()
-    length = Fixed(num_speculative_tokens=num_speculative_tokens)
-    parts = replace(engine.parts, tree=Chain(), verifier=rule, length=length)
+    length = FixedLength(num_speculative_tokens=num_speculative_tokens)
+    parts = replace(engine.parts, tree=ChainTree(), verifier=rule, length=length)
     engine.rest()
     for first in range(0, len(long), engine.max_slots):
         some = long[first : first + engine.max_slots]
@@ -255,11 +255,11 @@ def run_freely(
     Args:
         progress: Called with the number of tokens of each output that ends.
     """
-    rule = _Watched(rule=Token() if engine.parts.drafter.rows == "sampled" else Match())
-    length = Fixed(num_speculative_tokens=num_speculative_tokens)
+    rule = _Watched(rule=TokenVerifier() if engine.parts.drafter.rows == "sampled" else MatchVerifier())
+    length = FixedLength(num_speculative_tokens=num_speculative_tokens)
     engine.rest()
     watched = Engine(
-        replace(engine.parts, tree=Chain(), verifier=rule, length=length),
+        replace(engine.parts, tree=ChainTree(), verifier=rule, length=length),
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,
     )

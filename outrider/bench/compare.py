@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
-from outrider.output import Output
 from outrider.types import Sampling
 
 

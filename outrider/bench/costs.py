@@ -8,15 +8,15 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.decode import InTurn
+from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
-from outrider.trees.chain import Chain
-from outrider.trees.gumbel import Gumbel
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
+from outrider.trees.chain import ChainTree
+from outrider.trees.gumbel import GumbelTree
 from outrider.types import Draft, InputError, Sampling, Verdict
-from outrider.verifiers.match import Match
-from outrider.verifiers.recursive import Recursive
+from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.recursive import RecursiveVerifier
 
 LENGTHS = (1, 4, 8, 16)
 """Draft lengths that are timed."""
@@ -112,10 +112,10 @@ def measure_costs(
 def _chains(engine: Engine, length: int) -> Engine:
     parts = replace(
         engine.parts,
-        tree=Chain(),
-        verifier=Match(),
-        length=Fixed(num_speculative_tokens=length),
-        decoding=InTurn(),
+        tree=ChainTree(),
+        verifier=MatchVerifier(),
+        length=FixedLength(num_speculative_tokens=length),
+        decoding=StepDecoding(),
     )
     return Engine(parts, eos_ids=frozenset(), max_slots=engine.max_slots)
 
@@ -128,7 +128,7 @@ class _Ranks:
     seen: list[int] = field(default_factory=list)
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        verdict = Recursive().verify(draft, target_rows, dice)
+        verdict = RecursiveVerifier().verify(draft, target_rows, dice)
         for request in range(draft.num_requests):
             if draft.num_draft_tokens(request) == self.width:
                 first = int(verdict.paths[request, 0])
@@ -143,10 +143,10 @@ def measure_acceptance(
     ranks = _Ranks(width=width)
     parts = replace(
         engine.parts,
-        tree=Gumbel(branching=(width,)),
+        tree=GumbelTree(branching=(width,)),
         verifier=ranks,
-        length=Fixed(num_speculative_tokens=1),
-        decoding=InTurn(),
+        length=FixedLength(num_speculative_tokens=1),
+        decoding=StepDecoding(),
     )
     recorded = Engine(parts, eos_ids=engine.eos_ids, max_slots=engine.max_slots)
     samplings = [Sampling(temperature=1.0, seed=seed + i) for i in range(len(prompts))]

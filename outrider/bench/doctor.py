@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from outrider.bench.agreement import Agreement, FreeRun, along_text, run_freely
 from outrider.bench.costs import Costs, measure_costs
 from outrider.drafters.model import LEAST_SHARE
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
 from outrider.lm.capabilities import Capability
 from outrider.lm.vocabulary import translation
 from outrider.types import InputError

@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.engine import Engine
-from outrider.output import succeeded
+from outrider.engine.engine import Engine
+from outrider.engine.output import succeeded
 from outrider.types import InputError, Sampling
 
 

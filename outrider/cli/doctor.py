@@ -19,11 +19,11 @@ from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, c
 from outrider.cli import options
 from outrider.cli.generate import read_file
 from outrider.cli.options import Setup
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.prompts import Prompt
 from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config, open_tokenizer
 from outrider.load import ASSETS, EMBEDDED_DRAFT, EMBEDDED_TARGET
-from outrider.prompts import Prompt
 from outrider.types import InputError
 
 TEXT = ASSETS / "prompts.jsonl"

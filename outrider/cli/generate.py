@@ -14,11 +14,11 @@ from rich.table import Table
 from outrider.bench.compare import Comparison, compare
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.engine import Engine
-from outrider.grammar import Grammar
+from outrider.constraints.grammar import Grammar
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output, succeeded
+from outrider.engine.prompts import Prompt
 from outrider.load import ASSETS
-from outrider.output import Output, succeeded
-from outrider.prompts import Prompt
 from outrider.proof.gate import gate
 from outrider.types import InputError, Sampling, Step
 

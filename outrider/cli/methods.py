@@ -11,7 +11,7 @@ from rich.table import Table
 from outrider import catalog
 from outrider.catalog import Family
 from outrider.cli.options import Json
-from outrider.proof.matrix import CARRYING, CONTEXT_PURE, DEFAULT, FIXED_LENGTH, LOSSLESS, LOSSY, LOSSY_LENGTHS, Kind
+from outrider.refusals import CARRYING, CONTEXT_PURE, DEFAULT, FIXED_LENGTH, LOSSLESS, LOSSY, LOSSY_LENGTHS, Kind
 
 VERIFIERS = (*LOSSLESS, *LOSSY)
 CONDITIONS = (

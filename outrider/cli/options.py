@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 from transformers.utils import logging
 
-from outrider.engine import Engine
-from outrider.grammar import Grammar, ebnf, json_schema
-from outrider.grammar import regex as matching
+from outrider.constraints.grammar import Grammar, ebnf, json_schema
+from outrider.constraints.grammar import regex as matching
+from outrider.engine.engine import Engine
 from outrider.load import load
 from outrider.types import InputError, Sampling
 

@@ -11,29 +11,29 @@ from rich.progress import Progress
 from outrider.catalog import name_of
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.decode import InTurn, Parts
-from outrider.drafters.model import Model
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.decoding.step import Parts, StepDecoding
+from outrider.drafters.model import ModelDrafter
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import BatchPolicy
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
 from outrider.proof.gate import NUM_TOKENS, PROMPTS, in_float32
 from outrider.proof.identity import Identity, identity
 from outrider.proof.statistics import sampled_law
-from outrider.trees.gumbel import Gumbel
-from outrider.trees.iid import Iid
+from outrider.trees.gumbel import GumbelTree
+from outrider.trees.iid import IidTree
 from outrider.trees.protocol import Tree
-from outrider.trees.top_plus_one import TopPlusOne
+from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.types import InputError, Sampling, Structure
 from outrider.verifiers.protocol import Carrying
 
 LAW_BOUND = 1e-12
 SMALL: dict[Structure, Tree] = {
-    "iid": Iid(num_paths=2),
-    "iid_dedup": Iid(num_paths=2, dedup=True),
-    "without_replacement": Gumbel(branching=(2, 2)),
-    "top_plus_one": TopPlusOne(width=2),
+    "iid": IidTree(num_paths=2),
+    "iid_dedup": IidTree(num_paths=2, dedup=True),
+    "without_replacement": GumbelTree(branching=(2, 2)),
+    "top_plus_one": TopPlusOneTree(width=2),
 }
 P_BOUND = 1e-3
 
@@ -122,13 +122,13 @@ def _law_error(engine: Engine) -> float:
     until it verifies some that were drafted while others were verified.
     """
     parts = engine.parts
-    if not isinstance(parts.decoding, InTurn):
+    if not isinstance(parts.decoding, StepDecoding):
         return _law_error_ahead(parts)
     shared = isinstance(parts.length, BatchPolicy)
     vocab, depth = (2, 3) if shared else (3, 2 if parts.tree.structure in SMALL else 4)
     drafter = parts.drafter
-    if isinstance(drafter, Model):
-        drafter = Model(lm=TabularLM(random_rows(vocab, seed=1), vocab))
+    if isinstance(drafter, ModelDrafter):
+        drafter = ModelDrafter(lm=TabularLM(random_rows(vocab, seed=1), vocab))
     small = Parts(
         target=TabularLM(random_rows(vocab, seed=0), vocab, max_context=8 + 1 + depth),
         drafter=drafter,
@@ -146,13 +146,13 @@ def _law_error(engine: Engine) -> float:
 
 def _law_error_ahead(parts: Parts) -> float:
     drafter = parts.drafter
-    if isinstance(drafter, Model):
-        drafter = Model(lm=TabularLM(random_rows(3, seed=1), 3))
+    if isinstance(drafter, ModelDrafter):
+        drafter = ModelDrafter(lm=TabularLM(random_rows(3, seed=1), 3))
     small = replace(
         parts,
         target=TabularLM(random_rows(3, seed=0), 3),
         drafter=drafter,
-        length=Fixed(num_speculative_tokens=2),
+        length=FixedLength(num_speculative_tokens=2),
     )
     return law(small, [0, 1, 2, 0, 1, 2, 0, 1], 3).error
 

@@ -42,7 +42,7 @@ class ModelState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelDrafter:
     """Guess with the next-token distribution of `lm`.
 
     The draft model has digested every committed token but the newest one or two: after a full acceptance the last
@@ -168,7 +168,7 @@ class ModelPath:
     revision: str | None = None
     max_context: int | None = None
 
-    def bind(self, surroundings: Surroundings) -> Model:
+    def bind(self, surroundings: Surroundings) -> ModelDrafter:
         """Load the draft model; one with another vocabulary is translated, as far as the two have tokens in common."""
         model = open_model(
             self.path,
@@ -186,7 +186,7 @@ class ModelPath:
             compile=surroundings.compile and not is_recurrent(model),
             prepack=surroundings.prepack and packable(model),
         )
-        return Model(lm=lm if words is None else Translated(lm, words), vocab_size=surroundings.vocab_size)
+        return ModelDrafter(lm=lm if words is None else Translated(lm, words), vocab_size=surroundings.vocab_size)
 
 
 def shared_words(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.drafters.none import Silent
+from outrider.drafters.token_only import TokenOnly
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
 
@@ -25,7 +25,7 @@ class NgramState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ngram(Silent):
+class NgramDrafter(TokenOnly):
     """Copy what followed the newest earlier occurrence of the context's longest recurring end.
 
     Ends of `prompt_lookup_max` tokens are tried first, then shorter ones down to `prompt_lookup_min`. A step costs
@@ -38,7 +38,7 @@ class Ngram(Silent):
     Example:
         >>> from outrider.types import Sampling
         >>> request = Request(id="r", prompt=(1, 2, 3, 4, 1, 2), max_new_tokens=8, sampling=Sampling())
-        >>> drafter = Ngram()
+        >>> drafter = NgramDrafter()
         >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter_state=drafter.open(request))
         >>> drafter.begin([state]).tokens
         array([3])

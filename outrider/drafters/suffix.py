@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
-from outrider.drafters.none import Silent
 from outrider.drafters.protocol import Surroundings
+from outrider.drafters.token_only import TokenOnly
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
+class SuffixMatch:
     """How far the context's end is known to one automaton."""
 
     automaton: SuffixAutomaton
@@ -35,12 +35,12 @@ class SuffixState:
     """One request's automaton, its place in the shared one, and the draft's matches by node; changes in place."""
 
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
-    shared: Match | None = None
-    drafting: dict[int, list[Match]] = field(default_factory=dict)
+    shared: SuffixMatch | None = None
+    drafting: dict[int, list[SuffixMatch]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Suffix(Silent):
+class SuffixDrafter(TokenOnly):
     """Follow the longest end of the context that has occurred before, in the request or in a shared corpus.
 
     Where several tokens followed it, the most frequent one is proposed, the latest on a tie. The request's own
@@ -53,7 +53,7 @@ class Suffix(Silent):
     Example:
         >>> from outrider.types import Sampling
         >>> request = Request(id="r", prompt=(5, 1, 2, 5, 3, 2, 5, 3, 9, 2, 5), max_new_tokens=8, sampling=Sampling())
-        >>> drafter = Suffix()
+        >>> drafter = SuffixDrafter()
         >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter_state=drafter.open(request))
         >>> drafter.begin([state]).tokens
         array([3])
@@ -75,7 +75,7 @@ class Suffix(Silent):
         return self if self.corpus is None else replace(self, _shared=_read(Path(self.corpus), surroundings))
 
     def open(self, request: Request) -> SuffixState:
-        return SuffixState(shared=None if self._shared is None else Match(automaton=self._shared))
+        return SuffixState(shared=None if self._shared is None else SuffixMatch(automaton=self._shared))
 
     def begin(self, states: Sequence[Running]) -> Guess:
         tokens = []
@@ -85,7 +85,7 @@ class Suffix(Silent):
                 own.own.append(token)
                 own.shared = None if own.shared is None else own.shared.step(token)
             here = own.own.repeated_suffix()
-            matches = [Match(automaton=own.own, state=here, length=own.own.length[here])]
+            matches = [SuffixMatch(automaton=own.own, state=here, length=own.own.length[here])]
             own.drafting = {0: matches if own.shared is None else [*matches, own.shared]}
             tokens.append(self._likeliest(own.drafting[0]))
         return Guess(tokens=np.array(tokens))
@@ -104,7 +104,7 @@ class Suffix(Silent):
             tokens.append(self._likeliest(own.drafting[node]))
         return Guess(tokens=np.array(tokens))
 
-    def _likeliest(self, matches: Sequence[Match]) -> int:
+    def _likeliest(self, matches: Sequence[SuffixMatch]) -> int:
         best = max((match.shorten() for match in matches), key=lambda match: match.length)
         return best.automaton.likeliest(best.state) if best.length >= self.min_match else -1
 

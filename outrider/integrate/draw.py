@@ -6,10 +6,10 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
+from outrider.engine.output import succeeded
 from outrider.integrate.batch import Batch
 from outrider.integrate.columns import Columns
-from outrider.output import succeeded
 from outrider.types import InputError
 
 

@@ -9,7 +9,7 @@ from threading import Lock, RLock
 from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import logit_width
 from outrider.lm.recurrent import RecurrentModel

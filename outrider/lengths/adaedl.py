@@ -20,7 +20,7 @@ class AdaedlState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adaedl:
+class AdaedlLength:
     r"""Stop before a token if $1 - \sqrt{\gamma H} < \lambda$, with H the entropy of the draft's row in nats.
 
     After a step with d drafted and a accepted tokens the rate becomes $\beta_1 r + (1 - \beta_1) a/d$, and $\lambda$

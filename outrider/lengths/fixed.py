@@ -8,7 +8,7 @@ from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
+class FixedLength:
     """Draft `num_speculative_tokens` deep, or as deep as there is room.
 
     References:

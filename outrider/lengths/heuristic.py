@@ -8,7 +8,7 @@ from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heuristic:
+class HeuristicLength:
     """Start at `num_speculative_tokens`; add `grow` after full acceptance, subtract `shrink` otherwise.
 
     The length of a step depends on earlier steps alone, so the law is kept. A request's state is its next length.

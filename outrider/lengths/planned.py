@@ -19,7 +19,7 @@ class PlannedState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class PlannedLength:
     r"""Draft the length $\gamma$ that maximises $(1 + a + \ldots + a^\gamma) / (1 + \gamma (c + v))$.
 
     a is the request's acceptance rate so far, each step weighing `decay` times what the next one does. The costs are in

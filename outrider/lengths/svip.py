@@ -12,7 +12,7 @@ from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Svip:
+class SvipLength:
     r"""Keep the token, then stop if the row that it was drawn from has $\sqrt{c H} > h$, with H its entropy in nats.
 
     Attributes:

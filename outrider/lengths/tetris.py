@@ -14,7 +14,7 @@ from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tetris:
+class TetrisLength:
     r"""Each request drafts `num_speculative_tokens + extra` tokens; of the batch's, the best `num_speculative_tokens`
     per request are verified.
 

@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.decode import Parts, prefill
+from outrider.constraints.grammar import batch_masks, follow
+from outrider.decoding.step import Parts, prefill
 from outrider.dice import Draws
-from outrider.grammar import batch_masks, follow
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
 from outrider.types import Ahead, Constraint, Request, Running, Sampling, Step

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from outrider.drafters.model import Model
-from outrider.engine import Engine
+from outrider.drafters.model import ModelDrafter
+from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import LM
@@ -71,7 +71,9 @@ def in_float32(engine: Engine) -> Engine:
     """The same engine in float32; models that compute in it already, or better, or are quantised, stay as they are."""
     parts = engine.parts
     drafter = (
-        replace(parts.drafter, lm=_float32(parts.drafter.lm)) if isinstance(parts.drafter, Model) else parts.drafter
+        replace(parts.drafter, lm=_float32(parts.drafter.lm))
+        if isinstance(parts.drafter, ModelDrafter)
+        else parts.drafter
     )
     return Engine(
         replace(parts, target=_float32(parts.target), drafter=drafter),
@@ -105,8 +107,8 @@ def _fingerprint(engine: Engine) -> str:
     for text in (torch.__version__, transformers.__version__, parts.tree, parts.verifier, parts.length, parts.decoding):
         digest.update(repr(text).encode())
     drafter = parts.drafter
-    digest.update((type(drafter).__name__ if isinstance(drafter, Model) else repr(drafter)).encode())
-    for lm in (parts.target, drafter.lm if isinstance(drafter, Model) else None):
+    digest.update((type(drafter).__name__ if isinstance(drafter, ModelDrafter) else repr(drafter)).encode())
+    for lm in (parts.target, drafter.lm if isinstance(drafter, ModelDrafter) else None):
         lm = lm.lm if isinstance(lm, Translated) else lm
         if isinstance(lm, LanguageModel | RecurrentModel):
             digest.update(lm.model.config.to_json_string().encode())

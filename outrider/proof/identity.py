@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
 from outrider.lm.protocol import Segment
 from outrider.types import Sampling
 

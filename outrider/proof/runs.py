@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from transformers import PreTrainedModel
 
-from outrider.engine import Engine
-from outrider.output import Output, succeeded
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output, succeeded
 from outrider.proof.enumerate import EnumeratingDice, Key, World
 from outrider.types import Request, Running
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from outrider.engine import Engine
+from outrider.engine.engine import Engine
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
 from outrider.types import Sampling

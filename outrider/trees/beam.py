@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, Whole
+from outrider.trees.protocol import Children, Level, UnprunedTree
 from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beam(Whole):
+class BeamTree(UnprunedTree):
     r"""Keep the `width` sequences with the largest perturbed log-probabilities at every level.
 
     Each node carries its log-probability $\phi$ and the maximum $G$ of the Gumbel variables of all sequences below it.

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, Whole
+from outrider.trees.protocol import Children, Level, UnprunedTree
 from outrider.types import Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain(Whole):
+class ChainTree(UnprunedTree):
     """Speculative decoding as first published: a row of tokens, each drawn after the one before.
 
     References:

@@ -13,7 +13,7 @@ from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dynamic:
+class DynamicTree:
     """Give the `width` likeliest nodes of each level their `width` likeliest children; of all, keep `num_nodes`.
 
     A node's likelihood is the product of the drafter's probabilities along its path. It falls from parent to child, so

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Int
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, Whole, nothing
+from outrider.trees.protocol import Children, Level, UnprunedTree, nothing
 from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed(Whole):
+class FixedTree(UnprunedTree):
     """The same tree at every step: `children` lists how many children each node has, breadth first from the root.
 
     Children are drawn without replacement, or with `chosen` are the likeliest tokens. `2x1x0x0` is a root with two

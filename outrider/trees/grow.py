@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.constraints.grammar import batch_masks
 from outrider.dice import Dice
-from outrider.grammar import batch_masks
 from outrider.sampling import Prefix, masked, to_rows
 from outrider.trees.protocol import Children, Grown, Level, Tree
 from outrider.types import Draft, Frontier, Guess, Running, Sampling, Structure

@@ -6,12 +6,12 @@ import numpy as np
 import torch
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, Whole, nothing
+from outrider.trees.protocol import Children, Level, UnprunedTree, nothing
 from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gumbel(Whole):
+class GumbelTree(UnprunedTree):
     """A node at depth d gets `branching[d]` distinct children, drawn one after the other from what is left of its row.
 
     Keeping the k largest of a row's log-probabilities with Gumbel noise, in descending order, is the same law; drawing

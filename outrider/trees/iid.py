@@ -7,12 +7,12 @@ import torch
 from jaxtyping import Int
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, Whole
+from outrider.trees.protocol import Children, Level, UnprunedTree
 from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Iid(Whole):
+class IidTree(UnprunedTree):
     """Draw `num_paths` chains independently (SpecInfer, SpecTr).
 
     A node that m paths run through has m draws behind it. Repeated draws are kept, as links to one node; with `dedup`

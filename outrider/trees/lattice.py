@@ -13,7 +13,7 @@ from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lattice:
+class LatticeTree:
     """Treat the rows along the likeliest path as the marginals of their positions, and keep the `num_nodes` prefixes
     of the largest product.
 

@@ -14,7 +14,7 @@ from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class Opt:
+class OptTree:
     r"""Expand the `num_nodes` likeliest nodes of each level; keep the `num_nodes` likeliest of all.
 
     With the drafter's probabilities for the target's, the expected number of accepted tokens is the sum of the nodes'

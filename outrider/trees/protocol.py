@@ -118,7 +118,7 @@ class Tree(Protocol):
         ...
 
 
-class Whole:
+class UnprunedTree:
     """What trees share that keep all their nodes."""
 
     def finish(self, grown: Grown) -> None:

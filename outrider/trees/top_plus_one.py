@@ -7,12 +7,12 @@ import torch
 
 from outrider.dice import Dice, Draws
 from outrider.trees.gumbel import drawn
-from outrider.trees.protocol import Children, Level, Whole
+from outrider.trees.protocol import Children, Level, UnprunedTree
 from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopPlusOne(Whole):
+class TopPlusOneTree(UnprunedTree):
     """Each node gets its `width - 1` likeliest tokens, then one drawn from the row without them.
 
     Where nothing is left to draw from, the likeliest tokens are all. `width` children per node over d levels make

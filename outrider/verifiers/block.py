@@ -12,7 +12,7 @@ from outrider.verifiers.protocol import chains, everyone, gains, recover
 
 
 @dataclass(frozen=True, kw_only=True)
-class Block:
+class BlockVerifier:
     r"""Accept the longest prefix that one of independent coins, one per position, allows.
 
     With $w_0 = 1$ and $w_i = \min(1, w_{i-1}\, p(x_i)/q(x_i))$, position $i$ is allowed with probability

@@ -29,7 +29,7 @@ class Pull:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GreedyBlock:
+class GreedyBlockVerifier:
     r"""Accept the longest prefix that may be accepted, throwing coins from the longest down.
 
     With R the unclipped quotient of the joint probabilities of $x_1 \ldots x_i$, position i is accepted with

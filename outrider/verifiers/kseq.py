@@ -19,7 +19,7 @@ CLOSE = 1e-14
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kseq:
+class KseqVerifier:
     r"""Accept each of a node's k independent draws with probability $\min(1, p(x)/(\rho\,q(x)))$, in order.
 
     With $\beta(\rho) = \sum_x \min(p(x)/\rho, q(x))$, one of them is accepted with probability $1 - (1 - \beta)^k$; the

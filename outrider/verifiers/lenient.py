@@ -13,7 +13,7 @@ from outrider.verifiers.protocol import chains, everyone, recover
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lenient:
+class LenientVerifier:
     r"""Token verification with $\min(1, f(p(x))/q(x))$ for the chance of a token; the residual stays $(p - q)_+$.
 
     `linear` is $f(p) = p/e$, where e is called lenience; `squared` is $p/e^2$; `exponential` is $p^e$. At e = 1 all are

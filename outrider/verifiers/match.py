@@ -13,7 +13,7 @@ from outrider.verifiers.protocol import everyone, upload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Match:
+class MatchVerifier:
     r"""Draw $y \sim p$ at a node; if a child holds $y$ go there, else stop and emit $y$.
 
     Never looks at how the draft was made, so it is lossless for every structure, and optimal for chosen children: the

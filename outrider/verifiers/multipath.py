@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.sampling import fresh, rows_at_once
 from outrider.types import Draft, Verdict
-from outrider.verifiers.block import Block
+from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import child_rows, upload
 
 LOWEST = (127 - 8) << 4
@@ -18,7 +18,7 @@ LOWEST = (127 - 8) << 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Multipath:
+class MultipathVerifier:
     r"""Of K independent paths follow, at every node, the child that ranks highest in p/q; verify that path as a block.
 
     Ranking needs a strict order, the same here and in the path's law: p/q in steps of a sixteenth of an octave, from
@@ -35,9 +35,9 @@ class Multipath:
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         if draft.rows is None:
-            return Block().verify(draft, target_rows, dice)
+            return BlockVerifier().verify(draft, target_rows, dice)
         chain, nodes = _select(draft, target_rows)
-        verdict = Block().verify(chain, target_rows.index_select(0, upload(nodes, target_rows.device)), dice)
+        verdict = BlockVerifier().verify(chain, target_rows.index_select(0, upload(nodes, target_rows.device)), dice)
         paths = np.where(verdict.paths >= 0, nodes[verdict.paths], -1)
         return Verdict(paths=paths, num_accepted=verdict.num_accepted, next_tokens=verdict.next_tokens)
 

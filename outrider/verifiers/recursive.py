@@ -14,7 +14,7 @@ from outrider.verifiers.walk import Brood, Walk, coins
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recursive:
+class RecursiveVerifier:
     r"""At each node, with $P = p$ and $Q = q$, accept the next child x with probability $\min(1, P(x)/Q(x))$ and
     descend, or else set $P \propto (P - Q)_+$; after the last child draw from $P$ and stop.
 

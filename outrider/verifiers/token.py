@@ -12,7 +12,7 @@ from outrider.verifiers.protocol import chains, everyone, recover
 
 
 @dataclass(frozen=True, kw_only=True)
-class Token:
+class TokenVerifier:
     r"""Accept the i-th token with probability $\min(1, p(x_i)/q(x_i))$; stop at the first rejection.
 
     The rejected token is replaced by a draw from the residual $\max(0, p - q)$; after no rejection a bonus token is

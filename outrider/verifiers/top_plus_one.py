@@ -14,7 +14,7 @@ from outrider.verifiers.walk import Brood, Walk, coins
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopPlusOne:
+class TopPlusOneVerifier:
     r"""Token verification of the one child that was drawn, under its own law; the recovered token may be a child too.
 
     With T the children that were chosen and $\tilde q$ the row without them, renormalised, the drawn child x is

@@ -19,7 +19,7 @@ PIECES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Traversal:
+class TraversalVerifier:
     r"""Visit the nodes in post-order; accept the first whose coin lands, with the path above it; else forget it.
 
     Every node has a weight: 1 at the root, and $w(x) = \min(1, w(v) P_v(x)/Q_v(x))$ for a child x of v, at first with

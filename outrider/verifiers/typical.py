@@ -15,7 +15,7 @@ from outrider.verifiers.walk import verdict_at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Typical:
+class TypicalVerifier:
     r"""Accept a token x if $p(x) > \min(\epsilon, \delta e^{-H})$, with H the entropy of the target's row in nats.
 
     Of the nodes whose whole path is accepted the deepest is taken, and of equally deep ones the likeliest path; the

@@ -4,8 +4,8 @@ import pytest
 
 import outrider
 from outrider.bench.costs import Costs, measure_acceptance, measure_costs
-from outrider.lengths.planned import Planned
-from outrider.trees.fixed import Fixed, best_topology
+from outrider.lengths.planned import PlannedLength
+from outrider.trees.fixed import FixedTree, best_topology
 from outrider.types import InputError
 
 
@@ -15,14 +15,14 @@ def test_costs_and_acceptance_of_the_embedded_pair_make_a_length_and_a_topology(
     costs = measure_costs(engine, prompt, max_new_tokens=40, rounds=1)
     assert costs.draft > 0
     assert costs.token >= 0
-    policy = Planned(draft_cost=costs.draft, token_cost=costs.token)
+    policy = PlannedLength(draft_cost=costs.draft, token_cost=costs.token)
     assert 1 <= policy.limit(policy.open()) <= policy.most
     acceptance = measure_acceptance(engine, [prompt, prompt], width=3, max_new_tokens=40)
     assert len(acceptance) == 3
     assert 0 < sum(acceptance) <= 1
     assert acceptance[0] == max(acceptance)
     children = best_topology(acceptance, 12, 5, costs.draft, costs.target(13))
-    tree = Fixed(children=children)
+    tree = FixedTree(children=children)
     better = outrider.load(tree=tree, length="fixed:5")
     assert better.generate([prompt], max_new_tokens=8)[0].tokens
 
@@ -47,7 +47,7 @@ def test_costs_of_a_batch_are_those_of_its_own_forwards():
 
 
 def test_dearer_tokens_make_shorter_plans():
-    lengths = [Planned(draft_cost=0.1, token_cost=cost) for cost in (0.0, 0.1, 0.4)]
+    lengths = [PlannedLength(draft_cost=0.1, token_cost=cost) for cost in (0.0, 0.1, 0.4)]
     assert [policy.limit(policy.open()) for policy in lengths] == sorted(
         (policy.limit(policy.open()) for policy in lengths), reverse=True
     )

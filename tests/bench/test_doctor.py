@@ -16,12 +16,12 @@ from outrider.bench.agreement import along_text, run_freely
 from outrider.bench.costs import Costs
 from outrider.bench.doctor import Side, Worth, compare_sides, measure
 from outrider.cli.app import main
-from outrider.drafters.model import Model
+from outrider.drafters.model import ModelDrafter
 from outrider.types import InputError
-from tests.models import engine, llama, target
-from tests.test_stress import letters
-from tests.test_vocabularies import TEXT, byte_level
-from tests.zoo import VOCAB, tiny_config
+from tests.engine.test_stress import letters
+from tests.engine.test_vocabularies import TEXT, byte_level
+from tests.world.models import engine, llama, target
+from tests.world.zoo import VOCAB, tiny_config
 
 wide = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -56,7 +56,7 @@ def test_rows_along_a_text_are_those_of_plain_forwards():
 
 @wide
 def test_a_draft_model_that_is_the_target_agrees_everywhere():
-    same = engine(Model(lm=target()))
+    same = engine(ModelDrafter(lm=target()))
     found = along_text(same, texts(), num_speculative_tokens=3)
     assert [(row.where, row.argmax) for row in found.by_depth()] == [("1", 1.0), ("2", 1.0), ("3", 1.0)]
     assert min(row.alpha for row in found.by_depth()) > 1 - 1e-6

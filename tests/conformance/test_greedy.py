@@ -7,26 +7,26 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
-from outrider.drafters.suffix import Suffix
-from outrider.engine import Engine
-from outrider.lengths.adaedl import Adaedl
-from outrider.lengths.fixed import Fixed
-from outrider.lengths.heuristic import Heuristic
-from outrider.lengths.svip import Svip
-from outrider.lengths.tetris import Tetris
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine.engine import Engine
+from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.fixed import FixedLength
+from outrider.lengths.heuristic import HeuristicLength
+from outrider.lengths.svip import SvipLength
+from outrider.lengths.tetris import TetrisLength
 from outrider.lm.model import LanguageModel
-from outrider.proof.matrix import KINDS, LOSSLESS
-from outrider.trees.chain import Chain
+from outrider.refusals import KINDS, LOSSLESS
+from outrider.trees.chain import ChainTree
 from outrider.types import Draft, Sampling, Verdict
-from outrider.verifiers.block import Block
-from outrider.verifiers.greedy_block import GreedyBlock
-from outrider.verifiers.match import Match
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.greedy_block import GreedyBlockVerifier
+from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Verifier
-from outrider.verifiers.token import Token
-from tests.zoo import ARCHITECTURES, VOCAB, tiny
+from outrider.verifiers.token import TokenVerifier
+from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
@@ -70,14 +70,14 @@ class Watched:
 
 
 CHAINS = {
-    "model-block": (None, Block(), Fixed(num_speculative_tokens=4)),
-    "model-token-heuristic": (None, Token(), Heuristic(num_speculative_tokens=3)),
-    "ngram-match": (Ngram(prompt_lookup_min=1), Match(), Fixed(num_speculative_tokens=5)),
-    "suffix-block": (Suffix(min_match=1), Block(), Fixed(num_speculative_tokens=6)),
-    "model-greedy-block": (None, GreedyBlock(), Fixed(num_speculative_tokens=3)),
-    "model-block-adaedl": (None, Block(), Adaedl(num_speculative_tokens=6)),
-    "model-token-svip": (None, Token(), Svip(num_speculative_tokens=6)),
-    "model-block-tetris": (None, Block(), Tetris(num_speculative_tokens=2, extra=2)),
+    "model-block": (None, BlockVerifier(), FixedLength(num_speculative_tokens=4)),
+    "model-token-heuristic": (None, TokenVerifier(), HeuristicLength(num_speculative_tokens=3)),
+    "ngram-match": (NgramDrafter(prompt_lookup_min=1), MatchVerifier(), FixedLength(num_speculative_tokens=5)),
+    "suffix-block": (SuffixDrafter(min_match=1), BlockVerifier(), FixedLength(num_speculative_tokens=6)),
+    "model-greedy-block": (None, GreedyBlockVerifier(), FixedLength(num_speculative_tokens=3)),
+    "model-block-adaedl": (None, BlockVerifier(), AdaedlLength(num_speculative_tokens=6)),
+    "model-token-svip": (None, TokenVerifier(), SvipLength(num_speculative_tokens=6)),
+    "model-block-tetris": (None, BlockVerifier(), TetrisLength(num_speculative_tokens=2, extra=2)),
 }
 
 
@@ -90,8 +90,8 @@ def test_chains_give_what_generate_gives(name):
         target = LanguageModel(model, max_slots=3)
         parts = Parts(
             target=target,
-            drafter=drafter or Model(lm=noisy_twin(name)),
-            tree=Chain(),
+            drafter=drafter or ModelDrafter(lm=noisy_twin(name)),
+            tree=ChainTree(),
             verifier=verifier,
             length=length,
         )
@@ -119,14 +119,14 @@ TREES = {
 def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
     model, count = tiny(name), 16
     outputs = [expected(model, prompt)[:count] for prompt in prompts()]
-    target, drafter = LanguageModel(model, max_slots=3), Model(lm=noisy_twin(name))
+    target, drafter = LanguageModel(model, max_slots=3), ModelDrafter(lm=noisy_twin(name))
     for label, text in TREES.items():
         tree = catalog.make("tree", text)
         rules = [rule for rule, kinds in LOSSLESS.items() if KINDS[tree.structure] in kinds]
         assert rules
         for rule in rules:
             watched = Watched(rule=catalog.make("verifier", rule), seen=[])
-            length = Fixed(num_speculative_tokens=3)
+            length = FixedLength(num_speculative_tokens=3)
             parts = Parts(target=target, drafter=drafter, tree=tree, verifier=watched, length=length)
             engine = Engine(parts, max_slots=3)
             made = engine.generate(prompts(), max_new_tokens=count, sampling=GREEDY)

@@ -9,21 +9,21 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.catalog import make
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.protocol import Drafter
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.open import as_lm
-from outrider.output import Output
-from outrider.trees.chain import Chain
+from outrider.trees.chain import ChainTree
 from outrider.types import InputError, Request, Sampling
-from outrider.verifiers.block import Block
-from outrider.verifiers.match import Match
-from outrider.verifiers.token import Token
-from tests.recurrent_zoo import RECURRENT, tiny_recurrent
-from tests.zoo import VOCAB, tiny
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.token import TokenVerifier
+from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
+from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
@@ -49,13 +49,13 @@ def noisy(model: PreTrainedModel, noise: float = 0.02) -> PreTrainedModel:
 
 
 def drafter(name: str, draft: PreTrainedModel) -> Drafter:
-    return Ngram(prompt_lookup_min=1) if name == "ngram" else Model(lm=as_lm(draft, max_slots=3))
+    return NgramDrafter(prompt_lookup_min=1) if name == "ngram" else ModelDrafter(lm=as_lm(draft, max_slots=3))
 
 
 def engine(target: PreTrainedModel, guesser: Drafter, rule: object = None, max_slots: int = 3) -> Engine:
     lm = as_lm(target, max_slots=max_slots)
-    length = Fixed(num_speculative_tokens=4)
-    parts = Parts(target=lm, drafter=guesser, tree=Chain(), verifier=rule or Block(), length=length)
+    length = FixedLength(num_speculative_tokens=4)
+    parts = Parts(target=lm, drafter=guesser, tree=ChainTree(), verifier=rule or BlockVerifier(), length=length)
     return Engine(parts, max_slots=max_slots)
 
 
@@ -69,7 +69,7 @@ def assert_greedy(model: PreTrainedModel, output: Output, prompt: list[int]) -> 
 @pytest.mark.parametrize("name", [n for n in RECURRENT if n not in ALIKE])
 def test_greedy_outputs_of_a_ragged_batch_are_the_models_own_though_drafts_are_rejected(name: str) -> None:
     model = tiny_recurrent(name)
-    for guesser, rule in (("model", Block()), ("ngram", Match())):
+    for guesser, rule in (("model", BlockVerifier()), ("ngram", MatchVerifier())):
         busy = engine(model, drafter(guesser, noisy(tiny_recurrent(name))), rule)
         made = busy.generate(prompts(), max_new_tokens=10, sampling=GREEDY)
         for prompt, output in zip(prompts(), made, strict=True):
@@ -109,13 +109,13 @@ def test_requests_get_what_they_get_alone_beside_others_that_come_and_are_cancel
         for i, (n, most) in enumerate(sizes)
     ]
     alone = {}
-    single = engine(model, drafter("model", draft), Token())
+    single = engine(model, drafter("model", draft), TokenVerifier())
     for request in these:
         single.rest()
         single.add(request)
         while single.busy:
             alone |= {u.id: u.output.tokens for u in single.step() if u.output is not None}
-    busy = engine(model, drafter("model", draft), Token())
+    busy = engine(model, drafter("model", draft), TokenVerifier())
     found, waiting = {}, list(these)
     for step in range(1000):
         if waiting:
@@ -154,8 +154,10 @@ def test_a_prompt_that_continues_the_last_text_digests_only_what_is_new() -> Non
 
 def test_branching_trees_are_refused_where_target_or_draft_model_is_recurrent() -> None:
     with pytest.raises(InputError, match=r"the target qwen3_next has recurrent layers.* use tree 'chain'"):
-        outrider.load(tiny_recurrent("qwen3_next"), drafter=Model(lm=as_lm(tiny("llama"), max_slots=1)), tree="opt")
-    guesser = Model(lm=as_lm(tiny_recurrent("mamba2"), max_slots=2))
+        outrider.load(
+            tiny_recurrent("qwen3_next"), drafter=ModelDrafter(lm=as_lm(tiny("llama"), max_slots=1)), tree="opt"
+        )
+    guesser = ModelDrafter(lm=as_lm(tiny_recurrent("mamba2"), max_slots=2))
     with pytest.raises(InputError, match=r"the draft model mamba2 has recurrent layers.* use tree 'chain'"):
         outrider.load(tiny("llama"), drafter=guesser, tree=make("tree", "gumbel:branching=2x2"))
     assert outrider.load(tiny("llama"), drafter=guesser).parts.drafter is guesser

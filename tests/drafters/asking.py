@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from outrider.drafters.ngram import Ngram
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
-from outrider.drafters.suffix import Suffix
+from outrider.drafters.suffix import SuffixDrafter
 from outrider.types import Frontier, Request, Running, Sampling
 
-Lookup = NoDrafter | Ngram | Suffix
+Lookup = NoDrafter | NgramDrafter | SuffixDrafter
 
 
 def running(drafter: Lookup, tokens: Sequence[int], id: str = "r") -> Running:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from outrider.drafters.automaton import SuffixAutomaton
 from outrider.drafters.protocol import Surroundings
-from outrider.drafters.suffix import Suffix, SuffixState
+from outrider.drafters.suffix import SuffixDrafter, SuffixState
 from outrider.types import InputError
 from tests.drafters.asking import chain, chains, running, step
 
@@ -84,7 +84,7 @@ def test_a_match_is_the_longest_end_of_what_was_walked(known: list[int], context
 
 @given(text=texts, min_match=st.integers(1, 4), depth=st.integers(1, 10))
 def test_the_draft_is_what_a_full_search_finds(text: list[int], min_match: int, depth: int) -> None:
-    drafter = Suffix(min_match=min_match)
+    drafter = SuffixDrafter(min_match=min_match)
     assert chain(drafter, running(drafter, text), depth) == searched_chain(text, text, min_match, depth)
 
 
@@ -92,7 +92,7 @@ def test_the_draft_is_what_a_full_search_finds(text: list[int], min_match: int, 
 def test_an_automaton_that_grew_with_the_request_equals_one_built_from_scratch(
     text: list[int], more: list[list[int]]
 ) -> None:
-    drafter = Suffix(min_match=1)
+    drafter = SuffixDrafter(min_match=1)
     grown = running(drafter, text)
     for chunk in more:
         chain(drafter, grown, 4)
@@ -104,7 +104,7 @@ def test_an_automaton_that_grew_with_the_request_equals_one_built_from_scratch(
 
 @given(text=texts, depth=st.integers(1, 8))
 def test_drafting_leaves_nothing_behind(text: list[int], depth: int) -> None:
-    drafter = Suffix(min_match=1)
+    drafter = SuffixDrafter(min_match=1)
     shallow, deep = running(drafter, text), running(drafter, text)
     chain(drafter, shallow, 1)
     first = chain(drafter, deep, depth)
@@ -115,20 +115,20 @@ def test_drafting_leaves_nothing_behind(text: list[int], depth: int) -> None:
 
 @given(batch=st.lists(texts, min_size=1, max_size=5))
 def test_a_request_is_proposed_the_same_alone_and_in_a_batch(batch: list[list[int]]) -> None:
-    drafter = Suffix(min_match=1)
+    drafter = SuffixDrafter(min_match=1)
     together = chains(drafter, [running(drafter, text, str(i)) for i, text in enumerate(batch)], 6)
     assert together == [chain(drafter, running(drafter, text), 6) for text in batch]
 
 
 def test_the_most_frequent_continuation_wins_and_the_latest_on_a_tie() -> None:
-    drafter = Suffix(min_match=1)
+    drafter = SuffixDrafter(min_match=1)
     assert chain(drafter, running(drafter, [5, 1, 5, 1, 5, 2, 9, 5]), 1) == [1]
     assert chain(drafter, running(drafter, [5, 1, 5, 2, 9, 5]), 1) == [2]
 
 
 def test_a_long_periodic_context_is_continued_by_an_automaton_of_linear_size() -> None:
-    state = running(Suffix(), [1, 2, 3] * 1000)
-    assert chain(Suffix(), state, 7) == [1, 2, 3, 1, 2, 3, 1]
+    state = running(SuffixDrafter(), [1, 2, 3] * 1000)
+    assert chain(SuffixDrafter(), state, 7) == [1, 2, 3, 1, 2, 3, 1]
     assert len(_own(state.drafter_state).own.length) <= 2 * 3000
 
 
@@ -174,27 +174,27 @@ def test_a_broken_corpus_names_file_and_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(f'{{"tokens": [1]}}\n{line}\n')
     with pytest.raises(InputError, match=r"line 2 of .*corpus\.jsonl"):
-        Suffix(corpus=str(path)).bind(BESIDE)
+        SuffixDrafter(corpus=str(path)).bind(BESIDE)
 
 
 def test_a_corpus_of_text_needs_a_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"text": "hello"}\n')
     with pytest.raises(InputError, match="holds text and there is no tokenizer"):
-        Suffix(corpus=str(path)).bind(BESIDE)
+        SuffixDrafter(corpus=str(path)).bind(BESIDE)
 
 
 def test_a_missing_corpus_and_an_impossible_match_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no corpus file .*none\.jsonl"):
-        Suffix(corpus=str(tmp_path / "none.jsonl")).bind(BESIDE)
+        SuffixDrafter(corpus=str(tmp_path / "none.jsonl")).bind(BESIDE)
     with pytest.raises(InputError, match="min_match must be >= 1, got 0"):
-        Suffix(min_match=0)
+        SuffixDrafter(min_match=0)
 
 
-def _with_corpus(folder: Path, documents: Sequence[Sequence[int]]) -> Suffix:
+def _with_corpus(folder: Path, documents: Sequence[Sequence[int]]) -> SuffixDrafter:
     path = folder / "corpus.jsonl"
     path.write_text("".join(json.dumps({"tokens": document}) + "\n" for document in documents))
-    return Suffix(min_match=1, corpus=str(path)).bind(BESIDE)
+    return SuffixDrafter(min_match=1, corpus=str(path)).bind(BESIDE)
 
 
 def _own(state: object) -> SuffixState:

@@ -17,13 +17,13 @@ from transformers import (
 )
 
 from outrider import as_custom_generate
-from outrider.drafters.model import Model
+from outrider.drafters.model import ModelDrafter
 from outrider.integrate.batch import Batch
 from outrider.integrate.refusals import padding_of
 from outrider.proof.statistics import chi_square
 from outrider.sampling import Prefix, to_rows
 from tests.integrate.test_generate import NGRAM, batch, noisy_twin
-from tests.zoo import VOCAB, tiny
+from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -77,7 +77,9 @@ def p_value(said: list[tuple[int, ...]], expected: dict[tuple[int, ...], float])
 )
 def test_drawn_sequences_have_the_law_of_generates_own_processors(parts):
     model, inputs = tiny("llama"), batch(5)
-    drafted = as_custom_generate(drafter=Model(lm=noisy_twin("llama", noise=0.3, max_slots=64)), max_slots=64, **parts)
+    drafted = as_custom_generate(
+        drafter=ModelDrafter(lm=noisy_twin("llama", noise=0.3, max_slots=64)), max_slots=64, **parts
+    )
     torch.manual_seed(1)
     out = model.generate(
         **inputs,

@@ -13,10 +13,10 @@ from transformers import (
 )
 
 from outrider import as_custom_generate
-from outrider.drafters.model import Model
+from outrider.drafters.model import ModelDrafter
 from outrider.integrate.kept import _KEPT
 from outrider.lm.model import LanguageModel
-from tests.zoo import VOCAB, tiny
+from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -73,7 +73,7 @@ def assert_same(model, inputs: dict[str, torch.Tensor], drafted, **arguments: ob
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3", "falcon"])
 def test_greedy_output_of_padded_batches_is_that_of_generate(name):
-    model, drafters = tiny(name), (NGRAM, Model(lm=noisy_twin(name)))
+    model, drafters = tiny(name), (NGRAM, ModelDrafter(lm=noisy_twin(name)))
     for drafter in drafters:
         drafted = as_custom_generate(drafter=drafter)
         for sizes in ((9,), (9, 4, 14)):
@@ -82,7 +82,7 @@ def test_greedy_output_of_padded_batches_is_that_of_generate(name):
 
 def test_drafting_needs_fewer_forwards_than_it_gives_tokens():
     model = tiny("llama")
-    drafted = as_custom_generate(drafter=Model(lm=noisy_twin("llama")))
+    drafted = as_custom_generate(drafter=ModelDrafter(lm=noisy_twin("llama")))
     assert_same(model, batch(9), drafted, **GREEDY)
     assert _KEPT[model][-1].engine.parts.target.num_forwards < GREEDY["max_new_tokens"] / 2
 
@@ -90,7 +90,7 @@ def test_drafting_needs_fewer_forwards_than_it_gives_tokens():
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_every_logits_processor_of_generate_keeps_its_effect(setting):
     model, changed = tiny("llama"), False
-    for drafter, inputs in ((NGRAM, batch(9, 4, 14)), (Model(lm=noisy_twin("llama")), batch(12))):
+    for drafter, inputs in ((NGRAM, batch(9, 4, 14)), (ModelDrafter(lm=noisy_twin("llama")), batch(12))):
         found = assert_same(model, inputs, as_custom_generate(drafter=drafter), **GREEDY | SETTINGS[setting])
         without = model.generate(**inputs, **GREEDY)
         changed = changed or found.shape != without.shape or not torch.equal(found, without)
@@ -99,7 +99,7 @@ def test_every_logits_processor_of_generate_keeps_its_effect(setting):
 
 @pytest.mark.parametrize("tree", ["gumbel:branching=3x2x1", "iid:num_paths=3", "dynamic:width=3,num_nodes=9"])
 def test_trees_give_what_generate_gives_under_processors(tree):
-    drafted = as_custom_generate(drafter=Model(lm=noisy_twin("llama")), tree=tree, length="fixed:3")
+    drafted = as_custom_generate(drafter=ModelDrafter(lm=noisy_twin("llama")), tree=tree, length="fixed:3")
     setting = GREEDY | {"max_new_tokens": 12, "repetition_penalty": 1.3, "no_repeat_ngram_size": 3}
     assert_same(tiny("llama"), batch(9, 4, 14), drafted, **setting)
 
@@ -122,7 +122,11 @@ def test_processors_of_the_callers_own_run_at_their_row():
 
 
 def test_rows_end_at_end_tokens_and_are_padded_as_by_generate():
-    model, inputs, drafted = tiny("llama"), batch(9, 4, 14), as_custom_generate(drafter=Model(lm=noisy_twin("llama")))
+    model, inputs, drafted = (
+        tiny("llama"),
+        batch(9, 4, 14),
+        as_custom_generate(drafter=ModelDrafter(lm=noisy_twin("llama"))),
+    )
     said = model.generate(**inputs, **GREEDY)[:, 14:]
     for row, place in ((0, 2), (1, 5), (2, 11)):
         ends = GREEDY | {"eos_token_id": int(said[row, place])}
@@ -145,7 +149,7 @@ class Until(StoppingCriteria):
 
 @pytest.mark.parametrize("number", [7, 1000])
 def test_stopping_criteria_of_the_callers_own_end_rows_where_plain_decoding_ends(number):
-    drafted = as_custom_generate(drafter=Model(lm=noisy_twin("llama")))
+    drafted = as_custom_generate(drafter=ModelDrafter(lm=noisy_twin("llama")))
     for sizes in ((12,), (9, 4, 14)):
         for eos in (None, 63):
             given = GREEDY | {"eos_token_id": eos, "stopping_criteria": StoppingCriteriaList([Until(number)])}
@@ -176,7 +180,7 @@ ACROSS = {
 @pytest.mark.parametrize("how", ACROSS)
 def test_criteria_that_look_across_rows_or_remember_are_asked_as_by_generate(how, slots):
     model, inputs = tiny("llama"), batch(9, 4, 14)
-    drafted = as_custom_generate(drafter=Model(lm=noisy_twin("llama")), max_slots=slots)
+    drafted = as_custom_generate(drafter=ModelDrafter(lm=noisy_twin("llama")), max_slots=slots)
     for eos in (None, 63):
         given = GREEDY | {"eos_token_id": eos, "pad_token_id": 1}
         plain = model.generate(**inputs, **given, stopping_criteria=[ACROSS[how]()])

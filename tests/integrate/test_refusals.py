@@ -20,8 +20,8 @@ from outrider import InputError, as_custom_generate
 from outrider.integrate import generate, write_custom_generate
 from outrider.integrate.kept import _KEPT
 from tests.integrate.test_generate import GREEDY, NGRAM, batch
-from tests.models import llama
-from tests.zoo import tiny
+from tests.world.models import llama
+from tests.world.zoo import tiny
 
 
 class Counts(LogitsProcessor):

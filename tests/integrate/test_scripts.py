@@ -22,12 +22,12 @@ from transformers.generation.streamers import BaseStreamer
 
 import outrider.integrate
 from outrider import InputError, as_custom_generate
-from outrider.drafters.model import Model
+from outrider.drafters.model import ModelDrafter
 from outrider.integrate.kept import _KEPT, KEPT_ENGINES
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch, noisy_twin
-from tests.recurrent_zoo import tiny_recurrent
-from tests.zoo import scrambled, tiny, tiny_config
+from tests.world.recurrent_zoo import tiny_recurrent
+from tests.world.zoo import scrambled, tiny, tiny_config
 
 README = Path(__file__).parents[2] / "README.md"
 DRAFT = f"model:path={EMBEDDED_DRAFT}"
@@ -247,7 +247,7 @@ class Breaks(BaseStreamer):
 @pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
 @pytest.mark.parametrize("where", ["processor", "criterion", "streamer"])
 def test_whatever_is_raised_meanwhile_leaves_nothing_behind(where, kind):
-    model, drafter = tiny("llama").train(), Model(lm=noisy_twin("llama", max_slots=3))
+    model, drafter = tiny("llama").train(), ModelDrafter(lm=noisy_twin("llama", max_slots=3))
     plain = tiny("llama").generate(**batch(9, 4, 14), **GREEDY)
 
     def breaks(ids, scores):
@@ -273,7 +273,7 @@ def at_once(*calls):
 
 @pytest.mark.usefixtures("float64_stays_float64")
 def test_threads_may_share_a_model_and_a_draft_model():
-    model, drafter = tiny("llama").train(), Model(lm=noisy_twin("llama", max_slots=3))
+    model, drafter = tiny("llama").train(), ModelDrafter(lm=noisy_twin("llama", max_slots=3))
     drafted = as_custom_generate(drafter=drafter, max_slots=3)
     plain = tiny("llama").generate(**batch(9, 4, 14), **GREEDY)
     call = functools.partial(model.generate, **batch(9, 4, 14), **GREEDY, custom_generate=drafted)

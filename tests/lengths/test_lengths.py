@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.lengths.adaedl import Adaedl
-from outrider.lengths.fixed import Fixed
-from outrider.lengths.heuristic import Heuristic
-from outrider.lengths.planned import Planned
-from outrider.lengths.svip import Svip
-from outrider.lengths.tetris import Tetris
+from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.fixed import FixedLength
+from outrider.lengths.heuristic import HeuristicLength
+from outrider.lengths.planned import PlannedLength
+from outrider.lengths.svip import SvipLength
+from outrider.lengths.tetris import TetrisLength
 from outrider.trees.protocol import Level
 from outrider.types import InputError, Step, Timing
 
@@ -28,12 +28,12 @@ def step(drafted: int, accepted: int) -> Step:
 
 
 def test_fixed_never_changes():
-    policy = Fixed(num_speculative_tokens=3)
+    policy = FixedLength(num_speculative_tokens=3)
     assert policy.limit(policy.update(policy.open(), step(3, 0))) == 3
 
 
 def test_heuristic_grows_by_two_after_full_acceptance_and_shrinks_by_one_otherwise():
-    policy = Heuristic(num_speculative_tokens=5, most=8)
+    policy = HeuristicLength(num_speculative_tokens=5, most=8)
     state = policy.open()
     lengths = []
     for drafted, accepted in ((5, 5), (7, 7), (8, 8), (8, 3), (7, 0), (0, 0)):
@@ -43,18 +43,18 @@ def test_heuristic_grows_by_two_after_full_acceptance_and_shrinks_by_one_otherwi
 
 
 def test_heuristic_never_falls_below_one():
-    policy = Heuristic(num_speculative_tokens=1)
+    policy = HeuristicLength(num_speculative_tokens=1)
     assert policy.limit(policy.update(policy.open(), step(1, 0))) == 1
 
 
 @pytest.mark.parametrize("fields", [{"num_speculative_tokens": 0}, {"num_speculative_tokens": 30}, {"grow": -1}])
 def test_impossible_fields_are_refused(fields):
     with pytest.raises(InputError):
-        Heuristic(**fields)
+        HeuristicLength(**fields)
 
 
 def test_adaedl_follows_the_worked_vector():
-    policy = Adaedl(num_speculative_tokens=4, threshold=0.5, target_rate=0.85)
+    policy = AdaedlLength(num_speculative_tokens=4, threshold=0.5, target_rate=0.85)
     state, seen = policy.open(), []
     for accepted, drafted in ((4, 4), (1, 4), (4, 4), (3, 3)):
         state = policy.update(state, step(drafted, accepted))
@@ -82,20 +82,20 @@ COIN, SURE = [0.5, 0.5, 0.0], [1.0, 0.0, 0.0]
 
 
 def test_adaedl_stops_over_a_uniform_pair_at_its_threshold_and_never_before_the_first_token():
-    policy = Adaedl(threshold=0.7)
+    policy = AdaedlLength(threshold=0.7)
     states = [policy.open()] * 2
     assert policy.reach(states, level([COIN, SURE], 1)).tolist() == [0, 16]
     assert policy.reach(states, level([COIN, SURE], 0)) is None
 
 
 def test_svip_keeps_one_token_of_an_uncertain_row_and_goes_on_after_a_certain_one():
-    policy = Svip()
+    policy = SvipLength()
     assert policy.reach([None] * 2, level([COIN, SURE], 3)).tolist() == [1, 40]
     assert policy.reach([None], level([[0.2, 0.2, 0.6]], 0)).tolist() == [1]
 
 
 def test_planned_takes_the_length_of_the_best_rate_and_follows_acceptance():
-    policy = Planned(draft_cost=0.1, token_cost=0.0, acceptance=0.8, most=12)
+    policy = PlannedLength(draft_cost=0.1, token_cost=0.0, acceptance=0.8, most=12)
     rates = [(1 - 0.8 ** (n + 1)) / 0.2 / (1 + 0.1 * n) for n in range(1, 13)]
     state = policy.open()
     assert policy.limit(state) == 1 + int(np.argmax(rates))
@@ -120,7 +120,7 @@ def brute(values: np.ndarray, capacity: int) -> float:
 def test_tetris_takes_the_best_beginnings_within_its_budget(criterion):
     random = np.random.default_rng(0)
     for _ in range(40):
-        policy = Tetris(num_speculative_tokens=2, extra=2, criterion=criterion)
+        policy = TetrisLength(num_speculative_tokens=2, extra=2, criterion=criterion)
         notes = np.log(random.uniform(0.05, 1, size=(3, 4, 2)))
         values, lengths = policy.values(notes), policy.share(notes)
         assert (np.diff(values, axis=1) <= 0).all()
@@ -130,23 +130,23 @@ def test_tetris_takes_the_best_beginnings_within_its_budget(criterion):
 
 
 def test_tetris_is_uniform_over_equal_rows_and_never_verifies_what_was_not_drafted():
-    policy = Tetris(num_speculative_tokens=2, extra=2)
+    policy = TetrisLength(num_speculative_tokens=2, extra=2)
     assert policy.share(np.full((3, 4, 2), -0.5)).tolist() == [2, 2, 2]
     short = np.full((3, 4, 2), -0.5)
     short[0, 1:] = -np.inf
     assert policy.share(short).tolist() == [1, 3, 2]
-    assert Tetris(num_speculative_tokens=9, extra=0).share(short).tolist() == [1, 4, 4]
+    assert TetrisLength(num_speculative_tokens=9, extra=0).share(short).tolist() == [1, 4, 4]
 
 
 @pytest.mark.parametrize(
     "make, fields",
     [
-        (Adaedl, {"gamma": 0}),
-        (Adaedl, {"rate_decay": 2}),
-        (Svip, {"scale": 0}),
-        (Planned, {"most": 0}),
-        (Planned, {"decay": 0}),
-        (Tetris, {"extra": -1}),
+        (AdaedlLength, {"gamma": 0}),
+        (AdaedlLength, {"rate_decay": 2}),
+        (SvipLength, {"scale": 0}),
+        (PlannedLength, {"most": 0}),
+        (PlannedLength, {"decay": 0}),
+        (TetrisLength, {"extra": -1}),
     ],
 )
 def test_impossible_fields_of_stopping_rules_are_refused(make, fields):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.lm.attention import MaskBuilder, Pending, Span, look, spans
-from tests.zoo import tiny
+from tests.world.zoo import tiny
 
 
 @st.composite

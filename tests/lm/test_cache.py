@@ -7,7 +7,7 @@ import torch
 from outrider.lm.cache import Layer, Shape, SlotCache, fitting_context, free_bytes, worst_bytes
 from outrider.lm.model import LanguageModel
 from outrider.types import InputError
-from tests.zoo import tiny
+from tests.world.zoo import tiny
 
 LAYERS = {
     0: Layer(keys=Shape(heads=2, dim=3, dtype=torch.float32), values=Shape(heads=2, dim=5, dtype=torch.float32)),

@@ -12,8 +12,8 @@ from outrider.lm.support import STEPWISE, longest_context
 from outrider.types import InputError
 from recipes.tiny import tiny_config as tiny_config_of
 from recipes.tiny import tiny_model
-from tests.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
-from tests.zoo import ARCHITECTURES, tiny, tiny_config
+from tests.world.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
+from tests.world.zoo import ARCHITECTURES, tiny, tiny_config
 
 
 def told(name: str) -> dict[str, Capability]:

@@ -6,7 +6,7 @@ import torch
 
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
-from tests.zoo import tiny
+from tests.world.zoo import tiny
 
 
 @pytest.fixture(autouse=True)

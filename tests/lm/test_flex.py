@@ -9,23 +9,23 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lm import flex
 from outrider.lm.capabilities import capabilities
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
-from outrider.trees.chain import Chain
-from outrider.trees.gumbel import Gumbel
+from outrider.trees.chain import ChainTree
+from outrider.trees.gumbel import GumbelTree
 from outrider.trees.protocol import Tree
-from outrider.verifiers.match import Match
+from outrider.verifiers.match import MatchVerifier
 from tests.lm.oracle import Growth, Pair
 from tests.lm.test_model import draw, grow_levels, prefill
-from tests.recurrent_zoo import tiny_recurrent
-from tests.zoo import ARCHITECTURES, VOCAB, scrambled, tiny
+from tests.world.recurrent_zoo import tiny_recurrent
+from tests.world.zoo import ARCHITECTURES, VOCAB, scrambled, tiny
 
 KINDS = [name for name in ARCHITECTURES if name not in ("gpt2", "bloom", "falcon", "gpt_oss")]
 """Those that transformers lets run with `flex_attention`, on CPUs too."""
@@ -86,16 +86,16 @@ def engines(dtype: torch.dtype, device: str) -> dict[str, Engine]:
     def drafting(tree: Tree) -> Engine:
         parts = Parts(
             target=LanguageModel(model, max_slots=3),
-            drafter=Model(lm=LanguageModel(short, max_slots=3)),
+            drafter=ModelDrafter(lm=LanguageModel(short, max_slots=3)),
             tree=tree,
-            verifier=Match(),
-            length=Fixed(num_speculative_tokens=4),
+            verifier=MatchVerifier(),
+            length=FixedLength(num_speculative_tokens=4),
         )
         return Engine(parts, max_slots=3)
 
     return {
-        "chain": drafting(Chain()),
-        "tree": drafting(Gumbel(branching=(3, 2, 1, 1))),
+        "chain": drafting(ChainTree()),
+        "tree": drafting(GumbelTree(branching=(3, 2, 1, 1))),
         "ngram": outrider.load(model, drafter="ngram:prompt_lookup_min=1", max_slots=3),
     }
 

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from tests.lm.oracle import Growth, Pair
-from tests.zoo import ARCHITECTURES, VOCAB, tiny
+from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
 
 
 def draw(rng: np.random.Generator, count: int) -> list[int]:

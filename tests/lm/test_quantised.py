@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 import outrider
 from outrider.lm.open import as_lm, logit_width
-from tests.recurrent_zoo import tiny_recurrent
-from tests.zoo import VOCAB, tiny
+from tests.world.recurrent_zoo import tiny_recurrent
+from tests.world.zoo import VOCAB, tiny
 
 GREEDY = outrider.Sampling(temperature=0.0, seed=0)
 

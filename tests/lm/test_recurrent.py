@@ -10,8 +10,8 @@ from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.support import STEPWISE, is_recurrent, refusal
 from outrider.types import InputError
 from tests.lm.oracle import Growth, Pair
-from tests.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
-from tests.zoo import VOCAB, tiny
+from tests.world.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
+from tests.world.zoo import VOCAB, tiny
 
 
 def draw(rng: np.random.Generator, count: int) -> list[int]:

@@ -27,7 +27,7 @@ from transformers import (
 from outrider.lm.model import LanguageModel
 from outrider.lm.support import REFUSALS, context_limit, refusal
 from outrider.types import InputError
-from tests.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
+from tests.world.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
 
 REFUSED = [
     (BartConfig, "encoder-decoder"),

@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import Sampling, catalog
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.lengths.fixed import Fixed
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import LM, Segment
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation
 from outrider.proof.enumerate import law
-from tests.automaton import After
+from tests.world.automaton import After
 
 # A target of four tokens over a draft model of five: 0 and 3 are shared, 1 has two pieces, 2 three.
 WORDS = Translation(
@@ -36,10 +36,10 @@ def inner(max_context: int = 1 << 20) -> TabularLM:
 def assemble(verifier: str, tree: str = "chain", gamma: int = 2, words: Translation = WORDS) -> Parts:
     return Parts(
         target=TabularLM(random_rows(4, seed=3), 4),
-        drafter=Model(lm=Translated(inner(), words)),
+        drafter=ModelDrafter(lm=Translated(inner(), words)),
         tree=catalog.make("tree", tree),
         verifier=catalog.make("verifier", verifier),
-        length=Fixed(num_speculative_tokens=gamma),
+        length=FixedLength(num_speculative_tokens=gamma),
     )
 
 

@@ -7,21 +7,21 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
-from outrider.lengths.adaedl import Adaedl
-from outrider.lengths.fixed import Fixed
-from outrider.lengths.svip import Svip
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.fixed import FixedLength
+from outrider.lengths.svip import SvipLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.proof.matrix import LOSSLESS
+from outrider.refusals import LOSSLESS
 from outrider.sampling import pack
-from outrider.trees.chain import Chain
+from outrider.trees.chain import ChainTree
 from outrider.types import Sampling
-from outrider.verifiers.greedy_block import GreedyBlock
-from outrider.verifiers.match import Match
-from tests.automaton import After
+from outrider.verifiers.greedy_block import GreedyBlockVerifier
+from outrider.verifiers.match import MatchVerifier
+from tests.world.automaton import After
 
 BOUND = 1e-12
 TRIGGER = After(vocab=3, followers={2: frozenset({0, 1}), 0: frozenset({1, 2})})
@@ -42,13 +42,13 @@ TREES = [
 
 
 def parts(verifier: object, tree: object = None, gamma: int = 2, **others: object) -> Parts:
-    drafter = others.get("drafter") or Model(lm=TabularLM(random_rows(3, 101), 3))
+    drafter = others.get("drafter") or ModelDrafter(lm=TabularLM(random_rows(3, 101), 3))
     return Parts(
         target=TabularLM(random_rows(3, 1), 3),
         drafter=drafter,
-        tree=tree or Chain(),
+        tree=tree or ChainTree(),
         verifier=verifier,
-        length=others.get("length") or Fixed(num_speculative_tokens=gamma),
+        length=others.get("length") or FixedLength(num_speculative_tokens=gamma),
     )
 
 
@@ -69,7 +69,7 @@ def plainly(rule: After, prompt: tuple[int, ...], temperature: float = 1.0):
 @pytest.mark.parametrize("rule", [TRIGGER, OPENED], ids=["trigger", "opened"])
 @pytest.mark.parametrize("verifier", CHAIN_RULES)
 def test_a_constrained_chain_has_the_law_of_constrained_plain_decoding(verifier, rule):
-    steps = 4 if isinstance(verifier, GreedyBlock) else 2
+    steps = 4 if isinstance(verifier, GreedyBlockVerifier) else 2
     found = law(parts(verifier, gamma=2), [0], steps, target_law=plainly(rule, (0,)), horizon=4, constraint=rule)
     assert found.error < BOUND
     assert found.accepted > 0
@@ -99,7 +99,7 @@ def test_temperature_comes_after_the_mask(temperature):
 
 @pytest.mark.parametrize(
     "length",
-    [Svip(num_speculative_tokens=2), Adaedl(num_speculative_tokens=2, threshold=0.6, epsilon=0.2)],
+    [SvipLength(num_speculative_tokens=2), AdaedlLength(num_speculative_tokens=2, threshold=0.6, epsilon=0.2)],
     ids=["svip", "adaedl"],
 )
 def test_stopping_rules_read_masked_rows_and_keep_the_law(length):
@@ -117,7 +117,7 @@ def test_stopping_rules_read_masked_rows_and_keep_the_law(length):
 def test_proposals_against_the_constraint_are_rejected_and_the_law_is_kept():
     prompt = (0, 1, 2, 2, 0, 0, 1, 2)
     found = law(
-        parts(Match(), gamma=3, drafter=Ngram(prompt_lookup_min=1)),
+        parts(MatchVerifier(), gamma=3, drafter=NgramDrafter(prompt_lookup_min=1)),
         prompt,
         2,
         target_law=plainly(TRIGGER, prompt),
@@ -140,10 +140,10 @@ def test_a_masked_drafter_is_accepted_more_often():
     same = random_rows(3, 1)
     twins = Parts(
         target=TabularLM(same, 3),
-        drafter=Model(lm=TabularLM(same, 3)),
-        tree=Chain(),
+        drafter=ModelDrafter(lm=TabularLM(same, 3)),
+        tree=ChainTree(),
         verifier=catalog.make("verifier", "token"),
-        length=Fixed(num_speculative_tokens=3),
+        length=FixedLength(num_speculative_tokens=3),
     )
     assert law(twins, [0], 1, constraint=TRIGGER).accepted == pytest.approx(3, abs=1e-12)
 

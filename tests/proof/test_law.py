@@ -8,28 +8,28 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider import catalog
-from outrider.decode import Parts
+from outrider.decoding.step import Parts
 from outrider.dice import Dice
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
-from outrider.drafters.suffix import Suffix
-from outrider.lengths.adaedl import Adaedl
-from outrider.lengths.fixed import Fixed
-from outrider.lengths.heuristic import Heuristic
-from outrider.lengths.planned import Planned
-from outrider.lengths.svip import Svip
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.fixed import FixedLength
+from outrider.lengths.heuristic import HeuristicLength
+from outrider.lengths.planned import PlannedLength
+from outrider.lengths.svip import SvipLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.proof.matrix import FIXED_LENGTH, LOSSLESS
-from outrider.trees.chain import Chain
-from outrider.trees.protocol import Children, Whole
+from outrider.refusals import FIXED_LENGTH, LOSSLESS
+from outrider.trees.chain import ChainTree
+from outrider.trees.protocol import Children, UnprunedTree
 from outrider.types import Draft, Sampling, Verdict
-from outrider.verifiers.block import Block
-from outrider.verifiers.greedy_block import GreedyBlock
-from outrider.verifiers.match import Match
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.greedy_block import GreedyBlockVerifier
+from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import chains, everyone, recover
-from outrider.verifiers.token import Token
+from outrider.verifiers.token import TokenVerifier
 
 VERIFIERS = [pytest.param(catalog.rows("verifier")[name].make(), id=name) for name in LOSSLESS]
 FOR_CHOSEN = [
@@ -44,42 +44,44 @@ BOUND = 1e-12
 def assemble(vocab: int, verifier: object, length: object, seed: int = 0, **others: object) -> Parts:
     """Random prefix-dependent tables for target and draft model."""
     target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
-    drafter = others.pop("drafter", None) or Model(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
-    return Parts(target=target, drafter=drafter, tree=Chain(), verifier=verifier, length=length)
+    drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
+    return Parts(target=target, drafter=drafter, tree=ChainTree(), verifier=verifier, length=length)
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_one_step_of_a_chain_of_four_at_vocabulary_three_keeps_the_law(verifier, seed):
-    found = law(assemble(3, verifier, Fixed(num_speculative_tokens=4), seed), [0], 1)
+    found = law(assemble(3, verifier, FixedLength(num_speculative_tokens=4), seed), [0], 1)
     assert found.error < BOUND
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_steps_that_digest_what_came_before_keep_the_law(verifier):
-    found = law(assemble(2, verifier, Fixed(num_speculative_tokens=2), seed=5), [0, 1, 0], 2, prefilled=False)
+    found = law(assemble(2, verifier, FixedLength(num_speculative_tokens=2), seed=5), [0, 1, 0], 2, prefilled=False)
     assert found.error < BOUND
 
 
 @pytest.mark.parametrize("gamma", [2, 3])
 def test_greedy_block_keeps_the_law_over_the_blocks_that_its_changes_reach(gamma):
-    found = law(assemble(3, GreedyBlock(), Fixed(num_speculative_tokens=gamma), seed=8), [0], 4, horizon=4)
+    found = law(
+        assemble(3, GreedyBlockVerifier(), FixedLength(num_speculative_tokens=gamma), seed=8), [0], 4, horizon=4
+    )
     assert found.error < BOUND
     assert max(map(len, found.emitted)) > 4
 
 
 LENGTHS = [
-    pytest.param(Heuristic(num_speculative_tokens=2, most=3), id="heuristic"),
-    pytest.param(Adaedl(num_speculative_tokens=2, threshold=0.66, epsilon=0.2), id="adaedl"),
-    pytest.param(Svip(num_speculative_tokens=2), id="svip"),
-    pytest.param(Planned(most=3, prior=1, draft_cost=0.3), id="planned"),
+    pytest.param(HeuristicLength(num_speculative_tokens=2, most=3), id="heuristic"),
+    pytest.param(AdaedlLength(num_speculative_tokens=2, threshold=0.66, epsilon=0.2), id="adaedl"),
+    pytest.param(SvipLength(num_speculative_tokens=2), id="svip"),
+    pytest.param(PlannedLength(most=3, prior=1, draft_cost=0.3), id="planned"),
 ]
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_three_steps_at_vocabulary_two_keep_the_law(verifier):
-    horizon = 3 if isinstance(verifier, GreedyBlock) else None
-    found = law(assemble(2, verifier, Fixed(num_speculative_tokens=2), seed=5), [1], 3, horizon=horizon)
+    horizon = 3 if isinstance(verifier, GreedyBlockVerifier) else None
+    found = law(assemble(2, verifier, FixedLength(num_speculative_tokens=2), seed=5), [1], 3, horizon=horizon)
     assert found.error < BOUND
 
 
@@ -94,8 +96,8 @@ def test_three_steps_at_vocabulary_two_keep_the_law_under_every_stopping_rule(ve
 @pytest.mark.parametrize(
     "length",
     [
-        Heuristic(num_speculative_tokens=1, grow=1, most=2),
-        Adaedl(num_speculative_tokens=2, threshold=0.6, epsilon=0.2),
+        HeuristicLength(num_speculative_tokens=1, grow=1, most=2),
+        AdaedlLength(num_speculative_tokens=2, threshold=0.6, epsilon=0.2),
     ],
     ids=["heuristic", "adaedl"],
 )
@@ -106,10 +108,12 @@ def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_
 
 @pytest.mark.parametrize("verifier", FOR_CHOSEN)
 @pytest.mark.parametrize(
-    "drafter", [NoDrafter(), Ngram(prompt_lookup_min=1), Suffix(min_match=1)], ids=["none", "ngram", "suffix"]
+    "drafter",
+    [NoDrafter(), NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1)],
+    ids=["none", "ngram", "suffix"],
 )
 def test_chosen_drafts_keep_the_law_over_three_steps(verifier, drafter):
-    parts = assemble(3, verifier, Fixed(num_speculative_tokens=3), seed=9, drafter=drafter)
+    parts = assemble(3, verifier, FixedLength(num_speculative_tokens=3), seed=9, drafter=drafter)
     found = law(parts, [0, 1, 2, 0, 1, 2, 0, 1], 2)
     assert found.error < BOUND
     if not isinstance(drafter, NoDrafter):
@@ -130,27 +134,27 @@ def test_chosen_drafts_keep_the_law_over_three_steps(verifier, drafter):
     ids=["temperature", "top-k", "top-p", "min-p", "penalties", "greedy"],
 )
 def test_sampling_settings_keep_their_own_law_at_every_node(verifier, sampling):
-    parts = assemble(3, verifier, Fixed(num_speculative_tokens=3), seed=11)
+    parts = assemble(3, verifier, FixedLength(num_speculative_tokens=3), seed=11)
     assert law(parts, [0, 2], 1, sampling=sampling).error < BOUND
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_zeros_in_either_row_keep_the_law(verifier):
     p = TabularLM(lambda prefix: np.roll([0.0, 0.25, 0.75], len(prefix)), 3)
-    q = Model(lm=TabularLM(lambda prefix: np.roll([0.5, 0.0, 0.5], sum(prefix)), 3))
-    parts = assemble(3, verifier, Fixed(num_speculative_tokens=3), target=p, drafter=q)
+    q = ModelDrafter(lm=TabularLM(lambda prefix: np.roll([0.5, 0.0, 0.5], sum(prefix)), 3))
+    parts = assemble(3, verifier, FixedLength(num_speculative_tokens=3), target=p, drafter=q)
     assert law(parts, [0], 2).error < BOUND
 
 
 def test_equal_rows_accept_everything():
     same = random_rows(3, seed=2)
-    for verifier in (Token(), Block()):
+    for verifier in (TokenVerifier(), BlockVerifier()):
         parts = assemble(
             3,
             verifier,
-            Fixed(num_speculative_tokens=3),
+            FixedLength(num_speculative_tokens=3),
             target=TabularLM(same, 3),
-            drafter=Model(lm=TabularLM(same, 3)),
+            drafter=ModelDrafter(lm=TabularLM(same, 3)),
         )
         assert law(parts, [0], 1).accepted == pytest.approx(3, abs=1e-12)
 
@@ -160,32 +164,36 @@ def toy(verifier: object) -> Parts:
     return assemble(
         2,
         verifier,
-        Fixed(num_speculative_tokens=2),
+        FixedLength(num_speculative_tokens=2),
         target=TabularLM(lambda _: p, 2),
-        drafter=Model(lm=TabularLM(lambda _: q, 2)),
+        drafter=ModelDrafter(lm=TabularLM(lambda _: q, 2)),
     )
 
 
 def test_the_toy_gives_ten_ninths_to_token_and_eleven_ninths_to_block():
-    assert law(toy(Token()), [0], 1).accepted == pytest.approx(10 / 9, abs=1e-12)
-    assert law(toy(Block()), [0], 1).accepted == pytest.approx(11 / 9, abs=1e-12)
+    assert law(toy(TokenVerifier()), [0], 1).accepted == pytest.approx(10 / 9, abs=1e-12)
+    assert law(toy(BlockVerifier()), [0], 1).accepted == pytest.approx(11 / 9, abs=1e-12)
 
 
 def test_block_is_never_below_token_on_two_hundred_random_instances():
     for seed in range(200):
         gamma = 1 + seed % 3
-        length = Fixed(num_speculative_tokens=gamma)
-        by_token, by_block = (law(assemble(2 + seed % 2, v, length, seed), [0], 1).accepted for v in (Token(), Block()))
+        length = FixedLength(num_speculative_tokens=gamma)
+        by_token, by_block = (
+            law(assemble(2 + seed % 2, v, length, seed), [0], 1).accepted for v in (TokenVerifier(), BlockVerifier())
+        )
         assert by_block >= by_token - 1e-12, (seed, by_token, by_block)
         if gamma == 1:
             assert by_block == pytest.approx(by_token, abs=1e-12)
 
 
 def test_block_gains_nothing_at_temperature_zero_or_on_chosen_drafts():
-    for sampling, drafter in ((Sampling(temperature=0), None), (Sampling(), Ngram(prompt_lookup_min=1))):
+    for sampling, drafter in ((Sampling(temperature=0), None), (Sampling(), NgramDrafter(prompt_lookup_min=1))):
         both = [
-            law(assemble(3, v, Fixed(num_speculative_tokens=3), 3, drafter=drafter), [0, 1, 0, 1], 2, sampling).accepted
-            for v in (Token(), Block())
+            law(
+                assemble(3, v, FixedLength(num_speculative_tokens=3), 3, drafter=drafter), [0, 1, 0, 1], 2, sampling
+            ).accepted
+            for v in (TokenVerifier(), BlockVerifier())
         ]
         assert both[0] == pytest.approx(both[1], abs=1e-12)
 
@@ -194,7 +202,7 @@ def test_block_gains_nothing_at_temperature_zero_or_on_chosen_drafts():
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArgmaxScoredWithItsSoftmax(Whole):
+class ArgmaxScoredWithItsSoftmax(UnprunedTree):
     """Drafts the argmax but hands over the softmax row, as if the token had been drawn from it."""
 
     @property
@@ -202,16 +210,16 @@ class ArgmaxScoredWithItsSoftmax(Whole):
         return "chain"
 
     def choose(self, level, dice):
-        return replace(Chain().choose(level, dice), tokens=level.rows.argmax(-1))
+        return replace(ChainTree().choose(level, dice), tokens=level.rows.argmax(-1))
 
 
 def test_an_argmax_scored_with_its_softmax_is_caught():
-    parts = assemble(3, Token(), Fixed(num_speculative_tokens=2))
+    parts = assemble(3, TokenVerifier(), FixedLength(num_speculative_tokens=2))
     biased = Parts(
         target=parts.target,
         drafter=parts.drafter,
         tree=ArgmaxScoredWithItsSoftmax(),
-        verifier=Token(),
+        verifier=TokenVerifier(),
         length=parts.length,
     )
     assert law(biased, [0], 1).error > 1e-3
@@ -234,7 +242,7 @@ class ProductOfUniforms:
 
 
 def test_a_wrong_block_rule_is_caught():
-    assert law(assemble(3, ProductOfUniforms(), Fixed(num_speculative_tokens=3)), [0], 1).error > 1e-3
+    assert law(assemble(3, ProductOfUniforms(), FixedLength(num_speculative_tokens=3)), [0], 1).error > 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,11 +260,11 @@ class RecoverFromTheTarget:
 
 
 def test_recovering_from_the_target_instead_of_the_residual_is_caught():
-    assert law(assemble(3, RecoverFromTheTarget(), Fixed(num_speculative_tokens=2)), [0], 1).error > 1e-3
+    assert law(assemble(3, RecoverFromTheTarget(), FixedLength(num_speculative_tokens=2)), [0], 1).error > 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropsUnlikelyDraws(Whole):
+class DropsUnlikelyDraws(UnprunedTree):
     """Draws a token and then drops it because its own probability is low."""
 
     @property
@@ -264,7 +272,7 @@ class DropsUnlikelyDraws(Whole):
         return "chain"
 
     def choose(self, level, dice):
-        children = Chain().choose(level, dice)
+        children = ChainTree().choose(level, dice)
         likely = level.rows.gather(1, children.tokens[:, None]).squeeze(1) >= 0.5
         kept = np.flatnonzero(likely.numpy())
         return Children(
@@ -275,15 +283,15 @@ class DropsUnlikelyDraws(Whole):
         )
 
 
-@pytest.mark.parametrize("verifier", [Token(), Block()], ids=["token", "block"])
+@pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_dropping_a_draw_because_of_its_own_probability_is_caught(verifier):
     p, q = np.array([0.5, 0.5]), np.array([0.9, 0.1])
     parts = Parts(
         target=TabularLM(lambda _: p, 2),
-        drafter=Model(lm=TabularLM(lambda _: q, 2)),
+        drafter=ModelDrafter(lm=TabularLM(lambda _: q, 2)),
         tree=DropsUnlikelyDraws(),
         verifier=verifier,
-        length=Fixed(num_speculative_tokens=1),
+        length=FixedLength(num_speculative_tokens=1),
     )
     found = law(parts, [0], 1)
     first = sum(mass for output, mass in found.emitted.items() if output[0] == 0)
@@ -299,18 +307,24 @@ class ReusesOneDraw:
         everything = everyone(draft, 0, "accept")
         dice.accept(np.full(draft.num_requests, 0.5), everything)
         dice.accept(np.full(draft.num_requests, 0.5), everything)
-        return Token().verify(draft, target_rows, dice)
+        return TokenVerifier().verify(draft, target_rows, dice)
 
 
 def test_using_one_random_number_twice_is_caught():
     with pytest.raises(RuntimeError, match="used twice"):
-        law(assemble(2, ReusesOneDraw(), Fixed(num_speculative_tokens=1)), [0], 1)
+        law(assemble(2, ReusesOneDraw(), FixedLength(num_speculative_tokens=1)), [0], 1)
 
 
 def test_match_accepts_the_sum_of_target_path_probabilities_of_a_chosen_chain():
     prompt = [0, 1, 2, 0, 1, 2, 0]
     target = TabularLM(random_rows(3, seed=21), 3)
-    parts = assemble(3, Match(), Fixed(num_speculative_tokens=2), target=target, drafter=Ngram(prompt_lookup_min=1))
+    parts = assemble(
+        3,
+        MatchVerifier(),
+        FixedLength(num_speculative_tokens=2),
+        target=target,
+        drafter=NgramDrafter(prompt_lookup_min=1),
+    )
     first = random_rows(3, seed=21)(tuple(prompt))[1]
     second = random_rows(3, seed=21)((*prompt, 1))[2]
     assert law(parts, prompt, 1).accepted == pytest.approx(first + first * second, abs=1e-12)

@@ -18,15 +18,15 @@ from transformers import (
 )
 
 from outrider import as_custom_generate, catalog
-from outrider.concurrent import Pearl
-from outrider.decode import Parts
+from outrider.decoding.pearl import PearlDecoding
+from outrider.decoding.step import Parts
 from outrider.dice import Dice
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
-from outrider.engine import Engine
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.engine.engine import Engine
 from outrider.integrate.kept import borrowed
-from outrider.lengths.adaedl import Adaedl
-from outrider.lengths.fixed import Fixed
+from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.lm.packed import packable
@@ -35,13 +35,13 @@ from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation
 from outrider.proof.enumerate import EnumeratingDice, World
 from outrider.proof.runs import Row, Runs, law_of_runs, plain_rows
-from outrider.trees.chain import Chain
-from outrider.trees.protocol import Whole
+from outrider.trees.chain import ChainTree
+from outrider.trees.protocol import UnprunedTree
 from outrider.types import Draft, Request, Sampling, Verdict
 from outrider.verifiers.protocol import chains
-from tests.automaton import After
-from tests.recurrent_zoo import RECURRENT, recurrent_config
-from tests.zoo import attention_of, scrambled, tiny_config
+from tests.world.automaton import After
+from tests.world.recurrent_zoo import RECURRENT, recurrent_config
+from tests.world.zoo import attention_of, scrambled, tiny_config
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -62,8 +62,8 @@ def tiny(name: str, vocab: int = 2, seed: int = 0) -> PreTrainedModel:
     return model
 
 
-def drafter(name: str = "llama", vocab: int = 2) -> Model:
-    return Model(lm=as_lm(tiny(name, vocab, seed=50), max_slots=SLOTS))
+def drafter(name: str = "llama", vocab: int = 2) -> ModelDrafter:
+    return ModelDrafter(lm=as_lm(tiny(name, vocab, seed=50), max_slots=SLOTS))
 
 
 def engine(
@@ -75,7 +75,7 @@ def engine(
         drafter=guesser,
         tree=catalog.make("tree", tree) if isinstance(tree, str) else tree,
         verifier=catalog.make("verifier", verifier) if isinstance(verifier, str) else verifier,
-        length=Fixed(num_speculative_tokens=2),
+        length=FixedLength(num_speculative_tokens=2),
     )
     return Engine(replace(parts, **others), max_slots=SLOTS)
 
@@ -152,7 +152,7 @@ WORDS = Translation(
 
 @pytest.mark.parametrize("draft", ["llama", "mamba2"])
 def test_a_draft_model_with_another_vocabulary_keeps_the_law(draft):
-    guesser = Model(lm=Translated(as_lm(tiny(draft, 4, seed=50), max_slots=SLOTS), WORDS))
+    guesser = ModelDrafter(lm=Translated(as_lm(tiny(draft, 4, seed=50), max_slots=SLOTS), WORDS))
     assert_lossless(walk(engine(tiny("llama", 3), guesser), (1, 0, 2, 1), most=3))
 
 
@@ -192,7 +192,10 @@ def test_prompts_that_are_digested_in_pieces_beside_requests_that_decode_keep_th
 
 @pytest.mark.parametrize(
     "others",
-    [{"length": Adaedl(num_speculative_tokens=2, threshold=0.5, epsilon=0.2)}, {"drafter": Ngram(prompt_lookup_min=1)}],
+    [
+        {"length": AdaedlLength(num_speculative_tokens=2, threshold=0.5, epsilon=0.2)},
+        {"drafter": NgramDrafter(prompt_lookup_min=1)},
+    ],
     ids=["adaedl", "ngram"],
 )
 def test_a_stopping_rule_and_chosen_drafts_keep_the_law(others):
@@ -203,7 +206,7 @@ def test_a_stopping_rule_and_chosen_drafts_keep_the_law(others):
 def test_pearl_in_two_threads_keeps_the_law_and_gives_what_its_simulated_clock_gives(target, draft, verifier):
     model, guesser, most = tiny(target), drafter(draft), 4 if target == "llama" else 3
     both = [
-        walk(engine(model, guesser, verifier, decoding=Pearl(clock=clock)), most=most)
+        walk(engine(model, guesser, verifier, decoding=PearlDecoding(clock=clock)), most=most)
         for clock in ("real", "simulated")
     ]
     assert_lossless(both[0])
@@ -219,7 +222,7 @@ def test_packed_weights_change_no_bit_of_the_law(monkeypatch):
         walk(
             engine(
                 as_lm(model, max_slots=SLOTS, prepack=prepack),
-                Model(lm=as_lm(draft, max_slots=SLOTS, prepack=prepack)),
+                ModelDrafter(lm=as_lm(draft, max_slots=SLOTS, prepack=prepack)),
             )
         )
         for prepack in (False, True)
@@ -240,12 +243,12 @@ def pair(made: Engine, prompts: Sequence[Sequence[int]], most: int) -> Runs:
 
 @pytest.mark.parametrize("target", ["llama", "qwen3_next"])
 def test_two_requests_in_one_batch_have_the_product_of_their_laws(target):
-    made = engine(tiny(target), drafter(), "token", length=Fixed(num_speculative_tokens=1))
+    made = engine(tiny(target), drafter(), "token", length=FixedLength(num_speculative_tokens=1))
     assert_lossless(pair(made, [PROMPT, (0, 1)], most=3 if target == "llama" else 2))
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftsTheSameForAll(Whole):
+class DraftsTheSameForAll(UnprunedTree):
     """A chain whose tokens are drawn once, for the first request of the batch."""
 
     @property
@@ -253,13 +256,15 @@ class DraftsTheSameForAll(Whole):
         return "chain"
 
     def choose(self, level, dice):
-        drawn = Chain().choose(level, dice)
+        drawn = ChainTree().choose(level, dice)
         first = np.flatnonzero(drawn.owners % 2 == 0).repeat(2)
         return replace(drawn, tokens=drawn.tokens[torch.from_numpy(first)])
 
 
 def test_draws_that_two_requests_share_are_caught_though_each_alone_keeps_its_law():
-    made = engine(tiny("llama"), drafter(), "token", DraftsTheSameForAll(), length=Fixed(num_speculative_tokens=1))
+    made = engine(
+        tiny("llama"), drafter(), "token", DraftsTheSameForAll(), length=FixedLength(num_speculative_tokens=1)
+    )
     prompts = [PROMPT, PROMPT]
     found = pair(made, prompts, most=2)
     for i in range(2):

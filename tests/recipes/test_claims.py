@@ -253,7 +253,7 @@ def test_a_folder_without_claims_is_refused(tmp_path):
 
 
 def test_three_drafts_without_replacement_are_near_the_exact_figure():
-    acceptance = pytest.importorskip("outrider.proof.acceptance")
+    acceptance = pytest.importorskip("outrider.theory.acceptance")
     from recipes.optimal_rate import without_replacement
 
     torch.manual_seed(0)
@@ -263,7 +263,7 @@ def test_three_drafts_without_replacement_are_near_the_exact_figure():
 
 
 def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
-    pytest.importorskip("outrider.proof.acceptance")
+    pytest.importorskip("outrider.theory.acceptance")
     from recipes import optimal_rate
 
     optimal_rate.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=3, threads=1), every=2)

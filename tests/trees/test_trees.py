@@ -10,18 +10,17 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decode import Parts
+from outrider.decoding.step import Parts
 from outrider.dice import PhiloxDice
-from outrider.drafters.model import Model
-from outrider.lengths.fixed import Fixed
+from outrider.drafters.model import ModelDrafter
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law, law_error, target_row
 from outrider.proof.statistics import chi_square
-from outrider.trees.beam import Beam
-from outrider.trees.fixed import Fixed as FixedTree
-from outrider.trees.fixed import best_topology
+from outrider.trees.beam import BeamTree
+from outrider.trees.fixed import FixedTree, best_topology
 from outrider.trees.grow import grow
-from outrider.trees.protocol import Children, Whole
+from outrider.trees.protocol import Children, UnprunedTree
 from outrider.types import Draft, InputError, Request, Running, Sampling
 from tests.verifiers.beam_law import beam_trees, children
 
@@ -30,12 +29,12 @@ Rows = Callable[[tuple[int, ...]], np.ndarray]
 
 def drafted(tree: object, rows: Rows, vocab: int, depth: int, count: int = 1, temperature: float = 1.0) -> Draft:
     """A batch of requests with the prompt [0] and seeds 0, 1, ..."""
-    drafter = Model(lm=TabularLM(rows, vocab))
+    drafter = ModelDrafter(lm=TabularLM(rows, vocab))
     request = Request(id="r", prompt=(0,), max_new_tokens=99, sampling=Sampling(temperature=temperature))
     states = [Running(request=request, tokens=[0], slot=i, drafter_state=drafter.open(request)) for i in range(count)]
     dice = PhiloxDice(seeds=list(range(count)), steps=[0] * count)
     made = catalog.make("tree", tree) if isinstance(tree, str) else tree
-    length = Fixed(num_speculative_tokens=depth)
+    length = FixedLength(num_speculative_tokens=depth)
     return grow(drafter, made, length, states, [depth] * count, dice, torch.device("cpu"))
 
 
@@ -124,7 +123,7 @@ def beam_law(rows: Rows, vocab: int, depth: int, width: int) -> dict[tuple, floa
 @pytest.mark.parametrize("depth, width", [(2, 2), (3, 2), (2, 3)])
 def test_the_stochastic_beam_grows_by_its_law(depth, width):
     rows, count = random_rows(3, seed=5), 6000
-    draft = drafted(Beam(width=width), rows, 3, depth, count=count)
+    draft = drafted(BeamTree(width=width), rows, 3, depth, count=count)
     seen = Counter(levels_of(draft, request) for request in range(count))
     expected = beam_law(rows, 3, depth, width)
     assert set(seen) <= set(expected)
@@ -140,7 +139,7 @@ def test_the_stochastic_beam_grows_by_its_law(depth, width):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planted(Whole):
+class Planted(UnprunedTree):
     """A tree that was drawn before: per path its children's tokens."""
 
     lists: dict[tuple[int, ...], tuple[int, ...]]
@@ -182,10 +181,10 @@ def beam_error(name: str) -> float:
     for lists, mass in beam_law(rows, 3, 2, 2).items():
         parts = Parts(
             target=target,
-            drafter=Model(lm=TabularLM(rows, 3)),
+            drafter=ModelDrafter(lm=TabularLM(rows, 3)),
             tree=Planted(lists=dict(lists)),
             verifier=rule,
-            length=Fixed(num_speculative_tokens=2),
+            length=FixedLength(num_speculative_tokens=2),
         )
         for output, share in law(parts, [0], 1).emitted.items():
             emitted[output] += mass * share
@@ -195,7 +194,7 @@ def beam_error(name: str) -> float:
 
 def test_a_beam_of_width_one_and_a_gumbel_tree_of_ones_are_chains():
     rows = random_rows(4, seed=8)
-    for tree in (Beam(width=1), "gumbel:branching=1x1x1"):
+    for tree in (BeamTree(width=1), "gumbel:branching=1x1x1"):
         draft = drafted(tree, rows, 4, 3, count=50)
         assert not draft.branches
         assert (np.diff(draft.offsets) == 4).all()

@@ -8,18 +8,18 @@ from hypothesis import strategies as st
 
 from outrider import catalog
 from outrider.dice import Draws, PhiloxDice
-from outrider.drafters.model import Model
-from outrider.lengths.fixed import Fixed
+from outrider.drafters.model import ModelDrafter
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.proof.matrix import KINDS, LOSSLESS
+from outrider.refusals import KINDS, LOSSLESS
 from outrider.trees.grow import grow
 from outrider.types import Draft, InputError, Request, Running, Sampling
 from outrider.verifiers.multipath import _select
-from tests.drafts import chains
 from tests.verifiers import naive_lossy, naive_trees
 from tests.verifiers.choices import Choices, Numbers
 from tests.verifiers.naive_greedy_block import greedy_block
 from tests.verifiers.naive_trees import Tree
+from tests.world.drafts import chains
 
 VOCAB = 5
 TREES = [
@@ -54,7 +54,7 @@ def twin(name: str, tree: Tree, dice: Choices, structure: str) -> list[int]:
 
 def drafted(tree: str, rooms: list[int], seed: int) -> tuple[Draft, PhiloxDice]:
     """A ragged batch, grown as in production from random tables."""
-    drafter = Model(lm=TabularLM(random_rows(VOCAB, seed, concentration=0.5), VOCAB))
+    drafter = ModelDrafter(lm=TabularLM(random_rows(VOCAB, seed, concentration=0.5), VOCAB))
     states = []
     for i in range(len(rooms)):
         request = Request(id=str(i), prompt=(i % VOCAB, seed % VOCAB), max_new_tokens=9, sampling=Sampling())
@@ -62,7 +62,7 @@ def drafted(tree: str, rooms: list[int], seed: int) -> tuple[Draft, PhiloxDice]:
             Running(request=request, tokens=list(request.prompt), slot=i, drafter_state=drafter.open(request))
         )
     dice = PhiloxDice(seeds=list(range(len(rooms))), steps=[seed] * len(rooms))
-    length = Fixed(num_speculative_tokens=4)
+    length = FixedLength(num_speculative_tokens=4)
     return grow(drafter, catalog.make("tree", tree), length, states, rooms, dice, torch.device("cpu")), dice
 
 
@@ -187,11 +187,11 @@ def test_draws_without_replacement_are_what_drawing_in_turn_gives():
 
 
 def test_the_law_of_a_deep_best_path_does_not_vanish_in_float32():
-    drafter = Model(lm=TabularLM(random_rows(VOCAB, 0), VOCAB))
+    drafter = ModelDrafter(lm=TabularLM(random_rows(VOCAB, 0), VOCAB))
     request = Request(id="", prompt=(0, 1), max_new_tokens=80, sampling=Sampling())
     state = Running(request=request, tokens=[0, 1], slot=0, drafter_state=drafter.open(request))
     dice = PhiloxDice(seeds=[0], steps=[0])
-    length = Fixed(num_speculative_tokens=64)
+    length = FixedLength(num_speculative_tokens=64)
     draft = grow(drafter, catalog.make("tree", "iid:num_paths=4"), length, [state], [64], dice, torch.device("cpu"))
     chain, nodes = _select(draft, torch.softmax(torch.randn(len(draft.parents), VOCAB), -1))
     assert len(nodes) == 65

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.constraints.grammar import batch_masks, follow
 from outrider.dice import Dice, PhiloxDice
 from outrider.drafters.protocol import Drafter
-from outrider.grammar import batch_masks, follow
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.sampling import Prefix, log_probs, to_rows
@@ -41,7 +41,7 @@ class Decoding(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class InTurn:
+class StepDecoding:
     """Draft, then verify the draft: speculative decoding as first published.
 
     References:
@@ -67,7 +67,7 @@ class Parts:
     tree: Tree
     verifier: Verifier
     length: LengthPolicy
-    decoding: Decoding = InTurn()
+    decoding: Decoding = StepDecoding()
 
 
 def undigested(parts: Parts, state: Running) -> list[int]:

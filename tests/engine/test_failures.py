@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.drafters.none import Silent
 from outrider.drafters.protocol import Drafter
-from outrider.engine import Engine
-from outrider.output import Output
+from outrider.drafters.token_only import TokenOnly
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
 from outrider.types import Frontier, Guess, Request, Running, Sampling
-from tests.automaton import After
-from tests.models import drafter_of, engine
-from tests.test_engine import free_slots, tokens_of
-from tests.zoo import VOCAB
+from tests.engine.test_engine import free_slots, tokens_of
+from tests.world.automaton import After
+from tests.world.models import drafter_of, engine
+from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -28,7 +28,7 @@ class Broken(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failing(Silent):
+class Failing(TokenOnly):
     """Passes everything on, and raises at the calls that `when` names: the method, and how often it was called."""
 
     inner: Drafter
@@ -185,7 +185,7 @@ def test_a_step_that_is_taken_back_takes_its_constraint_back(call, error):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listener(Silent):
+class Listener(TokenOnly):
     """Wants hidden states, and keeps which tokens it has heard of."""
 
     inner: Drafter = field(default_factory=lambda: drafter_of("ngram"))

@@ -14,15 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import outrider
-from outrider import InputError, Sampling, grammar
-from outrider.engine import Engine
-from outrider.grammar import any_json, ebnf, json_schema, regex
+from outrider import InputError, Sampling
+from outrider.constraints import grammar
+from outrider.constraints.grammar import any_json, ebnf, json_schema, regex
+from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.sampling import masked, pack
 from outrider.types import Request
-from tests import models
-from tests.automaton import After
-from tests.zoo import VOCAB
+from tests.world import models
+from tests.world.automaton import After
+from tests.world.zoo import VOCAB
 
 xgrammar = pytest.importorskip("xgrammar")
 

@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.proof.optimal import checked
-from outrider.proof.race import outside
+from outrider.theory.optimum import checked
+from outrider.theory.race import outside
 from outrider.types import InputError
 
 BISECTIONS = 80

@@ -5,20 +5,20 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
-from outrider.lengths.heuristic import Heuristic
-from outrider.lengths.tetris import Tetris
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
+from outrider.lengths.heuristic import HeuristicLength
+from outrider.lengths.tetris import TetrisLength
 from outrider.lm.model import LanguageModel
 from outrider.types import Request, Sampling
-from outrider.verifiers.block import Block
-from outrider.verifiers.match import Match
-from outrider.verifiers.token import Token
-from tests.zoo import VOCAB, tiny
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.token import TokenVerifier
+from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -33,10 +33,10 @@ SETTINGS = [
     Sampling(temperature=0.8, logit_bias={5: 2.0, 9: -3.0}),
 ]
 CELLS = {
-    "model-block-fixed": ("model", Block(), Fixed(num_speculative_tokens=4)),
-    "model-token-heuristic": ("model", Token(), Heuristic(num_speculative_tokens=3)),
-    "model-match-fixed": ("model", Match(), Fixed(num_speculative_tokens=3)),
-    "ngram-block-fixed": ("ngram", Block(), Fixed(num_speculative_tokens=4)),
+    "model-block-fixed": ("model", BlockVerifier(), FixedLength(num_speculative_tokens=4)),
+    "model-token-heuristic": ("model", TokenVerifier(), HeuristicLength(num_speculative_tokens=3)),
+    "model-match-fixed": ("model", MatchVerifier(), FixedLength(num_speculative_tokens=3)),
+    "ngram-block-fixed": ("ngram", BlockVerifier(), FixedLength(num_speculative_tokens=4)),
 }
 
 
@@ -58,13 +58,13 @@ TREES = {
 def engine(
     drafter: str, verifier, length, max_slots: int = 8, draft_context: int | None = None, tree: str = "chain"
 ) -> Engine:
-    guesser = {"ngram": Ngram(prompt_lookup_min=1), "none": NoDrafter()}.get(drafter)
+    guesser = {"ngram": NgramDrafter(prompt_lookup_min=1), "none": NoDrafter()}.get(drafter)
     if guesser is None:
         # Another seed would never agree; one layer fewer of the same weights sometimes does.
         draft = tiny("llama")
         draft.model.layers = draft.model.layers[:2]
         draft.config.num_hidden_layers = 2
-        guesser = Model(lm=LanguageModel(draft, max_slots=max_slots, max_context=draft_context))
+        guesser = ModelDrafter(lm=LanguageModel(draft, max_slots=max_slots, max_context=draft_context))
     target = LanguageModel(tiny("llama"), max_slots=max_slots)
     parts = Parts(target=target, drafter=guesser, tree=catalog.make("tree", tree), verifier=verifier, length=length)
     return Engine(parts, max_slots=max_slots)
@@ -114,7 +114,7 @@ def test_a_ragged_batch_gives_each_request_what_it_gets_alone(cell, slots, late)
 
 @pytest.mark.parametrize("tree", TREES)
 def test_a_ragged_batch_of_trees_gives_each_request_what_it_gets_alone(tree):
-    rule, length = catalog.make("verifier", TREES[tree]), Fixed(num_speculative_tokens=3)
+    rule, length = catalog.make("verifier", TREES[tree]), FixedLength(num_speculative_tokens=3)
     single = [run(engine("model", rule, length, tree=tree), [request])[0] for request in requests()]
     for slots, late in ((8, 0), (3, 2)):
         assert run(engine("model", rule, length, max_slots=slots, tree=tree), requests(), late) == single
@@ -123,12 +123,12 @@ def test_a_ragged_batch_of_trees_gives_each_request_what_it_gets_alone(tree):
 @pytest.mark.parametrize("length", ["adaedl:num_speculative_tokens=5", "svip:num_speculative_tokens=5", "planned"])
 def test_a_stopping_rule_stops_each_request_by_itself(length):
     policy = catalog.make("length", length)
-    single = [run(engine("model", Block(), policy), [request])[0] for request in requests()]
-    assert run(engine("model", Block(), policy, max_slots=4), requests(), 2) == single
+    single = [run(engine("model", BlockVerifier(), policy), [request])[0] for request in requests()]
+    assert run(engine("model", BlockVerifier(), policy, max_slots=4), requests(), 2) == single
 
 
 def test_a_shared_budget_is_kept_in_every_step_of_a_batch():
-    busy = engine("model", Block(), Tetris(num_speculative_tokens=2, extra=2))
+    busy = engine("model", BlockVerifier(), TetrisLength(num_speculative_tokens=2, extra=2))
     for request in requests():
         busy.add(request)
     seen = []
@@ -165,13 +165,13 @@ def test_cancelling_some_changes_nothing_for_the_others(cell):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_greedy_requests_equal_plain_decoding(cell):
-    plain = engine("none", Token(), Fixed())
+    plain = engine("none", TokenVerifier(), FixedLength())
     these = [request for request in requests() if request.sampling.temperature == 0]
     assert run(engine(*CELLS[cell]), these) == run(plain, these)
 
 
 def test_slots_are_given_back_and_used_again():
-    small = engine("model", Block(), Fixed(num_speculative_tokens=2), max_slots=4)
+    small = engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=2), max_slots=4)
     prompts = np.random.default_rng(1).integers(3, VOCAB, size=(100, 5)).tolist()
     outputs = small.generate(prompts, max_new_tokens=3, sampling=Sampling(temperature=0.5, seed=1))
     small.rest()
@@ -182,7 +182,7 @@ def test_slots_are_given_back_and_used_again():
 
 
 def test_a_prompt_that_continues_the_last_one_digests_only_what_is_new():
-    warm, cold = (engine("model", Block(), Fixed(num_speculative_tokens=3)) for _ in range(2))
+    warm, cold = (engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=3)) for _ in range(2))
     greedy = Sampling(temperature=0.0, seed=0)
     prompt = list(range(3, 40))
     [first] = warm.generate([prompt], max_new_tokens=10, sampling=greedy)
@@ -199,7 +199,7 @@ def test_a_prompt_that_continues_the_last_one_digests_only_what_is_new():
 
 def test_a_shorter_draft_context_ends_drafting_not_the_output():
     greedy = Sampling(temperature=0.0, seed=0)
-    short = engine("model", Block(), Fixed(num_speculative_tokens=3), draft_context=24)
+    short = engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=3), draft_context=24)
     prompt = list(range(3, 15))
     [drafted] = short.generate([prompt], max_new_tokens=40, sampling=greedy)
     [plain] = short.plain().generate([prompt], max_new_tokens=40, sampling=greedy)
@@ -209,7 +209,7 @@ def test_a_shorter_draft_context_ends_drafting_not_the_output():
 
 
 def test_the_output_ends_where_the_context_does():
-    full = engine("model", Block(), Fixed(num_speculative_tokens=4))
+    full = engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=4))
     longest = full.parts.target.max_context
     prompt = np.random.default_rng(5).integers(3, VOCAB, size=longest - 7).tolist()
     [output] = full.generate([prompt], max_new_tokens=50, sampling=Sampling(temperature=0.0, seed=0))
@@ -217,7 +217,7 @@ def test_the_output_ends_where_the_context_does():
 
 
 def test_one_target_forward_per_step_and_one_draft_forward_per_level():
-    counted = engine("model", Block(), Fixed(num_speculative_tokens=3), max_slots=3)
+    counted = engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=3), max_slots=3)
     target, draft = counted.parts.target, counted.parts.drafter.lm
     for i in range(3):
         counted.add([5 + i] * (4 + i), max_new_tokens=30, sampling=Sampling(temperature=0.0, seed=0), id=str(i))
@@ -230,7 +230,7 @@ def test_one_target_forward_per_step_and_one_draft_forward_per_level():
 
 
 def test_outputs_of_one_prompt_differ_and_the_first_is_the_single_one():
-    several = engine("model", Block(), Fixed(num_speculative_tokens=3))
+    several = engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=3))
     setting = Sampling(temperature=1.0, seed=4)
     single = several.generate([[3, 4, 5]], max_new_tokens=20, sampling=setting)[0].tokens
     four = [output.tokens for output in several.generate([[3, 4, 5]], max_new_tokens=20, sampling=setting, n=4)]
@@ -239,7 +239,7 @@ def test_outputs_of_one_prompt_differ_and_the_first_is_the_single_one():
 
 
 def test_logprobs_are_those_of_the_raw_logits():
-    honest = engine("model", Block(), Fixed(num_speculative_tokens=3))
+    honest = engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=3))
     prompt = [3, 9, 4, 30]
     [output] = honest.generate(
         [prompt], max_new_tokens=12, sampling=Sampling(temperature=0.6, top_k=9, seed=2), logprobs=True

@@ -25,7 +25,7 @@ from transformers import (
     ZambaConfig,
 )
 
-from tests.zoo import VOCAB, scrambled
+from tests.world.zoo import VOCAB, scrambled
 
 _BODY: dict[str, Any] = {
     "vocab_size": VOCAB,

@@ -9,22 +9,22 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider import decode
-from outrider.decode import Parts
-from outrider.drafters.ngram import Ngram
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.decoding import step as decode
+from outrider.decoding.step import Parts
+from outrider.drafters.ngram import NgramDrafter
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
-from outrider.trees.chain import Chain
+from outrider.trees.chain import ChainTree
 from outrider.types import Running, Sampling
-from outrider.verifiers.block import Block
-from tests.zoo import VOCAB, tiny
+from outrider.verifiers.block import BlockVerifier
+from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listener(Ngram):
+class Listener(NgramDrafter):
     """Prompt lookup that keeps what it observes, per request."""
 
     heard: dict[str, list[tuple[int, dict[int, Tensor]]]] = field(default_factory=dict)
@@ -64,7 +64,11 @@ def test_observe_hears_every_position_but_the_anchor_once_and_in_order(monkeypat
     listener = Listener(prompt_lookup_min=1)
     target = LanguageModel(tiny("llama"), max_slots=3)
     parts = Parts(
-        target=target, drafter=listener, tree=Chain(), verifier=Block(), length=Fixed(num_speculative_tokens=3)
+        target=target,
+        drafter=listener,
+        tree=ChainTree(),
+        verifier=BlockVerifier(),
+        length=FixedLength(num_speculative_tokens=3),
     )
     engine = Engine(parts, max_slots=3)
     random = np.random.default_rng(0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from outrider.text import Ending, TextStream
+from outrider.engine.text import Ending, TextStream
 
 CORPUS = [
     "the cat sat on the mat and the dog ran to the park",

@@ -16,8 +16,8 @@ from outrider.lm.protocol import Segment
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import spellings, translation
 from outrider.load import EMBEDDED_DRAFT
-from tests.models import llama
-from tests.zoo import scrambled
+from tests.world.models import llama
+from tests.world.zoo import scrambled
 
 TEXT = """The old man went down to the sea in the morning. The sea was calm and the man was glad. He said to the sea:
 give me a fish, and I will give you a song. The sea gave him nothing, for the sea has no need of songs. In the evening

@@ -10,24 +10,24 @@ import torch
 
 import outrider
 from outrider import InputError, catalog
-from outrider.concurrent import LONGEST, Pearl, balanced_length
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
-from outrider.drafters.suffix import Suffix
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.decoding.pearl import LONGEST, PearlDecoding, balanced_length
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.proof.matrix import CARRYING, LOSSLESS, Cell, refusal
-from outrider.trees.chain import Chain
+from outrider.refusals import CARRYING, LOSSLESS, Cell, refusal
+from outrider.trees.chain import ChainTree
 from outrider.types import Ahead, Request, Running, Sampling, Step
-from outrider.verifiers.block import Block
-from outrider.verifiers.match import Match
-from outrider.verifiers.token import Token
-from tests.automaton import After
-from tests.models import CONTEXT, DRAFTERS, engine, raw_logits
-from tests.zoo import VOCAB
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.token import TokenVerifier
+from tests.world.automaton import After
+from tests.world.models import CONTEXT, DRAFTERS, engine, raw_logits
+from tests.world.zoo import VOCAB
 
 exactly = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -47,18 +47,18 @@ def tables(vocab: int, gamma: int, verifier: object, seed: int = 0, **others: ob
     """Random prefix-dependent tables for target and draft model, on the simulated clock."""
     return Parts(
         target=TabularLM(random_rows(vocab, seed), vocab),
-        drafter=others.get("drafter") or Model(lm=TabularLM(random_rows(vocab, seed + 100), vocab)),
-        tree=Chain(),
+        drafter=others.get("drafter") or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab)),
+        tree=ChainTree(),
         verifier=verifier,
-        length=Fixed(num_speculative_tokens=gamma),
-        decoding=others.get("decoding") or Pearl(clock="simulated"),
+        length=FixedLength(num_speculative_tokens=gamma),
+        decoding=others.get("decoding") or PearlDecoding(clock="simulated"),
     )
 
 
 def pearl(drafter: str = "model", verifier: str = "token", clock: str = "real", **others: object) -> Engine:
     """An engine over the tiny pair that drafts and verifies at once."""
     plain = engine(drafter, verifier, **others)
-    parts = replace(plain.parts, decoding=Pearl(clock=clock))
+    parts = replace(plain.parts, decoding=PearlDecoding(clock=clock))
     return Engine(parts, max_slots=plain.max_slots, eos_ids=plain.eos_ids)
 
 
@@ -81,21 +81,23 @@ def test_three_steps_at_vocabulary_two_keep_the_law_with_every_verifier(verifier
     assert law(tables(2, 2, verifier), [0], 3).error < BOUND
 
 
-@pytest.mark.parametrize("verifier", [Token(), Block()], ids=["token", "block"])
+@pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_three_steps_at_vocabulary_three_keep_the_law_and_end_in_a_post_verify_of_a_whole_draft(verifier):
     found = law(tables(3, 2, verifier), [0], 3)
     assert found.error < BOUND
     assert max(map(len, found.emitted)) == 1 + 1 + 2
 
 
-@pytest.mark.parametrize("verifier", [Token(), Block()], ids=["token", "block"])
+@pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_drafts_of_three_keep_the_law_over_four_steps(verifier):
     assert law(tables(2, 3, verifier, seed=5), [1], 4, horizon=3).error < BOUND
 
 
-@pytest.mark.parametrize("drafter", [Ngram(prompt_lookup_min=1), Suffix(min_match=1)], ids=["ngram", "suffix"])
+@pytest.mark.parametrize(
+    "drafter", [NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1)], ids=["ngram", "suffix"]
+)
 def test_chosen_drafts_keep_the_law(drafter):
-    parts = tables(3, 3, Token(), seed=9, drafter=drafter)
+    parts = tables(3, 3, TokenVerifier(), seed=9, drafter=drafter)
     found = law(parts, [0, 1, 2, 0, 1, 2, 0, 1], 3, horizon=4)
     assert found.error < BOUND
     assert found.accepted > 0
@@ -107,7 +109,7 @@ class JudgesTheFirstTokenTwice:
 
     def step(self, parts: Parts, states: Sequence[Running], dice=None, keep=None) -> list[Step]:
         fresh = [not state.ahead.tokens for state in states]
-        steps = Pearl(clock="simulated").step(parts, states, dice, keep)
+        steps = PearlDecoding(clock="simulated").step(parts, states, dice, keep)
         for i, state in enumerate(states):
             if fresh[i] and state.ahead.tokens:
                 first = state.tokens.pop()
@@ -118,12 +120,12 @@ class JudgesTheFirstTokenTwice:
 
 
 def test_judging_the_first_token_twice_is_caught():
-    assert law(tables(2, 2, Token(), decoding=JudgesTheFirstTokenTwice()), [0], 3).error > 1e-3
+    assert law(tables(2, 2, TokenVerifier(), decoding=JudgesTheFirstTokenTwice()), [0], 3).error > 1e-3
 
 
 def test_equal_rows_emit_one_token_then_the_rest_then_whole_drafts_without_a_bonus():
     same = random_rows(3, seed=2)
-    parts = tables(3, 4, Token(), drafter=Model(lm=TabularLM(same, 3)))
+    parts = tables(3, 4, TokenVerifier(), drafter=ModelDrafter(lm=TabularLM(same, 3)))
     parts = replace(parts, target=TabularLM(same, 3))
     [output] = Engine(parts).generate([[0]], max_new_tokens=30, sampling=DRAWN)
     assert [len(step.tokens) for step in output.steps] == [1, 3, 4, 4, 4, 4, 4, 4, 2]
@@ -304,7 +306,9 @@ def test_a_step_is_one_target_forward_and_one_draft_forward_per_token(gamma, clo
 
 def test_the_target_reads_no_token_twice_and_none_after_the_last_one_ahead():
     same = random_rows(3, seed=2)
-    parts = replace(tables(3, 4, Token(), drafter=Model(lm=TabularLM(same, 3))), target=TabularLM(same, 3))
+    parts = replace(
+        tables(3, 4, TokenVerifier(), drafter=ModelDrafter(lm=TabularLM(same, 3))), target=TabularLM(same, 3)
+    )
     read, extend = [], parts.target.extend
 
     def counting(segments, taps=()):
@@ -331,8 +335,8 @@ class TickingLM(TabularLM):
 @pytest.mark.parametrize(("target", "draft", "gamma"), [(9.0, 2.0, 4), (5.0, 2.0, 4), (8.0, 2.0, 4), (1.0, 3.0, 2)])
 def test_a_simulated_step_takes_the_longer_of_drafting_and_verifying_not_their_sum(target, draft, gamma):
     clock = [0.0]
-    parts = tables(3, gamma, Token(), drafter=Model(lm=TickingLM(1, draft, clock)))
-    decoding = Pearl(clock="simulated", _now=lambda: clock[0])
+    parts = tables(3, gamma, TokenVerifier(), drafter=ModelDrafter(lm=TickingLM(1, draft, clock)))
+    decoding = PearlDecoding(clock="simulated", _now=lambda: clock[0])
     parts = replace(parts, target=TickingLM(2, target, clock), decoding=decoding)
     [output] = Engine(parts).generate([[0, 1]], max_new_tokens=40, sampling=DRAWN)
     whole = [step.timing for step in output.steps if step.timing.drafter == draft * gamma]
@@ -437,9 +441,9 @@ def test_a_drafter_that_reads_the_target_is_refused():
 
 
 def test_the_length_is_what_was_named_or_what_the_clock_says():
-    assert outrider.load(decoding="pearl:3").parts.length == Fixed(num_speculative_tokens=3)
-    assert outrider.load(decoding="pearl", length="fixed:7").parts.length == Fixed(num_speculative_tokens=7)
-    measured = outrider.load(decoding=Pearl()).parts.length
+    assert outrider.load(decoding="pearl:3").parts.length == FixedLength(num_speculative_tokens=3)
+    assert outrider.load(decoding="pearl", length="fixed:7").parts.length == FixedLength(num_speculative_tokens=7)
+    measured = outrider.load(decoding=PearlDecoding()).parts.length
     assert 2 <= measured.num_speculative_tokens <= LONGEST
 
 
@@ -448,7 +452,7 @@ def test_the_length_is_what_was_named_or_what_the_clock_says():
 )
 def test_the_measured_length_is_how_often_the_drafter_fits_into_a_target_forward(target, draft, length):
     clock = [0.0]
-    parts = tables(3, 4, Token(), drafter=Model(lm=TickingLM(1, draft, clock)))
+    parts = tables(3, 4, TokenVerifier(), drafter=ModelDrafter(lm=TickingLM(1, draft, clock)))
     parts = replace(parts, target=TickingLM(2, target, clock))
     assert balanced_length(parts, now=lambda: clock[0]) == length
 
@@ -461,7 +465,12 @@ TRIGGER = After(vocab=3, followers={2: frozenset({0, 1}), 0: frozenset({1, 2})})
 
 @pytest.mark.parametrize(
     ("verifier", "drafter"),
-    [(Token(), None), (Block(), None), (Match(), None), (Match(), Ngram(prompt_lookup_min=1))],
+    [
+        (TokenVerifier(), None),
+        (BlockVerifier(), None),
+        (MatchVerifier(), None),
+        (MatchVerifier(), NgramDrafter(prompt_lookup_min=1)),
+    ],
     ids=["token", "block", "match", "ngram"],
 )
 def test_a_constraint_keeps_the_law_of_constrained_plain_decoding(verifier, drafter):

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.proof.race import Race, outside
+from outrider.theory.race import Race, outside
 from outrider.types import InputError
 
 GAP = 1e-10
@@ -44,7 +44,7 @@ def optimal_acceptance(
 
     Tokens with $q = 0$ are never drafted, and draws without replacement end when the support of q is used up. For
     n = 1 the optimum is $\sum_x \min(p, q)$, which speculative sampling reaches; for more draws it is the bound to
-    hold the rules of `outrider.proof.acceptance` against.
+    hold the rules of `outrider.theory.acceptance` against.
 
     Args:
         target_probs: Target row or rows, float32 or float64, each summing to one; computed in float64.

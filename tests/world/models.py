@@ -5,25 +5,25 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.drafters.ngram import Ngram
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
-from outrider.trees.chain import Chain
-from outrider.verifiers.block import Block
-from outrider.verifiers.match import Match
+from outrider.trees.chain import ChainTree
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Verifier
-from outrider.verifiers.token import Token
-from tests.zoo import VOCAB, scrambled
+from outrider.verifiers.token import TokenVerifier
+from tests.world.zoo import VOCAB, scrambled
 
 CONTEXT = 256
 """Every model's longest context."""
 DRAFTERS = ("model", "ngram", "none")
-VERIFIERS: dict[str, Verifier] = {"token": Token(), "block": Block(), "match": Match()}
+VERIFIERS: dict[str, Verifier] = {"token": TokenVerifier(), "block": BlockVerifier(), "match": MatchVerifier()}
 
 
 def llama(num_layers: int = 2) -> LlamaForCausalLM:
@@ -54,8 +54,8 @@ def target(max_slots: int = 8, max_context: int | None = None) -> LanguageModel:
 def drafter_of(name: str, max_slots: int = 8, max_context: int | None = None) -> Drafter:
     """A drafter by its name in `DRAFTERS`; the context is the draft model's."""
     if name == "model":
-        return Model(lm=LanguageModel(llama(num_layers=1), max_slots=max_slots, max_context=max_context))
-    return Ngram(prompt_lookup_min=1) if name == "ngram" else NoDrafter()
+        return ModelDrafter(lm=LanguageModel(llama(num_layers=1), max_slots=max_slots, max_context=max_context))
+    return NgramDrafter(prompt_lookup_min=1) if name == "ngram" else NoDrafter()
 
 
 def engine(
@@ -71,9 +71,9 @@ def engine(
     parts = Parts(
         target=target(max_slots),
         drafter=drafter_of(drafter, max_slots, draft_context) if isinstance(drafter, str) else drafter,
-        tree=Chain(),
+        tree=ChainTree(),
         verifier=VERIFIERS[verifier],
-        length=Fixed(num_speculative_tokens=gamma),
+        length=FixedLength(num_speculative_tokens=gamma),
     )
     return Engine(parts, max_slots=max_slots, eos_ids=eos_ids)
 

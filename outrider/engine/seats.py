@@ -4,8 +4,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from outrider.output import FinishReason, Output
-from outrider.text import Ending
+from outrider.engine.output import FinishReason, Output
+from outrider.engine.text import Ending
 from outrider.types import Request, Running
 
 

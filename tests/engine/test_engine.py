@@ -9,14 +9,14 @@ import torch
 from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
 from outrider import metrics
-from outrider.engine import Engine
-from outrider.output import Output
-from outrider.trees.chain import Chain
-from outrider.trees.gumbel import Gumbel
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
+from outrider.trees.chain import ChainTree
+from outrider.trees.gumbel import GumbelTree
 from outrider.types import Request, Sampling
-from outrider.verifiers.recursive import Recursive
-from tests.models import CONTEXT, DRAFTERS, VERIFIERS, engine, llama, raw_logits, target
-from tests.zoo import VOCAB
+from outrider.verifiers.recursive import RecursiveVerifier
+from tests.world.models import CONTEXT, DRAFTERS, VERIFIERS, engine, llama, raw_logits, target
+from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -256,7 +256,7 @@ def test_prompts_share_forwards_where_that_wastes_little(lengths, expected):
 
 @pytest.mark.parametrize(
     ("drafter", "tree"),
-    [*((name, Chain()) for name in DRAFTERS), ("model", Gumbel(branching=(2, 2)))],
+    [*((name, ChainTree()) for name in DRAFTERS), ("model", GumbelTree(branching=(2, 2)))],
     ids=[*DRAFTERS, "tree"],
 )
 @pytest.mark.parametrize("setting", [GREEDY, DRAWN], ids=["greedy", "drawn"])
@@ -265,7 +265,9 @@ def test_a_prompt_digested_by_its_first_step_gives_what_one_digested_before_give
 
     def outputs(crops: bool) -> tuple[dict[str, list[int]], int]:
         busy = engine(drafter)
-        busy.parts = replace(busy.parts, tree=tree, verifier=Recursive() if tree != Chain() else busy.parts.verifier)
+        busy.parts = replace(
+            busy.parts, tree=tree, verifier=RecursiveVerifier() if tree != ChainTree() else busy.parts.verifier
+        )
         busy.parts.target.crops = crops
         return tokens_of(run(busy, these, late=4)), busy.parts.target.num_forwards
 
@@ -319,7 +321,10 @@ def test_greedy_output_is_what_transformers_generates(drafter, penalty):
 
 def test_a_branching_draft_fits_where_only_its_depth_does():
     parts = replace(
-        engine("model").parts, target=target(2, max_context=40), tree=Gumbel(branching=(3, 2, 2)), verifier=Recursive()
+        engine("model").parts,
+        target=target(2, max_context=40),
+        tree=GumbelTree(branching=(3, 2, 2)),
+        verifier=RecursiveVerifier(),
     )
     branching = Engine(parts, max_slots=2)
     settings = [GREEDY, DRAWN]

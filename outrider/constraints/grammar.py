@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.schema import check_pattern, check_schema
+from outrider.constraints.schema import check_pattern, check_schema
 from outrider.types import Constraint, InputError, Running
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from jaxtyping import Float
 
 from outrider import InputError
-from outrider.decode import Parts
-from outrider.drafters.model import Model
-from outrider.lengths.fixed import Fixed
+from outrider.decoding.step import Parts
+from outrider.drafters.model import ModelDrafter
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.proof.estimators import ExpectedAccepted, expected_accepted
-from outrider.trees.chain import Chain
-from outrider.verifiers.block import Block
-from outrider.verifiers.token import Token
+from outrider.theory.estimators import ExpectedAccepted, expected_accepted
+from outrider.trees.chain import ChainTree
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.token import TokenVerifier
 
 
 def along(row: Row, vocab: int, gamma: int) -> Float[np.ndarray, "chains gamma"]:
@@ -38,9 +38,9 @@ def expectations(p: Float[np.ndarray, "chains gamma"], q: Float[np.ndarray, "cha
 
 def enumerated(target: Row, draft: Row, vocab: int, gamma: int, verifier: object) -> float:
     """Expected accepted tokens of the production verifier."""
-    drafter = Model(lm=TabularLM(draft, vocab))
-    length = Fixed(num_speculative_tokens=gamma)
-    parts = Parts(target=TabularLM(target, vocab), drafter=drafter, tree=Chain(), verifier=verifier, length=length)
+    drafter = ModelDrafter(lm=TabularLM(draft, vocab))
+    length = FixedLength(num_speculative_tokens=gamma)
+    parts = Parts(target=TabularLM(target, vocab), drafter=drafter, tree=ChainTree(), verifier=verifier, length=length)
     return law(parts, [0], 1).accepted
 
 
@@ -49,8 +49,8 @@ def enumerated(target: Row, draft: Row, vocab: int, gamma: int, verifier: object
 def test_expectations_equal_the_enumerated_verifiers_and_the_overlap_of_the_joint_laws(gamma, seed):
     target, draft = random_rows(3, seed), random_rows(3, seed + 50)
     token, block, bound = expectations(along(target, 3, gamma), along(draft, 3, gamma))
-    assert token == pytest.approx(enumerated(target, draft, 3, gamma, Token()), abs=1e-12)
-    assert block == pytest.approx(enumerated(target, draft, 3, gamma, Block()), abs=1e-12)
+    assert token == pytest.approx(enumerated(target, draft, 3, gamma, TokenVerifier()), abs=1e-12)
+    assert block == pytest.approx(enumerated(target, draft, 3, gamma, BlockVerifier()), abs=1e-12)
     overlap = sum(
         np.minimum(along(target, 3, i).prod(1), along(draft, 3, i).prod(1)).sum() for i in range(1, gamma + 1)
     )
@@ -66,8 +66,8 @@ def test_the_toy_gives_ten_eleven_and_twelve_ninths():
 def test_a_target_that_rules_tokens_out_keeps_the_expectations():
     target, draft = (lambda s: np.roll([0.0, 0.25, 0.75], len(s))), (lambda s: np.roll([0.5, 0.0, 0.5], sum(s)))
     token, block, _ = expectations(along(target, 3, 3), along(draft, 3, 3))
-    assert token == pytest.approx(enumerated(target, draft, 3, 3, Token()), abs=1e-12)
-    assert block == pytest.approx(enumerated(target, draft, 3, 3, Block()), abs=1e-12)
+    assert token == pytest.approx(enumerated(target, draft, 3, 3, TokenVerifier()), abs=1e-12)
+    assert block == pytest.approx(enumerated(target, draft, 3, 3, BlockVerifier()), abs=1e-12)
 
 
 ratios = arrays(

@@ -10,24 +10,24 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.decode import Parts
+from outrider.decoding.step import Parts
 from outrider.drafters.none import NoDrafter
-from outrider.drafters.suffix import Suffix
-from outrider.engine import Engine
-from outrider.lengths.fixed import Fixed
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Extension, Segment
-from outrider.output import Output
-from outrider.trees.chain import Chain
-from outrider.trees.gumbel import Gumbel
+from outrider.trees.chain import ChainTree
+from outrider.trees.gumbel import GumbelTree
 from outrider.types import InputError, Request, Running, Sampling
-from outrider.verifiers.block import Block
-from outrider.verifiers.match import Match
-from outrider.verifiers.traversal import Traversal
-from tests.models import CONTEXT, drafter_of, target
-from tests.test_engine import free_slots
-from tests.test_failures import Broken, Failing
-from tests.zoo import VOCAB
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.traversal import TraversalVerifier
+from tests.engine.test_engine import free_slots
+from tests.engine.test_failures import Broken, Failing
+from tests.world.models import CONTEXT, drafter_of, target
+from tests.world.zoo import VOCAB
 
 SLOTS = 8
 WAVES = ("model", "ngram", "tree", "suffix", "none")
@@ -47,13 +47,13 @@ def letters() -> PreTrainedTokenizerFast:
 
 def parts_of(wave: str, base: Parts) -> Parts:
     """The parts of a wave, over the one target and the one draft model."""
-    parts = replace(base, drafter=NoDrafter(), tree=Chain(), verifier=Match())
+    parts = replace(base, drafter=NoDrafter(), tree=ChainTree(), verifier=MatchVerifier())
     if wave in ("model", "tree"):
-        parts = replace(parts, drafter=base.drafter, verifier=Block())
+        parts = replace(parts, drafter=base.drafter, verifier=BlockVerifier())
     if wave == "tree":
-        parts = replace(parts, tree=Gumbel(branching=(2, 1, 1)), verifier=Traversal())
+        parts = replace(parts, tree=GumbelTree(branching=(2, 1, 1)), verifier=TraversalVerifier())
     if wave in ("ngram", "suffix"):
-        parts = replace(parts, drafter=drafter_of("ngram") if wave == "ngram" else Suffix(min_match=1))
+        parts = replace(parts, drafter=drafter_of("ngram") if wave == "ngram" else SuffixDrafter(min_match=1))
     return parts
 
 
@@ -120,9 +120,9 @@ def test_a_thousand_requests_through_one_engine_leave_nothing_behind_and_get_wha
     base = Parts(
         target=target(SLOTS),
         drafter=drafter_of("model", SLOTS),
-        tree=Chain(),
-        verifier=Block(),
-        length=Fixed(num_speculative_tokens=3),
+        tree=ChainTree(),
+        verifier=BlockVerifier(),
+        length=FixedLength(num_speculative_tokens=3),
     )
     tokenizer = letters()
     engine = Engine(base, tokenizer=tokenizer, max_slots=SLOTS)
@@ -194,7 +194,7 @@ def long_context() -> LlamaForCausalLM:
 @pytest.mark.parametrize(("prompts", "most"), [((4000,), 512), ((1300,) * 5, 512), ((1000, 900, 1), 100)])
 def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, most):
     lm = Counting(long_context, max_slots=8)
-    parts = Parts(target=lm, drafter=NoDrafter(), tree=Chain(), verifier=Match(), length=Fixed())
+    parts = Parts(target=lm, drafter=NoDrafter(), tree=ChainTree(), verifier=MatchVerifier(), length=FixedLength())
     engine = Engine(parts, max_prefill_tokens=most)
     greedy = Sampling(temperature=0, seed=0)
     decoding = [engine.add([3, 4, 5 + i], max_new_tokens=500, sampling=greedy) for i in range(3)]
@@ -217,9 +217,9 @@ def test_a_bound_on_prefill_of_no_tokens_is_refused(long_context):
             Parts(
                 target=LanguageModel(long_context),
                 drafter=NoDrafter(),
-                tree=Chain(),
-                verifier=Match(),
-                length=Fixed(),
+                tree=ChainTree(),
+                verifier=MatchVerifier(),
+                length=FixedLength(),
             ),
             max_prefill_tokens=0,
         )

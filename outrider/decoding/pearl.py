@@ -22,11 +22,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.decode import Clock, Parts, cut, prefill, tokens_left
+from outrider.constraints.grammar import batch_masks, follow
+from outrider.decoding.step import Clock, Parts, cut, prefill, tokens_left
 from outrider.dice import Dice, PhiloxDice
-from outrider.drafters.model import Model
-from outrider.grammar import batch_masks, follow
-from outrider.lengths.fixed import Fixed
+from outrider.drafters.model import ModelDrafter
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, log_probs, to_rows
 from outrider.trees.grow import grow
@@ -37,7 +37,7 @@ LONGEST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pearl:
+class PearlDecoding:
     """Draft and verify at once, so that the cheaper of the two costs no time where each has a device of its own.
 
     The two sides share nothing that changes: the drafter's thread alone touches drafter states, each side has its own
@@ -139,7 +139,9 @@ def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = ti
         Liu et al. 2024, section 4.3. https://arxiv.org/abs/2408.11850
     """
     length = 4
-    parts = replace(parts, length=Fixed(num_speculative_tokens=length), decoding=Pearl(clock="simulated", _now=now))
+    parts = replace(
+        parts, length=FixedLength(num_speculative_tokens=length), decoding=PearlDecoding(clock="simulated", _now=now)
+    )
     phrase = [token % parts.target.vocab_size for token in range(1, 9)]
     prompt = tuple(2 * phrase)[: parts.target.max_context // 2]
     request = Request(id="balance", prompt=prompt, max_new_tokens=1 << 20, sampling=Sampling(temperature=0.0, seed=0))
@@ -350,7 +352,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 def _device(parts: Parts) -> torch.device:
     """Where drafts are drawn: where the draft model is, if there is one."""
-    return parts.drafter.lm.device if isinstance(parts.drafter, Model) else parts.target.device
+    return parts.drafter.lm.device if isinstance(parts.drafter, ModelDrafter) else parts.target.device
 
 
 def _dice(states: Sequence[Running]) -> PhiloxDice:

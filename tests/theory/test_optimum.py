@@ -12,14 +12,14 @@ from torch import Tensor
 
 import outrider
 from outrider import InputError, optimal_acceptance
-from outrider.proof.acceptance import (
+from outrider.theory.acceptance import (
     kseq_acceptance,
     match_acceptance,
     recursive_with_replacement,
     recursive_without_replacement,
     top_plus_one_acceptance,
 )
-from outrider.proof.race import Race
+from outrider.theory.race import Race
 
 
 def row(probabilities: list[float]) -> Tensor:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from outrider import InputError
-from outrider.schema import check_pattern, check_schema
+from outrider.constraints.schema import check_pattern, check_schema
 
 xgrammar = pytest.importorskip("xgrammar")
 accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string

@@ -10,18 +10,28 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from outrider.decode import PREFILL_CHUNK, InTurn, Mark, Parts, digest, mark, rewind, tokens_left, undigested
+from outrider.constraints.grammar import Grammar
+from outrider.decoding.step import (
+    PREFILL_CHUNK,
+    Mark,
+    Parts,
+    StepDecoding,
+    digest,
+    mark,
+    rewind,
+    tokens_left,
+    undigested,
+)
 from outrider.dice import Dice
 from outrider.drafters.none import NoDrafter
-from outrider.grammar import Grammar
-from outrider.lengths.fixed import Fixed
-from outrider.output import FinishReason, Output, Update, succeeded
-from outrider.prompts import Prompt, encode
-from outrider.seats import Chunk, Seat, alike
-from outrider.text import Ending
-from outrider.trees.chain import Chain
+from outrider.engine.output import FinishReason, Output, Update, succeeded
+from outrider.engine.prompts import Prompt, encode
+from outrider.engine.seats import Chunk, Seat, alike
+from outrider.engine.text import Ending
+from outrider.lengths.fixed import FixedLength
+from outrider.trees.chain import ChainTree
 from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
-from outrider.verifiers.match import Match
+from outrider.verifiers.match import MatchVerifier
 
 Sink = Callable[[Step], None]
 
@@ -90,7 +100,7 @@ class Engine:
         """Queue a request and return its id. Raises InputError where it cannot be run.
 
         Args:
-            constraint: What the output must be: a grammar of `outrider.grammar`, or any constraint on tokens.
+            constraint: What the output must be: a grammar, or any other constraint on tokens.
         """
         if isinstance(prompt, Request):
             request = prompt
@@ -232,10 +242,10 @@ class Engine:
             replace(
                 self.parts,
                 drafter=NoDrafter(),
-                tree=Chain(),
-                verifier=Match(),
-                length=Fixed(),
-                decoding=InTurn(),
+                tree=ChainTree(),
+                verifier=MatchVerifier(),
+                length=FixedLength(),
+                decoding=StepDecoding(),
             ),
             tokenizer=self.tokenizer,
             eos_ids=self.eos_ids,
@@ -256,8 +266,8 @@ class Engine:
             return constraint.bind(self.tokenizer, self.parts.target.vocab_size, eos_ids)
         if not isinstance(constraint, Constraint):
             raise InputError(
-                "a constraint is a grammar of outrider.grammar (json_schema, any_json, regex, ebnf), or an object with "
-                f"open, masks and commit; got {constraint!r}"
+                "a constraint is a grammar of outrider.constraints.grammar (json_schema, any_json, regex, ebnf), or an "
+                f"object with open, masks and commit; got {constraint!r}"
             )
         return constraint
 
@@ -367,7 +377,7 @@ class Engine:
         make the prompt be digested again.
         """
         parts = self.parts
-        return isinstance(parts.decoding, InTurn) and not parts.drafter.taps and parts.target.crops
+        return isinstance(parts.decoding, StepDecoding) and not parts.drafter.taps and parts.target.crops
 
     def _digest(self, chunks: Sequence[Chunk]) -> list[Update]:
         """Digest chunks in one forward."""

@@ -10,27 +10,27 @@ import torch
 
 import outrider
 from outrider import catalog
-from outrider.decode import Parts
+from outrider.decoding.step import Parts
 from outrider.dice import Draws
-from outrider.drafters.model import Model
-from outrider.lengths.adaedl import Adaedl
-from outrider.lengths.fixed import Fixed
-from outrider.lengths.tetris import Tetris
+from outrider.drafters.model import ModelDrafter
+from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.fixed import FixedLength
+from outrider.lengths.tetris import TetrisLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
-from outrider.proof.matrix import CONTEXT_PURE, FIXED_LENGTH, LOSSLESS, LOSSY, Cell, Kind, refusal
-from outrider.trees.chain import Chain
-from outrider.trees.fixed import Fixed as FixedTree
-from outrider.trees.gumbel import Gumbel
-from outrider.trees.iid import Iid
-from outrider.trees.protocol import Children, Whole
-from outrider.trees.top_plus_one import TopPlusOne
+from outrider.refusals import CONTEXT_PURE, FIXED_LENGTH, LOSSLESS, LOSSY, Cell, Kind, refusal
+from outrider.trees.chain import ChainTree
+from outrider.trees.fixed import FixedTree
+from outrider.trees.gumbel import GumbelTree
+from outrider.trees.iid import IidTree
+from outrider.trees.protocol import Children, UnprunedTree
+from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.types import InputError
-from outrider.verifiers.block import Block
-from outrider.verifiers.greedy_block import GreedyBlock
-from outrider.verifiers.recursive import Recursive
-from outrider.verifiers.token import Token
-from outrider.verifiers.traversal import Traversal
+from outrider.verifiers.block import BlockVerifier
+from outrider.verifiers.greedy_block import GreedyBlockVerifier
+from outrider.verifiers.recursive import RecursiveVerifier
+from outrider.verifiers.token import TokenVerifier
+from outrider.verifiers.traversal import TraversalVerifier
 
 BOUND = 1e-12
 BIASED = 1e-3
@@ -43,24 +43,27 @@ def verifier(name: str) -> object:
 def assemble(vocab: int, tree: object, rule: object, depth: int, seed: int = 0, **others: object) -> Parts:
     """Random prefix-dependent tables for target and draft model."""
     target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
-    drafter = others.pop("drafter", None) or Model(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
-    length = others.pop("length", None) or Fixed(num_speculative_tokens=depth)
+    drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
+    length = others.pop("length", None) or FixedLength(num_speculative_tokens=depth)
     return Parts(target=target, drafter=drafter, tree=tree, verifier=rule, length=length)
 
 
 # Trees that can be enumerated, by what they are to a verifier; the stochastic beam has its own file.
 TREES: dict[Kind, list[tuple[str, object, int]]] = {
-    "iid paths": [("iid 2x3", Iid(num_paths=2), 3), ("iid 3x2", Iid(num_paths=3), 2)],
+    "iid paths": [("iid 2x3", IidTree(num_paths=2), 3), ("iid 3x2", IidTree(num_paths=3), 2)],
     "deduplicated iid paths": [
-        ("dedup 2x3", Iid(num_paths=2, dedup=True), 3),
-        ("dedup 3x2", Iid(num_paths=3, dedup=True), 2),
+        ("dedup 2x3", IidTree(num_paths=2, dedup=True), 3),
+        ("dedup 3x2", IidTree(num_paths=3, dedup=True), 2),
     ],
     "tree drawn without replacement": [
-        ("gumbel 2x2", Gumbel(branching=(2, 2)), 2),
-        ("gumbel 3", Gumbel(branching=(3, 1)), 2),
+        ("gumbel 2x2", GumbelTree(branching=(2, 2)), 2),
+        ("gumbel 3", GumbelTree(branching=(3, 1)), 2),
         ("fixed 2x1x0x1", FixedTree(children=(2, 1, 0, 1)), 3),
     ],
-    "top n-1 and one draw": [("top_plus_one 2", TopPlusOne(width=2), 2), ("top_plus_one 3", TopPlusOne(width=3), 2)],
+    "top n-1 and one draw": [
+        ("top_plus_one 2", TopPlusOneTree(width=2), 2),
+        ("top_plus_one 3", TopPlusOneTree(width=3), 2),
+    ],
     "chosen tree": [
         ("dynamic", catalog.make("tree", "dynamic:width=2,num_nodes=5"), 3),
         ("lattice", catalog.make("tree", "lattice:num_nodes=5"), 3),
@@ -104,7 +107,7 @@ def _is_of(cell: object, trees: list) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Relabelled(Whole):
+class Relabelled(UnprunedTree):
     """A tree that says its children were made in another way than they were."""
 
     tree: object
@@ -115,7 +118,7 @@ class Relabelled(Whole):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChosenAsDrawn(Whole):
+class ChosenAsDrawn(UnprunedTree):
     """The two likeliest tokens, handed over with their row as if they had been drawn from it."""
 
     structure: str = "without_replacement"
@@ -132,7 +135,7 @@ class ChosenAsDrawn(Whole):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unmerged(Whole):
+class Unmerged(UnprunedTree):
     """Independent draws, every one a node of its own."""
 
     structure: str = "without_replacement"
@@ -152,9 +155,9 @@ class Unmerged(Whole):
 
 FORCED: dict[Kind, object] = {
     "iid paths": Unmerged(),
-    "deduplicated iid paths": Iid(num_paths=2, dedup=True),
-    "tree drawn without replacement": Gumbel(branching=(2, 2)),
-    "top n-1 and one draw": TopPlusOne(width=2),
+    "deduplicated iid paths": IidTree(num_paths=2, dedup=True),
+    "tree drawn without replacement": GumbelTree(branching=(2, 2)),
+    "top n-1 and one draw": TopPlusOneTree(width=2),
     "chosen tree": ChosenAsDrawn(),
 }
 STRUCTURES: dict[Kind, str] = {
@@ -197,7 +200,7 @@ def test_a_lossy_rule_is_refused_unless_allowed_and_fails_the_law_test(rule):
         cell = Cell(rows="sampled", structure=structure, verifier=rule)
         assert "lossy" in refusal(cell)
         assert refusal(cell, allow_lossy=True) is None
-        tree = Chain() if kind == "sampled chain" else TREES[kind][0][1]
+        tree = ChainTree() if kind == "sampled chain" else TREES[kind][0][1]
         assert law(assemble(3, tree, verifier(rule), 2, seed=6), [0], 1).error > BIASED, kind
 
 
@@ -232,7 +235,7 @@ P, Q = np.array([0.3, 0.4, 0.3]), np.array([0.6, 0.3, 0.1])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sorted(Whole):
+class Sorted(UnprunedTree):
     """A tree whose siblings are put in the order of their own probability."""
 
     tree: object
@@ -245,13 +248,13 @@ class Sorted(Whole):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DropsUnlikelySecond(Whole):
+class DropsUnlikelySecond(UnprunedTree):
     """Draws two without replacement and drops the second because of its own probability."""
 
     structure: str = "without_replacement"
 
     def choose(self, level, dice):
-        children = Gumbel(branching=(2,)).choose(level, dice)
+        children = GumbelTree(branching=(2,)).choose(level, dice)
         first = np.arange(len(children.owners)) % 2 == 0
         kept = np.flatnonzero(first | (level.rows[0][children.tokens].numpy() >= 0.25))
         return Children(
@@ -264,7 +267,9 @@ class DropsUnlikelySecond(Whole):
 
 def one_node(tree: object, rule: object) -> tuple[float, np.ndarray]:
     """Acceptance and law of one step of depth one."""
-    parts = assemble(3, tree, rule, 1, target=TabularLM(lambda _: P, 3), drafter=Model(lm=TabularLM(lambda _: Q, 3)))
+    parts = assemble(
+        3, tree, rule, 1, target=TabularLM(lambda _: P, 3), drafter=ModelDrafter(lm=TabularLM(lambda _: Q, 3))
+    )
     found = law(parts, [0], 1)
     first = np.zeros(3)
     for output, mass in found.emitted.items():
@@ -272,21 +277,21 @@ def one_node(tree: object, rule: object) -> tuple[float, np.ndarray]:
     return found.accepted, first
 
 
-def wor(count: int) -> Gumbel:
-    return Gumbel(branching=(count,))
+def wor(count: int) -> GumbelTree:
+    return GumbelTree(branching=(count,))
 
 
 RIGHT = [
-    (Chain(), "token", 0.7),
-    (Iid(num_paths=2), "recursive", 0.82),
-    (Iid(num_paths=3), "recursive", 0.848),
-    (Iid(num_paths=2), "kseq", 0.84),
-    (Iid(num_paths=3), "kseq", 0.875),
-    (Iid(num_paths=2), "match", 0.513),
-    (Iid(num_paths=3), "match", 0.6249),
+    (ChainTree(), "token", 0.7),
+    (IidTree(num_paths=2), "recursive", 0.82),
+    (IidTree(num_paths=3), "recursive", 0.848),
+    (IidTree(num_paths=2), "kseq", 0.84),
+    (IidTree(num_paths=3), "kseq", 0.875),
+    (IidTree(num_paths=2), "match", 0.513),
+    (IidTree(num_paths=3), "match", 0.6249),
     (wor(2), "recursive", 0.875),
     (wor(3), "recursive", 1.0),
-    (TopPlusOne(width=2), "top_plus_one", 0.95),
+    (TopPlusOneTree(width=2), "top_plus_one", 0.95),
 ]
 
 
@@ -305,7 +310,7 @@ WRONG = {
     "with replacement's rule on draws without": (as_("iid", wor(2)), "recursive", (0.3, 0.525, 0.175)),
     "without replacement's rule on repeated draws": (Unmerged(), "recursive", (0.3, 0.34, 0.36)),
     "de-duplicated draws sorted by q": (
-        Sorted(tree=Iid(num_paths=2, dedup=True), structure="iid_dedup"),
+        Sorted(tree=IidTree(num_paths=2, dedup=True), structure="iid_dedup"),
         "recursive",
         (0.42, 0.29, 0.29),
     ),
@@ -316,7 +321,11 @@ WRONG = {
     ),
     "kseq on draws without replacement": (as_("iid", wor(2)), "kseq", (0.219, 0.561, 0.220)),
     "the likeliest two as if drawn": (ChosenAsDrawn(), "recursive", (0.5, 0.222, 0.278)),
-    "top and one draw as if drawn": (as_("without_replacement", TopPlusOne(width=2)), "recursive", (0.5, 0.167, 0.333)),
+    "top and one draw as if drawn": (
+        as_("without_replacement", TopPlusOneTree(width=2)),
+        "recursive",
+        (0.5, 0.167, 0.333),
+    ),
     "the second dropped for its probability": (DropsUnlikelySecond(), "recursive", (0.3, 0.425, 0.275)),
 }
 
@@ -330,24 +339,30 @@ def test_a_negative_vector_is_caught_with_the_law_that_is_known_of_it(name):
 
 def test_traversal_is_block_on_a_chain_and_at_least_recursive_on_trees():
     for seed in range(3):
-        chain = [law(assemble(3, Chain(), rule, 3, seed), [0], 1).accepted for rule in (Block(), Traversal())]
+        chain = [
+            law(assemble(3, ChainTree(), rule, 3, seed), [0], 1).accepted
+            for rule in (BlockVerifier(), TraversalVerifier())
+        ]
         assert chain[0] == pytest.approx(chain[1], abs=1e-12)
-        tree = Gumbel(branching=(2, 2))
-        below, above = (law(assemble(3, tree, rule, 2, seed), [0], 1).accepted for rule in (Recursive(), Traversal()))
+        tree = GumbelTree(branching=(2, 2))
+        below, above = (
+            law(assemble(3, tree, rule, 2, seed), [0], 1).accepted
+            for rule in (RecursiveVerifier(), TraversalVerifier())
+        )
         assert above >= below - 1e-12
 
 
 def test_a_tree_of_width_one_is_the_chain_for_every_rule():
     for seed in range(2):
         for rule, same in (
-            ("recursive", Token()),
-            ("kseq", Token()),
-            ("top_plus_one", Token()),
-            ("traversal", Block()),
-            ("multipath", Block()),
+            ("recursive", TokenVerifier()),
+            ("kseq", TokenVerifier()),
+            ("top_plus_one", TokenVerifier()),
+            ("traversal", BlockVerifier()),
+            ("multipath", BlockVerifier()),
         ):
-            chain = law(assemble(3, Chain(), same, 3, seed), [0], 1).accepted
-            assert law(assemble(3, Chain(), verifier(rule), 3, seed), [0], 1).accepted == pytest.approx(
+            chain = law(assemble(3, ChainTree(), same, 3, seed), [0], 1).accepted
+            assert law(assemble(3, ChainTree(), verifier(rule), 3, seed), [0], 1).accepted == pytest.approx(
                 chain, abs=1e-12
             )
 
@@ -355,31 +370,33 @@ def test_a_tree_of_width_one_is_the_chain_for_every_rule():
 def test_acceptance_never_falls_with_more_draws():
     for seed in range(4):
         for make, rule in (
-            (lambda k: Iid(num_paths=k), "recursive"),
-            (lambda k: Iid(num_paths=k), "kseq"),
+            (lambda k: IidTree(num_paths=k), "recursive"),
+            (lambda k: IidTree(num_paths=k), "kseq"),
             (wor, "recursive"),
         ):
             accepted = [law(assemble(3, make(k), verifier(rule), 1, seed), [0], 1).accepted for k in (1, 2, 3)]
             assert accepted == sorted(accepted)
-        assert law(assemble(3, wor(3), Recursive(), 1, seed), [0], 1).accepted == pytest.approx(1, abs=1e-12)
+        assert law(assemble(3, wor(3), RecursiveVerifier(), 1, seed), [0], 1).accepted == pytest.approx(1, abs=1e-12)
 
 
 def toy(rule: object) -> Parts:
     p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
-    return assemble(2, Chain(), rule, 2, target=TabularLM(lambda _: p, 2), drafter=Model(lm=TabularLM(lambda _: q, 2)))
+    return assemble(
+        2, ChainTree(), rule, 2, target=TabularLM(lambda _: p, 2), drafter=ModelDrafter(lm=TabularLM(lambda _: q, 2))
+    )
 
 
 def test_greedy_block_gives_most_in_one_block_and_less_than_block_over_three():
     emitted = {
         name: [law(toy(rule), [0], n).accepted + n for n in (1, 2, 3)]
-        for name, rule in (("block", Block()), ("greedy", GreedyBlock()))
+        for name, rule in (("block", BlockVerifier()), ("greedy", GreedyBlockVerifier()))
     }
     assert emitted["block"] == pytest.approx([20 / 9, 40 / 9, 60 / 9], abs=1e-9)
     assert emitted["greedy"] == pytest.approx([21 / 9, 40 / 9, 59 / 9], abs=1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Forgetful(Model):
+class Forgetful(ModelDrafter):
     """A draft model whose rows change with every step, as features or new weights would make them."""
 
     second: Callable[[tuple[int, ...]], np.ndarray]
@@ -404,21 +421,27 @@ def test_greedy_block_with_an_impure_drafter_or_a_stopping_rule_is_refused_and_b
     )
     assert "one length" in refusal(Cell(rows="sampled", structure="chain", verifier="greedy_block", length="svip"))
     pure_rows = TabularLM(random_rows(3, seed=102), 3)
-    pure = law(assemble(3, Chain(), GreedyBlock(), 2, seed=2), [0], 3, horizon=3)
+    pure = law(assemble(3, ChainTree(), GreedyBlockVerifier(), 2, seed=2), [0], 3, horizon=3)
     assert pure.error < BOUND
     changing = Forgetful(lm=pure_rows, second=random_rows(3, seed=77))
-    assert law(assemble(3, Chain(), GreedyBlock(), 2, seed=2, drafter=changing), [0], 3, horizon=3).error > BIASED
-    stopping = Adaedl(num_speculative_tokens=3, threshold=0.6)
-    assert law(assemble(3, Chain(), GreedyBlock(), 3, seed=0, length=stopping), [0], 3, horizon=3).error > BIASED
+    assert (
+        law(assemble(3, ChainTree(), GreedyBlockVerifier(), 2, seed=2, drafter=changing), [0], 3, horizon=3).error
+        > BIASED
+    )
+    stopping = AdaedlLength(num_speculative_tokens=3, threshold=0.6)
+    assert (
+        law(assemble(3, ChainTree(), GreedyBlockVerifier(), 3, seed=0, length=stopping), [0], 3, horizon=3).error
+        > BIASED
+    )
 
 
 # A batch that shares its budget.
 
 
-def pair(criterion: str, rule: object, length: type = Tetris) -> list:
+def pair(criterion: str, rule: object, length: type = TetrisLength) -> list:
     """Two requests, two tokens drafted for each and two to be verified in all."""
     policy = length(num_speculative_tokens=1, extra=1, criterion=criterion)
-    return joint_law(assemble(2, Chain(), rule, 2, seed=12, length=policy), [[0], [1, 1]])
+    return joint_law(assemble(2, ChainTree(), rule, 2, seed=12, length=policy), [[0], [1, 1]])
 
 
 @pytest.mark.parametrize("rule", [name for name in LOSSLESS if name not in FIXED_LENGTH])
@@ -428,7 +451,7 @@ def test_predictable_tetris_keeps_the_law_of_every_request(rule):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BySquares(Tetris):
+class BySquares(TetrisLength):
     """Predictable TETRIS with the row's sum of squares for the chance of acceptance, which a token may exceed."""
 
     def note(self, level, tokens):
@@ -449,7 +472,7 @@ class WithoutMinimum(BySquares):
         return lengths
 
 
-@pytest.mark.parametrize("rule", [Token(), Block()], ids=["token", "block"])
+@pytest.mark.parametrize("rule", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_the_published_tetris_and_one_without_the_running_minimum_are_biased(rule):
     chances = {0: (0.9, 0.99), 1: (0.93, 0.95)}
 
@@ -457,12 +480,12 @@ def test_the_published_tetris_and_one_without_the_running_minimum_are_biased(rul
         high = chances[prefix[0]][min(len(prefix), 2) - 1]
         return np.array([high, 1 - high])
 
-    def worst(policy: Tetris) -> float:
-        target, drafter = TabularLM(lambda _: np.array([0.5, 0.5]), 2), Model(lm=TabularLM(rows, 2))
-        parts = assemble(2, Chain(), rule, 2, length=policy, target=target, drafter=drafter)
+    def worst(policy: TetrisLength) -> float:
+        target, drafter = TabularLM(lambda _: np.array([0.5, 0.5]), 2), ModelDrafter(lm=TabularLM(rows, 2))
+        parts = assemble(2, ChainTree(), rule, 2, length=policy, target=target, drafter=drafter)
         return max(found.error for found in joint_law(parts, [[0], [1]]))
 
-    assert worst(Tetris(num_speculative_tokens=1, extra=1, criterion="original")) > BIASED
+    assert worst(TetrisLength(num_speculative_tokens=1, extra=1, criterion="original")) > BIASED
     assert worst(WithoutMinimum(num_speculative_tokens=1, extra=1)) > BIASED
     assert worst(BySquares(num_speculative_tokens=1, extra=1)) < BOUND
-    assert worst(Tetris(num_speculative_tokens=1, extra=1)) < BOUND
+    assert worst(TetrisLength(num_speculative_tokens=1, extra=1)) < BOUND
