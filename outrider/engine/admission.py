@@ -32,11 +32,22 @@ class Admission:
     """
 
     def __init__(self, parts: Parts, *, max_slots: int, max_warm: int) -> None:
-        self.parts = parts
+        self._parts = parts
         self.max_slots = min(max_slots, parts.target.max_slots)
         self.prefixes = Prefixes(parts, min(max_warm, self.max_slots))
         self._waiting: deque[Seat] = deque()
         self._running: list[Seat] = []
+
+    @property
+    def parts(self) -> Parts:
+        """Whose slots are given out. Where another target takes over, nothing of the old one is kept warm."""
+        return self._parts
+
+    @parts.setter
+    def parts(self, parts: Parts) -> None:
+        if parts.target is not self._parts.target:
+            self.prefixes.clear()
+        self._parts = self.prefixes.parts = parts
 
     def queue(self, seat: Seat) -> None:
         """Let a request wait for a slot."""
@@ -157,6 +168,6 @@ class Admission:
     def _give_up(self, running: Running) -> None:
         """Release what can be released; the error that comes first is the one to report."""
         with suppress(Exception):
-            self.parts.target.release(running.slot)
+            self.parts.target.release(running.slot, clean=True)
         with suppress(Exception):
             drafter_of(running).close(running.drafter_state)

@@ -106,7 +106,7 @@ class Engine:
 
     @property
     def parts(self) -> Parts:
-        """What decodes new requests; another value must have the same target."""
+        """What decodes new requests."""
         return self._schedule.parts
 
     @parts.setter

@@ -28,15 +28,16 @@ class Prefixes:
 
     Attributes:
         num_reused_tokens: Prompt tokens so far that did not need to be digested.
+        parts: Whose slots these are.
 
     Args:
-        parts: Give slots back.
+        parts: Whose slots these are.
         most: Most slots that stay allocated.
     """
 
     def __init__(self, parts: Parts, most: int) -> None:
         self.num_reused_tokens = 0
-        self._parts = parts
+        self.parts = parts
         self._most = most
         self._warm: list[Running] = []
 
@@ -56,7 +57,7 @@ class Prefixes:
 
     def evict(self) -> None:
         """Give back the slot that was used longest ago."""
-        end(self._parts, self._warm.pop(0))
+        end(self.parts, self._warm.pop(0))
 
     def clear(self) -> None:
         """Give back all slots."""
@@ -80,7 +81,7 @@ class Prefixes:
         return best if best is not None and best.shared else None
 
     def _found(self, prompt: Sequence[int], state: Running, warm: bool) -> Found:
-        digested = min(self._parts.target.length(state.slot), len(prompt) - 1)
+        digested = min(self.parts.target.length(state.slot), len(prompt) - 1)
         pairs = zip(state.tokens[:digested], prompt, strict=False)
         shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), digested)
         return Found(state=state, shared=shared, warm=warm)

@@ -212,9 +212,16 @@ class SlotCache:
         self._row_of[slot] = len(self._row_of)
         self._used[slot] = 0
 
-    def close(self, slot: int) -> None:
-        """Take a slot's row back and move the last row into the hole."""
+    def close(self, slot: int, *, clean: bool = False) -> None:
+        """Take a slot's row back and move the last row into the hole.
+
+        Args:
+            clean: Whether the row is overwritten first: what is not a number would reach whoever gets it next, even
+                behind a mask.
+        """
         hole = self._row_of.pop(slot)
+        for group in self._groups if clean and hole < self._num_rows else ():
+            group.storage[:, hole].zero_()
         self._used.pop(slot)
         last = len(self._row_of)
         if hole == last:

@@ -132,8 +132,12 @@ class LM(Protocol):
         """A new slot with the first `length` committed tokens of another. Raises RuntimeError when none is free."""
         ...
 
-    def release(self, slot: int) -> None:
-        """Give the slot back."""
+    def release(self, slot: int, *, clean: bool = False) -> None:
+        """Give the slot back.
+
+        Args:
+            clean: Whether what it holds may not be finite, and must not reach whoever gets it next.
+        """
         ...
 
     def cast(self, dtype: torch.dtype) -> "LM":

@@ -159,11 +159,11 @@ class SlotTable(Generic[Content]):
         self.cache.open(slot)
         return slot
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, *, clean: bool = False) -> None:
         """Give a slot back."""
         del self._contents[self._checked(slot)]
         with torch.inference_mode():
-            self.cache.close(slot)
+            self.cache.close(slot, clean=clean)
 
     def _checked(self, slot: int) -> int:
         self[slot]

@@ -74,9 +74,9 @@ class OverSlots(Generic[Content]):
         """Bytes of the cache copied so far: accepted paths moved into place, slots moved or copied."""
         return self.cache.bytes_moved
 
-    def release(self, slot: int) -> None:
-        """Give the slot back."""
-        self._slots.release(slot)
+    def release(self, slot: int, *, clean: bool = False) -> None:
+        """Give the slot back; with `clean` overwrite what it holds, which may not be finite."""
+        self._slots.release(slot, clean=clean)
 
     def length(self, slot: int) -> int:
         """Committed tokens of a slot."""

@@ -121,7 +121,7 @@ class TabularLM:
         self._committed[slot] = self._committed[source][:length]
         return slot
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, *, clean: bool = False) -> None:
         del self._committed[slot], self._pending[slot]
 
     def cast(self, dtype: torch.dtype) -> "TabularLM":

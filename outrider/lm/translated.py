@@ -152,9 +152,9 @@ class Translated:
         self._slots[slot] = _Slot(slot=slot, sizes=sizes)
         return slot
 
-    def release(self, slot: int) -> None:
+    def release(self, slot: int, *, clean: bool = False) -> None:
         del self._slots[slot]
-        self.lm.release(slot)
+        self.lm.release(slot, clean=clean)
 
     def _size(self, state: _Slot) -> int:
         return state.sizes[-1] if state.sizes else 0

@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.token_only import TokenOnly
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
+from outrider.lm.model import LanguageModel
 from outrider.types import Frontier, Guess, Request, Running, Sampling
 from tests.engine.test_engine import free_slots, tokens_of
 from tests.world.automaton import After
-from tests.world.models import drafter_of, engine
+from tests.world.models import drafter_of, engine, target
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -218,3 +220,25 @@ def test_a_drafter_that_reads_the_target_is_shown_everything_again_after_a_failu
     outputs = run(busy, requests())
     assert {output.finish_reason for output in outputs.values()} == {"length"}
     assert tokens_of(outputs) == tokens_of(run(engine(Listener()), requests()))
+
+
+def with_nan_at(token: int) -> LanguageModel:
+    """The target with an embedding that is not a number: texts with this token have no law."""
+    lm = target()
+    with torch.no_grad():
+        lm.model.get_input_embeddings().weight[token] = torch.nan
+    return lm
+
+
+@pytest.mark.parametrize("setting", [Sampling(temperature=0.0, seed=1), Sampling(temperature=1.0, seed=1)])
+@pytest.mark.parametrize("drafter", ["model", "ngram", "none"])
+def test_a_request_whose_target_gives_no_number_ends_by_a_named_error_and_its_neighbours_go_on(drafter, setting):
+    # The token is never drafted: it would spoil the forward in which it is read.
+    busy, setting = engine(drafter), replace(setting, logit_bias={63: -torch.inf})
+    expected = [out.tokens for out in busy.generate([[5, 9, 4], [8, 8, 2, 8]], max_new_tokens=12, sampling=setting)]
+    busy.parts = replace(busy.parts, target=with_nan_at(63))
+    made = busy.generate([[5, 9, 4], [3, 63, 3], [8, 8, 2, 8]], max_new_tokens=12, sampling=setting, errors="return")
+    assert [made[0].tokens, made[2].tokens] == expected
+    assert (made[1].finish_reason, made[1].tokens) == ("error", [])
+    assert isinstance(made[1].error, NoDistribution)
+    assert "logits are not numbers" in str(made[1].error)

@@ -8,11 +8,18 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider
+from outrider import catalog
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
+from outrider.drafters.protocol import Surroundings
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
 from outrider.lm.compiled import COMPILED
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.types import Request
+from tests.world.heads import toy
 
 CASES = {
     "a chain": ([[3, 1, 4]], [[5, 9, 2, 6]], None),
@@ -96,6 +103,36 @@ def law(model: LlamaForCausalLM) -> float:
     return law_of_runs(engine, [request], [row]).error
 
 
+def heads(model: LlamaForCausalLM) -> dict[str, object]:
+    """Greedy output with toy heads, compiled and not, in chains and trees of ragged batches, and the heads' graphs."""
+    prompts, found = [[3, 1, 4], [5, 9, 2, 6, 5, 3, 5], [8] * 30], {}
+    for kind in ("own features", "block"):
+        for tree, verifier in (("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")):
+            texts, accepted = [], []
+            for compile in (False, True):
+                target = LanguageModel(model, max_slots=3)
+                drafter = toy(kind, Surroundings.of(target, None), compile=compile)
+                parts = Parts(
+                    target=target,
+                    drafter=drafter,
+                    tree=catalog.make("tree", tree),
+                    verifier=catalog.make("verifier", verifier),
+                    length=FixedLength(num_speculative_tokens=3),
+                    decoding=StepDecoding(),
+                )
+                before = counters["stats"]["unique_graphs"]
+                made = Engine(parts, max_slots=3).generate(
+                    prompts, max_new_tokens=24, sampling=outrider.Sampling(temperature=0)
+                )
+                texts.append([out.tokens for out in made])
+                accepted.append(sum(out.num_accepted_tokens for out in made))
+            found[f"{kind} {tree}"] = {
+                "same": texts[0] == texts[1] and accepted[0] == accepted[1],
+                "graphs": counters["stats"]["unique_graphs"] - before,
+            }
+    return found
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model = llama(1)
@@ -110,6 +147,7 @@ def main() -> None:
             said(compiled, [[3, 1, 4]], [[5] * width], None, taps)
         found[f"new graphs for new lengths {name}"] = counters["stats"]["unique_graphs"] - before
         found[f"graphs {name}"] = counters["stats"]["unique_graphs"] - first
+    found["heads"] = heads(model)
     found["graph breaks"] = sum(counters["graph_break"].values())
     found["forwards with taps are compiled"] = is_compiled(compiled, 3, "all", (0, 1))
     long = is_compiled(compiled, COMPILED + 1, "all") or is_compiled(compiled, 3, "none")

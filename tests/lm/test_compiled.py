@@ -24,6 +24,9 @@ def test_compiled_forwards_say_what_plain_ones_say_in_few_graphs():
         assert max(differences.values()) < 1e-5, differences
         assert found[f"new graphs for new lengths {name}"] == 0
         assert found[f"graphs {name}"] <= 5
+    for head in found["heads"].values():
+        assert head["same"]
+        assert 0 < head["graphs"] <= 6
     assert found["graph breaks"] == 0
     assert found["forwards with taps are compiled"]
     assert found["long forwards are plain"]
