@@ -88,7 +88,7 @@ def load(
         >>> load(verifier="blok")
         Traceback (most recent call last):
         ...
-        outrider.types.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match,
+        outrider.inputs.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match,
         recursive, kseq, top_plus_one, traversal, multipath, greedy_block, lenient, typical
     """
     own_draft = target is None and drafter is None
