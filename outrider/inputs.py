@@ -1,9 +1,11 @@
-"""What people type: the error that answers it, and values read by kind. Nothing heavy is imported here."""
+"""What people type: the error that answers it, values read by kind, files read as text. Nothing heavy is imported."""
 
 import difflib
 import numbers
 import operator
+import os
 from collections.abc import Iterable
+from pathlib import Path
 
 
 class InputError(ValueError):
@@ -52,3 +54,23 @@ def number(name: str, value: object) -> float:
     if isinstance(value, int | numbers.Real) and not isinstance(value, bool):
         return value if isinstance(value, int) else float(value)
     raise InputError(f"{name} must be a number, got {value!r}")
+
+
+def text_of(file: Path, what: str, wanted: str) -> str:
+    """The text of a file that a person named.
+
+    Args:
+        what: What the file holds.
+        wanted: What to give instead, where there is no such file.
+
+    Raises:
+        InputError: There is no such file, or it cannot be read.
+    """
+    if not os.path.isfile(file):
+        raise InputError(f"there is no {what} file {file}; give {wanted}")
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}") from error

@@ -39,6 +39,18 @@ class Decoding(Protocol):
         """One cycle of every request, as `step` below; the states change in place."""
         ...
 
+    def settled(self, parts: "Parts", named: bool) -> "Parts":
+        """The parts as they will run; called once, when they have been put together and nothing runs yet.
+
+        Args:
+            named: Whether somebody named the length policy; otherwise it is the usual one, and decoding may know a
+                better one.
+
+        Raises:
+            InputError: The length policy and the decoding contradict each other.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepDecoding:
@@ -56,6 +68,9 @@ class StepDecoding:
         keep: Callable[[Running, list[int]], int] | None = None,
     ) -> list[Step]:
         return step(parts, states, dice, keep)
+
+    def settled(self, parts: "Parts", named: bool) -> "Parts":
+        return parts
 
 
 @dataclass(frozen=True, kw_only=True)

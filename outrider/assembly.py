@@ -1,0 +1,212 @@
+"""A setup becomes an engine: its parts are made, checked against the refusal matrix, and put together."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider import catalog
+from outrider.catalog import Family
+from outrider.decoding.step import Decoding, Parts
+from outrider.drafters.protocol import Drafter, Surroundings, Unbound
+from outrider.engine.engine import Engine
+from outrider.lengths.protocol import LengthPolicy
+from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
+from outrider.lm.packed import worth_packing
+from outrider.lm.protocol import LM
+from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
+from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.refusals import DEFAULT, Cell, refusal
+from outrider.setup import Setup
+from outrider.trees.protocol import Tree
+from outrider.types import InputError, Sampling
+from outrider.verifiers.protocol import Verifier
+
+USUAL = Setup(drafter="suffix", length="fixed:5")
+"""What a setup is completed with."""
+EMBEDDED = Setup(target=EMBEDDED_TARGET, drafter=f"model:path={EMBEDDED_DRAFT}", length="fixed:4")
+"""What a setup is completed with that names neither target nor drafter."""
+MAX_SLOTS = 8
+"""Most requests at once, where a setup does not say."""
+OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_implementation", "revision")
+"""Options that say how a target is loaded."""
+KINDS: dict[Family, tuple[type, ...]] = {
+    "drafter": (Drafter, Unbound),
+    "tree": (Tree,),
+    "verifier": (Verifier,),
+    "length": (LengthPolicy,),
+    "decoding": (Decoding,),
+}
+"""What a part has to be, by family."""
+
+
+def assemble(setup: Setup) -> Engine:
+    """The engine that a setup describes.
+
+    Raises:
+        InputError: Anything that does not exist, does not fit or would not be lossless, with what would.
+    """
+    wanted = completed(setup)
+    tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
+    drafter, verifier = _part("drafter", wanted.drafter), wanted.verifier and _part("verifier", wanted.verifier)
+    model, tokenizer = _model(wanted), _tokenizer(wanted)
+    surroundings = _surroundings(wanted, model, tokenizer)
+    target = _target(wanted, model, surroundings)
+    if isinstance(drafter, Unbound):
+        drafter = drafter.bind(surroundings)
+    verifier = verifier or _part("verifier", _best_verifier(drafter, tree))
+    parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
+    if reason := refusal(cell(parts), wanted.allow_lossy) or chains_only(parts):
+        raise InputError(reason)
+    return Engine(
+        decoding.settled(parts, named=setup.length is not None),
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(model),
+        sampling=_default_sampling(model),
+        max_slots=surroundings.max_slots,
+        max_prefill_tokens=wanted.max_prefill_tokens,
+    )
+
+
+def completed(setup: Setup) -> Setup:
+    """The setup with the usual target, drafter and length where it names none.
+
+    Example:
+        >>> completed(Setup("org/target")).drafter, completed(Setup()).length
+        ('suffix', 'fixed:4')
+    """
+    own = setup.target is None and setup.drafter is None
+    usual = EMBEDDED if own else replace(USUAL, target=EMBEDDED.target)
+    missing = [name for name in ("target", "drafter", "length") if getattr(setup, name) is None]
+    return replace(setup, **{name: getattr(usual, name) for name in missing})
+
+
+def cell(parts: Parts) -> Cell:
+    """Where a combination of parts stands in the refusal matrix."""
+    return Cell(
+        rows=parts.drafter.rows,
+        context_pure=parts.drafter.context_pure,
+        structure=parts.tree.structure,
+        verifier=catalog.name_of(parts.verifier),
+        length=catalog.variant_of(parts.length),
+        decoding=catalog.name_of(parts.decoding),
+        taps=bool(parts.drafter.taps),
+    )
+
+
+def chains_only(parts: Parts) -> str | None:
+    """Why a branching tree cannot be read by the target or the draft model; None where it can, or does not branch."""
+    for role, lm in (("target", parts.target), ("draft model", getattr(parts.drafter, "lm", None))):
+        if parts.tree.structure != "chain" and isinstance(lm, RecurrentModel):
+            return f"the {role} {lm.model.config.model_type} {CHAINS_ONLY}"
+    return None
+
+
+def _part(family: Family, given: str | object) -> Any:
+    """A part by its name, or as it was given."""
+    if isinstance(given, str):
+        return catalog.make(family, given)
+    if not isinstance(given, KINDS[family]):
+        raise InputError(f"{family} must be a name of the catalog or a part of that family, got {given!r}")
+    return given
+
+
+def _best_verifier(drafter: Drafter, tree: Tree) -> str:
+    """The lossless rule that accepts most of what a drafter and a tree make."""
+    return DEFAULT[Cell(rows=drafter.rows, structure=tree.structure, verifier="match").kind]
+
+
+def _model(setup: Setup) -> PreTrainedModel:
+    """The target: opened where it is named, otherwise as it was given."""
+    if isinstance(setup.target, str):
+        return open_model(
+            setup.target,
+            dtype=setup.dtype,
+            device=setup.device,
+            device_map=setup.device_map,
+            quantization_config=setup.quantization_config,
+            attn_implementation=setup.attn_implementation,
+            revision=setup.revision,
+            trust_remote_code=setup.trust_remote_code,
+        )
+    if not isinstance(setup.target, PreTrainedModel):
+        raise InputError(f"target must be a directory, a hub id or a transformers model, got {setup.target!r}")
+    if foreign := [name for name in OF_LOADING if name in setup.given()]:
+        raise InputError(f"the target is loaded already; leave out {', '.join(foreign)}, or name the target instead")
+    return setup.target
+
+
+def _tokenizer(setup: Setup) -> PreTrainedTokenizerBase | None:
+    """The tokenizer: opened where it is named, as it was given, or the one beside the target; None where none is."""
+    trusted = setup.trust_remote_code
+    if isinstance(setup.tokenizer, str):
+        found = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
+        if found is None:
+            raise InputError(f"there is no tokenizer in {setup.tokenizer}; give a directory or a hub id that has one")
+        return found
+    if setup.tokenizer is not None:
+        return setup.tokenizer
+    if isinstance(setup.target, str):
+        return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)
+    place = str(getattr(setup.target, "name_or_path", ""))
+    return open_tokenizer(place, trust_remote_code=trusted) if place and Path(place).is_dir() else None
+
+
+def _surroundings(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:
+    """How the target runs here, which a drafter may need to know."""
+    prepack = setup.prepack
+    if prepack is None:
+        # A model that was given may be trained meanwhile.
+        prepack = isinstance(setup.target, str) and not setup.compile and worth_packing(model)
+    return Surroundings(
+        tokenizer=tokenizer,
+        vocab_size=_vocab_size(model, tokenizer) if setup.vocab_size is None else setup.vocab_size,
+        device=model.device,
+        dtype=model.dtype,
+        max_slots=MAX_SLOTS if setup.max_slots is None else setup.max_slots,
+        compile=setup.compile,
+        prepack=prepack,
+    )
+
+
+def _target(setup: Setup, model: PreTrainedModel, surroundings: Surroundings) -> LM:
+    """The target as the engine sees it."""
+    half = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+    return as_lm(
+        model,
+        max_slots=surroundings.max_slots,
+        max_context=setup.max_context,
+        vocab_size=surroundings.vocab_size,
+        pad_to=(2 if half else 1) if setup.pad_to is None else setup.pad_to,
+        compile=surroundings.compile,
+        prepack=surroundings.prepack,
+    )
+
+
+def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Width of the logits that mean something: padding behind the tokenizer's last id is cut off."""
+    width = logit_width(model)
+    return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
+
+
+def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    given = getattr(model.generation_config, "eos_token_id", None)
+    if given is None:
+        given = getattr(model.config, "eos_token_id", None)
+    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)
+
+
+def _default_sampling(model: PreTrainedModel) -> Sampling:
+    """What the model's generation config says, as in vLLM; one that says not to sample is greedy."""
+    config = model.generation_config
+    if config.do_sample is False:
+        return Sampling(temperature=0.0, repetition_penalty=config.repetition_penalty or 1.0)
+    return Sampling(
+        temperature=1.0 if config.temperature is None else config.temperature,
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
+        repetition_penalty=config.repetition_penalty or 1.0,
+    )
