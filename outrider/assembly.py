@@ -50,13 +50,15 @@ def assemble(setup: Setup) -> Engine:
     """
     wanted = completed(setup)
     tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
-    drafter, verifier = _part("drafter", wanted.drafter), wanted.verifier and _part("verifier", wanted.verifier)
-    model, tokenizer = _model(wanted), _tokenizer(wanted)
+    drafter = _part("drafter", wanted.drafter)
+    verifier = None if wanted.verifier is None else _part("verifier", wanted.verifier)
+    model, tokenizer = _model(wanted), tokenizer_of(wanted)
     surroundings = _surroundings(wanted, model, tokenizer)
     target = _target(wanted, model, surroundings)
     if isinstance(drafter, Unbound):
         drafter = drafter.bind(surroundings)
-    verifier = verifier or _part("verifier", _best_verifier(drafter, tree))
+    if verifier is None:
+        verifier = _part("verifier", _best_verifier(drafter, tree))
     parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
     if reason := refusal(cell(parts), wanted.allow_lossy) or chains_only(parts):
         raise InputError(reason)
@@ -81,6 +83,22 @@ def completed(setup: Setup) -> Setup:
     usual = EMBEDDED if own else replace(USUAL, target=EMBEDDED.target)
     missing = [name for name in ("target", "drafter", "length") if getattr(setup, name) is None]
     return replace(setup, **{name: getattr(usual, name) for name in missing})
+
+
+def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target: the one that is named or was given, or the one beside it; None where none is."""
+    trusted = setup.trust_remote_code
+    if isinstance(setup.tokenizer, str):
+        found = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
+        if found is None:
+            raise InputError(f"there is no tokenizer in {setup.tokenizer}; give a directory or a hub id that has one")
+        return found
+    if setup.tokenizer is not None:
+        return setup.tokenizer
+    if isinstance(setup.target, str):
+        return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)
+    place = str(getattr(setup.target, "name_or_path", ""))
+    return open_tokenizer(place, trust_remote_code=trusted) if place and Path(place).is_dir() else None
 
 
 def cell(parts: Parts) -> Cell:
@@ -136,22 +154,6 @@ def _model(setup: Setup) -> PreTrainedModel:
     if foreign := [name for name in OF_LOADING if name in setup.given()]:
         raise InputError(f"the target is loaded already; leave out {', '.join(foreign)}, or name the target instead")
     return setup.target
-
-
-def _tokenizer(setup: Setup) -> PreTrainedTokenizerBase | None:
-    """The tokenizer: opened where it is named, as it was given, or the one beside the target; None where none is."""
-    trusted = setup.trust_remote_code
-    if isinstance(setup.tokenizer, str):
-        found = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
-        if found is None:
-            raise InputError(f"there is no tokenizer in {setup.tokenizer}; give a directory or a hub id that has one")
-        return found
-    if setup.tokenizer is not None:
-        return setup.tokenizer
-    if isinstance(setup.target, str):
-        return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)
-    place = str(getattr(setup.target, "name_or_path", ""))
-    return open_tokenizer(place, trust_remote_code=trusted) if place and Path(place).is_dir() else None
 
 
 def _surroundings(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:

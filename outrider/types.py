@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -167,6 +167,15 @@ class Sampling:
         object.__setattr__(self, "logit_bias", bias)
         if not isinstance(self.processors, Sequence) or not all(callable(each) for each in self.processors):
             raise InputError(f"processors must be a list of logits processors, got {self.processors!r}")
+
+    def nth(self, k: int) -> "Sampling":
+        """Settings of the k-th output of a prompt, from 0: where a seed was given, one derived from it and k.
+
+        The first output is drawn from the seed itself.
+        """
+        if self.seed is None or k == 0:
+            return self
+        return replace(self, seed=int(np.random.SeedSequence([self.seed, k]).generate_state(1, np.uint64)[0]))
 
     @property
     def reads_prefix(self) -> bool:

@@ -213,7 +213,7 @@ class Engine:
                     id = self.add(
                         prompt,
                         max_new_tokens=max_new_tokens,
-                        sampling=_nth(setting, k),
+                        sampling=setting if setting is None else setting.nth(k),
                         stop=stop,
                         logprobs=logprobs,
                         ignore_eos=ignore_eos,
@@ -477,10 +477,3 @@ class Engine:
             self.parts.target.release(running.slot)
         with suppress(Exception):
             self.parts.drafter.close(running.drafter_state)
-
-
-def _nth(sampling: Sampling | None, k: int) -> Sampling | None:
-    """Settings of the k-th output of a prompt: the same, with its own seed."""
-    if sampling is None or sampling.seed is None or k == 0:
-        return sampling
-    return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, k]).generate_state(1, np.uint64)[0]))
