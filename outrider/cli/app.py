@@ -3,6 +3,7 @@
 import io
 import os
 import sys
+from contextlib import suppress
 
 from outrider.inputs import InputError
 
@@ -31,6 +32,7 @@ def main() -> None:
         complain(error)
         sys.exit(WRONG_INPUT)
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
@@ -48,10 +50,9 @@ def complain(error: Exception) -> None:
 
 def _discard() -> None:
     """Let what is still buffered go nowhere."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+    if sys.stdout is not None:
+        with suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

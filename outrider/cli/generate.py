@@ -183,9 +183,10 @@ def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted]
     """Run all requests together, with a progress bar on standard error. One that fails does not stop the others."""
     task, running = made.task, dict[str, Wanted]()
     settings, options = task.request.sampling(engine.sampling), task.options
+    console = Console(stderr=True)
     on_screen = task.output is None and sys.stdout is not None and sys.stdout.isatty()
-    hidden = task.as_json or on_screen
-    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False, disable=hidden) as progress:
+    hidden = task.as_json or on_screen or not console.is_terminal
+    with Progress(console=console, transient=True, redirect_stdout=False, disable=hidden) as progress:
         bar = progress.add_task("generating", total=len(wanted))
         try:
             for each in wanted:

@@ -76,7 +76,7 @@ class OutputFile:
         Raises:
             InputError: The file holds something else, or outputs of other requests.
         """
-        if not self.path.exists():
+        if not self.path.is_file():
             return set()
         self._repair()
         asked = {(each.prompt_index, each.sample_index): each for each in wanted}
