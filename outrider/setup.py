@@ -115,6 +115,10 @@ class Setup:
         values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         return {name: value for name, (value, default) in values.items() if value != default}
 
+    def written(self) -> dict[str, Any]:
+        """The same as a file holds them. Raises InputError for a value that it cannot hold, such as a loaded model."""
+        return {name: _written(name, value) for name, value in self.given().items()}
+
     @classmethod
     def read(cls, file: Path) -> "Setup":
         """The setup that a file holds: TOML, or JSON where the name ends in `.json`.
@@ -140,7 +144,7 @@ class Setup:
         Raises:
             InputError: A value that a file cannot hold, such as a loaded model.
         """
-        written = {name: _written(name, value) for name, value in self.given().items()}
+        written = self.written()
         text = json.dumps(written, indent=2) + "\n" if file.suffix == ".json" else _toml(written)
         fresh = file.with_name(f".{file.name}.{os.getpid()}")
         try:

@@ -22,12 +22,22 @@ WRONG = {
     "engine.add('a', max_new_tokens='4')": "max_new_tokens must be a whole number, got '4'",
     "engine.add('a', sampling={'temperature': 0})": "sampling must be an outrider.Sampling, got {'temperature': 0}",
     "engine.add('a', stop=[3])": "a stop string must be a text, got 3",
+    "engine.encode([{'role': 'user'}])": "a chat message needs content, got {'role': 'user'}",
+    "engine.encode([{'role': 'user', 'content': None}])": (
+        "a chat message needs content, got {'role': 'user', 'content': None}"
+    ),
+    "engine.encode([{'content': 'Hello'}])": "a chat message needs a role, such as 'user', got {'content': 'Hello'}",
+    "outrider.load(max_slots='8')": "max_slots must be a whole number, got '8'",
+    "outrider.load(max_context=2.5)": "max_context must be a whole number, got 2.5",
+    "outrider.load(compile='yes')": "compile must be true or false, got 'yes'",
+    "outrider.Setup(max_slots='8')": "max_slots must be a whole number, got '8'",
     "outrider.Request(id='a', prompt=(1, 2.0), max_new_tokens=4, sampling=outrider.Sampling())": (
         "a token of the prompt must be a whole number, got 2.0"
     ),
 }
 
 NUMPYS = {
+    "outrider.Setup(max_slots=np.int64(3)).max_slots": "3",
     "outrider.Sampling(temperature=np.float32(0.5)).temperature": "0.5",
     "outrider.Sampling(top_k=np.int64(3)).top_k": "3",
     "outrider.Sampling(seed=np.uint64(2**64 - 1)).seed": "18446744073709551615",

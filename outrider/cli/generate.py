@@ -147,6 +147,8 @@ def run(task: Task) -> None:
         return
     made = Run(task=task)
     engine = opened(task.setup)
+    if engine.tokenizer is None:
+        raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
     if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:
         _stream(engine, prompts[0], made)
     else:

@@ -9,6 +9,7 @@ import pytest
 from outrider.cli.prompts import STANDARD_INPUT, entries, is_lines, read_prompts
 from outrider.inputs import InputError
 from tests.cli.runs import run
+from tests.world.zoo import tiny
 
 SHORT = ["--max-new-tokens", "4", "--temperature", "0", "--drafter", "none"]
 LINES = '{"prompt": "Once"}\n{"turns": ["a", "b", "c"]}\n{"messages": [{"role": "system", "content": "d"}]}\n'
@@ -100,3 +101,10 @@ def test_what_is_wrong_with_all_requests_is_said_once(monkeypatch, capsys, tmp_p
     given = ["--prompt", "Once", "--prompt", "One day", "--stop", ""]
     status, out, err = run(monkeypatch, capsys, "generate", *given)
     assert (status, out, err) == (2, "", "error: a stop string must not be empty\n")
+
+
+def test_a_missing_tokenizer_is_one_sentence(monkeypatch, capsys, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    status, out, err = run(monkeypatch, capsys, "generate", "--target", str(tmp_path), "--prompt", "Once")
+    assert (status, out) == (2, "")
+    assert err == ("error: there is no tokenizer beside the target, and a text needs one; name it with --tokenizer\n")
