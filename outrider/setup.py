@@ -146,6 +146,7 @@ class Setup:
         """
         written = self.written()
         text = json.dumps(written, indent=2) + "\n" if file.suffix == ".json" else _toml(written)
+        file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f".{file.name}.{os.getpid()}")
         try:
             fresh.write_text(text, encoding="utf-8")

@@ -95,6 +95,7 @@ class OutputFile:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
