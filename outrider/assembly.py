@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.decoding.step import Decoding, Parts
+from outrider.decoding.step import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Surroundings, Unbound
 from outrider.engine.engine import Engine
 from outrider.lengths.protocol import LengthPolicy
@@ -62,8 +62,10 @@ def assemble(setup: Setup) -> Engine:
     parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
     if reason := refusal(cell(parts), wanted.allow_lossy) or chains_only(parts):
         raise InputError(reason)
+    if isinstance(decoding, Settling):
+        parts = decoding.settled(parts, named=setup.length is not None)
     return Engine(
-        decoding.settled(parts, named=setup.length is not None),
+        parts,
         tokenizer=tokenizer,
         eos_ids=_eos_ids(model),
         sampling=_default_sampling(model),

@@ -39,12 +39,16 @@ class Decoding(Protocol):
         """One cycle of every request, as `step` below; the states change in place."""
         ...
 
+
+@runtime_checkable
+class Settling(Protocol):
+    """A decoding that knows more of its parts once they are put together, such as how long to draft."""
+
     def settled(self, parts: "Parts", named: bool) -> "Parts":
-        """The parts as they will run; called once, when they have been put together and nothing runs yet.
+        """The parts as they will run; called once, before anything runs.
 
         Args:
-            named: Whether somebody named the length policy; otherwise it is the usual one, and decoding may know a
-                better one.
+            named: Whether somebody named the length policy; otherwise it is the usual one.
 
         Raises:
             InputError: The length policy and the decoding contradict each other.
@@ -68,9 +72,6 @@ class StepDecoding:
         keep: Callable[[Running, list[int]], int] | None = None,
     ) -> list[Step]:
         return step(parts, states, dice, keep)
-
-    def settled(self, parts: "Parts", named: bool) -> "Parts":
-        return parts
 
 
 @dataclass(frozen=True, kw_only=True)
