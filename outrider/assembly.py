@@ -1,6 +1,7 @@
 """A setup becomes an engine: its parts are made, checked against the refusal matrix, and put together."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.decoding.step import Decoding, Parts, Settling
+from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Surroundings, Unbound
 from outrider.engine.engine import Engine
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import LM
-from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.refusals import DEFAULT, Cell, refusal
 from outrider.setup import Setup
@@ -53,14 +53,15 @@ def assemble(setup: Setup) -> Engine:
     drafter = _part("drafter", wanted.drafter)
     verifier = None if wanted.verifier is None else _part("verifier", wanted.verifier)
     model, tokenizer = _model(wanted), tokenizer_of(wanted)
-    surroundings = _surroundings(wanted, model, tokenizer)
-    target = _target(wanted, model, surroundings)
+    wanted = _running(wanted, model, tokenizer)
+    target = _target(wanted, model)
     if isinstance(drafter, Unbound):
-        drafter = drafter.bind(surroundings)
+        drafter = drafter.bind(_surroundings(wanted, target, tokenizer))
     if verifier is None:
         verifier = _part("verifier", _best_verifier(drafter, tree))
     parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
-    if reason := refusal(cell(parts), wanted.allow_lossy) or chains_only(parts):
+    refuses = partial(why_not, allow_lossy=wanted.allow_lossy)
+    if (reason := refuses(parts)) is not None:
         raise InputError(reason)
     if isinstance(decoding, Settling):
         parts = decoding.settled(parts, named=setup.length is not None)
@@ -69,8 +70,9 @@ def assemble(setup: Setup) -> Engine:
         tokenizer=tokenizer,
         eos_ids=_eos_ids(model),
         sampling=_default_sampling(model),
-        max_slots=surroundings.max_slots,
+        max_slots=wanted.max_slots or MAX_SLOTS,
         max_prefill_tokens=wanted.max_prefill_tokens,
+        refuses=refuses,
     )
 
 
@@ -103,6 +105,11 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
     return open_tokenizer(place, trust_remote_code=trusted) if place and Path(place).is_dir() else None
 
 
+def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
+    """Why parts do not fit each other, in one sentence; None where they do."""
+    return refusal(cell(parts), allow_lossy) or chains_only(parts)
+
+
 def cell(parts: Parts) -> Cell:
     """Where a combination of parts stands in the refusal matrix."""
     return Cell(
@@ -117,10 +124,12 @@ def cell(parts: Parts) -> Cell:
 
 
 def chains_only(parts: Parts) -> str | None:
-    """Why a branching tree cannot be read by the target or the draft model; None where it can, or does not branch."""
-    for role, lm in (("target", parts.target), ("draft model", getattr(parts.drafter, "lm", None))):
-        if parts.tree.structure != "chain" and isinstance(lm, RecurrentModel):
-            return f"the {role} {lm.model.config.model_type} {CHAINS_ONLY}"
+    """Why a branching tree cannot be read by the target or the drafter; None where it can, or does not branch."""
+    if parts.tree.structure == "chain":
+        return None
+    for role, reason in (("target", parts.target.chains_only), ("draft model", parts.drafter.chains_only)):
+        if reason is not None:
+            return f"the {role} {reason}"
     return None
 
 
@@ -158,34 +167,37 @@ def _model(setup: Setup) -> PreTrainedModel:
     return setup.target
 
 
-def _surroundings(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:
-    """How the target runs here, which a drafter may need to know."""
-    prepack = setup.prepack
-    if prepack is None:
-        # A model that was given may be trained meanwhile.
-        prepack = isinstance(setup.target, str) and not setup.compile and worth_packing(model)
-    return Surroundings(
-        tokenizer=tokenizer,
-        vocab_size=_vocab_size(model, tokenizer) if setup.vocab_size is None else setup.vocab_size,
-        device=model.device,
-        dtype=model.dtype,
-        max_slots=MAX_SLOTS if setup.max_slots is None else setup.max_slots,
+def _running(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Setup:
+    """The setup with what suits this model on this machine, where it does not say."""
+    half = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+    # A model that was given may be trained meanwhile.
+    prepack = isinstance(setup.target, str) and not setup.compile and worth_packing(model)
+    usual: dict[str, Any] = {
+        "vocab_size": _vocab_size(model, tokenizer),
+        "max_slots": MAX_SLOTS,
+        "pad_to": 2 if half else 1,
+        "prepack": prepack,
+    }
+    return replace(setup, **{name: value for name, value in usual.items() if getattr(setup, name) is None})
+
+
+def _target(setup: Setup, model: PreTrainedModel) -> LM:
+    """The target as the engine sees it."""
+    return as_lm(
+        model,
+        max_slots=setup.max_slots or MAX_SLOTS,
+        max_context=setup.max_context,
+        vocab_size=setup.vocab_size,
+        pad_to=setup.pad_to or 1,
         compile=setup.compile,
-        prepack=prepack,
+        prepack=bool(setup.prepack),
     )
 
 
-def _target(setup: Setup, model: PreTrainedModel, surroundings: Surroundings) -> LM:
-    """The target as the engine sees it."""
-    half = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
-    return as_lm(
-        model,
-        max_slots=surroundings.max_slots,
-        max_context=setup.max_context,
-        vocab_size=surroundings.vocab_size,
-        pad_to=(2 if half else 1) if setup.pad_to is None else setup.pad_to,
-        compile=surroundings.compile,
-        prepack=surroundings.prepack,
+def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:
+    """What the drafter may know of the target."""
+    return Surroundings.of(
+        target, tokenizer, max_slots=setup.max_slots, compile=setup.compile, prepack=bool(setup.prepack)
     )
 
 

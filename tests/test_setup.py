@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import InputError
-from outrider.decoding.step import PREFILL_CHUNK
+from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.drafters.ngram import NgramDrafter
 from outrider.setup import KINDS, Setup, documentation
 

@@ -21,6 +21,9 @@ WRONG = {
     "engine.add('a', max_new_tokens=4.5)": "max_new_tokens must be a whole number, got 4.5",
     "engine.add('a', max_new_tokens='4')": "max_new_tokens must be a whole number, got '4'",
     "engine.add('a', sampling={'temperature': 0})": "sampling must be an outrider.Sampling, got {'temperature': 0}",
+    "engine.add('a', min_tokens=1.5)": "min_tokens must be a whole number, got 1.5",
+    "engine.add('a', logprobs='all')": "logprobs must be a whole number, got 'all'",
+    "engine.add('a', stop_token_ids=['</s>'])": "a token of eos_ids must be a whole number, got '</s>'",
     "engine.add('a', stop=[3])": "a stop string must be a text, got 3",
     "engine.encode([{'role': 'user'}])": "a chat message needs content, got {'role': 'user'}",
     "engine.encode([{'role': 'user', 'content': None}])": (

@@ -22,6 +22,7 @@ from outrider.cli.request import RequestOptions
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
 from outrider.engine.prompts import Prompt
+from outrider.engine.requests import nth
 from outrider.inputs import InputError
 from outrider.setup import Setup
 from outrider.types import Sampling, Step
@@ -196,7 +197,7 @@ def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted]
                 try:
                     if entry.prompt is None:
                         raise entry.error or InputError(f"{entry.place} is empty")
-                    sampling = settings.nth(each.sample_index)
+                    sampling = nth(settings, each.sample_index)
                     running[engine.add(entry.prompt, id=str(each.index), sampling=sampling, **options)] = each
                 except InputError as error:
                     made.failed[entry.place] = error

@@ -34,8 +34,9 @@ class Wanted:
         """The output as an object of JSON."""
         numbers = {"index": self.index, "prompt_index": self.prompt_index, "sample_index": self.sample_index}
         found = numbers | {"request": self.request} | {name: getattr(output, name) for name in FIELDS}
-        if output.logprobs is not None:
-            found["logprobs"] = output.logprobs
+        for name in ("logprobs", "top_logprobs"):
+            if getattr(output, name) is not None:
+                found[name] = getattr(output, name)
         return found
 
 

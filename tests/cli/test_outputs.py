@@ -119,10 +119,10 @@ def test_an_interrupt_leaves_the_outputs_that_have_ended(monkeypatch, capsys, tm
 def test_a_request_that_fails_does_not_void_the_others(monkeypatch, capsys):
     begin = ModelDrafter.begin
 
-    def failing(drafter, states):
+    def failing(drafter, states, depths):
         if any(state.request.id == "2" for state in states):
             raise RuntimeError("a bad day")
-        return begin(drafter, states)
+        return begin(drafter, states, depths)
 
     monkeypatch.setattr(ModelDrafter, "begin", failing)
     given = [*PROMPTS, "--max-new-tokens", "6", "--json"]
@@ -154,3 +154,30 @@ def test_a_disk_that_is_full_is_one_sentence(monkeypatch, capsys):
         pytest.skip("needs a device that is always full")
     status, _, err = run(monkeypatch, capsys, "generate", *PROMPTS, *DRAWN, "--output", "/dev/full")
     assert (status, err) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_log_probabilities_are_recorded(monkeypatch, capsys, tmp_path):
+    given = ["generate", "--prompt", "Once", "--max-new-tokens", "5", "--temperature", "0", "--json"]
+    assert "logprobs" not in json.loads(run(monkeypatch, capsys, *given)[1])
+    own = json.loads(run(monkeypatch, capsys, *given, "--logprobs", "0")[1])
+    assert len(own["logprobs"]) == 5
+    assert not own.get("top_logprobs")
+    file = tmp_path / "out.jsonl"
+    likeliest = json.loads(run(monkeypatch, capsys, *given, "--logprobs", "2", "--output", str(file))[1])
+    assert likeliest["logprobs"] == own["logprobs"]
+    for token, logprob, top in zip(own["tokens"], own["logprobs"], likeliest["top_logprobs"], strict=True):
+        assert (len(top), max(top, key=top.get)) == (2, str(token))
+        assert top[str(token)] == pytest.approx(logprob)
+    assert records(file) == [likeliest]
+
+
+def test_where_an_output_ends_can_be_said(monkeypatch, capsys):
+    given = ["generate", "--prompt", "Once upon a time", "--max-new-tokens", "12", "--temperature", "0", "--json"]
+    plain = json.loads(run(monkeypatch, capsys, *given)[1])["tokens"]
+    stop = ["--stop-token-ids", str(plain[5]), "--stop-token-ids", str(plain[8])]
+    assert json.loads(run(monkeypatch, capsys, *given, *stop)[1])["tokens"] == plain[: plain.index(plain[5]) + 1]
+    later = json.loads(run(monkeypatch, capsys, *given, *stop, "--min-tokens", "10")[1])
+    assert (len(later["tokens"]) >= 10, plain[5] in later["tokens"][:9]) == (True, False)
+    short = ["generate", "--prompt", "The end.", "--max-new-tokens", "200", "--temperature", "0", "--json"]
+    ended, going = (json.loads(run(monkeypatch, capsys, *short, *more)[1]) for more in ([], ["--ignore-eos"]))
+    assert (ended["finish_reason"], going["finish_reason"]) == ("stop", "length")
