@@ -52,7 +52,7 @@ class Setup:
         dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
         device_map: Where transformers puts the target's layers: `auto`, or JSON. It takes the place of `device`.
         quantization_config: How transformers quantises the target while it loads it, as JSON, such as
-            `{"quant_method": "torchao", "quant_type": "int8_weight_only"}`. In Python also transformers' object.
+            `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. In Python also transformers' object.
         attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.
         revision: Branch, tag or commit of the target's hub id.
         trust_remote_code: Let transformers run code that comes with the target.

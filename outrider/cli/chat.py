@@ -79,7 +79,7 @@ def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
     given = replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS)
     opening = [] if system is None else [{"role": "system", "content": system}]
     conversation = Conversation(engine=engine, opening=opening, request=given)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
     while (line := _ask(console)) not in (None, "/quit"):
         if line and re.match(r"/\w+( |$)", line):
             try:

@@ -81,7 +81,8 @@ class Task:
 
     def wanted(self, prompts: Sequence[Entry]) -> list[Wanted]:
         """The outputs that are asked for."""
-        shared = [self.n, self.logprobs, str(self.setup.target), repr(self.request), repr(self.request.constraint())]
+        settings = repr(sorted(self.request.given().items()))
+        shared = [self.n, self.logprobs, str(self.setup.target), settings, repr(self.request.constraint())]
         found: list[Wanted] = []
         for number, entry in enumerate(prompts):
             text = json.dumps([entry.prompt, *shared], sort_keys=True)

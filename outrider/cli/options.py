@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.app import INTERRUPTED
 from outrider.cli.request import RequestOptions
 from outrider.setup import Setup, documentation
 
@@ -63,7 +64,7 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
                 command(**made, **values)
             except KeyboardInterrupt:
                 print("interrupted", file=sys.stderr)
-                raise typer.Exit(130) from None
+                raise typer.Exit(INTERRUPTED) from None
 
         signature = inspect.Signature([each.replace(kind=Parameter.KEYWORD_ONLY) for each in parameters])
         run.__signature__ = signature  # type: ignore[attr-defined]
