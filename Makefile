@@ -6,7 +6,12 @@ FLOOR_TORCH ?= torch==2.11.*
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := $(VENV)/.tools
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# xgrammar without what it names: it names triton, a gigabyte that only its kernels for GPUs import. Builds of torch for
+# GPUs bring triton themselves. These are the others, as far as torch and transformers do not bring them.
+XGRAMMAR := "xgrammar>=0.2.8"
+BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 
 .PHONY: demo test test-floor lint types layers check clean FORCE
 
@@ -14,7 +19,7 @@ demo: $(READY)
 	@echo "== The embedded pair speaks; then what was measured =="
 	$(BIN)/outrider generate --compare --prompt "One day, a boy named Tim went to the park with his dog. They" --temperature 0 --max-new-tokens 128
 
-test: $(READY)
+test: $(TOOLS)
 	@echo "== All tests (a few minutes on two cores) =="
 	$(BIN)/python -m pytest -n auto
 
@@ -23,19 +28,20 @@ test-floor:
 	@echo "== All tests on the oldest supported torch and transformers, in .venv-floor =="
 	$(PYTHON) -m venv .venv-floor
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)"
-	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,grammar]"
+	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench]" $(BESIDE_XGRAMMAR)
+	.venv-floor/bin/python -m pip install --quiet --no-deps $(XGRAMMAR)
 	.venv-floor/bin/python -m pytest -n auto
 
-lint: $(READY)
+lint: $(TOOLS)
 	@echo "== Lint and format =="
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(READY)
+types: $(TOOLS)
 	@echo "== Types =="
 	$(BIN)/mypy
 
-layers: $(READY)
+layers: $(TOOLS)
 	@echo "== Layers =="
 	$(BIN)/lint-imports
 
@@ -51,7 +57,14 @@ $(READY): pyproject.toml constraints.txt $(VENV)/.torch
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$(TORCH)"
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
-	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench,grammar]"
+	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e .
+	@touch $@
+
+# What the demo can do without: tools, tests, grammars.
+$(TOOLS): $(READY)
+	@echo "== Adding tools and what tests need =="
+	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench]" $(BESIDE_XGRAMMAR)
+	$(PIP) -c $(VENV)/constraints.txt --no-deps $(XGRAMMAR)
 	@touch $@
 
 # Changes only when another torch is asked for, so that a change of TORCH is a new set-up.

@@ -1,11 +1,21 @@
-"""Outrider: speculative decoding for Hugging Face causal language models, lossless and proven."""
+"""Outrider: speculative decoding for Hugging Face causal language models, lossless and proven.
 
-from outrider.engine.engine import Engine
-from outrider.engine.output import Output, Update
-from outrider.integrate import as_custom_generate
+What needs torch and transformers is imported at first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from outrider.inputs import InputError
 from outrider.load import load
-from outrider.theory.optimum import optimal_acceptance
-from outrider.types import InputError, Request, Sampling, Step
+from outrider.setup import Setup
+
+if TYPE_CHECKING:
+    from outrider.engine.engine import Engine
+    from outrider.engine.output import Output, Update
+    from outrider.integrate.custom import as_custom_generate
+    from outrider.theory.optimum import optimal_acceptance
+    from outrider.types import Request, Sampling, Step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -14,9 +24,39 @@ __all__ = [
     "Output",
     "Request",
     "Sampling",
+    "Setup",
     "Step",
     "Update",
     "as_custom_generate",
     "load",
     "optimal_acceptance",
 ]
+_HOMES = {
+    "Engine": "engine.engine",
+    "Output": "engine.output",
+    "Request": "types",
+    "Sampling": "types",
+    "Step": "types",
+    "Update": "engine.output",
+    "as_custom_generate": "integrate.custom",
+    "optimal_acceptance": "theory.optimum",
+}
+"""Where the names are that are imported at first use."""
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        """A public name, or a module of the package, that has not been imported yet."""
+        if name in _HOMES:
+            globals()[name] = getattr(import_module(f"outrider.{_HOMES[name]}"), name)
+            return globals()[name]
+        try:
+            return import_module(f"outrider.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"outrider.{name}":
+                raise
+        raise AttributeError(f"module 'outrider' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

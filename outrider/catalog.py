@@ -1,11 +1,9 @@
 """Every method by name: its class, its paper, its guarantee. The one place where a string becomes an object."""
 
 import dataclasses
-import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +13,7 @@ from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import SuffixDrafter
+from outrider.inputs import InputError, unknown
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.heuristic import HeuristicLength
@@ -30,7 +29,6 @@ from outrider.trees.iid import IidTree
 from outrider.trees.lattice import LatticeTree
 from outrider.trees.opt import OptTree
 from outrider.trees.top_plus_one import TopPlusOneTree
-from outrider.types import InputError
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.kseq import KseqVerifier
@@ -285,6 +283,25 @@ def name_of(component: object) -> str:
     return type(component).__name__
 
 
+def variant_of(component: object) -> str:
+    """The name of an object with the words in which it differs from its method's defaults; numbers are left out.
+
+    Example:
+        >>> variant_of(TetrisLength(extra=5)), variant_of(TetrisLength(criterion="original"))
+        ('tetris', 'tetris:criterion=original')
+    """
+    kind: type = type(component)
+    if all(row.make is not kind for row in ROWS):
+        return name_of(component)
+    hints, values = typing.get_type_hints(kind), vars(component)
+    words = [
+        f"{field.name}={values[field.name]}"
+        for field in dataclasses.fields(kind)
+        if typing.get_origin(hints[field.name]) is Literal and values[field.name] != field.default
+    ]
+    return ":".join([name_of(component), *([",".join(words)] if words else [])])
+
+
 def make(family: Family, text: str) -> object:
     """The object that `name:key=value,key=value` stands for; a single value without a key is the first field.
 
@@ -298,7 +315,7 @@ def make(family: Family, text: str) -> object:
     name, _, rest = text.partition(":")
     known = rows(family)
     if name not in known:
-        raise InputError(_unknown(family, name, known))
+        raise unknown(family, name, known)
     fields = {f.name: f for f in dataclasses.fields(known[name].make) if not f.name.startswith("_")}
     hints = typing.get_type_hints(known[name].make)
     values: dict[str, object] = {}
@@ -307,7 +324,7 @@ def make(family: Family, text: str) -> object:
         if not equals and i == 0 and fields:
             key, value = next(iter(fields)), item
         if key not in fields:
-            raise InputError(_unknown(f"{family} {name!r} field", key, fields))
+            raise unknown(f"{family} {name!r} field", key, fields)
         values[key] = _value(f"{family} {name!r} field {key!r}", value, hints[key])
     missing = [
         key
@@ -319,19 +336,12 @@ def make(family: Family, text: str) -> object:
     return known[name].make(**values)
 
 
-def _unknown(what: str, given: str, known: Iterable[str]) -> str:
-    names = list(known)
-    close = difflib.get_close_matches(given, names, n=1)
-    guess = f"; did you mean {close[0]!r}?" if close else "."
-    return f"unknown {what} {given!r}{guess} Available: {', '.join(names) or 'no fields'}"
-
-
 def _value(what: str, text: str, hint: object) -> object:
     """Read a field's value by its type: an int, float, bool, string, one of given words, or a list of ints 4x2x2."""
     if typing.get_origin(hint) is Literal:
         if text in typing.get_args(hint):
             return text
-        raise InputError(_unknown(what, text, typing.get_args(hint)))
+        raise unknown(what, text, typing.get_args(hint))
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in options:
         if kind is type(None):

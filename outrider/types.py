@@ -10,7 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.inputs import InputError as InputError
+from outrider.inputs import number, whole
 from outrider.processors import STATEFUL, Processor, is_blind
+
+LARGEST_SEED = 2**64 - 1
+"""Seeds are words of 64 bits, as the generator of the draws takes them."""
 
 Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic"]
 """How the children of a node were chosen; what a verifier may assume about them."""
@@ -45,8 +50,8 @@ class Constraint(Protocol):
         ...
 
 
-class InputError(ValueError):
-    """Something that a person typed is wrong; the message says what was given, what is allowed, what to do."""
+_NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+"""Fields of `Sampling` that are any number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +68,16 @@ class Sampling:
         presence_penalty: Subtracted once if the token stands in the output.
         logit_bias: Added to the logits of these token ids.
         processors: Stateless transformers logits processors, applied per node with that node's own prefix.
-        seed: Seed of this request's draws; None takes one from the engine.
+        seed: Seed of this request's draws, 0 .. 2**64 - 1; None takes one from the engine.
+
+    Raises:
+        InputError: A value of the wrong kind, or one that is out of bounds. NumPy's numbers become Python's.
 
     Example:
         >>> Sampling(temperature=-0.5)
         Traceback (most recent call last):
         ...
-        outrider.types.InputError: temperature must be >= 0 (0 means greedy), got -0.5
+        outrider.inputs.InputError: temperature must be >= 0 (0 means greedy), got -0.5
     """
 
     temperature: float = 1.0
@@ -84,6 +92,7 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_kinds()
         factor = self.repetition_penalty
         checks = [
             (0 <= self.temperature < math.inf, "temperature must be >= 0 (0 means greedy)", self.temperature),
@@ -94,6 +103,7 @@ class Sampling:
             (math.isfinite(self.frequency_penalty), "frequency_penalty must be finite", self.frequency_penalty),
             (math.isfinite(self.presence_penalty), "presence_penalty must be finite", self.presence_penalty),
             (self.seed is None or self.seed >= 0, "seed must be >= 0", self.seed),
+            (self.seed is None or self.seed <= LARGEST_SEED, "seed must be <= 2**64 - 1", self.seed),
         ]
         for fine, rule, given in checks:
             if not fine:
@@ -105,6 +115,20 @@ class Sampling:
                 f"{', '.join(sorted(names))} remembers earlier calls or wants rows of its own, and cannot follow a "
                 "draft; use processors that depend on the tokens alone"
             )
+
+    def _check_kinds(self) -> None:
+        """Numbers that are numbers, tokens that are whole ones, processors that can be called."""
+        for name in _NUMBERS:
+            object.__setattr__(self, name, number(name, getattr(self, name)))
+        object.__setattr__(self, "top_k", whole("top_k", self.top_k))
+        if self.seed is not None:
+            object.__setattr__(self, "seed", whole("seed", self.seed))
+        if not isinstance(self.logit_bias, Mapping):
+            raise InputError(f"logit_bias must map token ids to numbers, got {self.logit_bias!r}")
+        bias = {whole("a token of logit_bias", t): number("a logit_bias", b) for t, b in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", bias)
+        if not isinstance(self.processors, Sequence) or not all(callable(each) for each in self.processors):
+            raise InputError(f"processors must be a list of logits processors, got {self.processors!r}")
 
     @property
     def reads_prefix(self) -> bool:
@@ -130,6 +154,9 @@ class Request:
         keep_logits: Whether each step brings the raw target logits at its emitted tokens.
         ends: Asked after every emitted token, in order, with the output so far: whether it ends the output.
         constraint: Which tokens may come next; None allows all.
+
+    Raises:
+        InputError: A value of the wrong kind. NumPy's numbers become Python's.
     """
 
     id: str
@@ -143,6 +170,20 @@ class Request:
     keep_logits: bool = False
     ends: Callable[[Sequence[int]], bool] | None = None
     constraint: Constraint | None = None
+
+    def __post_init__(self) -> None:
+        if not all(type(token) is int for token in self.prompt):
+            tokens = tuple(whole("a token of the prompt", token) for token in self.prompt)
+            object.__setattr__(self, "prompt", tokens)
+        for name in ("max_new_tokens", "min_tokens"):
+            object.__setattr__(self, name, whole(name, getattr(self, name)))
+        if self.logprobs is not None:
+            object.__setattr__(self, "logprobs", whole("logprobs", self.logprobs))
+        object.__setattr__(self, "eos_ids", frozenset(whole("a token of eos_ids", token) for token in self.eos_ids))
+        if not isinstance(self.sampling, Sampling):
+            raise InputError(f"sampling must be an outrider.Sampling, got {self.sampling!r}")
+        if wrong := [text for text in self.stop if not isinstance(text, str)]:
+            raise InputError(f"a stop string must be a text, got {wrong[0]!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,24 @@ def test_commands_run(command):
         stdin=subprocess.DEVNULL,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_links_of_the_readme_are_absolute_and_lead_to_files():
+    links = re.findall(r"\]\(([^)]*)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    own = "https://github.com/outrider-decoding/outrider/blob/main/"
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert [link for link in links if link.startswith(own) and not (ROOT / link.removeprefix(own)).exists()] == []
+    assert any(link.startswith(own) for link in links)
+
+
+def test_an_extra_names_only_what_is_imported():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    sources = "\n".join(
+        path.read_text() for room in ("outrider", "recipes", "tests") for path in (ROOT / room).rglob("*.py")
+    )
+    for extra in extras.keys() - {"dev"}:
+        for name in (re.split(r"[<>=\[]", needed)[0] for needed in extras[extra]):
+            assert re.search(rf"^ *(import|from) {name}\b", sources, re.MULTILINE), (extra, name)
 
 
 def test_the_page_of_methods_is_what_the_catalog_says():

@@ -1,6 +1,7 @@
 """outrider.load puts fitting parts together and refuses the others with one that works."""
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import outrider
 from outrider import InputError, catalog
 from outrider.drafters.ngram import NgramDrafter
 from outrider.refusals import KINDS, LOSSLESS, LOSSY, Cell, refusal
+from outrider.setup import Setup
 from outrider.trees.chain import ChainTree
 
 
@@ -34,7 +36,7 @@ def test_the_default_drafter_of_a_target_alone_is_suffix():
 
 
 def test_the_embedded_pair_drafts_with_its_own_model():
-    assert catalog.name_of(outrider.load().parts.drafter) == "Model"
+    assert catalog.name_of(outrider.load().parts.drafter) == "ModelDrafter"
 
 
 def test_objects_and_names_make_the_same_parts():
@@ -100,3 +102,52 @@ def test_a_model_over_which_transformers_stumbles_is_refused_with_the_reason(con
     save_file({"unknown": torch.zeros(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=f"cannot load a causal LM from .*: .*{reason}"):
         outrider.load(tmp_path)
+
+
+def tiny_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"draftr": "ngram"}, "unknown option 'draftr'; did you mean 'drafter'? Available: target, drafter, tree"),
+        ({"max_slots": "8"}, "max_slots must be a whole number, got '8'"),
+        ({"target": 5}, "target must be a directory, a hub id or a transformers model, got 5"),
+        ({"target": torch.nn.Linear(1, 1)}, "target must be a directory, a hub id or a transformers model, got Linear"),
+        ({"tree": 5}, "tree must be a name of the catalog or a part of that family, got 5"),
+        ({"drafter": ChainTree()}, "drafter must be a name of the catalog or a part of that family, got ChainTree()"),
+        ({"decoding": "pearl:3", "length": "fixed:3"}, "both length and pearl's num_speculative_tokens say how long"),
+        ({"length": "tetris:criterion=original"}, "length 'tetris:criterion=original' drops drawn tokens because"),
+    ],
+    ids=str,
+)
+def test_options_that_do_not_fit_are_named(options, sentence):
+    with pytest.raises(InputError) as refused:
+        outrider.load(**options)
+    assert sentence in str(refused.value)
+
+
+def test_a_loaded_target_takes_no_options_of_loading():
+    given = {"dtype": "float32", "device": "cpu", "revision": "main"}
+    with pytest.raises(InputError, match="the target is loaded already; leave out device, dtype, revision, or name"):
+        outrider.load(tiny_llama(), **given)
+
+
+def test_the_arguments_of_load_are_the_options_of_a_setup():
+    assert list(inspect.signature(outrider.load).parameters) == [field.name for field in fields(Setup)]
+
+
+def test_an_engine_is_what_its_setup_says(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    options = {"drafter": "ngram", "length": "heuristic", "max_slots": 3, "max_context": 40, "max_prefill_tokens": 7}
+    options |= {"vocab_size": 48, "pad_to": 2, "dtype": "float64"}
+    engine = outrider.load(tmp_path, **options)
+    assert [catalog.name_of(part) for part in (engine.parts.drafter, engine.parts.length)] == ["ngram", "heuristic"]
+    assert (engine.max_slots, engine.max_prefill_tokens) == (3, 7)
+    target = engine.parts.target
+    assert (target.max_slots, target.max_context, target.vocab_size, target.pad_to) == (3, 40, 48, 2)
+    assert target.dtype == torch.float64

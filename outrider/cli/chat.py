@@ -1,91 +1,141 @@
 """outrider chat: a conversation through the tokenizer's template; keys and values are kept between turns."""
 
+import re
 import sys
-from typing import Annotated
+import typing
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
-import typer
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from outrider.cli import options
-from outrider.cli.options import Setup
+from outrider.cli.opened import opened
+from outrider.cli.options import kind_of
+from outrider.cli.request import RequestOptions
 from outrider.engine.engine import Engine
 from outrider.engine.output import succeeded
-from outrider.types import InputError, Sampling
+from outrider.inputs import InputError, unknown
+from outrider.setup import Setup
+
+COMMANDS = {
+    "/help": "list these commands",
+    "/settings": "say how answers are drawn and where they end",
+    "/set NAME VALUE": "change a setting, such as `/set temperature 0.7`; without VALUE it is as at the beginning",
+    "/reset": "forget the conversation",
+    "/quit": "leave",
+}
+MAX_NEW_TOKENS = 256
+"""Most tokens of an answer, where nothing is said about it."""
 
 
-def chat(
-    system: Annotated[str | None, typer.Option(help="A system message that stands before the conversation.")] = None,
-    target: options.Target = None,
-    drafter: options.Drafter = None,
-    tree: options.Tree = "chain",
-    verifier: options.Verifier = None,
-    length: options.Length = None,
-    decoding: options.Decoding = "step",
-    allow_lossy: options.AllowLossy = False,
-    max_new_tokens: options.MaxNewTokens = 256,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    seed: options.Seed = None,
-    max_context: options.MaxContext = None,
-    compile: options.Compile = False,
-    prepack: options.Prepack = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
-    attn_implementation: options.Attention = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-) -> None:
-    """Talk with the target. An empty line is ignored; `/reset` begins anew; `/quit` or end of input leaves."""
-    engine = Setup(
-        target=target,
-        drafter=drafter,
-        tree=tree,
-        verifier=verifier,
-        length=length,
-        decoding=decoding,
-        allow_lossy=allow_lossy,
-        device=device,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        batch_size=1,
-        max_context=max_context,
-        compile=compile,
-        prepack=prepack,
-    ).engine()
-    if engine.tokenizer is None or engine.tokenizer.chat_template is None:
+@dataclass(kw_only=True)
+class Conversation:
+    """What was said and how answers are drawn; changes in place.
+
+    Attributes:
+        opening: Messages that stand before the conversation.
+        messages: All messages so far.
+        request: The settings as they are.
+        first: The settings as they were at the beginning.
+    """
+
+    engine: Engine
+    opening: list[dict[str, str]]
+    request: RequestOptions
+    messages: list[dict[str, str]] = field(init=False)
+    first: RequestOptions = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.messages, self.first = list(self.opening), self.request
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """All settings by name, as answers will be drawn with them."""
+        sampling = self.request.sampling(self.engine.sampling)
+        return {
+            each.name: getattr(sampling, each.name, getattr(self.request, each.name)) for each in fields(self.request)
+        }
+
+    def set(self, name: str, text: str) -> None:
+        """Change a setting. Raises InputError where there is no such setting, or it cannot have this value."""
+        hints = typing.get_type_hints(RequestOptions)
+        if name not in hints:
+            raise unknown("setting", name, hints)
+        value: Any = getattr(self.first, name) if not text else _value(name, text, hints[name])
+        changed = replace(self.request, **{name: value})
+        changed.sampling(self.engine.sampling)
+        changed.constraint()
+        self.request = changed
+
+
+def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
+    """Answer line after line of standard input."""
+    engine = opened(replace(setup, max_slots=setup.max_slots or 1))
+    if engine.tokenizer is None:
+        raise InputError("there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer")
+    if engine.tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template; use `outrider generate`")
-    settings = options.sampling(
-        engine.sampling,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-    )
     engine.eos_ids |= _turn_markers(engine.tokenizer)
+    given = replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS)
     opening = [] if system is None else [{"role": "system", "content": system}]
-    messages = list(opening)
-    console = Console(stderr=True, highlight=False)
-    while (line := _ask(console)) is not None:
-        if line == "/reset":
-            messages = list(opening)
-        elif line:
-            messages.append({"role": "user", "content": line})
+    conversation = Conversation(engine=engine, opening=opening, request=given)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    while (line := _ask(console)) not in (None, "/quit"):
+        if line and re.match(r"/\w+( |$)", line):
             try:
-                messages.append({"role": "assistant", "content": _answer(engine, messages, settings, max_new_tokens)})
+                _obey(conversation, line, console)
             except InputError as error:
-                if len(messages) == len(opening) + 1:
-                    raise
-                # What was said so far is not lost.
-                messages.pop()
-                console.print(f"error: {error}; /reset begins anew", style="red", markup=False)
+                console.print(f"error: {error}", style="red", markup=False)
+        elif line:
+            _say(conversation, line, console)
+
+
+def _obey(conversation: Conversation, line: str, console: Console) -> None:
+    """Do what a line that begins with a slash says."""
+    name, _, rest = line.partition(" ")
+    if name == "/help":
+        for command, words in COMMANDS.items():
+            console.print(f"{command:<16} {words}", markup=False)
+    elif name == "/settings":
+        for setting, value in conversation.settings.items():
+            if value not in (None, ()):
+                console.print(f"{setting} = {value}", markup=False)
+    elif name == "/set":
+        setting, _, value = rest.strip().partition(" ")
+        conversation.set(setting.replace("-", "_"), value.strip())
+    elif name == "/reset":
+        conversation.messages = list(conversation.opening)
+    else:
+        raise unknown("command", name, [command.split()[0] for command in COMMANDS])
+
+
+def _say(conversation: Conversation, line: str, console: Console) -> None:
+    """Send a message and print the answer. One that cannot be sent is forgotten, and what was said before is kept."""
+    before = list(conversation.messages)
+    conversation.messages.append({"role": "user", "content": line})
+    try:
+        answer = _answer(conversation)
+    except InputError as error:
+        conversation.messages = before
+        if before == conversation.opening:
+            raise
+        console.print(f"error: {error}; /reset begins anew", style="red", markup=False)
+    else:
+        conversation.messages.append({"role": "assistant", "content": answer})
+
+
+def _value(name: str, text: str, hint: object) -> object:
+    """A setting's value, as it is written on the command line."""
+    kind = kind_of(hint)
+    try:
+        if kind is bool:
+            return {"true": True, "false": False}[text.lower()]
+        if typing.get_origin(kind) is list:
+            return (typing.get_args(kind)[0](text),)
+        return kind(text)
+    except (KeyError, ValueError) as error:
+        wanted = {bool: "true or false", int: "a whole number", float: "a number"}.get(kind, "a whole number")
+        raise InputError(f"{name} must be {wanted}, got {text!r}") from error
 
 
 def _turn_markers(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -108,12 +158,18 @@ def _ask(console: Console) -> str | None:
         return None
     except UnicodeDecodeError as error:
         raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    return None if line == "/quit" else line
+    return line
 
 
-def _answer(engine: Engine, messages: list[dict[str, str]], settings: Sampling, max_new_tokens: int) -> str:
+def _answer(conversation: Conversation) -> str:
     """Print the assistant's turn as it comes, and give it back. An interrupt ends the turn, not the conversation."""
-    id = engine.add(messages, max_new_tokens=max_new_tokens, sampling=settings)
+    engine, request = conversation.engine, conversation.request
+    id = engine.add(
+        conversation.messages,
+        sampling=request.sampling(engine.sampling),
+        constraint=request.constraint(),
+        **request.ending(),
+    )
     output = None
     try:
         while output is None:

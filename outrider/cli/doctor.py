@@ -6,24 +6,23 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
 from outrider import catalog
+from outrider.assembly import completed, tokenizer_of
 from outrider.bench.agreement import LEAST_TEXT, Agreement
 from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
-from outrider.cli import options
-from outrider.cli.generate import read_file
-from outrider.cli.options import Setup
+from outrider.cli.opened import opened
+from outrider.cli.prompts import read_file
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
 from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config, open_tokenizer
-from outrider.load import ASSETS, EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.load import ASSETS
+from outrider.setup import Setup
 from outrider.types import InputError
 
 TEXT = ASSETS / "prompts.jsonl"
@@ -31,77 +30,48 @@ TEXT = ASSETS / "prompts.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be measured."""
+    """What is to be measured.
+
+    Attributes:
+        gamma: Length of the drafts.
+        temperature: Of target and drafter.
+        num_tokens: Most tokens of text that are read.
+        rounds: How often costs are timed; 0 leaves them out.
+    """
 
     gamma: int
     temperature: float
     num_tokens: int
     rounds: int
 
+    def __post_init__(self) -> None:
+        bounds = {
+            "num_tokens": (self.num_tokens, LEAST_TEXT),
+            "temperature": (self.temperature, 0),
+            "rounds": (self.rounds, 0),
+            "num_speculative_tokens": (self.gamma, 1),
+        }
+        for name, (value, least) in bounds.items():
+            if not least <= value < math.inf:
+                raise InputError(f"{name} must be >= {least}, got {value}")
 
-def doctor(
-    target: options.Target = None,
-    drafter: options.Drafter = None,
-    text: Annotated[
-        Path | None, typer.Option(help="A text file, or JSON lines with `prompt` or `turns`; a few texts otherwise.")
-    ] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Length of the drafts that are measured.")] = 5,
-    temperature: Annotated[float, typer.Option(help="Of target and drafter.")] = 1.0,
-    num_tokens: Annotated[int, typer.Option(help="Most tokens of text that are read.")] = 512,
-    rounds: Annotated[int, typer.Option(help="How often costs are timed; 0 leaves them out.")] = 3,
-    batch_size: options.BatchSize = 8,
-    max_context: options.MaxContext = None,
-    compile: options.Compile = False,
-    prepack: options.Prepack = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
-    attn_implementation: options.Attention = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    as_json: options.Json = False,
-) -> None:
-    """Say what works with a target; with a drafter, compare the two and measure what drafting is worth here.
 
-    Without a target, the pair that ships with Outrider is examined.
-    """
-    least = {"num_tokens": (num_tokens, LEAST_TEXT), "temperature": (temperature, 0), "rounds": (rounds, 0)}
-    least |= {"num_speculative_tokens": (num_speculative_tokens, 1), "batch_size": (batch_size, 1)}
-    for name, (value, bound) in least.items():
-        if not bound <= value < math.inf:
-            raise InputError(f"{name} must be >= {bound}, got {value}")
-    as_dtype(dtype)
-    as_device(device)
-    if text is not None and target is not None and drafter is None:
+def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> None:
+    """Look at a target and a drafter, measure them, and print what was found."""
+    as_dtype(setup.dtype)
+    as_device(setup.device)
+    if text is not None and setup.target is not None and setup.drafter is None:
         raise InputError("a text is what drafters are measured on; give --drafter too, or leave out --text")
-    setup = Setup(
-        target=target,
-        drafter=drafter,
-        tree="chain",
-        verifier=None,
-        length=f"fixed:{num_speculative_tokens}",
-        decoding="step",
-        allow_lossy=False,
-        device=device,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        batch_size=batch_size,
-        max_context=max_context,
-        compile=compile,
-        prepack=prepack,
-    )
-    own = target is None and drafter is None
-    chosen = f"model:path={EMBEDDED_DRAFT}" if own else drafter
-    found = _looked_at(setup, chosen)
+    chosen = completed(setup).drafter if setup.target is None else setup.drafter
+    found = _looked_at(completed(setup), None if chosen is None else str(chosen))
     if chosen is not None:
         given = read_file(TEXT if text is None else text)
+        measured = replace(setup, drafter=chosen, length=f"fixed:{plan.gamma}", tree="chain", verifier=None)
         try:
-            engine = replace(setup, drafter=chosen).engine()
+            engine = opened(replace(measured, decoding="step", allow_lossy=False))
         except InputError as error:
             found = replace(found, refusal=str(error))
         else:
-            plan = Plan(gamma=num_speculative_tokens, temperature=temperature, num_tokens=num_tokens, rounds=rounds)
             found = _measured(engine, found, given, plan, quiet=as_json)
     if as_json:
         print(json.dumps(found.to_json(), indent=2))
@@ -111,22 +81,19 @@ def doctor(
 
 def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
     """What configs and tokenizers say; no weights are loaded."""
-    place = str(EMBEDDED_TARGET) if setup.target is None else setup.target
-    side = _side(place, setup.revision, setup.trust_remote_code)
+    config = open_config(str(setup.target), revision=setup.revision, trust_remote_code=setup.trust_remote_code)
+    side = Side(config=config, tokenizer=tokenizer_of(setup))
     given = None if drafter is None else catalog.make("drafter", drafter)
-    path = getattr(given, "path", None)
+    path, revision = getattr(given, "path", None), getattr(given, "revision", None)
     return Diagnosis(
-        capabilities=capabilities(side.config),
+        capabilities=capabilities(config),
         drafter=drafter,
-        aspects=None if path is None else compare_sides(side, _side(path, getattr(given, "revision", None), False)),
+        aspects=None if path is None else compare_sides(side, _side(path, revision)),
     )
 
 
-def _side(path: str, revision: str | None, trust_remote_code: bool) -> Side:
-    return Side(
-        config=open_config(path, revision=revision, trust_remote_code=trust_remote_code),
-        tokenizer=open_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code),
-    )
+def _side(path: str, revision: str | None) -> Side:
+    return Side(config=open_config(path, revision=revision), tokenizer=open_tokenizer(path, revision=revision))
 
 
 def _encoded(engine: Engine, prompt: Prompt) -> list[int]:

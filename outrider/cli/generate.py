@@ -1,326 +1,247 @@
 """outrider generate: stream one prompt, or run many, and say what was measured."""
 
+import hashlib
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
-from outrider.bench.compare import Comparison, compare
-from outrider.cli import options
-from outrider.cli.options import Setup
-from outrider.constraints.grammar import Grammar
+from outrider.cli.app import INTERRUPTED, WRONG_INPUT, complain
+from outrider.cli.opened import opened
+from outrider.cli.outputs import OutputFile, Wanted, profile
+from outrider.cli.printed import compared, print_comparison, print_json, print_measures, print_output, print_profile
+from outrider.cli.prompts import Entry, entries
+from outrider.cli.request import RequestOptions
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
 from outrider.engine.prompts import Prompt
-from outrider.load import ASSETS
-from outrider.proof.gate import gate
-from outrider.types import InputError, Sampling, Step
+from outrider.engine.requests import nth
+from outrider.inputs import InputError
+from outrider.setup import Setup
+from outrider.types import Sampling, Step
+
+MAX_NEW_TOKENS = 128
+"""Most tokens of an output, where nothing is said about it."""
 
 
-def generate(
-    prompt: Annotated[list[str] | None, typer.Option(help="The text to continue; may be given several times.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A text file (one prompt), or JSON lines with `prompt` or `turns`.")
-    ] = None,
-    target: options.Target = None,
-    drafter: options.Drafter = None,
-    tree: options.Tree = "chain",
-    verifier: options.Verifier = None,
-    length: options.Length = None,
-    decoding: options.Decoding = "step",
-    allow_lossy: options.AllowLossy = False,
-    max_new_tokens: options.MaxNewTokens = 128,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    min_p: options.MinP = None,
-    repetition_penalty: options.RepetitionPenalty = None,
-    frequency_penalty: options.FrequencyPenalty = None,
-    presence_penalty: options.PresencePenalty = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
-    json_schema: options.JsonSchema = None,
-    regex: options.Regex = None,
-    grammar: options.GrammarFile = None,
-    n: Annotated[int, typer.Option("-n", help="Outputs per prompt.")] = 1,
-    seed: options.Seed = None,
-    batch_size: options.BatchSize = 8,
-    max_context: options.MaxContext = None,
-    compile: options.Compile = False,
-    prepack: options.Prepack = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
-    attn_implementation: options.Attention = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    as_json: options.Json = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Print where the time of a step goes.")] = False,
-    with_plain: Annotated[
-        bool, typer.Option("--compare", help="Also decode plainly, and print the measured speedup.")
-    ] = False,
-) -> None:
-    """Continue a prompt, with exactly the target's law, in fewer forwards of the target."""
-    prompts = _prompts(prompt, prompt_file)
-    constraint = options.constraint(json_schema, regex, grammar)
-    if constraint is not None and with_plain:
-        raise InputError("--compare measures decoding without a grammar; leave out --compare or the grammar")
-    engine = Setup(
-        target=target,
-        drafter=drafter,
-        tree=tree,
-        verifier=verifier,
-        length=length,
-        decoding=decoding,
-        allow_lossy=allow_lossy,
-        device=device,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        batch_size=batch_size,
-        max_context=max_context,
-        compile=compile,
-        prepack=prepack,
-    ).engine()
-    settings = options.sampling(
-        engine.sampling,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        frequency_penalty=frequency_penalty,
-        presence_penalty=presence_penalty,
-        seed=seed,
-    )
-    steps: list[Step] = []
-    if len(prompts) == 1 and n == 1 and not as_json:
-        outputs = [_stream(engine, prompts[0], settings, max_new_tokens, stop or [], constraint, steps)]
-    else:
-        outputs = _run(engine, prompts, settings, max_new_tokens, stop or [], constraint, n, as_json)
-        steps = [step for output in outputs for step in output.steps]
-    report: dict[str, Any] = {}
-    if with_plain:
-        comparison = _compare(engine, prompts, settings, max_new_tokens)
-        report = {"speedup": comparison.speedup, "plain": comparison.plain} | {
-            "tokens_per_second": {r.configuration: comparison.median(r.configuration) for r in comparison.runs}
-        }
-    if as_json:
-        for output in outputs:
-            print(json.dumps(_object(output) | ({"compare": report} if report else {}), ensure_ascii=not _is_utf8()))
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What was asked for.
+
+    Attributes:
+        setup: The engine.
+        request: How outputs are drawn and where they end.
+        texts: Prompts that were given as options.
+        file: A file of prompts.
+        n: Outputs per prompt.
+        logprobs: How many of the likeliest tokens are recorded besides the emitted one; None records nothing.
+        output: Where outputs are written as they end.
+        as_json: Whether outputs are printed for programs.
+        profile: Whether the parts of a step's time are reported.
+        compare: Whether plain decoding is measured beside.
+    """
+
+    setup: Setup
+    request: RequestOptions
+    texts: Sequence[str]
+    file: Path | None
+    n: int
+    logprobs: int | None
+    output: Path | None
+    as_json: bool
+    profile: bool
+    compare: bool
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise InputError(f"n must be >= 1, got {self.n}")
+        if self.logprobs is not None and self.logprobs < 0:
+            raise InputError(f"logprobs must be >= 0, got {self.logprobs}")
+        if self.logprobs is not None and not self.as_json and self.output is None:
+            raise InputError("log-probabilities are in JSON only; give --json or --output, or leave out --logprobs")
+        # What was typed is wrong before a model is loaded.
+        self.request.sampling(Sampling())
+        if self.request.constraint() is not None and self.compare:
+            raise InputError("--compare measures decoding without a grammar; leave out --compare or the grammar")
+        if self.texts and self.file is not None:
+            raise InputError("--prompt and --prompt-file were given together; give one of them")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of `Engine.add` that all requests share."""
+        more = {"logprobs": self.logprobs, "constraint": self.request.constraint()}
+        return self.request.ending() | {name: value for name, value in more.items() if value is not None}
+
+    def wanted(self, prompts: Sequence[Entry]) -> list[Wanted]:
+        """The outputs that are asked for."""
+        settings = repr(sorted(self.request.given().items()))
+        shared = [self.n, self.logprobs, str(self.setup.target), settings, repr(self.request.constraint())]
+        found: list[Wanted] = []
+        for number, entry in enumerate(prompts):
+            text = json.dumps([entry.prompt, *shared], sort_keys=True)
+            name = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+            found += [
+                Wanted(prompt_index=number, sample_index=k, index=self.n * number + k, request=name)
+                for k in range(self.n)
+            ]
+        return found
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What has become of a task so far; changes in place.
+
+    Attributes:
+        outputs: What has ended.
+        records: The same as objects of JSON.
+        failed: Places of prompts, and what is wrong with each.
+        steps: Steps of each request, if they are to be reported.
+    """
+
+    task: Task
+    outputs: list[Output] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    failed: dict[str, Exception] = field(default_factory=dict)
+    steps: dict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def status(self) -> int:
+        """The exit status."""
+        return max((WRONG_INPUT if isinstance(e, InputError) else 1 for e in self.failed.values()), default=0)
+
+    def keep(self, step: Step) -> None:
+        """Note a step."""
+        if self.task.profile:
+            self.steps[step.request].append(step)
+
+    def end(self, wanted: Wanted, output: Output) -> None:
+        """Note an output, write it and print it."""
+        record = wanted.record(output)
+        if self.task.profile:
+            record["profile"] = profile(self.steps[output.id])
+        if self.task.output is not None:
+            OutputFile(path=self.task.output).add(record)
+        self.outputs.append(output)
+        self.records.append(record)
+        if self.task.as_json and not self.task.compare:
+            print_json(record)
+        elif self.task.output is None and not self.task.as_json:
+            print_output(wanted.index, output)
+
+
+def run(task: Task) -> None:
+    """Make the outputs that were asked for, and print or write each as it ends."""
+    prompts = entries(task.texts, task.file)
+    wanted = task.wanted(prompts)
+    if task.output is not None:
+        held = OutputFile(path=task.output).held(wanted)
+        if held:
+            print(f"{len(held)} of {len(wanted)} outputs are in {task.output} already", file=sys.stderr)
+        wanted = [each for each in wanted if each.index not in held]
+    if not wanted:
         return
-    if len(outputs) > 1:
-        _print_outputs(outputs)
-    _print_measures(outputs)
-    if profile:
-        _print_profile(steps)
-    if report:
-        _print_report(report)
+    made = Run(task=task)
+    engine = opened(task.setup)
+    if engine.tokenizer is None:
+        raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
+    if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:
+        _stream(engine, prompts[0], made)
+    else:
+        _together(engine, prompts, wanted, made)
+        _complain(made)
+    _report(engine, [entry.prompt for entry in prompts if entry.prompt and entry.place not in made.failed], made)
+    raise typer.Exit(made.status)
 
 
-def _prompts(given: Sequence[str] | None, file: Path | None) -> list[Prompt]:
-    """What was asked for: options, then a file, then standard input; a prompt that ships with Outrider otherwise."""
-    if given and file is not None:
-        raise InputError("--prompt and --prompt-file were given together; give one of them")
-    if given:
-        return list(given)
-    if file is not None:
-        return read_file(file)
-    if sys.stdin is not None and not sys.stdin.isatty() and (text := _piped()):
-        return [text]
-    return read_prompts((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))[:1]
-
-
-def _piped() -> str:
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
-
-
-def read_file(file: Path) -> list[Prompt]:
-    """Prompts of a text file, which is one, or of JSON lines."""
-    text = options.text_of(file, "prompt", "a text file or JSON lines")
-    return read_prompts(text) if file.suffix == ".jsonl" else [text]
-
-
-def read_prompts(text: str) -> list[Prompt]:
-    """Prompts of JSON lines: `prompt` is continued; `turns` is a conversation, the user first, the assistant next."""
-    found: list[Prompt] = []
-    # Not by splitlines, which also parts lines at characters that may stand in JSON strings.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            found.append(_prompt(line, number))
-    if not found:
-        raise InputError("the prompt file is empty; give JSON lines with `prompt` or `turns`")
-    return found
-
-
-def _prompt(line: str, number: int) -> Prompt:
-    """One line of JSON lines."""
-    try:
-        entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"line {number} of the prompts is not JSON: {error}") from error
-    given = entry if isinstance(entry, dict) else {}
-    prompt, turns = given.get("prompt"), given.get("turns")
-    if isinstance(prompt, str):
-        return prompt
-    if prompt is None and isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns):
-        return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    raise InputError(
-        f"line {number} of the prompts is not a JSON object with `prompt`, a text, or `turns`, a list of texts"
-    )
-
-
-def _stream(
-    engine: Engine,
-    prompt: Prompt,
-    settings: Sampling,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    constraint: Grammar | None,
-    steps: list[Step],
-) -> Output:
+def _stream(engine: Engine, entry: Entry, made: Run) -> None:
     """Print one output as it comes. An interrupt ends it and says how far it came."""
-    id = engine.add(prompt, max_new_tokens=max_new_tokens, sampling=settings, stop=stop, constraint=constraint)
-    if isinstance(prompt, str):
-        Console(highlight=False, soft_wrap=True).print(prompt, style="dim", end="", markup=False)
+    if entry.prompt is None:
+        raise entry.error or InputError(f"{entry.place} is empty")
+    settings = made.task.request.sampling(engine.sampling)
+    id = engine.add(entry.prompt, sampling=settings, **made.task.options)
+    if isinstance(entry.prompt, str):
+        Console(highlight=False, soft_wrap=True).print(entry.prompt, style="dim", end="", markup=False)
     output: Output | None = None
     try:
         while output is None:
-            for update in engine.step(sink=steps.append):
+            for update in engine.step(sink=made.keep):
                 print(succeeded(update).text, end="", flush=True)
                 output = update.output
     except KeyboardInterrupt:
         output = engine.cancel(id)
         count = 0 if output is None else len(output.tokens)
-        print(f"\ninterrupted after {count} of at most {max_new_tokens} tokens", file=sys.stderr)
-        raise typer.Exit(130) from None
+        print(f"\ninterrupted after {count} tokens", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from None
     print()
-    return output
+    made.outputs.append(output)
 
 
-def _run(
-    engine: Engine,
-    prompts: Sequence[Prompt],
-    settings: Sampling,
-    max_new_tokens: int,
-    stop: Sequence[str],
-    constraint: Grammar | None,
-    n: int,
-    quiet: bool,
-) -> list[Output]:
-    """All prompts together, with a progress bar on standard error."""
-    done = 0
-    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
-        task = progress.add_task("generating", total=len(prompts) * n)
-
-        def ended(output: Output) -> None:
-            nonlocal done
-            done += 1
-            progress.advance(task)
-
+def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted], made: Run) -> None:
+    """Run all requests together, with a progress bar on standard error. One that fails does not stop the others."""
+    task, running = made.task, dict[str, Wanted]()
+    settings, options = task.request.sampling(engine.sampling), task.options
+    console = Console(stderr=True)
+    on_screen = task.output is None and sys.stdout is not None and sys.stdout.isatty()
+    hidden = task.as_json or on_screen or not console.is_terminal
+    with Progress(console=console, transient=True, redirect_stdout=False, disable=hidden) as progress:
+        bar = progress.add_task("generating", total=len(wanted))
         try:
-            return engine.generate(
-                prompts,
-                max_new_tokens=max_new_tokens,
-                sampling=settings,
-                n=n,
-                stop=stop,
-                progress=ended,
-                constraint=constraint,
-            )
+            for each in wanted:
+                entry = prompts[each.prompt_index]
+                try:
+                    if entry.prompt is None:
+                        raise entry.error or InputError(f"{entry.place} is empty")
+                    sampling = nth(settings, each.sample_index)
+                    running[engine.add(entry.prompt, id=str(each.index), sampling=sampling, **options)] = each
+                except InputError as error:
+                    made.failed[entry.place] = error
+                    progress.advance(bar)
+            while engine.busy:
+                for update in engine.step(sink=made.keep):
+                    if update.output is not None:
+                        progress.advance(bar)
+                        ended = running[update.id]
+                        if update.output.error is not None:
+                            made.failed[prompts[ended.prompt_index].place] = update.output.error
+                        else:
+                            made.end(ended, update.output)
         except KeyboardInterrupt:
             progress.stop()
-            print(f"interrupted after {done} of {len(prompts) * n} outputs", file=sys.stderr)
-            raise typer.Exit(130) from None
+            print(f"interrupted after {len(made.outputs)} of {len(wanted)} outputs", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
 
 
-def _compare(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_new_tokens: int) -> Comparison:
-    rounds = 3
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("comparing with plain decoding", total=rounds + 2)
-        gate(engine)
-        progress.advance(task)
-        return compare(
-            engine,
-            [engine.encode(p) for p in prompts],
-            max_new_tokens=max_new_tokens,
-            sampling=settings,
-            rounds=rounds,
-            progress=lambda: progress.advance(task),
-        )
+def _complain(made: Run) -> None:
+    """Name the prompts that have no output. Where all fail for one reason, that is raised."""
+    errors = list(made.failed.values())
+    if errors and not made.outputs and len({str(error) for error in errors}) == 1:
+        raise errors[0]
+    for place, error in made.failed.items():
+        said = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        complain(InputError(said if said.startswith(place) else f"{place}: {said}"))
 
 
-def _is_utf8() -> bool:
-    """Whether all characters can be written to standard output."""
-    return (getattr(sys.stdout, "encoding", None) or "utf-8").lower() in ("utf-8", "utf8")
-
-
-def _object(output: Output) -> dict[str, Any]:
-    return {
-        "id": output.id,
-        "text": output.text,
-        "tokens": output.tokens,
-        "prompt_tokens": output.prompt_tokens,
-        "finish_reason": output.finish_reason,
-        "num_steps": output.num_steps,
-        "num_draft_tokens": output.num_draft_tokens,
-        "num_accepted_tokens": output.num_accepted_tokens,
-        "accepted_per_position": output.accepted_per_position,
-        "block_efficiency": output.block_efficiency,
-        "seconds": output.seconds,
-        "tokens_per_second": output.tokens_per_second,
-    }
-
-
-def _print_outputs(outputs: Sequence[Output]) -> None:
-    console = Console(highlight=False, soft_wrap=True)
-    for i, output in enumerate(outputs):
-        console.rule(f"output {i + 1}: {output.finish_reason}, {len(output.tokens)} tokens", align="left")
-        console.print(output.text, markup=False)
-
-
-def _print_measures(outputs: Sequence[Output]) -> None:
-    tokens = sum(len(o.tokens) for o in outputs)
-    steps = sum(o.num_steps for o in outputs)
-    drafted, accepted = sum(o.num_draft_tokens for o in outputs), sum(o.num_accepted_tokens for o in outputs)
-    line = f"{tokens} tokens in {steps} steps: block efficiency {tokens / max(1, steps):.2f}"
-    if drafted:
-        line += f", {accepted} of {drafted} draft tokens accepted ({accepted / drafted:.0%})"
-    if len(outputs) == 1:
-        line += f", {outputs[0].tokens_per_second:.0f} tokens/s"
-    Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="cyan")
-
-
-def _print_profile(steps: Sequence[Step]) -> None:
-    timings = list({id(step.timing): step.timing for step in steps}.values())
-    total = sum(timing.total for timing in timings)
-    table = Table(title=f"where the time of {len(timings)} iterations goes", title_justify="left", box=None)
-    for column in ("part", "ms per iteration", "share"):
-        table.add_column(column, justify="right" if column != "part" else "left")
-    for part in ("target", "drafter", "rows", "verify", "commit", "replay", "rest"):
-        seconds = sum(getattr(timing, part) for timing in timings)
-        table.add_row(part, f"{1000 * seconds / max(1, len(timings)):.2f}", f"{seconds / (total or 1):.1%}")
-    if overlap := sum(timing.overlap for timing in timings):
-        table.add_row("at once", f"{-1000 * overlap / len(timings):.2f}", f"{-overlap / (total or 1):.1%}")
-    Console(stderr=True).print(table)
-
-
-def _print_report(report: dict[str, Any]) -> None:
-    table = Table(title="measured side by side, medians of 3 interleaved runs", title_justify="left", box=None)
-    table.add_column("configuration")
-    table.add_column("tokens/s", justify="right")
-    for name, rate in report["tokens_per_second"].items():
-        table.add_row(name, f"{rate:.1f}")
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(
-        f"speedup {report['speedup']:.2f} over {report['plain']}, the fastest that drafts nothing", style="cyan"
-    )
+def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
+    """Say what was measured."""
+    task = made.task
+    report = None
+    if task.compare and made.outputs:
+        settings = task.request.sampling(engine.sampling)
+        report = compared(engine, prompts, settings, task.request.max_new_tokens or MAX_NEW_TOKENS)
+    if task.as_json:
+        for record in made.records if report is not None else ():
+            print_json(record | {"compare": report})
+        return
+    if made.outputs:
+        print_measures(made.outputs)
+    if task.profile:
+        print_profile(profile([step for steps in made.steps.values() for step in steps]))
+    if report is not None:
+        print_comparison(report)

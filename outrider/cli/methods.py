@@ -2,15 +2,13 @@
 
 import dataclasses
 import json
-from typing import Annotated, get_args
+from typing import get_args
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.cli.options import Json
 from outrider.refusals import CARRYING, CONTEXT_PURE, DEFAULT, FIXED_LENGTH, LOSSLESS, LOSSY, LOSSY_LENGTHS, Kind
 
 VERIFIERS = (*LOSSLESS, *LOSSY)
@@ -26,11 +24,8 @@ CONDITIONS = (
 )
 
 
-def methods(
-    as_json: Json = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/methods.md.")] = False,
-) -> None:
-    """List every drafter, tree, verifier, length policy and order of decoding, with its paper and its fields."""
+def methods(*, as_json: bool, as_markdown: bool) -> None:
+    """Print the catalog and the matrix, for people, as JSON, or as the page docs/methods.md."""
     kinds = get_args(Kind)
     if as_markdown:
         print(markdown(), end="")

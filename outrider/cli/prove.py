@@ -2,15 +2,14 @@
 
 import json
 from dataclasses import asdict, replace
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from rich.console import Console
 from rich.progress import Progress
 
 from outrider.catalog import name_of
-from outrider.cli import options
-from outrider.cli.options import Setup
+from outrider.cli.opened import opened
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
@@ -21,6 +20,7 @@ from outrider.proof.enumerate import joint_law, law
 from outrider.proof.gate import NUM_TOKENS, PROMPTS, in_float32
 from outrider.proof.identity import Identity, identity
 from outrider.proof.statistics import sampled_law
+from outrider.setup import Setup
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from outrider.trees.protocol import Tree
@@ -38,53 +38,11 @@ SMALL: dict[Structure, Tree] = {
 P_BOUND = 1e-3
 
 
-def prove(
-    target: options.Target = None,
-    drafter: options.Drafter = None,
-    tree: options.Tree = "chain",
-    verifier: options.Verifier = None,
-    length: options.Length = None,
-    decoding: options.Decoding = "step",
-    allow_lossy: options.AllowLossy = False,
-    num_draws: Annotated[int, typer.Option(help="Sequences to draw for the chi-square test; 0 leaves it out.")] = 1000,
-    temperature: Annotated[float, typer.Option(help="Temperature of the chi-square test, above 0.")] = 0.7,
-    seed: Annotated[int, typer.Option(help="Seed of the chi-square test.")] = 0,
-    max_context: options.MaxContext = None,
-    compile: options.Compile = False,
-    prepack: options.Prepack = None,
-    device: options.Device = None,
-    dtype: options.Dtype = "auto",
-    attn_implementation: options.Attention = None,
-    revision: options.Revision = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    as_json: options.Json = False,
-) -> None:
-    """Check a pair. Exit status 1 if anything fails.
-
-    Exact law: the rule's law, enumerated on small tables, equals the target's. Greedy identical: in float32 this
-    pair's greedy output is that of plain decoding. Greedy up to ties: in the pair's own dtype, differences are listed
-    with their logit gap. Samples: drawn sequences fit the target's probabilities.
-    """
+def prove(setup: Setup, *, num_draws: int, temperature: float, seed: int, as_json: bool) -> None:
+    """Prove a pair and print what was found. Exit status 1 if anything fails."""
     if num_draws < 0 or not temperature > 0:
         raise InputError(f"num_draws must be >= 0 and temperature > 0, got {num_draws} and {temperature}")
-    engine = Setup(
-        target=target,
-        drafter=drafter,
-        tree=tree,
-        verifier=verifier,
-        length=length,
-        decoding=decoding,
-        allow_lossy=allow_lossy,
-        device=device,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        batch_size=8,
-        max_context=max_context,
-        compile=compile,
-        prepack=prepack,
-    ).engine()
+    engine = opened(setup)
     found: dict[str, Any] = {"verifier": name_of(engine.parts.verifier), "length": repr(engine.parts.length)}
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     prompts = [engine.encode(p) for p in PROMPTS] if engine.tokenizer else [[1], [2, 3], [3, 1, 2]]

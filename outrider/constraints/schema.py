@@ -65,7 +65,7 @@ def check_schema(text: str) -> None:
         >>> check_schema('{"type": "array", "uniqueItems": true}')
         Traceback (most recent call last):
         ...
-        outrider.types.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
+        outrider.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
     """
     try:
         schema = json.loads(text)
@@ -83,7 +83,8 @@ def check_pattern(pattern: str) -> None:
         >>> check_pattern("a$b")
         Traceback (most recent call last):
         ...
-        outrider.types.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it out
+        outrider.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it
+        out
     """
     depth, i = 0, 0
     while i < len(pattern):

@@ -123,6 +123,17 @@ class PearlDecoding:
         clock.lap("drafter")
         return steps
 
+    def settled(self, parts: Parts, named: bool) -> Parts:
+        """The parts with the length that this names, or else measures; a length policy that was named stays."""
+        if named:
+            if self.num_speculative_tokens is not None:
+                raise InputError(
+                    "both length and pearl's num_speculative_tokens say how long to draft; give one of them"
+                )
+            return parts
+        length = self.num_speculative_tokens or balanced_length(parts)
+        return replace(parts, length=FixedLength(num_speculative_tokens=length))
+
 
 def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = time.perf_counter) -> int:
     r"""How many tokens the drafter drafts in the time of one target forward, $\lceil t_p / t_q \rceil$, from 2 to 16.

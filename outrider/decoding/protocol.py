@@ -88,3 +88,19 @@ class Parts:
     verifier: Verifier
     length: LengthPolicy
     decoding: Decoding
+
+
+@runtime_checkable
+class Settling(Protocol):
+    """A decoding that knows more of its parts once they are put together, such as how long to draft."""
+
+    def settled(self, parts: Parts, named: bool) -> Parts:
+        """The parts as they will run; called once, before anything runs.
+
+        Args:
+            named: Whether somebody named the length policy; otherwise it is the usual one.
+
+        Raises:
+            InputError: The length policy and the decoding contradict each other.
+        """
+        ...

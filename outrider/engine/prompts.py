@@ -36,6 +36,11 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[in
 
 
 def _message(given: Mapping[str, object]) -> dict[str, object]:
+    """A chat message. Raises InputError where it has no role or says nothing: a template would leave a gap there."""
+    if not isinstance(given.get("role"), str):
+        raise InputError(f"a chat message needs a role, such as 'user', got {given!r}")
+    if given.get("content") is None and not given.get("tool_calls"):
+        raise InputError(f"a chat message needs content, got {given!r}")
     return {key: _unicode(said) if isinstance(said, str) else said for key, said in given.items()}
 
 

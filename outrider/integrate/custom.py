@@ -1,6 +1,6 @@
 """Speculative decoding as a way of decoding of `model.generate`: the callable that `custom_generate` takes."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,18 +10,19 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
     StoppingCriteriaList,
     StopStringCriteria,
 )
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from outrider.assembly import OF_LOADING, tokenizer_of
 from outrider.integrate.batch import Batch
 from outrider.integrate.draw import draw, result
-from outrider.integrate.kept import Options, borrowed, evaluating
+from outrider.integrate.kept import borrowed, evaluating
 from outrider.integrate.refusals import check, check_call, check_padding, check_processors, padding_of
 from outrider.lm.open import logit_width
+from outrider.setup import Setup
 from outrider.types import InputError
 
 MOST_SLOTS = 64
@@ -32,7 +33,7 @@ MOST_SLOTS = 64
 class CustomGenerate:
     """What `as_custom_generate` returns: the arguments of that function."""
 
-    options: Options
+    options: Setup
     streamer: BaseStreamer | None = None
     stop_strings: str | Sequence[str] | None = None
 
@@ -55,7 +56,7 @@ class CustomGenerate:
         criteria = list(stopping_criteria)
         if self.stop_strings:
             wanted = self.stop_strings if isinstance(self.stop_strings, str) else list(self.stop_strings)
-            criteria.append(StopStringCriteria(tokenizer=self.options.tokenizer, stop_strings=wanted))
+            criteria.append(StopStringCriteria(tokenizer=tokenizer_of(self.options), stop_strings=wanted))
         batch = Batch(
             input_ids=input_ids,
             padding=padding_of(input_ids, model_kwargs.get("attention_mask")),
@@ -75,17 +76,9 @@ class CustomGenerate:
 
 def as_custom_generate(
     *,
-    drafter: str | object = "suffix",
-    tree: str | object = "chain",
-    verifier: str | object | None = None,
-    length: str | object | None = None,
     streamer: BaseStreamer | None = None,
     stop_strings: str | Sequence[str] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    max_slots: int | None = None,
-    max_context: int | None = None,
-    pad_to: int | None = None,
-    allow_lossy: bool = False,
+    **options: Any,
 ) -> CustomGenerate:
     """Speculative decoding for `model.generate(..., custom_generate=...)`; what comes out is what `generate` gives.
 
@@ -104,20 +97,14 @@ def as_custom_generate(
     to `generate`. `outrider.integrate.generate` gets all arguments.
 
     Args:
-        drafter: `name:key=value,...` or an object, as in `outrider.load`.
-        tree: How drafts grow.
-        verifier: Which nodes survive.
-        length: When to stop drafting.
         streamer: Gets the prompt and then each token, as from plain `generate`.
-        stop_strings: End the output with the token that completes one of them; they need `tokenizer`.
-        tokenizer: The model's; for stop strings, and to compare vocabularies with a draft model.
-        max_slots: Most rows that run at once; further ones wait. By default as many as the batch has, at most 64.
-        max_context: Longest prompt and output together, in tokens.
-        pad_to: Fewest columns of a forward, as in `outrider.load`.
-        allow_lossy: Let rules pass that do not keep the target's law.
+        stop_strings: End the output with the token that completes one of them; they need the option `tokenizer`.
+        options: The fields of `outrider.Setup`, apart from those that say which target there is and how it is loaded.
+            Without a drafter it is `suffix`. With `compile` or `prepack` the weights must not change between calls, and
+            a compiled model stays in memory.
 
     Raises:
-        InputError: When called, for what cannot be had in this way, by name.
+        InputError: For an option that does not exist or apply; when called, for what cannot be had in this way.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,15 +116,12 @@ def as_custom_generate(
         >>> bool((plain == drafted).all())
         True
     """
-    options = Options(
-        drafter=drafter,
-        tree=tree,
-        verifier=verifier,
-        length=length,
-        tokenizer=tokenizer,
-        max_slots=max_slots,
-        max_context=max_context,
-        pad_to=pad_to,
-        allow_lossy=allow_lossy,
-    )
-    return CustomGenerate(options=options, streamer=streamer, stop_strings=stop_strings)
+    return CustomGenerate(options=applicable(options), streamer=streamer, stop_strings=stop_strings)
+
+
+def applicable(options: Mapping[str, Any]) -> Setup:
+    """The setup of options by name. Raises InputError for those that a loaded model has settled."""
+    setup = Setup.of(options)
+    if settled := [name for name in ("target", "vocab_size", *OF_LOADING) if name in setup.given()]:
+        raise InputError(f"inside transformers the model is loaded already; leave out {', '.join(settled)}")
+    return setup

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from jaxtyping import Int
 from torch import Tensor
@@ -20,8 +20,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.integrate.custom import as_custom_generate
+from outrider.integrate.custom import applicable, as_custom_generate
 from outrider.integrate.refusals import check_cache
+from outrider.setup import KINDS
 from outrider.types import InputError
 
 
@@ -36,15 +37,11 @@ def generate(
     streamer: BaseStreamer | None = None,
     *,
     model: Module,
-    drafter: str | object = "suffix",
-    tree: str | object = "chain",
-    verifier: str | object | None = None,
-    length: str | object | None = None,
     stop_strings: str | list[str] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
     **arguments: Any,
 ) -> GenerateDecoderOnlyOutput | Int[Tensor, "rows longer"]:
-    """What `model.generate` gives, drafted: it takes all the arguments of `generate`, and four of `outrider.load`.
+    """What `model.generate` gives, drafted: it takes the arguments of `generate` and the options of `outrider.Setup`.
 
     Unlike a callable given as `custom_generate`, it sees `streamer`, `tokenizer`, `stop_strings` and `assistant_model`.
     So it can stand in for a model's own `generate`, and a script needs no other change:
@@ -53,10 +50,7 @@ def generate(
     Args:
         inputs: As in `generate`, like every argument not named here.
         model: The model; of one that torch compiled, what was compiled is used, as by its own `generate`.
-        drafter: `name:key=value,...` or an object.
-        tree: How drafts grow.
-        verifier: Which nodes survive.
-        length: When to stop drafting.
+        arguments: Those of `generate`, and the options that `as_custom_generate` takes.
 
     Raises:
         InputError: For what cannot be had in this way, by name.
@@ -70,6 +64,7 @@ def generate(
         ...                 streamer=TextStreamer(tokenizer))
         Once upon a time
     """
+    options = {name: arguments.pop(name) for name in KINDS if name in arguments}
     own: PreTrainedModel = getattr(model, "_orig_mod", model)
     if not hasattr(type(own), "generate"):
         raise InputError(f"a {type(own).__name__} has no generate of its own; give the transformers model in it")
@@ -99,41 +94,34 @@ def generate(
         stopping_criteria,
         prefix_allowed_tokens_fn,
         custom_generate=as_custom_generate(
-            drafter=drafter,
-            tree=tree,
-            verifier=verifier,
-            length=length,
             streamer=streamer,
             stop_strings=stop_strings,
             tokenizer=tokenizer,
+            **options,
         ),
         **arguments,
     )
 
 
-def write_custom_generate(
-    directory: str | Path,
-    *,
-    drafter: str = "suffix",
-    tree: str = "chain",
-    verifier: str | None = None,
-    length: str | None = None,
-) -> Path:
+def write_custom_generate(directory: str | Path, **options: Any) -> Path:
     """Write the form of `generate` above that transformers loads by path or from the hub.
 
     `model.generate(..., custom_generate=directory, trust_remote_code=True)` then runs it. In a model's own directory it
     becomes that model's `generate`, when the model is loaded with `trust_remote_code=True`.
 
+    Args:
+        options: Those that `as_custom_generate` takes, by name.
+
     Returns:
         The file that was written, `custom_generate/generate.py`; beside it lies `requirements.txt`.
 
     Raises:
-        InputError: For a part that does not exist.
+        InputError: For an option that does not exist, does not apply or cannot be written to a file.
     """
-    options: dict[Family, str | None] = {"drafter": drafter, "tree": tree, "verifier": verifier, "length": length}
-    for family, text in options.items():
-        if text is not None:
-            catalog.make(family, text)
+    written = applicable(options).written()
+    for family in get_args(Family):
+        if family in written:
+            catalog.make(family, written[family])
     place = Path(directory) / "custom_generate"
     place.mkdir(parents=True, exist_ok=True)
     (place / "requirements.txt").write_text("outrider\n", encoding="utf-8")
@@ -142,7 +130,7 @@ def write_custom_generate(
         '"""Speculative decoding by Outrider."""\n\n'
         "import functools\n\n"
         "import outrider.integrate\n\n"
-        f"generate = functools.partial(outrider.integrate.generate, **{options!r})\n",
+        f"generate = functools.partial(outrider.integrate.generate, **{written!r})\n",
         encoding="utf-8",
     )
     return file

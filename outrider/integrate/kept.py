@@ -3,42 +3,28 @@
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from threading import Lock, RLock
 
 from torch.nn import Module
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
+from outrider.assembly import assemble
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import logit_width
 from outrider.lm.recurrent import RecurrentModel
-from outrider.load import load
+from outrider.setup import Setup
 
 KEPT_ENGINES = 2
 """Most engines that are kept for one model; each holds a cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What an engine is made with; the fields are arguments of `outrider.load`. `max_slots` None: by the batch."""
-
-    drafter: str | object
-    tree: str | object
-    verifier: str | object | None
-    length: str | object | None
-    tokenizer: PreTrainedTokenizerBase | None
-    max_slots: int | None
-    max_context: int | None
-    pad_to: int | None
-    allow_lossy: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Kept:
     """An engine, and what it was made of: options, and the model's place and shape."""
 
-    options: Options
+    options: Setup
     form: tuple[object, ...]
     engine: Engine
 
@@ -55,7 +41,7 @@ threads. A call within a call may go on."""
 
 
 @contextmanager
-def borrowed(model: PreTrainedModel, options: Options) -> Iterator[Engine]:
+def borrowed(model: PreTrainedModel, options: Setup) -> Iterator[Engine]:
     """The engine of a model and its options, made at first use.
 
     Nobody else has it meanwhile: a second call at the same time gets one of its own. An engine that failed is dropped.
@@ -71,7 +57,7 @@ def borrowed(model: PreTrainedModel, options: Options) -> Iterator[Engine]:
         kept = [k for k in _KEPT.get(model, []) if k.form == form]
         found = next((k for k in kept if _same(k.options, options)), None)
         _KEPT[model] = [k for k in kept if k is not found]
-    with nullcontext() if isinstance(options.drafter, str) else _SHARED:
+    with nullcontext() if isinstance(options.drafter, str | None) else _SHARED:
         if found is None:
             with _LOADING:
                 found = _Kept(options=options, form=form, engine=_engine(model, options))
@@ -83,19 +69,18 @@ def borrowed(model: PreTrainedModel, options: Options) -> Iterator[Engine]:
         _KEPT[model] = [*_KEPT[model], found][-KEPT_ENGINES:]
 
 
-def _same(some: Options, other: Options) -> bool:
+def _same(some: Setup, other: Setup) -> bool:
     """Whether two are written alike; objects must be the very same, for they may hold what cannot be compared."""
-    pairs = [(getattr(some, f.name), getattr(other, f.name)) for f in fields(Options)]
+    pairs = [(getattr(some, f.name), getattr(other, f.name)) for f in fields(Setup)]
     return all(a is b or (isinstance(a, str | int) and type(a) is type(b) and a == b) for a, b in pairs)
 
 
-def _engine(model: PreTrainedModel, options: Options) -> Engine:
+def _engine(model: PreTrainedModel, options: Setup) -> Engine:
     """An engine that does not keep its model alive, and leaves text to the caller."""
-    own = {f.name: getattr(options, f.name) for f in fields(Options)}
-    made = load(model, **own, vocab_size=logit_width(model))
+    made = assemble(replace(options, target=model, vocab_size=logit_width(model)))
     if isinstance(made.parts.target, LanguageModel | RecurrentModel):
         made.parts.target.model = weakref.proxy(model)
-    return Engine(made.parts, max_slots=made.max_slots)
+    return Engine(made.parts, max_slots=made.max_slots, max_prefill_tokens=made.max_prefill_tokens)
 
 
 @contextmanager

@@ -1,7 +1,9 @@
 """Models and tokenizers from a directory or a hub id, with one clear sentence where that fails; models as LMs."""
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -27,6 +29,8 @@ DTYPES = {
 }
 LONGEST_ID = 256
 """Longer than any hub id."""
+LONGEST_REASON = 300
+"""Most characters that are quoted of another library's error."""
 
 
 def open_model(
@@ -34,30 +38,95 @@ def open_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+    quantization_config: object | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for."""
+    """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for.
+
+    Args:
+        device_map: Where transformers puts the layers; it takes the place of `device`.
+        quantization_config: How transformers quantises the weights.
+
+    Raises:
+        InputError: There is no such model, transformers cannot load it, or its checkpoint holds other tensors than it
+            has.
+    """
     _exists(path)
+    if device is not None and device_map is not None:
+        raise InputError("device and device_map both say where the model goes; give one of them")
     place, kind = as_device(device), as_dtype(dtype)
+    given = {"device_map": device_map, "quantization_config": quantization_config}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=kind,
             attn_implementation=attn_implementation,
             revision=revision or "main",
             trust_remote_code=trust_remote_code,
+            # Otherwise it raises where shapes differ, and names none of them.
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **{name: value for name, value in given.items() if value is not None},
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"cannot load a causal LM from {path}: {str(error).strip().splitlines()[0]}") from error
     except (AttributeError, TypeError, AssertionError) as error:
         # Some models are no causal LMs, and transformers finds out by stumbling.
-        reason = refusal(open_config(path, revision=revision, trust_remote_code=trust_remote_code)) or str(error)
+        reason = refusal(open_config(path, revision=revision, trust_remote_code=trust_remote_code)) or reason_of(error)
         raise InputError(f"cannot load a causal LM from {path}: {reason}") from error
+    except Exception as error:
+        raise InputError(f"cannot load a causal LM from {path}: {reason_of(error)}") from error
+    if (difference := mismatch(model, loaded)) is not None:
+        raise InputError(
+            f"the checkpoint {path} does not fit {type(model).__name__}: {difference}; get a complete checkpoint, or "
+            "the config that belongs to it"
+        )
     # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
-    moved = model if model.device.type == place.type and getattr(model, "is_quantized", False) else model.to(place)
-    return moved.eval()
+    stays = device_map is not None or (model.device.type == place.type and getattr(model, "is_quantized", False))
+    return model.eval() if stays else model.to(place).eval()
+
+
+def mismatch(model: PreTrainedModel, loaded: Mapping[str, Any]) -> str | None:
+    """Where the tensors of a checkpoint are not those of a model; None where they are.
+
+    transformers leaves out what a model's own rules excuse, such as tied weights. A buffer that is computed anew may
+    stand in old checkpoints.
+
+    Args:
+        loaded: What `from_pretrained(..., output_loading_info=True)` says.
+    """
+    buffers = {name: buffer.is_floating_point() for name, buffer in model.named_buffers()}
+    prefix = f"{model.base_model_prefix}."
+    missing = [name for name in sorted(loaded["missing_keys"]) if buffers.get(name, True)]
+    unexpected = [name for name in sorted(loaded["unexpected_keys"]) if not {name, prefix + name} & buffers.keys()]
+    shapes = [
+        f"{name} is {tuple(stored)} instead of {tuple(wanted)}"
+        for name, stored, wanted in sorted(loaded["mismatched_keys"])
+    ]
+    said = [
+        *([f"{_some(missing)} {_are(missing)} missing"] if missing else []),
+        *([f"{_some(unexpected)} {_are(unexpected)} not part of the model"] if unexpected else []),
+        *([_some(shapes)] if shapes else []),
+    ]
+    return ", ".join(said) or None
+
+
+def _are(names: Sequence[str]) -> str:
+    return "is" if len(names) == 1 else "are"
+
+
+def _some(names: Sequence[str], most: int = 3) -> str:
+    """Names for a sentence; of many, the first."""
+    rest = len(names) - most
+    return ", ".join(names) if rest <= 1 else f"{', '.join(names[:most])} and {rest} more tensors"
+
+
+def reason_of(error: Exception) -> str:
+    """What an error of another library says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."
 
 
 def as_dtype(given: str | torch.dtype) -> str | torch.dtype:
@@ -123,8 +192,8 @@ def open_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     _exists(path)
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"cannot read the config of {path}: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:
+        raise InputError(f"cannot read the config of {path}: {reason_of(error)}") from error
 
 
 def open_tokenizer(
@@ -136,8 +205,8 @@ def open_tokenizer(
         return None
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, ImportError) as error:
-        raise InputError(f"cannot load a tokenizer from {path}: {str(error).strip().splitlines()[0]}") from error
+    except Exception as error:
+        raise InputError(f"cannot load a tokenizer from {path}: {reason_of(error)}") from error
 
 
 def _exists(path: str) -> None:

@@ -188,7 +188,7 @@ def wrong(monkeypatch, capsys, *arguments: str) -> str:
     ("arguments", "sentence"),
     [
         (["--num-speculative-tokens", "0"], "num_speculative_tokens must be >= 1, got 0"),
-        (["--batch-size", "0"], "batch_size must be >= 1, got 0"),
+        (["--max-slots", "0"], "max_slots must be >= 1, got 0"),
         (["--num-tokens", "2"], "num_tokens must be >= 3, got 2"),
         (["--temperature", "inf"], "temperature must be >= 0, got inf"),
         (["--dtype", "float17"], "unknown dtype 'float17'"),

@@ -13,7 +13,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.cli.app import main
-from outrider.cli.generate import read_file, read_prompts
+from outrider.cli.prompts import read_file, read_prompts
 from outrider.load import EMBEDDED_TARGET
 from outrider.proof.gate import _keep, _kept
 from outrider.proof.identity import Identity
@@ -65,7 +65,7 @@ def stranger(tmp_path_factory) -> Path:
         (["--prompt", "a", "-n", "0"], "n must be >= 1, got 0"),
         (["--dtype", "float17"], "unknown dtype 'float17'; available: auto, float32"),
         (["--device", "warp"], "device 'warp' cannot be used"),
-        (["--batch-size", "0"], "max_slots must be >= 1, got 0"),
+        (["--max-slots", "0"], "max_slots must be >= 1, got 0"),
         (["--max-context", "5000"], "max_context must be <= 1024"),
         (["--prompt", "a", "--stop", ""], "a stop string must not be empty"),
         (["--prompt", "a", "--regex", "(a"], "the regex cannot be compiled"),

@@ -1,0 +1,228 @@
+"""A setup becomes an engine: its parts are made, checked against the refusal matrix, and put together."""
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from outrider import catalog
+from outrider.catalog import Family
+from outrider.decoding.protocol import Decoding, Parts, Settling
+from outrider.drafters.protocol import Drafter, Surroundings, Unbound
+from outrider.engine.engine import Engine
+from outrider.lengths.protocol import LengthPolicy
+from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
+from outrider.lm.packed import worth_packing
+from outrider.lm.protocol import LM
+from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.refusals import DEFAULT, Cell, refusal
+from outrider.setup import Setup
+from outrider.trees.protocol import Tree
+from outrider.types import InputError, Sampling
+from outrider.verifiers.protocol import Verifier
+
+USUAL = Setup(drafter="suffix", length="fixed:5")
+"""What a setup is completed with."""
+EMBEDDED = Setup(target=EMBEDDED_TARGET, drafter=f"model:path={EMBEDDED_DRAFT}", length="fixed:4")
+"""What a setup is completed with that names neither target nor drafter."""
+MAX_SLOTS = 8
+"""Most requests at once, where a setup does not say."""
+OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_implementation", "revision")
+"""Options that say how a target is loaded."""
+KINDS: dict[Family, tuple[type, ...]] = {
+    "drafter": (Drafter, Unbound),
+    "tree": (Tree,),
+    "verifier": (Verifier,),
+    "length": (LengthPolicy,),
+    "decoding": (Decoding,),
+}
+"""What a part has to be, by family."""
+
+
+def assemble(setup: Setup) -> Engine:
+    """The engine that a setup describes.
+
+    Raises:
+        InputError: Anything that does not exist, does not fit or would not be lossless, with what would.
+    """
+    wanted = completed(setup)
+    tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
+    drafter = _part("drafter", wanted.drafter)
+    verifier = None if wanted.verifier is None else _part("verifier", wanted.verifier)
+    model, tokenizer = _model(wanted), tokenizer_of(wanted)
+    wanted = _running(wanted, model, tokenizer)
+    target = _target(wanted, model)
+    if isinstance(drafter, Unbound):
+        drafter = drafter.bind(_surroundings(wanted, target, tokenizer))
+    if verifier is None:
+        verifier = _part("verifier", _best_verifier(drafter, tree))
+    parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
+    refuses = partial(why_not, allow_lossy=wanted.allow_lossy)
+    if (reason := refuses(parts)) is not None:
+        raise InputError(reason)
+    if isinstance(decoding, Settling):
+        parts = decoding.settled(parts, named=setup.length is not None)
+    return Engine(
+        parts,
+        tokenizer=tokenizer,
+        eos_ids=_eos_ids(model),
+        sampling=_default_sampling(model),
+        max_slots=wanted.max_slots or MAX_SLOTS,
+        max_prefill_tokens=wanted.max_prefill_tokens,
+        refuses=refuses,
+    )
+
+
+def completed(setup: Setup) -> Setup:
+    """The setup with the usual target, drafter and length where it names none.
+
+    Example:
+        >>> completed(Setup("org/target")).drafter, completed(Setup()).length
+        ('suffix', 'fixed:4')
+    """
+    own = setup.target is None and setup.drafter is None
+    usual = EMBEDDED if own else replace(USUAL, target=EMBEDDED.target)
+    missing = [name for name in ("target", "drafter", "length") if getattr(setup, name) is None]
+    return replace(setup, **{name: getattr(usual, name) for name in missing})
+
+
+def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target: the one that is named or was given, or the one beside it; None where none is."""
+    trusted = setup.trust_remote_code
+    if isinstance(setup.tokenizer, str):
+        found = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
+        if found is None:
+            raise InputError(f"there is no tokenizer in {setup.tokenizer}; give a directory or a hub id that has one")
+        return found
+    if setup.tokenizer is not None:
+        return setup.tokenizer
+    if isinstance(setup.target, str):
+        return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)
+    place = str(getattr(setup.target, "name_or_path", ""))
+    return open_tokenizer(place, trust_remote_code=trusted) if place and Path(place).is_dir() else None
+
+
+def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
+    """Why parts do not fit each other, in one sentence; None where they do."""
+    return refusal(cell(parts), allow_lossy) or chains_only(parts)
+
+
+def cell(parts: Parts) -> Cell:
+    """Where a combination of parts stands in the refusal matrix."""
+    return Cell(
+        rows=parts.drafter.rows,
+        context_pure=parts.drafter.context_pure,
+        structure=parts.tree.structure,
+        verifier=catalog.name_of(parts.verifier),
+        length=catalog.variant_of(parts.length),
+        decoding=catalog.name_of(parts.decoding),
+        taps=bool(parts.drafter.taps),
+    )
+
+
+def chains_only(parts: Parts) -> str | None:
+    """Why a branching tree cannot be read by the target or the drafter; None where it can, or does not branch."""
+    if parts.tree.structure == "chain":
+        return None
+    for role, reason in (("target", parts.target.chains_only), ("draft model", parts.drafter.chains_only)):
+        if reason is not None:
+            return f"the {role} {reason}"
+    return None
+
+
+def _part(family: Family, given: str | object) -> Any:
+    """A part by its name, or as it was given."""
+    if isinstance(given, str):
+        return catalog.make(family, given)
+    if not isinstance(given, KINDS[family]):
+        raise InputError(f"{family} must be a name of the catalog or a part of that family, got {given!r}")
+    return given
+
+
+def _best_verifier(drafter: Drafter, tree: Tree) -> str:
+    """The lossless rule that accepts most of what a drafter and a tree make."""
+    return DEFAULT[Cell(rows=drafter.rows, structure=tree.structure, verifier="match").kind]
+
+
+def _model(setup: Setup) -> PreTrainedModel:
+    """The target: opened where it is named, otherwise as it was given."""
+    if isinstance(setup.target, str):
+        return open_model(
+            setup.target,
+            dtype=setup.dtype,
+            device=setup.device,
+            device_map=setup.device_map,
+            quantization_config=setup.quantization_config,
+            attn_implementation=setup.attn_implementation,
+            revision=setup.revision,
+            trust_remote_code=setup.trust_remote_code,
+        )
+    if not isinstance(setup.target, PreTrainedModel):
+        raise InputError(f"target must be a directory, a hub id or a transformers model, got {setup.target!r}")
+    if foreign := [name for name in OF_LOADING if name in setup.given()]:
+        raise InputError(f"the target is loaded already; leave out {', '.join(foreign)}, or name the target instead")
+    return setup.target
+
+
+def _running(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Setup:
+    """The setup with what suits this model on this machine, where it does not say."""
+    half = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+    # A model that was given may be trained meanwhile.
+    prepack = isinstance(setup.target, str) and not setup.compile and worth_packing(model)
+    usual: dict[str, Any] = {
+        "vocab_size": _vocab_size(model, tokenizer),
+        "max_slots": MAX_SLOTS,
+        "pad_to": 2 if half else 1,
+        "prepack": prepack,
+    }
+    return replace(setup, **{name: value for name, value in usual.items() if getattr(setup, name) is None})
+
+
+def _target(setup: Setup, model: PreTrainedModel) -> LM:
+    """The target as the engine sees it."""
+    return as_lm(
+        model,
+        max_slots=setup.max_slots or MAX_SLOTS,
+        max_context=setup.max_context,
+        vocab_size=setup.vocab_size,
+        pad_to=setup.pad_to or 1,
+        compile=setup.compile,
+        prepack=bool(setup.prepack),
+    )
+
+
+def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:
+    """What the drafter may know of the target."""
+    return Surroundings.of(
+        target, tokenizer, max_slots=setup.max_slots, compile=setup.compile, prepack=bool(setup.prepack)
+    )
+
+
+def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """Width of the logits that mean something: padding behind the tokenizer's last id is cut off."""
+    width = logit_width(model)
+    return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
+
+
+def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
+    given = getattr(model.generation_config, "eos_token_id", None)
+    if given is None:
+        given = getattr(model.config, "eos_token_id", None)
+    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)
+
+
+def _default_sampling(model: PreTrainedModel) -> Sampling:
+    """What the model's generation config says, as in vLLM; one that says not to sample is greedy."""
+    config = model.generation_config
+    if config.do_sample is False:
+        return Sampling(temperature=0.0, repetition_penalty=config.repetition_penalty or 1.0)
+    return Sampling(
+        temperature=1.0 if config.temperature is None else config.temperature,
+        top_k=config.top_k or 0,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        min_p=config.min_p or 0.0,
+        repetition_penalty=config.repetition_penalty or 1.0,
+    )

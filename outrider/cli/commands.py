@@ -1,0 +1,153 @@
+"""The commands and their options. What a command does is imported when it runs, so that help comes at once."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from outrider import __version__
+from outrider.cli.options import Json, with_options
+from outrider.cli.request import RequestOptions
+from outrider.setup import Setup
+
+app = typer.Typer(
+    name="outrider",
+    help="Lossless speculative decoding for Hugging Face causal language models.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+MEASURED = ("tree", "verifier", "length", "decoding", "allow_lossy")
+"""Options that `doctor` has no use for: it measures chains, for every rule and length."""
+
+
+def _version(wanted: bool) -> bool:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+    return wanted
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding for Hugging Face causal language models."""
+
+
+@app.command()
+@with_options()
+def generate(
+    setup: Setup,
+    request: RequestOptions,
+    prompt: Annotated[list[str] | None, typer.Option(help="The text to continue; may be given several times.")] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text file (one prompt), or JSON lines with `prompt`, `turns` or `messages`; - is standard input."
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("-n", help="Outputs per prompt.")] = 1,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(help="Record each token's log-probability, and those of so many of the likeliest; in JSON."),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write each output to this file of JSON lines as it ends. What it holds is not made again."),
+    ] = None,
+    as_json: Json = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a step goes.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also decode plainly, and say what was measured of both.")
+    ] = False,
+) -> None:
+    """Continue a prompt, with exactly the target's law, in fewer forwards of the target.
+
+    Without a prompt, standard input is read: a text, or JSON lines.
+    """
+    from outrider.cli.generate import Task, run
+
+    run(
+        Task(
+            setup=setup,
+            request=request,
+            texts=tuple(prompt or ()),
+            file=prompt_file,
+            n=n,
+            logprobs=logprobs,
+            output=output,
+            as_json=as_json,
+            profile=profile,
+            compare=compare,
+        )
+    )
+
+
+@app.command()
+@with_options()
+def chat(
+    setup: Setup,
+    request: RequestOptions,
+    system: Annotated[str | None, typer.Option(help="A system message that stands before the conversation.")] = None,
+) -> None:
+    """Talk with the target. `/help` lists what can be said to the chat itself; end of input leaves."""
+    from outrider.cli.chat import talk
+
+    talk(setup, request, system)
+
+
+@app.command()
+@with_options()
+def prove(
+    setup: Setup,
+    num_draws: Annotated[int, typer.Option(help="Sequences to draw for the chi-square test; 0 leaves it out.")] = 1000,
+    temperature: Annotated[float, typer.Option(help="Temperature of the chi-square test, above 0.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Seed of the chi-square test.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Check a pair. Exit status 1 if anything fails.
+
+    Exact law: the rule's law, enumerated on small tables, equals the target's. Greedy identical: in float32 this
+    pair's greedy output is that of plain decoding. Greedy up to ties: in the pair's own dtype, differences are listed
+    with their logit gap. Samples: drawn sequences fit the target's probabilities.
+    """
+    from outrider.cli.prove import prove
+
+    prove(setup, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
+
+
+@app.command()
+@with_options(without=MEASURED)
+def doctor(
+    setup: Setup,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file, or JSON lines with `prompt` or `turns`; a few texts otherwise.")
+    ] = None,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Length of the drafts that are measured.")] = 5,
+    temperature: Annotated[float, typer.Option(help="Of target and drafter.")] = 1.0,
+    num_tokens: Annotated[int, typer.Option(help="Most tokens of text that are read.")] = 512,
+    rounds: Annotated[int, typer.Option(help="How often costs are timed; 0 leaves them out.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Say what works with a target; with a drafter, compare the two and measure what drafting is worth here.
+
+    Without a target, the pair that ships with Outrider is examined.
+    """
+    from outrider.cli.doctor import Plan, doctor
+
+    plan = Plan(gamma=num_speculative_tokens, temperature=temperature, num_tokens=num_tokens, rounds=rounds)
+    doctor(setup, plan, text=text, as_json=as_json)
+
+
+@app.command()
+@with_options()
+def methods(
+    as_json: Json = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/methods.md.")] = False,
+) -> None:
+    """List every drafter, tree, verifier, length policy and order of decoding, with its paper and its fields."""
+    from outrider.cli.methods import methods
+
+    methods(as_json=as_json, as_markdown=as_markdown)

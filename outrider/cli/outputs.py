@@ -1,0 +1,125 @@
+"""Outputs as JSON lines: what a record holds, and a file of records that a later run goes on with."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.engine.output import Output
+from outrider.inputs import InputError
+from outrider.types import Step, Timing
+
+PARTS = ("target", "drafter", "rows", "verify", "commit", "replay", "rest", "overlap")
+"""Parts of a step's time; `overlap` is what lay beside another and counts once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """One output that is asked for.
+
+    Attributes:
+        prompt_index: Number of its prompt, from 0.
+        sample_index: Number among the outputs of that prompt, from 0.
+        index: Number among all outputs.
+        request: Stands for its prompt and settings; another request has another one.
+    """
+
+    prompt_index: int
+    sample_index: int
+    index: int
+    request: str
+
+    def record(self, output: Output) -> dict[str, Any]:
+        """The output as an object of JSON."""
+        numbers = {"index": self.index, "prompt_index": self.prompt_index, "sample_index": self.sample_index}
+        found = numbers | {"request": self.request} | {name: getattr(output, name) for name in FIELDS}
+        for name in ("logprobs", "top_logprobs"):
+            if getattr(output, name) is not None:
+                found[name] = getattr(output, name)
+        return found
+
+
+FIELDS = (
+    "id",
+    "text",
+    "tokens",
+    "prompt_tokens",
+    "finish_reason",
+    "num_steps",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+    "accepted_per_position",
+    "block_efficiency",
+    "seconds",
+    "tokens_per_second",
+)
+"""What every record says of its output."""
+
+
+def profile(steps: Sequence[Step]) -> dict[str, Any]:
+    """Where the time of some steps went: how many iterations they were, and milliseconds per iteration and part."""
+    timings: list[Timing] = list({id(step.timing): step.timing for step in steps}.values())
+    count = max(1, len(timings))
+    spent = {part: 1000 * sum(getattr(timing, part) for timing in timings) / count for part in PARTS}
+    return {"iterations": len(timings), "ms_per_iteration": spent}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputFile:
+    """A file of JSON lines. Each record is added when its output has ended."""
+
+    path: Path
+
+    def held(self, wanted: Sequence[Wanted]) -> set[int]:
+        """Which of the outputs that are asked for the file holds, by index. A half-written last line is cut off.
+
+        Raises:
+            InputError: The file holds something else, or outputs of other requests.
+        """
+        if not self.path.is_file():
+            return set()
+        self._repair()
+        asked = {(each.prompt_index, each.sample_index): each for each in wanted}
+        found: set[int] = set()
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").split("\n"), 1):
+            if line.strip():
+                record = self._record(line, number)
+                same = asked.get((record["prompt_index"], record["sample_index"]))
+                if same is not None and same.request != record["request"]:
+                    raise InputError(
+                        f"line {number} of {self.path} is the output of another request; give another file, or the "
+                        "prompts and settings that it was written with"
+                    )
+                found |= {same.index} if same is not None else set()
+        return found
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append a record."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _record(self, line: str, number: int) -> dict[str, Any]:
+        try:
+            match json.loads(line):
+                case {"prompt_index": int(), "sample_index": int(), "request": str()} as record:
+                    return record
+        except (json.JSONDecodeError, RecursionError):
+            pass
+        raise InputError(f"line {number} of {self.path} is no output of `outrider generate`; give another file")
+
+    def _repair(self) -> None:
+        """End the last line, or cut it off where it is not a whole object."""
+        content = self.path.read_bytes()
+        last = content.rpartition(b"\n")[2]
+        if not last:
+            return
+        try:
+            json.loads(last)
+        except ValueError:
+            with self.path.open("r+b") as file:
+                file.truncate(len(content) - len(last))
+        else:
+            with self.path.open("ab") as file:
+                file.write(b"\n")

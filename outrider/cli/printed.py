@@ -1,0 +1,92 @@
+"""What `outrider generate` prints: outputs and measures, for people and for programs."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from outrider.bench.compare import compare
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
+from outrider.engine.prompts import Prompt
+from outrider.proof.gate import gate
+from outrider.types import Sampling
+
+ROUNDS = 3
+"""How often the configurations of a comparison are timed."""
+
+
+def print_json(record: Mapping[str, Any]) -> None:
+    """Print an object of JSON, in characters that standard output can show."""
+    utf8 = (getattr(sys.stdout, "encoding", None) or "utf-8").lower() in ("utf-8", "utf8")
+    print(json.dumps(record, ensure_ascii=not utf8), flush=True)
+
+
+def print_output(index: int, output: Output) -> None:
+    """Print one of several outputs."""
+    console = Console(highlight=False, soft_wrap=True)
+    console.rule(f"output {index + 1}: {output.finish_reason}, {len(output.tokens)} tokens", align="left")
+    console.print(output.text, markup=False)
+
+
+def print_measures(outputs: Sequence[Output]) -> None:
+    """Print how many tokens there were, in how many steps, and how many draft tokens were accepted."""
+    tokens = sum(len(o.tokens) for o in outputs)
+    steps = sum(o.num_steps for o in outputs)
+    drafted, accepted = sum(o.num_draft_tokens for o in outputs), sum(o.num_accepted_tokens for o in outputs)
+    line = f"{tokens} tokens in {steps} steps: block efficiency {tokens / max(1, steps):.2f}"
+    if drafted:
+        line += f", {accepted} of {drafted} draft tokens accepted ({accepted / drafted:.0%})"
+    if len(outputs) == 1:
+        line += f", {outputs[0].tokens_per_second:.0f} tokens/s"
+    Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="cyan")
+
+
+def print_profile(found: Mapping[str, Any]) -> None:
+    """Print where the time of a step went."""
+    spent = dict(found["ms_per_iteration"])
+    overlap = spent.pop("overlap")
+    total = sum(spent.values()) - overlap or 1
+    table = Table(title=f"where the time of {found['iterations']} iterations goes", title_justify="left", box=None)
+    for column in ("part", "ms per iteration", "share"):
+        table.add_column(column, justify="right" if column != "part" else "left")
+    for part, milliseconds in [*spent.items(), *([("at once", -overlap)] if overlap else [])]:
+        table.add_row(part, f"{milliseconds:.2f}", f"{milliseconds / total:.1%}")
+    Console(stderr=True).print(table)
+
+
+def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_new_tokens: int) -> dict[str, Any]:
+    """Speculative beside plain decoding of the same prompts, behind the gate."""
+    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
+        task = progress.add_task("comparing with plain decoding", total=ROUNDS + 2)
+        gate(engine)
+        progress.advance(task)
+        found = compare(
+            engine,
+            [engine.encode(prompt) for prompt in prompts],
+            max_new_tokens=max_new_tokens,
+            sampling=settings,
+            rounds=ROUNDS,
+            progress=lambda: progress.advance(task),
+        )
+    rates = {run.configuration: found.median(run.configuration) for run in found.runs}
+    return {"speedup": found.speedup, "plain": found.plain, "tokens_per_second": rates}
+
+
+def print_comparison(found: Mapping[str, Any]) -> None:
+    """Print what `compared` found."""
+    title = f"measured side by side, medians of {ROUNDS} interleaved runs"
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column("configuration")
+    table.add_column("tokens/s", justify="right")
+    for name, rate in found["tokens_per_second"].items():
+        table.add_row(name, f"{rate:.1f}")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print(
+        f"speedup {found['speedup']:.2f} over {found['plain']}, the fastest that drafts nothing", style="cyan"
+    )

@@ -1,0 +1,127 @@
+"""Prompts as a command line gives them: options, a file, standard input; texts, or JSON lines."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.engine.prompts import Prompt
+from outrider.inputs import InputError, text_of
+from outrider.load import ASSETS
+
+STANDARD_INPUT = Path("-")
+KEYS = ("prompt", "turns", "messages")
+"""What an object of JSON lines holds one of."""
+WANTED = "a JSON object with `prompt`, a text, or `turns`, a list of texts, or `messages` with role and content"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A prompt, or why there is none.
+
+    Attributes:
+        place: What it is called in messages.
+    """
+
+    place: str
+    prompt: Prompt | None = None
+    error: InputError | None = None
+
+
+def entries(texts: Sequence[str], file: Path | None) -> list[Entry]:
+    """What was asked for: options, then a file, then standard input; a prompt that ships with Outrider otherwise."""
+    if texts and file is not None:
+        raise InputError("--prompt and --prompt-file were given together; give one of them")
+    if texts:
+        return [Entry(place=f"prompt {number}", prompt=text) for number, text in enumerate(texts, 1)]
+    if file == STANDARD_INPUT or (file is None and sys.stdin is not None and not sys.stdin.isatty()):
+        text = piped()
+        if text or file is not None:
+            return _lines(text) if is_lines(text) else [_text(text, "standard input")]
+    elif file is not None:
+        text = text_of(file, "prompt", "a text file or JSON lines")
+        return _lines(text) if file.suffix == ".jsonl" else [_text(text, str(file))]
+    return _lines((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))[:1]
+
+
+def piped() -> str:
+    """All of standard input."""
+    try:
+        return sys.stdin.read().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def is_lines(text: str) -> bool:
+    """Whether a text is JSON lines: its first line is an object with a prompt in it.
+
+    Example:
+        >>> is_lines('{"prompt": "Once"}'), is_lines('{"name": "Tim",'), is_lines("Once upon a time")
+        (True, False, False)
+    """
+    try:
+        entry = json.loads(text.lstrip().partition("\n")[0])
+    except (json.JSONDecodeError, RecursionError):
+        return False
+    return isinstance(entry, dict) and any(key in entry for key in KEYS)
+
+
+def read_file(file: Path) -> list[Prompt]:
+    """Prompts of a text file, which is one, or of JSON lines. Raises InputError for the first that is none."""
+    return [_prompt_of(entry) for entry in entries((), file)]
+
+
+def read_prompts(text: str) -> list[Prompt]:
+    """Prompts of JSON lines: `prompt` is continued; `turns` is a conversation, the user first, the assistant next;
+    `messages` is one with roles. Raises InputError for the first that is none.
+    """
+    return [_prompt_of(entry) for entry in _lines(text)]
+
+
+def _prompt_of(entry: Entry) -> Prompt:
+    if entry.prompt is None:
+        raise entry.error or InputError(f"{entry.place} is empty")
+    return entry.prompt
+
+
+def _text(text: str, place: str) -> Entry:
+    """A text as a prompt. A line end behind it belongs to the file, not to the prompt."""
+    return Entry(place=place, prompt=text.removesuffix("\n").removesuffix("\r"))
+
+
+def _lines(text: str) -> list[Entry]:
+    """The entries of JSON lines."""
+    found: list[Entry] = []
+    # Not by splitlines, which also parts lines at characters that may stand in JSON strings.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            place = f"line {number} of the prompts"
+            try:
+                found.append(Entry(place=place, prompt=_prompt(line, place)))
+            except InputError as error:
+                found.append(Entry(place=place, error=error))
+    if not found:
+        raise InputError("the prompt file is empty; give JSON lines with `prompt` or `turns`")
+    return found
+
+
+def _prompt(line: str, place: str) -> Prompt:
+    """One line of JSON lines."""
+    try:
+        entry = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{place} is not JSON: {error}") from error
+    given = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
+    match given:
+        case {"prompt": str(prompt)} if len(given) == 1:
+            return prompt
+        case {"turns": [*turns]} if len(given) == 1 and turns and all(isinstance(turn, str) for turn in turns):
+            return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        case {"messages": [*messages]} if len(given) == 1 and messages and all(map(_is_message, messages)):
+            return messages
+    raise InputError(f"{place} is not {WANTED}")
+
+
+def _is_message(given: object) -> bool:
+    return isinstance(given, dict) and isinstance(given.get("role"), str) and isinstance(given.get("content"), str)

@@ -1,0 +1,100 @@
+"""What a command line says of its requests: how outputs are drawn, where they end, what they must be."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.inputs import InputError, text_of
+
+if TYPE_CHECKING:
+    from outrider.constraints.grammar import Grammar
+    from outrider.types import Sampling
+else:
+    Grammar = Sampling = object
+
+DRAWING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "frequency_penalty",
+    "presence_penalty",
+    "seed",
+)
+"""Options that are fields of `Sampling`."""
+ENDING = ("max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
+"""Options that are arguments of `Engine.add`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestOptions:
+    """How outputs are drawn and where they end. None is what the model's generation config says, or nothing.
+
+    Attributes:
+        max_new_tokens: Most tokens of an output. By default 128, in `chat` 256.
+        min_tokens: An output of fewer tokens does not end by an end token.
+        temperature: Divides the logits; 0 is greedy. By default what the model's generation config says.
+        top_k: Keep the k most likely tokens; 0 keeps all.
+        top_p: Keep the likeliest tokens up to this mass, in (0, 1].
+        min_p: Drop tokens below this share of the likeliest, in [0, 1].
+        repetition_penalty: Above 1 discourages tokens of prompt and output.
+        frequency_penalty: Subtracted once per occurrence in the output.
+        presence_penalty: Subtracted once if in the output.
+        seed: Makes the draws repeatable, 0 .. 2**64 - 1.
+        stop: End before this text; may be given several times.
+        stop_token_ids: End with this token; may be given several times.
+        ignore_eos: Go on behind the end tokens of the model.
+        json_schema: Say JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
+        regex: Say what this regular expression matches.
+        grammar: Say what this file's EBNF grammar (GBNF, rule `root`) describes.
+    """
+
+    max_new_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    grammar: Path | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given."""
+        return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
+
+    def sampling(self, usual: "Sampling") -> "Sampling":
+        """The usual settings with what was given in their place."""
+        from dataclasses import replace
+
+        return replace(usual, **{name: value for name, value in self.given().items() if name in DRAWING})
+
+    def ending(self) -> dict[str, Any]:
+        """Arguments of `Engine.add` that were given."""
+        return {name: value for name, value in self.given().items() if name in ENDING}
+
+    def constraint(self) -> "Grammar | None":
+        """What the outputs must be, if anything was said about it."""
+        given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
+        if len(given) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InputError(f"{names} were given together; an output follows one of them")
+        if not given:
+            return None
+        from outrider.constraints.grammar import ebnf, json_schema, regex
+
+        if self.json_schema is not None:
+            text = self.json_schema
+            inline = text.lstrip().startswith("{") or text.strip() in ("true", "false")
+            return json_schema(text if inline else text_of(Path(text), "JSON schema", "a file, or the schema itself"))
+        if self.grammar is not None:
+            return ebnf(text_of(self.grammar, "grammar", "a file"))
+        return regex(self.regex or "")

@@ -1,0 +1,232 @@
+"""Everything that an engine can be told, once: the command line, transformers' `generate` and recipes read it here."""
+
+import dataclasses
+import inspect
+import json
+import os
+import re
+import textwrap
+import tomllib
+import typing
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from outrider.inputs import InputError, text_of, unknown, whole
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+else:
+    # What cannot be written down. torch and transformers are imported when a model is loaded, not before.
+    PreTrainedModel = PreTrainedTokenizerBase = object
+    torch = SimpleNamespace(device=object, dtype=object)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What `outrider.load` takes, and every other way to an engine too.
+
+    The descriptions are also the help of the command line, up to what they say about Python.
+
+    Attributes:
+        target: Directory or hub id of the target. By default the pair that ships with Outrider. In Python also a loaded
+            model.
+        drafter: Who guesses, as `name:key=value,...`; `outrider methods` lists all. By default `suffix`, for the
+            shipped target its draft model. In Python also an object.
+        tree: How drafts grow. In Python also an object.
+        verifier: Which draft tokens survive. By default the lossless rule that accepts most of the tree's drafts. In
+            Python also an object.
+        length: When to stop drafting. By default `fixed:5`, for the shipped pair `fixed:4`. In Python also an object.
+        decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
+        allow_lossy: Let rules pass that do not keep the target's law.
+        tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
+            tokenizer.
+        vocab_size: How many token ids can be drawn. By default padding behind the tokenizer's last one is cut off.
+        max_slots: Most requests at once. By default 8, in `chat` 1; inside transformers by the batch, at most 64.
+        max_context: Longest context in tokens. By default the model's own, or what fits in memory.
+        max_prefill_tokens: Most prompt tokens that one step digests, over all requests.
+        device: `cpu`, `cuda`, `cuda:1`. By default the GPU where there is one.
+        dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
+        device_map: Where transformers puts the target's layers: `auto`, or JSON. It takes the place of `device`.
+        quantization_config: How transformers quantises the target while it loads it, as JSON, such as
+            `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. In Python also transformers' object.
+        attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.
+        revision: Branch, tag or commit of the target's hub id.
+        trust_remote_code: Let transformers run code that comes with the target.
+        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a block of one token takes
+            other kernels than longer ones and would differ in the last bits; otherwise 1.
+        compile: Compile the forwards of target and draft model. The first ones take long, and the weights must not
+            change afterwards.
+        prepack: Run copies of the linear layers that are laid out for the CPU's kernels: the same bits, for the memory
+            of a second set of weights. By default so for bfloat16 models that are loaded here and take less than a
+            quarter of free memory. The weights must not change afterwards.
+
+    Raises:
+        InputError: A value of the wrong kind.
+
+    Example:
+        >>> Setup.of({"drafter": "ngram", "max_slots": "many"})
+        Traceback (most recent call last):
+        ...
+        outrider.inputs.InputError: max_slots must be a whole number, got 'many'
+    """
+
+    target: str | os.PathLike[str] | PreTrainedModel | None = None
+    _: KW_ONLY
+    drafter: str | object | None = None
+    tree: str | object = "chain"
+    verifier: str | object | None = None
+    length: str | object | None = None
+    decoding: str | object = "step"
+    allow_lossy: bool = False
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None
+    vocab_size: int | None = None
+    max_slots: int | None = None
+    max_context: int | None = None
+    max_prefill_tokens: int = 512
+    device: str | torch.device | None = None
+    dtype: str | torch.dtype = "auto"
+    device_map: str | Mapping[str, Any] | None = None
+    quantization_config: Mapping[str, Any] | str | object | None = None
+    attn_implementation: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    pad_to: int | None = None
+    compile: bool = False
+    prepack: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, kinds in KINDS.items():
+            object.__setattr__(self, name, _checked(name, getattr(self, name), kinds))
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Setup":
+        """The setup of options by name. Raises InputError for one that does not exist, and says what was meant."""
+        for name in options:
+            if name not in KINDS:
+                raise unknown("option", name, KINDS)
+        return cls(**{name: _checked(name, value, KINDS[name]) for name, value in options.items()})
+
+    def given(self) -> dict[str, Any]:
+        """The options that are not at their defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
+
+    def written(self) -> dict[str, Any]:
+        """The same as a file holds them. Raises InputError for a value that it cannot hold, such as a loaded model."""
+        return {name: _written(name, value) for name, value in self.given().items()}
+
+    @classmethod
+    def read(cls, file: Path) -> "Setup":
+        """The setup that a file holds: TOML, or JSON where the name ends in `.json`.
+
+        Raises:
+            InputError: There is no such file, it cannot be read, or it holds something that is no option.
+        """
+        text = text_of(file, "configuration", "a TOML or JSON file of options")
+        try:
+            options = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
+        except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+            raise InputError(f"{file} is not {'JSON' if file.suffix == '.json' else 'TOML'}: {error}") from error
+        if not isinstance(options, dict):
+            raise InputError(f'{file} holds no object of options, such as {{"drafter": "suffix"}}')
+        try:
+            return cls.of(options)
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from error
+
+    def save(self, file: Path) -> None:
+        """Write the setup to a file that `read` understands. The old file stays until the new one is complete.
+
+        Raises:
+            InputError: A value that a file cannot hold, such as a loaded model.
+        """
+        written = self.written()
+        text = json.dumps(written, indent=2) + "\n" if file.suffix == ".json" else _toml(written)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        fresh = file.with_name(f".{file.name}.{os.getpid()}")
+        try:
+            fresh.write_text(text, encoding="utf-8")
+            fresh.replace(file)
+        finally:
+            fresh.unlink(missing_ok=True)
+
+
+TABLE = Mapping[str, Any]
+"""The kind of values that are tables: JSON on a command line."""
+KINDS: dict[str, tuple[Any, ...]] = {
+    name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(Setup).items() if name != "_"
+}
+"""For each option the types of its values; the first is how it is written in a file or on a command line."""
+
+
+def documentation(kind: type) -> dict[str, str]:
+    """What a class's docstring says of each of its attributes, in one line each."""
+    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+    entries = re.split(r"\n {4}(?=\w)", f"\n{section.rstrip()}")[1:]
+    pairs = (entry.partition(": ") for entry in entries)
+    return {name: " ".join(text.split()) for name, _, text in pairs}
+
+
+def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
+    """A value of one of these kinds. Raises InputError for others."""
+    if value is None and type(None) in kinds:
+        return None
+    if isinstance(value, os.PathLike) and os.PathLike[str] in kinds:
+        return os.fspath(value)
+    if isinstance(value, str) and (kinds[0] == TABLE or (TABLE in kinds and value.lstrip().startswith("{"))):
+        return _table(name, value)
+    if kinds[0] is bool:
+        if not isinstance(value, bool):
+            raise InputError(f"{name} must be true or false, got {value!r}")
+    elif kinds[0] is int:
+        value = whole(name, value)
+        if value < 1:
+            raise InputError(f"{name} must be >= 1, got {value}")
+    elif not isinstance(value, str) and object not in kinds and not isinstance(value, Mapping):
+        raise InputError(f"{name} must be a text, got {value!r}")
+    return value
+
+
+def _written(name: str, value: Any) -> Any:
+    """A value as a file holds it."""
+    if isinstance(value, Mapping):
+        return {str(key): _written(name, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_written(name, each) for each in value]
+    if not isinstance(value, str | int | float):
+        raise InputError(f"{name} is {value!r}, which a file cannot hold; give it by name")
+    return value
+
+
+def _toml(options: Mapping[str, Any]) -> str:
+    """All options as TOML, each below its description; those that are not given stand as comments."""
+    lines: list[str] = []
+    for name, text in documentation(Setup).items():
+        lines += textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ")
+        lines += [f"{name} = {_toml_value(options[name])}" if name in options else f"# {name} =", ""]
+    return "\n".join(lines)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml_value(key)} = {_toml_value(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml_value, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower()
+
+
+def _table(name: str, text: str) -> dict[str, Any]:
+    """The table that a JSON object stands for."""
+    try:
+        found = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{name} must be a JSON object, got {text!r}: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{name} must be a JSON object, got {text!r}")
+    return found

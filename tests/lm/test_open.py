@@ -1,0 +1,145 @@
+"""A model is opened as it was saved, or refused with the tensors or the file that do not fit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import outrider
+from outrider import InputError
+from outrider.lm.open import open_model, open_tokenizer
+from outrider.load import EMBEDDED_TARGET
+from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
+from tests.world.zoo import ARCHITECTURES, tiny
+
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory) -> Path:
+    """A small checkpoint without a tokenizer."""
+    place = tmp_path_factory.mktemp("sound")
+    tiny("llama").save_pretrained(place)
+    return place
+
+
+@pytest.fixture
+def broken(sound, tmp_path) -> Callable[[Callable[[dict[str, Tensor]], object]], Path]:
+    """Makes a copy of the checkpoint, with its tensors changed."""
+
+    def made(change: Callable[[dict[str, Tensor]], object]) -> Path:
+        place = tmp_path / "broken"
+        shutil.copytree(sound, place)
+        tensors = load_file(place / "model.safetensors")
+        change(tensors)
+        save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+        return place
+
+    return made
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *RECURRENT])
+def test_what_was_saved_is_opened(name, tmp_path):
+    model = tiny(name) if name in ARCHITECTURES else tiny_recurrent(name)
+    model.save_pretrained(tmp_path)
+    opened = open_model(str(tmp_path))
+    assert {n: t for n, t in opened.state_dict().items() if not torch.equal(t, model.state_dict()[n])} == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda tensors: tensors.pop(UP), f"{UP} is missing; get a complete checkpoint"),
+        (lambda tensors: tensors.update(more=torch.zeros(2)), "more is not part of the model"),
+        (lambda tensors: tensors.update({UP: torch.zeros(3, 2)}), rf"{UP} is \(3, 2\) instead of \(48, 32\)"),
+        (
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if ".mlp." in name],
+            r"model.layers.0.mlp.down_proj.weight, .* and 6 more tensors are missing",
+        ),
+    ],
+    ids=["missing", "unknown", "shape", "many"],
+)
+@pytest.mark.parametrize("role", ["target", "draft model"])
+def test_a_checkpoint_of_other_tensors_is_refused_by_name(sound, broken, change, sentence, role):
+    place = broken(change)
+    options = {"target": place, "drafter": "none"} if role == "target" else {"drafter": f"model:path={place}"}
+    with pytest.raises(InputError, match=rf"the checkpoint {place} does not fit LlamaForCausalLM: .*{sentence}"):
+        outrider.load(**{"target": sound} | options)
+
+
+def test_an_old_buffer_that_is_computed_anew_is_no_reason(broken):
+    place = broken(lambda tensors: tensors.update({"model.rotary_emb.inv_freq": torch.zeros(4)}))
+    assert open_model(str(place)).config.model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "sentence"),
+    [
+        ("model.safetensors", "half", "cannot load a causal LM from .*: Error while deserializing header"),
+        ("model.safetensors", b"garbage " * 9, "cannot load a causal LM from .*: Error while deserializing header"),
+        ("model.safetensors", b"", "cannot load a causal LM from .*: Error while deserializing header"),
+        ("model.safetensors", None, "cannot load a causal LM from .*: Error no file named model.safetensors"),
+        ("config.json", b"[]", "cannot load a causal LM from .*: Unrecognized model"),
+        ("config.json", b"{", "cannot load a causal LM from .*"),
+        (
+            "config.json",
+            b'{"model_type": "llama", "hidden_size": "wide"}',
+            "Validation error for field 'hidden_size': TypeError: .* expected int, got str",
+        ),
+    ],
+)
+def test_a_broken_file_is_one_sentence(sound, tmp_path, file, content, sentence):
+    place = tmp_path / "broken"
+    shutil.copytree(sound, place)
+    whole = (place / file).read_bytes()
+    if content is None:
+        (place / file).unlink()
+    else:
+        (place / file).write_bytes(whole[: len(whole) // 2] if content == "half" else content)
+    with pytest.raises(InputError, match=sentence) as refused:
+        outrider.load(place)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("tokenizer.json", None), ("tokenizer.json", b"garbage"), ("tokenizer_config.json", b"garbage")],
+)
+def test_a_broken_tokenizer_is_one_sentence(tmp_path, file, content):
+    place = tmp_path / "broken"
+    shutil.copytree(EMBEDDED_TARGET, place)
+    if content is None:
+        (place / file).unlink()
+    else:
+        (place / file).write_bytes(content)
+    with pytest.raises(InputError, match=f"cannot load a tokenizer from {place}: ") as refused:
+        outrider.load(place)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_tokenizer_can_be_named(sound):
+    assert open_tokenizer(str(sound)) is None
+    assert outrider.load(sound).tokenizer is None
+    assert len(outrider.load(sound, tokenizer=EMBEDDED_TARGET).tokenizer) == 8192
+    with pytest.raises(InputError, match=f"there is no tokenizer in {sound}; give a directory or a hub id"):
+        outrider.load(sound, tokenizer=str(sound))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"device": "cpu", "device_map": "auto"}, "device and device_map both say where the model goes"),
+        ({"quantization_config": {"quant_method": "none such"}}, "Unknown quantization type, got none such"),
+        ({"quantization_config": json.dumps({"bits": 4})}, "has no `quant_method` attribute"),
+        ({"device_map": "nowhere"}, "cannot load a causal LM from"),
+    ],
+    ids=str,
+)
+def test_what_transformers_says_of_its_own_options_is_one_sentence(sound, options, sentence):
+    with pytest.raises(InputError, match=sentence):
+        outrider.load(sound, **options)
