@@ -15,12 +15,11 @@ from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import LengthPolicy
-from outrider.lengths.tetris import TetrisLength
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import LM
 from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
-from outrider.refusals import DEFAULT, Cell, refusal
+from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
@@ -161,15 +160,14 @@ def load(
 
 def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy, decoding: Decoding) -> Cell:
     """Where a combination of parts stands in the refusal matrix."""
-    original = isinstance(length, TetrisLength) and length.criterion == "original"
     return Cell(
         rows=drafter.rows,
         context_pure=drafter.context_pure,
-        structure=tree.structure,
-        verifier=catalog.name_of(verifier),
-        length="tetris:criterion=original" if original else catalog.name_of(length),
-        decoding=catalog.name_of(decoding),
         taps=bool(drafter.taps),
+        structure=tree.structure,
+        verifier=verifier,
+        length=length,
+        decoding=decoding,
     )
 
 
@@ -182,7 +180,7 @@ def chains_only(tree: Tree, target: LM, drafter: Drafter) -> str | None:
 
 
 def _default_verifier(drafter: Drafter, tree: Tree) -> str:
-    return DEFAULT[Cell(rows=drafter.rows, structure=tree.structure, verifier="match").kind]
+    return DEFAULT[kind_of(drafter.rows, tree.structure)]
 
 
 def _make(family: Family, given: str | object) -> Any:

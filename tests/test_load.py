@@ -18,8 +18,10 @@ from transformers import (
 import outrider
 from outrider import InputError, catalog
 from outrider.drafters.ngram import NgramDrafter
-from outrider.refusals import KINDS, LOSSLESS, LOSSY, Cell, refusal
+from outrider.refusals import Cell, refusal
 from outrider.trees.chain import ChainTree
+from outrider.verifiers.traits import KINDS
+from tests.world.verifiers import LOSSLESS, LOSSY, verifier
 
 
 def test_the_default_drafter_of_a_target_alone_is_suffix():
@@ -34,7 +36,7 @@ def test_the_default_drafter_of_a_target_alone_is_suffix():
 
 
 def test_the_embedded_pair_drafts_with_its_own_model():
-    assert catalog.name_of(outrider.load().parts.drafter) == "Model"
+    assert catalog.name_of(outrider.load().parts.drafter) == "ModelDrafter"
 
 
 def test_objects_and_names_make_the_same_parts():
@@ -58,10 +60,10 @@ def test_a_chain_verifier_on_a_branching_tree_is_refused_with_one_that_works():
 
 
 def test_every_cell_of_the_matrix_is_lossless_or_names_a_verifier_that_is():
-    for verifier in LOSSLESS:
+    for name in LOSSLESS:
         for structure in ("chain", *KINDS):
             for rows in ("sampled", "point"):
-                reason = refusal(Cell(rows=rows, structure=structure, verifier=verifier))
+                reason = refusal(Cell(rows=rows, structure=structure, verifier=verifier(name)))
                 assert reason is None or "'match'" in reason or "tree 'chain'" in reason
 
 
@@ -69,6 +71,7 @@ def test_every_verifier_of_the_catalog_is_in_the_matrix():
     known = catalog.rows("verifier")
     assert set(LOSSLESS) == {name for name, row in known.items() if row.guarantee == "exact law"}
     assert set(LOSSY) == {name for name, row in known.items() if row.guarantee == "lossy"}
+    assert all(make.kinds for make in (LOSSLESS | LOSSY).values())
 
 
 def test_a_padded_vocabulary_of_the_same_tokenizer_is_cut(tmp_path):

@@ -56,6 +56,8 @@ class PearlDecoding:
         Liu et al. 2024, PEARL, algorithm 2. https://arxiv.org/abs/2408.11850
     """
 
+    ahead = True
+
     num_speculative_tokens: int | None = None
     clock: Literal["real", "simulated"] = "real"
     _now: Callable[[], float] = field(default=time.perf_counter, repr=False, compare=False)

@@ -27,7 +27,14 @@ PREFILL_CHUNK = 512
 
 @runtime_checkable
 class Decoding(Protocol):
-    """How drafting and verifying follow each other. Immutable."""
+    """How drafting and verifying follow each other. Immutable.
+
+    Attributes:
+        ahead: Whether it drafts behind tokens that are not judged yet.
+    """
+
+    @property
+    def ahead(self) -> bool: ...
 
     def step(
         self,
@@ -47,6 +54,8 @@ class StepDecoding:
     References:
         Leviathan et al. 2023, algorithm 1. https://arxiv.org/abs/2211.17192
     """
+
+    ahead = False
 
     def step(
         self,

@@ -40,6 +40,9 @@ class AdaedlLength:
         Agrawal et al. 2024, AdaEDL. https://arxiv.org/abs/2410.18351
     """
 
+    constant = False
+    lossy = None
+
     num_speculative_tokens: int = 16
     gamma: float = 0.2
     threshold: float = 0.4

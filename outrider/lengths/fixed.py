@@ -15,6 +15,9 @@ class FixedLength:
         Leviathan et al. 2023, where it is called gamma. https://arxiv.org/abs/2211.17192
     """
 
+    constant = True
+    lossy = None
+
     num_speculative_tokens: int = 5
 
     def __post_init__(self) -> None:

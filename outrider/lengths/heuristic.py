@@ -18,6 +18,9 @@ class HeuristicLength:
         https://huggingface.co/blog/assisted-generation
     """
 
+    constant = False
+    lossy = None
+
     num_speculative_tokens: int = 5
     grow: int = 2
     shrink: int = 1

@@ -38,6 +38,9 @@ class PlannedLength:
         Yan et al. 2024, decoding speculative decoding. https://arxiv.org/abs/2402.01528
     """
 
+    constant = False
+    lossy = None
+
     draft_cost: float = 0.15
     token_cost: float = 0.02
     most: int = 16

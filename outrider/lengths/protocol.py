@@ -15,7 +15,16 @@ from outrider.types import Step
 class LengthPolicy(Protocol):
     """Decides when drafting stops, from the past and from rows, never from the tokens that were drawn: a rule that
     looks at a drawn token to decide whether to keep it breaks the law. Immutable; a request's state is a value.
+
+    Attributes:
+        constant: Whether every draft is meant to be equally long.
+        lossy: Why the output has another law than the target's, and what to use instead; None where it has the same.
     """
+
+    @property
+    def constant(self) -> bool: ...
+    @property
+    def lossy(self) -> str | None: ...
 
     def open(self) -> object:
         """State for a new request."""

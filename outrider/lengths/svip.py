@@ -24,6 +24,9 @@ class SvipLength:
         Zhang et al. 2024, SVIP. https://arxiv.org/abs/2411.18462
     """
 
+    constant = False
+    lossy = None
+
     num_speculative_tokens: int = 40
     scale: float = 0.15
     threshold: float = 0.3

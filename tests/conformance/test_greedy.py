@@ -18,7 +18,6 @@ from outrider.lengths.heuristic import HeuristicLength
 from outrider.lengths.svip import SvipLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.model import LanguageModel
-from outrider.refusals import KINDS, LOSSLESS
 from outrider.trees.chain import ChainTree
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
@@ -26,6 +25,8 @@ from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier
+from outrider.verifiers.traits import KINDS
+from tests.world.verifiers import judges_of
 from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -122,7 +123,7 @@ def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
     target, drafter = LanguageModel(model, max_slots=3), ModelDrafter(lm=noisy_twin(name))
     for label, text in TREES.items():
         tree = catalog.make("tree", text)
-        rules = [rule for rule, kinds in LOSSLESS.items() if KINDS[tree.structure] in kinds]
+        rules = judges_of(KINDS[tree.structure])
         assert rules
         for rule in rules:
             watched = Watched(rule=catalog.make("verifier", rule), seen=[])

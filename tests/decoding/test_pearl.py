@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import outrider
-from outrider import InputError, catalog
+from outrider import InputError
 from outrider.decoding.pearl import LONGEST, PearlDecoding, balanced_length
 from outrider.decoding.step import Parts
 from outrider.drafters.model import ModelDrafter
@@ -19,7 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.refusals import CARRYING, LOSSLESS, Cell, refusal
+from outrider.refusals import Cell, refusal
 from outrider.trees.chain import ChainTree
 from outrider.types import Ahead, Request, Running, Sampling, Step
 from outrider.verifiers.block import BlockVerifier
@@ -27,6 +27,7 @@ from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier
 from tests.world.automaton import After
 from tests.world.models import CONTEXT, DRAFTERS, engine, raw_logits
+from tests.world.verifiers import CARRYING, each, judges_of
 from tests.world.zoo import VOCAB
 
 exactly = pytest.mark.usefixtures("float64_stays_float64")
@@ -36,11 +37,7 @@ CLOCKS = ("real", "simulated")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=1.0, seed=0)
 PROMPT = [3, 9, 4, 30, 9, 4]
-FOR_CHAINS = [
-    pytest.param(catalog.rows("verifier")[name].make(), id=name)
-    for name, kinds in LOSSLESS.items()
-    if "sampled chain" in kinds and name not in CARRYING
-]
+FOR_CHAINS = each(name for name in judges_of("sampled chain") if name not in CARRYING)
 
 
 def tables(vocab: int, gamma: int, verifier: object, seed: int = 0, **others: object) -> Parts:
@@ -106,6 +103,8 @@ def test_chosen_drafts_keep_the_law(drafter):
 @dataclass(frozen=True, kw_only=True)
 class JudgesTheFirstTokenTwice:
     """Lets the accepted first token lie ahead with the others, so that a post-verify judges it again by new draws."""
+
+    ahead = True
 
     def step(self, parts: Parts, states: Sequence[Running], dice=None, keep=None) -> list[Step]:
         fresh = [not state.ahead.tokens for state in states]
@@ -435,9 +434,9 @@ def test_what_does_not_fit_is_refused_with_what_does(options, sentence):
 
 
 def test_a_drafter_that_reads_the_target_is_refused():
-    reason = refusal(Cell(rows="sampled", structure="chain", verifier="token", decoding="pearl", taps=True))
-    assert "hidden states" in reason
-    assert refusal(Cell(rows="sampled", structure="chain", verifier="token", taps=True)) is None
+    reads = Cell(rows="sampled", structure="chain", verifier=TokenVerifier(), taps=True)
+    assert refusal(reads) is None
+    assert "hidden states" in refusal(replace(reads, decoding=PearlDecoding()))
 
 
 def test_the_length_is_what_was_named_or_what_the_clock_says():

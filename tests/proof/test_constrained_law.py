@@ -15,20 +15,20 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lengths.svip import SvipLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.refusals import LOSSLESS
 from outrider.sampling import pack
 from outrider.trees.chain import ChainTree
 from outrider.types import Sampling
-from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.protocol import Carrying
 from tests.world.automaton import After
+from tests.world.verifiers import each, judges_of
 
 BOUND = 1e-12
 TRIGGER = After(vocab=3, followers={2: frozenset({0, 1}), 0: frozenset({1, 2})})
 """After token 2 only 0 or 1, after 0 only 1 or 2: constraints that begin and end inside a draft."""
 OPENED = After(vocab=3, followers={1: frozenset({2})}, first=frozenset({0, 1}))
 
-CHAIN_RULES = [pytest.param(catalog.rows("verifier")[name].make(), id=name) for name in LOSSLESS]
+CHAIN_RULES = each(judges_of("sampled chain"))
 TREES = [
     ("iid:num_paths=2", "recursive"),
     ("iid:num_paths=2", "kseq"),
@@ -69,7 +69,7 @@ def plainly(rule: After, prompt: tuple[int, ...], temperature: float = 1.0):
 @pytest.mark.parametrize("rule", [TRIGGER, OPENED], ids=["trigger", "opened"])
 @pytest.mark.parametrize("verifier", CHAIN_RULES)
 def test_a_constrained_chain_has_the_law_of_constrained_plain_decoding(verifier, rule):
-    steps = 4 if isinstance(verifier, GreedyBlockVerifier) else 2
+    steps = 4 if isinstance(verifier, Carrying) else 2
     found = law(parts(verifier, gamma=2), [0], steps, target_law=plainly(rule, (0,)), horizon=4, constraint=rule)
     assert found.error < BOUND
     assert found.accepted > 0

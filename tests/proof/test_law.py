@@ -7,7 +7,6 @@ import pytest
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider import catalog
 from outrider.decoding.step import Parts
 from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
@@ -21,23 +20,18 @@ from outrider.lengths.planned import PlannedLength
 from outrider.lengths.svip import SvipLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.refusals import FIXED_LENGTH, LOSSLESS
 from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import Children, UnprunedTree
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier
-from outrider.verifiers.protocol import chains, everyone, recover
+from outrider.verifiers.protocol import Carrying, chains, everyone, recover
 from outrider.verifiers.token import TokenVerifier
+from tests.world.verifiers import CARRYING, FOR_ANY_LENGTH, each, judges_of
 
-VERIFIERS = [pytest.param(catalog.rows("verifier")[name].make(), id=name) for name in LOSSLESS]
-FOR_CHOSEN = [
-    pytest.param(catalog.rows("verifier")[name].make(), id=name)
-    for name, kinds in LOSSLESS.items()
-    if "chosen chain" in kinds
-]
-FOR_ANY_LENGTH = [v for v in VERIFIERS if v.id not in FIXED_LENGTH]
+VERIFIERS = each(judges_of("sampled chain"))
+FOR_CHOSEN = each(judges_of("chosen chain"))
+STOPPED = each(name for name in judges_of("sampled chain") if name in FOR_ANY_LENGTH)
 BOUND = 1e-12
 
 
@@ -61,11 +55,10 @@ def test_steps_that_digest_what_came_before_keep_the_law(verifier):
     assert found.error < BOUND
 
 
+@pytest.mark.parametrize("verifier", each(CARRYING))
 @pytest.mark.parametrize("gamma", [2, 3])
-def test_greedy_block_keeps_the_law_over_the_blocks_that_its_changes_reach(gamma):
-    found = law(
-        assemble(3, GreedyBlockVerifier(), FixedLength(num_speculative_tokens=gamma), seed=8), [0], 4, horizon=4
-    )
+def test_a_verifier_that_carries_something_keeps_the_law_over_the_steps_that_it_reaches(verifier, gamma):
+    found = law(assemble(3, verifier, FixedLength(num_speculative_tokens=gamma), seed=8), [0], 4, horizon=4)
     assert found.error < BOUND
     assert max(map(len, found.emitted)) > 4
 
@@ -80,19 +73,19 @@ LENGTHS = [
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_three_steps_at_vocabulary_two_keep_the_law(verifier):
-    horizon = 3 if isinstance(verifier, GreedyBlockVerifier) else None
+    horizon = 3 if isinstance(verifier, Carrying) else None
     found = law(assemble(2, verifier, FixedLength(num_speculative_tokens=2), seed=5), [1], 3, horizon=horizon)
     assert found.error < BOUND
 
 
-@pytest.mark.parametrize("verifier", FOR_ANY_LENGTH)
+@pytest.mark.parametrize("verifier", STOPPED)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_three_steps_at_vocabulary_two_keep_the_law_under_every_stopping_rule(verifier, length):
     found = law(assemble(2, verifier, length, seed=5), [1], 3, horizon=5)
     assert found.error < BOUND
 
 
-@pytest.mark.parametrize("verifier", FOR_ANY_LENGTH)
+@pytest.mark.parametrize("verifier", STOPPED)
 @pytest.mark.parametrize(
     "length",
     [

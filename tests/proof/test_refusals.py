@@ -18,7 +18,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
-from outrider.refusals import CONTEXT_PURE, FIXED_LENGTH, LOSSLESS, LOSSY, Cell, Kind, refusal
+from outrider.refusals import Cell, refusal
 from outrider.trees.chain import ChainTree
 from outrider.trees.fixed import FixedTree
 from outrider.trees.gumbel import GumbelTree
@@ -28,16 +28,15 @@ from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.types import InputError
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.greedy_block import GreedyBlockVerifier
+from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 from outrider.verifiers.token import TokenVerifier
+from outrider.verifiers.traits import CHAINS, KINDS, Kind
 from outrider.verifiers.traversal import TraversalVerifier
+from tests.world.verifiers import FOR_ANY_LENGTH, LOSSLESS, LOSSY, judges_of, verifier
 
 BOUND = 1e-12
 BIASED = 1e-3
-
-
-def verifier(name: str) -> object:
-    return catalog.rows("verifier")[name].make()
 
 
 def assemble(vocab: int, tree: object, rule: object, depth: int, seed: int = 0, **others: object) -> Parts:
@@ -46,6 +45,24 @@ def assemble(vocab: int, tree: object, rule: object, depth: int, seed: int = 0, 
     drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
     length = others.pop("length", None) or FixedLength(num_speculative_tokens=depth)
     return Parts(target=target, drafter=drafter, tree=tree, verifier=rule, length=length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneWhereTheFirstIsZero(UnprunedTree):
+    """Two draws without replacement at every node, but only one where that is token 0, so that counts tell of draws."""
+
+    structure: str = "without_replacement"
+
+    def choose(self, level, dice):
+        children = GumbelTree(branching=(2, 2)).choose(level, dice)
+        second = np.arange(len(children.owners)) % 2 == 1
+        kept = np.flatnonzero(~(second & (np.roll(children.tokens.numpy(), 1) == 0)))
+        return Children(
+            owners=children.owners[kept],
+            parents=children.parents[kept],
+            tokens=children.tokens[kept],
+            expand=children.expand[kept],
+        )
 
 
 # Trees that can be enumerated, by what they are to a verifier; the stochastic beam has its own file.
@@ -59,6 +76,7 @@ TREES: dict[Kind, list[tuple[str, object, int]]] = {
         ("gumbel 2x2", GumbelTree(branching=(2, 2)), 2),
         ("gumbel 3", GumbelTree(branching=(3, 1)), 2),
         ("fixed 2x1x0x1", FixedTree(children=(2, 1, 0, 1)), 3),
+        ("one where the first is zero", OneWhereTheFirstIsZero(), 2),
     ],
     "top n-1 and one draw": [
         ("top_plus_one 2", TopPlusOneTree(width=2), 2),
@@ -74,8 +92,7 @@ TREES: dict[Kind, list[tuple[str, object, int]]] = {
 CELLS = [
     pytest.param(rule, tree, depth, id=f"{rule}-{label}")
     for kind, trees in TREES.items()
-    for rule, kinds in LOSSLESS.items()
-    if kind in kinds
+    for rule in judges_of(kind)
     for label, tree, depth in trees
 ]
 
@@ -95,8 +112,8 @@ def test_a_valid_cell_keeps_the_law_over_three_steps_at_vocabulary_two(rule, tre
 
 def test_every_lossless_cell_of_the_matrix_is_enumerated():
     covered = {(cell.values[0], kind) for kind, trees in TREES.items() for cell in CELLS if _is_of(cell, trees)}
-    chains = {(rule, kind) for rule in LOSSLESS for kind in ("sampled chain", "chosen chain")}
-    assert covered | chains == {(rule, kind) for rule, kinds in LOSSLESS.items() for kind in kinds}
+    chains = {(rule, kind) for rule, make in LOSSLESS.items() for kind in make.kinds & CHAINS}
+    assert covered | chains == {(rule, kind) for rule, make in LOSSLESS.items() for kind in make.kinds}
 
 
 def _is_of(cell: object, trees: list) -> bool:
@@ -153,51 +170,45 @@ class Unmerged(UnprunedTree):
         )
 
 
-FORCED: dict[Kind, object] = {
-    "iid paths": Unmerged(),
-    "deduplicated iid paths": IidTree(num_paths=2, dedup=True),
-    "tree drawn without replacement": GumbelTree(branching=(2, 2)),
-    "top n-1 and one draw": TopPlusOneTree(width=2),
-    "chosen tree": ChosenAsDrawn(),
+FORCED: dict[Kind, list[object]] = {
+    "iid paths": [Unmerged()],
+    "deduplicated iid paths": [IidTree(num_paths=2, dedup=True)],
+    # Where every node gets its full count, the last draw follows the row without the others, and top_plus_one holds.
+    "tree drawn without replacement": [GumbelTree(branching=(2, 2)), OneWhereTheFirstIsZero()],
+    "top n-1 and one draw": [TopPlusOneTree(width=2)],
+    "chosen tree": [ChosenAsDrawn()],
 }
-STRUCTURES: dict[Kind, str] = {
-    "iid paths": "iid",
-    "deduplicated iid paths": "iid_dedup",
-    "tree drawn without replacement": "without_replacement",
-    "top n-1 and one draw": "top_plus_one",
-    "chosen tree": "deterministic",
-}
-TAKES = {"kseq": "iid", "multipath": "iid", "recursive": "without_replacement", "traversal": "without_replacement"}
-INVALID = [(rule, kind) for rule, kinds in LOSSLESS.items() for kind in get_args(Kind) if kind not in kinds]
+STRUCTURES = {kind: structure for structure, kind in KINDS.items()}
+INVALID = [(rule, kind) for rule, make in LOSSLESS.items() for kind in get_args(Kind) if kind not in make.kinds]
 
 
 @pytest.mark.parametrize("rule, kind", INVALID)
 def test_an_invalid_cell_is_refused_and_biased_when_forced(rule, kind):
-    reason = refusal(Cell(rows="sampled", structure=STRUCTURES[kind], verifier=rule))
+    structure = "chain" if kind in CHAINS else STRUCTURES[kind]
+    reason = refusal(
+        Cell(rows="point" if kind == "chosen chain" else "sampled", structure=structure, verifier=verifier(rule))
+    )
     assert reason
     assert kind in reason
     assert "use verifier" in reason
-    if rule in ("token", "block", "greedy_block"):
+    taken = [structure for structure, kind in KINDS.items() if kind in LOSSLESS[rule].kinds]
+    if not taken:
         # There is no rule to force: which path to judge is not said.
         with pytest.raises(InputError, match="branching"):
-            law(assemble(3, FORCED[kind], verifier(rule), 1), [0], 1)
-        return
-    if (rule, kind) == ("top_plus_one", "tree drawn without replacement"):
-        # Where every node gets its full count the last draw does follow the row without the others. Where the count
-        # depends on the draws, as in the stochastic beam, it does not: tests/trees shows that bias.
-        return
-    tree = Relabelled(tree=FORCED[kind], structure=TAKES.get(rule, "top_plus_one"))
-    errors = (law(assemble(3, tree, verifier(rule), 2, seed=seed), [0], 1).error for seed in range(3))
-    assert any(error > BIASED for error in errors)
+            law(assemble(3, FORCED[kind][0], verifier(rule), 1), [0], 1)
+    for structure in taken:
+        trees = [Relabelled(tree=tree, structure=structure) for tree in FORCED[kind]]
+        errors = (law(assemble(3, tree, verifier(rule), 2, seed), [0], 1).error for tree in trees for seed in range(3))
+        assert any(error > BIASED for error in errors), structure
 
 
 @pytest.mark.parametrize("rule", LOSSY)
 def test_a_lossy_rule_is_refused_unless_allowed_and_fails_the_law_test(rule):
-    for kind in LOSSY[rule]:
+    for kind in LOSSY[rule].kinds:
         if kind == "chosen chain":
             continue
         structure = "chain" if kind == "sampled chain" else STRUCTURES[kind]
-        cell = Cell(rows="sampled", structure=structure, verifier=rule)
+        cell = Cell(rows="sampled", structure=structure, verifier=verifier(rule))
         assert "lossy" in refusal(cell)
         assert refusal(cell, allow_lossy=True) is None
         tree = ChainTree() if kind == "sampled chain" else TREES[kind][0][1]
@@ -205,12 +216,13 @@ def test_a_lossy_rule_is_refused_unless_allowed_and_fails_the_law_test(rule):
 
 
 def test_a_point_drafter_is_refused_with_a_branching_tree():
-    assert "tree 'chain'" in refusal(Cell(rows="point", structure="deterministic", verifier="match"))
+    assert "tree 'chain'" in refusal(Cell(rows="point", structure="deterministic", verifier=MatchVerifier()))
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.rows("length") if name != "fixed"])
 def test_stopping_rules_are_refused_with_branching_trees(name):
-    assert "for chains" in refusal(Cell(rows="sampled", structure="iid", verifier="recursive", length=name))
+    length = catalog.make("length", name)
+    assert "for chains" in refusal(Cell(rows="sampled", structure="iid", verifier=RecursiveVerifier(), length=length))
 
 
 def test_load_refuses_what_the_matrix_refuses_and_says_what_works():
@@ -414,25 +426,26 @@ class Forgetful(ModelDrafter):
         return replace(guess, logits=torch.stack(logits))
 
 
-def test_greedy_block_with_an_impure_drafter_or_a_stopping_rule_is_refused_and_biased():
-    assert CONTEXT_PURE == FIXED_LENGTH == {"greedy_block"}
-    assert "verifier 'block'" in refusal(
-        Cell(rows="sampled", structure="chain", verifier="greedy_block", context_pure=False)
-    )
-    assert "one length" in refusal(Cell(rows="sampled", structure="chain", verifier="greedy_block", length="svip"))
-    pure_rows = TabularLM(random_rows(3, seed=102), 3)
-    pure = law(assemble(3, ChainTree(), GreedyBlockVerifier(), 2, seed=2), [0], 3, horizon=3)
+@pytest.mark.parametrize("rule", [name for name, make in LOSSLESS.items() if make.needs_pure_rows])
+def test_a_rule_that_needs_pure_rows_is_refused_and_biased_where_the_drafter_has_others(rule):
+    cell = Cell(rows="sampled", structure="chain", verifier=verifier(rule))
+    assert refusal(cell) is None
+    assert "verifier 'block'" in refusal(replace(cell, context_pure=False))
+    pure = law(assemble(3, ChainTree(), verifier(rule), 2, seed=2), [0], 3, horizon=3)
     assert pure.error < BOUND
-    changing = Forgetful(lm=pure_rows, second=random_rows(3, seed=77))
-    assert (
-        law(assemble(3, ChainTree(), GreedyBlockVerifier(), 2, seed=2, drafter=changing), [0], 3, horizon=3).error
-        > BIASED
-    )
+    changing = Forgetful(lm=TabularLM(random_rows(3, seed=102), 3), second=random_rows(3, seed=77))
+    parts = assemble(3, ChainTree(), verifier(rule), 2, seed=2, drafter=changing)
+    assert law(parts, [0], 3, horizon=3).error > BIASED
+
+
+@pytest.mark.parametrize("rule", [name for name, make in LOSSLESS.items() if make.needs_one_length])
+def test_a_rule_that_needs_one_length_is_refused_and_biased_under_a_stopping_rule(rule):
     stopping = AdaedlLength(num_speculative_tokens=3, threshold=0.6)
-    assert (
-        law(assemble(3, ChainTree(), GreedyBlockVerifier(), 3, seed=0, length=stopping), [0], 3, horizon=3).error
-        > BIASED
-    )
+    cell = Cell(rows="sampled", structure="chain", verifier=verifier(rule))
+    assert refusal(cell) is None
+    assert "one length" in refusal(replace(cell, length=stopping))
+    parts = assemble(3, ChainTree(), verifier(rule), 3, seed=0, length=stopping)
+    assert law(parts, [0], 3, horizon=3).error > BIASED
 
 
 # A batch that shares its budget.
@@ -444,7 +457,7 @@ def pair(criterion: str, rule: object, length: type = TetrisLength) -> list:
     return joint_law(assemble(2, ChainTree(), rule, 2, seed=12, length=policy), [[0], [1, 1]])
 
 
-@pytest.mark.parametrize("rule", [name for name in LOSSLESS if name not in FIXED_LENGTH])
+@pytest.mark.parametrize("rule", [name for name in judges_of("sampled chain") if name in FOR_ANY_LENGTH])
 def test_predictable_tetris_keeps_the_law_of_every_request(rule):
     laws = pair("predictable", verifier(rule))
     assert max(found.error for found in laws) < BOUND
