@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.constraints.grammar import batch_masks, follow
-from outrider.decoding.step import Parts, prefill
+from outrider.decoding.step import PREFILL_CHUNK, Parts, digest, undigested
 from outrider.dice import Draws
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
@@ -93,11 +93,12 @@ class EnumeratingDice:
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         active = [True] * len(weights) if draws.active is None else draws.active.tolist()
-        picked = []
-        for row, request, slot, matters in zip(
-            weights.double().numpy(), draws.requests.tolist(), draws.slots.tolist(), active, strict=True
-        ):
-            picked.append(self._index(row, request, slot, draws) if matters else int(row.argmax()))
+        picked = [
+            self._index(row, request, slot, draws) if matters else row.index(max(row))
+            for row, request, slot, matters in zip(
+                weights.double().tolist(), draws.requests.tolist(), draws.slots.tolist(), active, strict=True
+            )
+        ]
         return torch.tensor(picked, dtype=torch.long)
 
     def pick_many(
@@ -105,7 +106,7 @@ class EnumeratingDice:
     ) -> Int[Tensor, "n count"]:
         picked = []
         for row, request, slot in zip(
-            weights.double().numpy().copy(), draws.requests.tolist(), draws.slots.tolist(), strict=True
+            weights.double().tolist(), draws.requests.tolist(), draws.slots.tolist(), strict=True
         ):
             chosen = []
             for k in range(count):
@@ -118,11 +119,11 @@ class EnumeratingDice:
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         raise NotImplementedError("Gumbel noise is continuous; its trees are enumerated by their Plackett-Luce law")
 
-    def _index(self, row: Float[np.ndarray, " vocab"], request: int, slot: int, draws: Draws) -> int:
-        total = row.sum()
+    def _index(self, row: list[float], request: int, slot: int, draws: Draws) -> int:
+        total = sum(row)
         if total == 0:
             return -1
-        return self._choose(request, slot, draws, [(int(i), float(row[i] / total)) for i in np.flatnonzero(row > 0)])
+        return self._choose(request, slot, draws, [(i, weight / total) for i, weight in enumerate(row) if weight > 0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +197,9 @@ def law(
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
             walked = [World(script=script) for _, _, script in batch]
-            states = [_resume(parts, request, before, prefilled) for before, _, _ in batch]
+            states = [_resume(parts, request, before) for before, _, _ in batch]
+            if prefilled:
+                _prefill(parts, states)
             dice = EnumeratingDice(walked, ["law"] * len(walked))
             for i, made in enumerate(_walk(parts, states, dice)):
                 mass = batch[i][1] * walked[i].probability
@@ -224,6 +227,7 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
     while queue:
         world = World(script=queue.pop())
         states = [_resume(parts, request, new) for request in requests]
+        _prefill(parts, states)
         steps = _walk(parts, states, EnumeratingDice([world] * len(requests)))
         mass = world.probability
         for i, (state, made) in enumerate(zip(states, steps, strict=True)):
@@ -277,8 +281,8 @@ def _before(state: Running) -> _Before:
     )
 
 
-def _resume(parts: Parts, request: Request, before: _Before, prefilled: bool = True) -> Running:
-    state = Running(
+def _resume(parts: Parts, request: Request, before: _Before) -> Running:
+    return Running(
         request=request,
         tokens=[*request.prompt, *before.output],
         slot=parts.target.open(),
@@ -287,9 +291,12 @@ def _resume(parts: Parts, request: Request, before: _Before, prefilled: bool = T
         carried=before.carried,
         ahead=before.ahead,
     )
-    if prefilled:
-        prefill(parts, state)
-    return state
+
+
+def _prefill(parts: Parts, states: Sequence[Running]) -> None:
+    """Digest all tokens but the newest of every state."""
+    while behind := [(state, count) for state in states if (count := len(undigested(parts, state)))]:
+        digest(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
 
 
 def law_error(
