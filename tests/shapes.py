@@ -55,12 +55,12 @@ def _has_axes(annotation: object) -> bool:
 class _Decorating(ast.NodeTransformer):
     """Puts `checked` next to every function, and around every class."""
 
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:  # noqa: N802 (ast names it)
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
         node.decorator_list.append(ast.Name("_checked", ast.Load()))
         return node
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:  # noqa: N802
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         self.generic_visit(node)
         node.decorator_list.insert(0, ast.Name("_checked", ast.Load()))
         return node

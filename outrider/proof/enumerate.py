@@ -213,7 +213,7 @@ def law(
     reached = [len(before.output) for before in worlds if before.carried]
     if reached:
         horizon = min(reached) if horizon is None else min(horizon, *reached)
-    rows = target_law or (lambda output: target_row(parts, request, output))
+    rows = partial(target_rows, parts, request) if target_law is None else partial(_one_by_one, target_law)
     return Law(emitted=dict(emitted), accepted=accepted, error=law_error(emitted, rows, horizon))
 
 
@@ -238,7 +238,7 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
         Law(
             emitted=dict(own),
             accepted=count,
-            error=law_error(own, partial(target_row, parts, request)),
+            error=law_error(own, partial(target_rows, parts, request)),
         )
         for own, count, request in zip(emitted, accepted, requests, strict=True)
     ]
@@ -257,18 +257,27 @@ def _walk(parts: Parts, states: Sequence[Running], dice: EnumeratingDice) -> lis
     return steps
 
 
-def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float[np.ndarray, " vocab"]:
-    """The target's own distribution after an output."""
-    slot = parts.target.open()
-    tokens = torch.tensor([*request.prompt, *output])
-    logits = parts.target.extend([Segment(slot=slot, tokens=tokens, logits="last")]).logits
-    parts.target.release(slot)
-    prefix = Prefix(prompt=request.prompt, output=output)
-    state = Running(request=request, tokens=tokens.tolist(), slot=slot)
-    follow([state])
-    owner = np.zeros(1, dtype=np.int64)
-    masks = batch_masks([state], owner, tokens[-1:], owner - 1, parts.target.vocab_size)
-    return to_rows(logits, owner, [request.sampling], lambda _: prefix, masks)[0].double().numpy()
+def target_rows(
+    parts: Parts, request: Request, outputs: Sequence[tuple[int, ...]]
+) -> Float[np.ndarray, "outputs vocab"]:
+    """The target's own distribution after each of some outputs."""
+    found = []
+    for first in range(0, len(outputs), BATCH):
+        some = outputs[first : first + BATCH]
+        states = [
+            Running(request=request, tokens=[*request.prompt, *output], slot=parts.target.open()) for output in some
+        ]
+        segments = [Segment(slot=s.slot, tokens=torch.tensor(s.tokens), logits="last") for s in states]
+        logits = parts.target.extend(segments).logits
+        for state in states:
+            parts.target.release(state.slot)
+        follow(states)
+        owners = np.arange(len(some))
+        newest = torch.tensor([s.tokens[-1] for s in states])
+        masks = batch_masks(states, owners, newest, np.full(len(some), -1), parts.target.vocab_size)
+        prefixes = [Prefix(prompt=request.prompt, output=output) for output in some]
+        found.append(to_rows(logits, owners, [request.sampling] * len(some), prefixes.__getitem__, masks))
+    return torch.cat(found).double().numpy()
 
 
 def _before(state: Running) -> _Before:
@@ -299,23 +308,32 @@ def _prefill(parts: Parts, states: Sequence[Running]) -> None:
         digest(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
 
 
+def _one_by_one(
+    row: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]], outputs: Sequence[tuple[int, ...]]
+) -> Float[np.ndarray, "outputs vocab"]:
+    return np.stack([row(output) for output in outputs])
+
+
 def law_error(
     emitted: Mapping[tuple[int, ...], float],
-    rows: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]],
+    rows: Callable[[Sequence[tuple[int, ...]]], Float[np.ndarray, "outputs vocab"]],
     horizon: int | None = None,
 ) -> float:
-    """Largest difference to the target's law over all sequences as long as the longest emitted one, or the horizon."""
+    """Largest difference to the target's law over all sequences as long as the longest emitted one, or the horizon.
+
+    Args:
+        rows: The target's distribution after each of some outputs.
+    """
     longest = max(len(output) for output in emitted) if horizon is None else horizon
-    cut: dict[tuple[int, ...], float] = defaultdict(float)
+    ours: dict[tuple[int, ...], float] = defaultdict(float)
     for output, mass in emitted.items():
-        cut[output[:longest]] += mass
-    emitted = cut
-    level: dict[tuple[int, ...], tuple[float, float]] = {(): (emitted.get((), 0.0), 1.0)}
+        ours[output[:longest]] += mass
+    # Shorter outputs are continued by the target: what was emitted, and what the target would have.
+    level: list[tuple[int, ...]] = [()]
+    said, plain = np.array([ours.get((), 0.0)]), np.ones(1)
     for _ in range(longest):
-        below: dict[tuple[int, ...], tuple[float, float]] = {}
-        for output, (ours, targets) in level.items():
-            for token, p in enumerate(rows(output).tolist()):
-                longer = (*output, token)
-                below[longer] = (ours * p + emitted.get(longer, 0.0), targets * p)
-        level = below
-    return float(max(abs(ours - targets) for ours, targets in level.values()))
+        p = rows(level)
+        level = [(*output, token) for output in level for token in range(p.shape[1])]
+        said = (said[:, None] * p).ravel() + np.array([ours.get(output, 0.0) for output in level])
+        plain = (plain[:, None] * p).ravel()
+    return float(np.abs(said - plain).max())

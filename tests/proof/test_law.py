@@ -25,8 +25,9 @@ from outrider.trees.protocol import Children, UnprunedTree
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
-from outrider.verifiers.protocol import Carrying, chains, everyone, recover
+from outrider.verifiers.protocol import Carrying, everyone
 from outrider.verifiers.token import TokenVerifier
+from tests.world.biased import ProductOfUniforms, RecoversFromTheTarget
 from tests.world.verifiers import CARRYING, FOR_ANY_LENGTH, each, judges_of
 
 VERIFIERS = each(judges_of("sampled chain"))
@@ -218,42 +219,12 @@ def test_an_argmax_scored_with_its_softmax_is_caught():
     assert law(biased, [0], 1).error > 1e-3
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProductOfUniforms:
-    """Compares the product of clipped ratios with a product of uniforms, then uses the plain residual (seen in public
-    code as "block verify"). The product of uniforms is written as its law given earlier successes, coin by coin."""
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        side = chains(draft, target_rows)
-        clipped = side.ratios.clip(max=1).cumprod(-1)
-        accepted = np.zeros_like(side.lengths)
-        for i in range(side.depth):
-            landed = dice.accept(clipped[:, i], everyone(draft, i, "accept"))
-            accepted = np.where(landed & (i < side.lengths), i + 1, accepted)
-        last, rejected = side.roots + accepted, accepted < side.lengths
-        return side.verdict(accepted, recover(draft, dice, target_rows, last, rejected))
-
-
 def test_a_wrong_block_rule_is_caught():
     assert law(assemble(3, ProductOfUniforms(), FixedLength(num_speculative_tokens=3)), [0], 1).error > 1e-3
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecoverFromTheTarget:
-    """Token verification that forgets the residual."""
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        side = chains(draft, target_rows)
-        accepted = np.zeros_like(side.lengths)
-        for i in range(side.depth):
-            alive = accepted == i
-            accepted += alive & dice.accept(side.ratios[:, i] * alive, everyone(draft, i, "accept"))
-        last = side.roots + accepted
-        return side.verdict(accepted, recover(draft, dice, target_rows, last, np.zeros(len(last), dtype=bool)))
-
-
 def test_recovering_from_the_target_instead_of_the_residual_is_caught():
-    assert law(assemble(3, RecoverFromTheTarget(), FixedLength(num_speculative_tokens=2)), [0], 1).error > 1e-3
+    assert law(assemble(3, RecoversFromTheTarget(), FixedLength(num_speculative_tokens=2)), [0], 1).error > 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -15,7 +16,7 @@ from outrider.dice import PhiloxDice
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.proof.enumerate import law, law_error, target_row
+from outrider.proof.enumerate import law, law_error, target_rows
 from outrider.proof.statistics import chi_square
 from outrider.trees.beam import BeamTree
 from outrider.trees.fixed import FixedTree, best_topology
@@ -189,7 +190,7 @@ def beam_error(name: str) -> float:
         for output, share in law(parts, [0], 1).emitted.items():
             emitted[output] += mass * share
     request = Request(id="r", prompt=(0,), max_new_tokens=99, sampling=Sampling())
-    return law_error(emitted, lambda output: target_row(parts, request, output))
+    return law_error(emitted, partial(target_rows, parts, request))
 
 
 def test_a_beam_of_width_one_and_a_gumbel_tree_of_ones_are_chains():
