@@ -6,10 +6,10 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
@@ -114,7 +114,7 @@ def key(engine: Engine, prompts: Sequence[Sequence[int]], package: Path = PACKAG
     """
     return fingerprint(
         source(package),
-        (torch.__version__, transformers.__version__),
+        (torch.__version__, version("torch"), version("transformers")),
         machine(engine.parts.target.device),
         engine.parts,
         (engine.max_slots, engine.max_prefill_tokens, engine.eos_ids),
