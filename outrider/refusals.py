@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from outrider import catalog
-from outrider.decoding.step import Decoding, StepDecoding
+from outrider.decoding.protocol import Decoding
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Rows
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import LengthPolicy
@@ -82,7 +83,7 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
         return "this drafter proposes one token at a time, and a branching tree needs distributions; use tree 'chain'"
     if cell.structure != "chain" and not cell.length.constant:
         return f"length {_name(cell.length)} is for chains; use length 'fixed' with a branching tree"
-    if cell.decoding.ahead and (reason := _not_ahead(cell)):
+    if cell.decoding.drafts_ahead and (reason := _not_ahead(cell)):
         return (
             f"decoding {_name(cell.decoding)} drafts on behind tokens that are not judged yet, {reason}, or decoding "
             "'step'"

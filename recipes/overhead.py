@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import outrider
 from outrider import InputError, Sampling, Step
-from outrider.decoding.step import PREFILL_CHUNK
+from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
 from outrider.lm.packed import packed
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET

@@ -24,12 +24,14 @@ from rich.progress import Progress
 from transformers import PreTrainedConfig, PreTrainedModel, logging
 
 from outrider.catalog import make
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import as_lm
-from outrider.lm.support import is_recurrent, refusal
+from outrider.lm.support import refusal
 from outrider.types import InputError, Sampling
 from recipes.record import write
 from recipes.report import table
@@ -133,7 +135,7 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
     }
     target, drafter = as_lm(model, max_slots=3), ModelDrafter(lm=as_lm(noisy(model), max_slots=3))
     for way, (tree, rule) in WAYS.items():
-        if way == "trees" and is_recurrent(model):
+        if way == "trees" and Anatomy.of(model).recurrent:
             continue
         parts = Parts(
             target=target,
@@ -141,6 +143,7 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
             tree=make("tree", tree),
             verifier=make("verifier", rule),
             length=FixedLength(num_speculative_tokens=3),
+            decoding=StepDecoding(),
         )
         engine = Engine(parts, max_slots=3)
         together = engine.generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)

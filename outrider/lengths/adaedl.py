@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -40,7 +41,7 @@ class AdaedlLength:
         Agrawal et al. 2024, AdaEDL. https://arxiv.org/abs/2410.18351
     """
 
-    constant = False
+    constant: ClassVar[bool] = False
     lossy = None
 
     num_speculative_tokens: int = 16

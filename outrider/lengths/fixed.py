@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.trees.protocol import Level
 from outrider.types import InputError, Step
@@ -15,7 +16,7 @@ class FixedLength:
         Leviathan et al. 2023, where it is called gamma. https://arxiv.org/abs/2211.17192
     """
 
-    constant = True
+    constant: ClassVar[bool] = True
     lossy = None
 
     num_speculative_tokens: int = 5

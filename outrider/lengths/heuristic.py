@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.trees.protocol import Level
 from outrider.types import InputError, Step
@@ -18,7 +19,7 @@ class HeuristicLength:
         https://huggingface.co/blog/assisted-generation
     """
 
-    constant = False
+    constant: ClassVar[bool] = False
     lossy = None
 
     num_speculative_tokens: int = 5

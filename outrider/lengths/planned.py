@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class PlannedLength:
         Yan et al. 2024, decoding speculative decoding. https://arxiv.org/abs/2402.01528
     """
 
-    constant = False
+    constant: ClassVar[bool] = False
     lossy = None
 
     draft_cost: float = 0.15

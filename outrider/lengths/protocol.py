@@ -1,7 +1,7 @@
 """What the loop asks of a length policy: how deep at most, how far to go on, and to be told what happened."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -21,8 +21,8 @@ class LengthPolicy(Protocol):
         lossy: Why the output has another law than the target's, and what to use instead; None where it has the same.
     """
 
-    @property
-    def constant(self) -> bool: ...
+    constant: ClassVar[bool]
+
     @property
     def lossy(self) -> str | None: ...
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -24,7 +25,7 @@ class SvipLength:
         Zhang et al. 2024, SVIP. https://arxiv.org/abs/2411.18462
     """
 
-    constant = False
+    constant: ClassVar[bool] = False
     lossy = None
 
     num_speculative_tokens: int = 40

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ class TetrisLength:
         Wu et al. 2025, TETRIS. https://arxiv.org/abs/2502.15197
     """
 
-    constant = False
+    constant: ClassVar[bool] = False
 
     num_speculative_tokens: int = 4
     extra: int = 2

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.constraints.grammar import batch_masks, follow
-from outrider.decoding.step import PREFILL_CHUNK, Parts, digest, undigested
+from outrider.constraints.masks import batch_masks, follow
+from outrider.decoding.progress import PREFILL_CHUNK, begin, digest, end, undigested
+from outrider.decoding.protocol import Parts
 from outrider.dice import Draws
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
@@ -252,8 +253,7 @@ def _walk(parts: Parts, states: Sequence[Running], dice: EnumeratingDice) -> lis
     """One step of these states, which are closed."""
     steps = parts.decoding.step(parts, states, dice=dice)
     for state in states:
-        parts.target.release(state.slot)
-        parts.drafter.close(state.drafter_state)
+        end(parts, state)
     return steps
 
 
@@ -265,7 +265,8 @@ def target_rows(
     for first in range(0, len(outputs), BATCH):
         some = outputs[first : first + BATCH]
         states = [
-            Running(request=request, tokens=[*request.prompt, *output], slot=parts.target.open()) for output in some
+            Running(request=request, tokens=[*request.prompt, *output], slot=parts.target.open(), drafter=parts.drafter)
+            for output in some
         ]
         segments = [Segment(slot=s.slot, tokens=torch.tensor(s.tokens), logits="last") for s in states]
         logits = parts.target.extend(segments).logits
@@ -291,15 +292,10 @@ def _before(state: Running) -> _Before:
 
 
 def _resume(parts: Parts, request: Request, before: _Before) -> Running:
-    return Running(
-        request=request,
-        tokens=[*request.prompt, *before.output],
-        slot=parts.target.open(),
-        drafter_state=parts.drafter.open(request),
-        length_state=before.length,
-        carried=before.carried,
-        ahead=before.ahead,
-    )
+    state = begin(parts, request)
+    state.tokens += before.output
+    state.length_state, state.carried, state.ahead = before.length, before.carried, before.ahead
+    return state
 
 
 def _prefill(parts: Parts, states: Sequence[Running]) -> None:

@@ -13,11 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.lm.protocol import LM
 from outrider.lm.translated import Translated
 
 CHUNK = 1 << 24
 """Bytes of a tensor that are hashed at once, and copied to the host where it lies elsewhere."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, Path, Enum, np.generic, torch.dtype, torch.device)
+
+SETTINGS = ("vocab_size", "max_context", "max_slots", "device", "dtype", "pad_to", "levers", "stepwise")
+"""What is set of a language model beside its modules; some have only some of these."""
 
 
 class Unreadable(Exception):
@@ -109,24 +113,13 @@ def _insides(value: object) -> Sequence[object]:
         return [value.backend_tokenizer.to_str(), value.special_tokens_map]
     if isinstance(value, Translated):
         return [value.lm, value.translation]
-    if isinstance(model := getattr(value, "model", None), nn.Module):
-        return [model, _settings(value)]
+    if isinstance(value, LM) and value.modules:
+        return [dict(value.modules), {name: getattr(value, name, None) for name in SETTINGS}]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare]
     if callable(describe := getattr(value, "to_dict", None)):
         return [describe()]
     raise Unreadable(type(value).__qualname__)
-
-
-def _settings(lm: object) -> dict[str, object]:
-    """The public settings of a language model, and which of its inner parts there are; without what it counts."""
-    found: dict[str, object] = {}
-    for name, held in vars(lm).items():
-        if name.startswith("_"):
-            found[name] = held is not None
-        elif isinstance(held, PLAIN) and not name.startswith("num_"):
-            found[name] = held
-    return found
 
 
 def _tensor(tensor: Tensor) -> Iterator[bytes]:

@@ -1,6 +1,5 @@
 """The gate before any printed speedup: a lossless combination, and greedy identity of this very pair in float32."""
 
-import copy
 import json
 import os
 from collections.abc import Sequence
@@ -11,12 +10,8 @@ from pathlib import Path
 
 import torch
 
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
-from outrider.lm.model import LanguageModel
-from outrider.lm.open import as_lm
-from outrider.lm.protocol import LM
-from outrider.lm.recurrent import RecurrentModel
 from outrider.proof.fingerprint import fingerprint, machine, source
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.types import InputError
@@ -76,29 +71,13 @@ def _keep(place: Path, found: Identity) -> None:
 def in_float32(engine: Engine) -> Engine:
     """The same engine in float32; models that compute in it already, or better, or are quantised, stay as they are."""
     parts = engine.parts
-    drafter = (
-        replace(parts.drafter, lm=_float32(parts.drafter.lm))
-        if isinstance(parts.drafter, ModelDrafter)
-        else parts.drafter
-    )
+    target = parts.target.cast(torch.float32)
+    drafter = parts.drafter.cast(Surroundings.of(target, engine.tokenizer))
     return Engine(
-        replace(parts, target=_float32(parts.target), drafter=drafter),
+        replace(parts, target=target, drafter=drafter),
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,
-    )
-
-
-def _float32(lm: LM) -> LM:
-    if not isinstance(lm, LanguageModel | RecurrentModel) or lm.dtype in (torch.float32, torch.float64):
-        return lm
-    if getattr(lm.model, "is_quantized", False):
-        return lm
-    return as_lm(
-        copy.deepcopy(lm.model).float(),
-        max_slots=lm.max_slots,
-        max_context=lm.max_context,
-        vocab_size=lm.vocab_size,
     )
 
 

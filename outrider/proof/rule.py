@@ -2,9 +2,7 @@
 
 from dataclasses import replace
 
-from outrider.decoding.step import Parts
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Drafter
+from outrider.decoding.protocol import Parts
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import BatchPolicy
 from outrider.lm.tabular import TabularLM, random_rows
@@ -33,7 +31,7 @@ def law_error(parts: Parts) -> float:
     that shares a budget is enumerated over a batch of two. Decoding that drafts ahead drafts two tokens, and is walked
     until it verifies some that were drafted while others were verified.
     """
-    if parts.decoding.ahead:
+    if parts.decoding.drafts_ahead:
         small = replace(_on_tables(parts, 3), length=FixedLength(num_speculative_tokens=2))
         return law(small, PROMPT, 3).error
     if isinstance(parts.length, BatchPolicy):
@@ -47,16 +45,10 @@ def law_error(parts: Parts) -> float:
 
 def _on_tables(parts: Parts, vocab: int, depth: int | None = None) -> Parts:
     """The same rules over random tables, whose context lets drafts be so deep."""
-    longest = {} if depth is None else {"max_context": len(PROMPT) + 1 + depth}
+    longest = 1 << 20 if depth is None else len(PROMPT) + 1 + depth
     return replace(
         parts,
-        target=TabularLM(random_rows(vocab, seed=0), vocab, **longest),
-        drafter=_over_a_table(parts.drafter, vocab),
+        target=TabularLM(random_rows(vocab, seed=0), vocab, max_context=longest),
+        drafter=parts.drafter.on_tables(vocab, seed=1),
         tree=SMALL.get(parts.tree.structure, parts.tree),
     )
-
-
-def _over_a_table(drafter: Drafter, vocab: int) -> Drafter:
-    if isinstance(drafter, ModelDrafter):
-        return ModelDrafter(lm=TabularLM(random_rows(vocab, seed=1), vocab))
-    return drafter

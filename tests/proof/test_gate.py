@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import outrider
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.engine import Engine
@@ -47,6 +48,7 @@ def with_models(target: nn.Module, draft: nn.Module, **others: object) -> Engine
         tree=ChainTree(),
         verifier=TokenVerifier(),
         length=FixedLength(num_speculative_tokens=3),
+        decoding=StepDecoding(),
     )
     return Engine(parts, max_slots=2)
 
