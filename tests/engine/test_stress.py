@@ -25,9 +25,8 @@ from outrider.types import InputError, Request, Running, Sampling
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.traversal import TraversalVerifier
-from tests.engine.test_engine import free_slots
 from tests.engine.test_failures import Broken, Failing
-from tests.world.models import CONTEXT, drafter_of, target
+from tests.world.models import CONTEXT, drafter_of, free_slots, target
 from tests.world.zoo import VOCAB
 
 SLOTS = 8

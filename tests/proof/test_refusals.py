@@ -10,12 +10,9 @@ import torch
 
 import outrider
 from outrider import catalog
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.dice import Draws
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.adaedl import AdaedlLength
-from outrider.lengths.fixed import FixedLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
@@ -34,18 +31,11 @@ from outrider.verifiers.recursive import RecursiveVerifier
 from outrider.verifiers.token import TokenVerifier
 from outrider.verifiers.traits import CHAINS, KINDS, Kind
 from outrider.verifiers.traversal import TraversalVerifier
+from tests.world.tables import tables, toy
 from tests.world.verifiers import FOR_ANY_LENGTH, LOSSLESS, LOSSY, judges_of, verifier
 
 BOUND = 1e-12
 BIASED = 1e-3
-
-
-def assemble(vocab: int, tree: object, rule: object, depth: int, seed: int = 0, **others: object) -> Parts:
-    """Random prefix-dependent tables for target and draft model."""
-    target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
-    drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
-    length = others.pop("length", None) or FixedLength(num_speculative_tokens=depth)
-    return Parts(target=target, drafter=drafter, tree=tree, verifier=rule, length=length, decoding=StepDecoding())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +90,14 @@ CELLS = [
 
 @pytest.mark.parametrize("rule, tree, depth", CELLS)
 def test_a_valid_cell_keeps_the_law_in_one_step_at_vocabulary_three(rule, tree, depth):
-    found = law(assemble(3, tree, verifier(rule), depth, seed=3), [0, 2], 1)
+    found = law(tables(3, verifier(rule), depth, seed=3, tree=tree), [0, 2], 1)
     assert found.error < BOUND
     assert found.accepted > 0
 
 
 @pytest.mark.parametrize("rule, tree, depth", [cell for cell in CELLS if "3x2" not in cell.id])
 def test_a_valid_cell_keeps_the_law_over_three_steps_at_vocabulary_two(rule, tree, depth):
-    found = law(assemble(2, tree, verifier(rule), 2, seed=4), [1], 3, horizon=4)
+    found = law(tables(2, verifier(rule), 2, seed=4, tree=tree), [1], 3, horizon=4)
     assert found.error < BOUND
 
 
@@ -196,10 +186,12 @@ def test_an_invalid_cell_is_refused_and_biased_when_forced(rule, kind):
     if not taken:
         # There is no rule to force: which path to judge is not said.
         with pytest.raises(InputError, match="branching"):
-            law(assemble(3, FORCED[kind][0], verifier(rule), 1), [0], 1)
+            law(tables(3, verifier(rule), 1, tree=FORCED[kind][0]), [0], 1)
     for structure in taken:
         trees = [Relabelled(tree=tree, structure=structure) for tree in FORCED[kind]]
-        errors = (law(assemble(3, tree, verifier(rule), 2, seed), [0], 1).error for tree in trees for seed in range(3))
+        errors = (
+            law(tables(3, verifier(rule), 2, seed, tree=tree), [0], 1).error for tree in trees for seed in range(3)
+        )
         assert any(error > BIASED for error in errors), structure
 
 
@@ -213,7 +205,7 @@ def test_a_lossy_rule_is_refused_unless_allowed_and_fails_the_law_test(rule):
         assert "lossy" in refusal(cell)
         assert refusal(cell, allow_lossy=True) is None
         tree = ChainTree() if kind == "sampled chain" else TREES[kind][0][1]
-        assert law(assemble(3, tree, verifier(rule), 2, seed=6), [0], 1).error > BIASED, kind
+        assert law(tables(3, verifier(rule), 2, seed=6, tree=tree), [0], 1).error > BIASED, kind
 
 
 def test_a_point_drafter_is_refused_with_a_branching_tree():
@@ -280,8 +272,8 @@ class DropsUnlikelySecond(UnprunedTree):
 
 def one_node(tree: object, rule: object) -> tuple[float, np.ndarray]:
     """Acceptance and law of one step of depth one."""
-    parts = assemble(
-        3, tree, rule, 1, target=TabularLM(lambda _: P, 3), drafter=ModelDrafter(lm=TabularLM(lambda _: Q, 3))
+    parts = tables(
+        3, rule, 1, target=TabularLM(lambda _: P, 3), drafter=ModelDrafter(lm=TabularLM(lambda _: Q, 3)), tree=tree
     )
     found = law(parts, [0], 1)
     first = np.zeros(3)
@@ -352,14 +344,11 @@ def test_a_negative_vector_is_caught_with_the_law_that_is_known_of_it(name):
 
 def test_traversal_is_block_on_a_chain_and_at_least_recursive_on_trees():
     for seed in range(3):
-        chain = [
-            law(assemble(3, ChainTree(), rule, 3, seed), [0], 1).accepted
-            for rule in (BlockVerifier(), TraversalVerifier())
-        ]
+        chain = [law(tables(3, rule, 3, seed), [0], 1).accepted for rule in (BlockVerifier(), TraversalVerifier())]
         assert chain[0] == pytest.approx(chain[1], abs=1e-12)
         tree = GumbelTree(branching=(2, 2))
         below, above = (
-            law(assemble(3, tree, rule, 2, seed), [0], 1).accepted
+            law(tables(3, rule, 2, seed, tree=tree), [0], 1).accepted
             for rule in (RecursiveVerifier(), TraversalVerifier())
         )
         assert above >= below - 1e-12
@@ -374,10 +363,8 @@ def test_a_tree_of_width_one_is_the_chain_for_every_rule():
             ("traversal", BlockVerifier()),
             ("multipath", BlockVerifier()),
         ):
-            chain = law(assemble(3, ChainTree(), same, 3, seed), [0], 1).accepted
-            assert law(assemble(3, ChainTree(), verifier(rule), 3, seed), [0], 1).accepted == pytest.approx(
-                chain, abs=1e-12
-            )
+            chain = law(tables(3, same, 3, seed), [0], 1).accepted
+            assert law(tables(3, verifier(rule), 3, seed), [0], 1).accepted == pytest.approx(chain, abs=1e-12)
 
 
 def test_acceptance_never_falls_with_more_draws():
@@ -387,16 +374,9 @@ def test_acceptance_never_falls_with_more_draws():
             (lambda k: IidTree(num_paths=k), "kseq"),
             (wor, "recursive"),
         ):
-            accepted = [law(assemble(3, make(k), verifier(rule), 1, seed), [0], 1).accepted for k in (1, 2, 3)]
+            accepted = [law(tables(3, verifier(rule), 1, seed, tree=make(k)), [0], 1).accepted for k in (1, 2, 3)]
             assert accepted == sorted(accepted)
-        assert law(assemble(3, wor(3), RecursiveVerifier(), 1, seed), [0], 1).accepted == pytest.approx(1, abs=1e-12)
-
-
-def toy(rule: object) -> Parts:
-    p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
-    return assemble(
-        2, ChainTree(), rule, 2, target=TabularLM(lambda _: p, 2), drafter=ModelDrafter(lm=TabularLM(lambda _: q, 2))
-    )
+        assert law(tables(3, RecursiveVerifier(), 1, seed, tree=wor(3)), [0], 1).accepted == pytest.approx(1, abs=1e-12)
 
 
 def test_greedy_block_gives_most_in_one_block_and_less_than_block_over_three():
@@ -432,10 +412,10 @@ def test_a_rule_that_needs_pure_rows_is_refused_and_biased_where_the_drafter_has
     cell = Cell(rows="sampled", structure="chain", verifier=verifier(rule))
     assert refusal(cell) is None
     assert "verifier 'block'" in refusal(replace(cell, context_pure=False))
-    pure = law(assemble(3, ChainTree(), verifier(rule), 2, seed=2), [0], 3, horizon=3)
+    pure = law(tables(3, verifier(rule), 2, seed=2), [0], 3, horizon=3)
     assert pure.error < BOUND
     changing = Forgetful(lm=TabularLM(random_rows(3, seed=102), 3), second=random_rows(3, seed=77))
-    parts = assemble(3, ChainTree(), verifier(rule), 2, seed=2, drafter=changing)
+    parts = tables(3, verifier(rule), 2, seed=2, drafter=changing)
     assert law(parts, [0], 3, horizon=3).error > BIASED
 
 
@@ -445,7 +425,7 @@ def test_a_rule_that_needs_one_length_is_refused_and_biased_under_a_stopping_rul
     cell = Cell(rows="sampled", structure="chain", verifier=verifier(rule))
     assert refusal(cell) is None
     assert "one length" in refusal(replace(cell, length=stopping))
-    parts = assemble(3, ChainTree(), verifier(rule), 3, seed=0, length=stopping)
+    parts = tables(3, verifier(rule), stopping, seed=0)
     assert law(parts, [0], 3, horizon=3).error > BIASED
 
 
@@ -455,7 +435,7 @@ def test_a_rule_that_needs_one_length_is_refused_and_biased_under_a_stopping_rul
 def pair(criterion: str, rule: object, length: type = TetrisLength) -> list:
     """Two requests, two tokens drafted for each and two to be verified in all."""
     policy = length(num_speculative_tokens=1, extra=1, criterion=criterion)
-    return joint_law(assemble(2, ChainTree(), rule, 2, seed=12, length=policy), [[0], [1, 1]])
+    return joint_law(tables(2, rule, policy, seed=12), [[0], [1, 1]])
 
 
 @pytest.mark.parametrize("rule", [name for name in judges_of("sampled chain") if name in FOR_ANY_LENGTH])
@@ -496,7 +476,7 @@ def test_the_published_tetris_and_one_without_the_running_minimum_are_biased(rul
 
     def worst(policy: TetrisLength) -> float:
         target, drafter = TabularLM(lambda _: np.array([0.5, 0.5]), 2), ModelDrafter(lm=TabularLM(rows, 2))
-        parts = assemble(2, ChainTree(), rule, 2, length=policy, target=target, drafter=drafter)
+        parts = tables(2, rule, policy, target=target, drafter=drafter)
         return max(found.error for found in joint_law(parts, [[0], [1]]))
 
     assert worst(TetrisLength(num_speculative_tokens=1, extra=1, criterion="original")) > BIASED

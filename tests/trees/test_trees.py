@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.dice import PhiloxDice
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
@@ -25,6 +23,8 @@ from outrider.trees.grow import grow
 from outrider.trees.protocol import Children, UnprunedTree
 from outrider.types import Draft, InputError, Request, Running, Sampling
 from tests.verifiers.beam_law import beam_trees, children
+from tests.world.tables import with_rows
+from tests.world.verifiers import verifier
 
 Rows = Callable[[tuple[int, ...]], np.ndarray]
 
@@ -180,18 +180,10 @@ def test_top_plus_one_is_biased_on_the_stochastic_beam():
 
 def beam_error(name: str) -> float:
     """Law error of a rule over the beam's trees, each with its probability."""
-    rows, target = random_rows(3, seed=6), TabularLM(random_rows(3, seed=7), 3)
-    rule = catalog.rows("verifier")[name].make()
+    rows, rule = random_rows(3, seed=6), verifier(name)
     emitted: Counter[tuple[int, ...]] = Counter()
     for lists, mass in beam_law(rows, 3, 2, 2).items():
-        parts = Parts(
-            target=target,
-            drafter=ModelDrafter(lm=TabularLM(rows, 3)),
-            tree=Planted(lists=dict(lists)),
-            verifier=rule,
-            length=FixedLength(num_speculative_tokens=2),
-            decoding=StepDecoding(),
-        )
+        parts = with_rows(random_rows(3, seed=7), rows, 3, rule, tree=Planted(lists=dict(lists)))
         for output, share in law(parts, [0], 1).emitted.items():
             emitted[output] += mass * share
     request = Request(id="r", prompt=(0,), max_new_tokens=99, sampling=Sampling())
