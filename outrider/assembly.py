@@ -18,7 +18,7 @@ from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import LM
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from outrider.refusals import DEFAULT, Cell, refusal
+from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
@@ -115,11 +115,11 @@ def cell(parts: Parts) -> Cell:
     return Cell(
         rows=parts.drafter.rows,
         context_pure=parts.drafter.context_pure,
-        structure=parts.tree.structure,
-        verifier=catalog.name_of(parts.verifier),
-        length=catalog.variant_of(parts.length),
-        decoding=catalog.name_of(parts.decoding),
         taps=bool(parts.drafter.taps),
+        structure=parts.tree.structure,
+        verifier=parts.verifier,
+        length=parts.length,
+        decoding=parts.decoding,
     )
 
 
@@ -144,7 +144,7 @@ def _part(family: Family, given: str | object) -> Any:
 
 def _best_verifier(drafter: Drafter, tree: Tree) -> str:
     """The lossless rule that accepts most of what a drafter and a tree make."""
-    return DEFAULT[Cell(rows=drafter.rows, structure=tree.structure, verifier="match").kind]
+    return DEFAULT[kind_of(drafter.rows, tree.structure)]
 
 
 def _model(setup: Setup) -> PreTrainedModel:

@@ -52,7 +52,6 @@ class Row:
         make: Its class; the fields of the dataclass are its configuration.
         summary: What it does, in one line.
         source: The paper, with its address.
-        guarantee: What it promises when the refusal matrix lets it pass.
     """
 
     family: Family
@@ -60,7 +59,11 @@ class Row:
     make: type
     summary: str
     source: str
-    guarantee: Literal["exact law", "lossy"] = "exact law"
+
+    @property
+    def guarantee(self) -> Literal["exact law", "lossy"]:
+        """What it promises, as it is made by default, where the refusal matrix lets it pass."""
+        return "lossy" if getattr(self.make, "lossy", None) is True else "exact law"
 
 
 LEVIATHAN = "Leviathan et al. 2023, https://arxiv.org/abs/2211.17192"
@@ -213,7 +216,6 @@ ROWS = (
         make=LenientVerifier,
         summary="accept more than the law allows, by a stated factor",
         source="Zhou et al. 2023, DistillSpec, https://arxiv.org/abs/2310.08461",
-        guarantee="lossy",
     ),
     Row(
         family="verifier",
@@ -221,7 +223,6 @@ ROWS = (
         make=TypicalVerifier,
         summary="accept what the target finds likely enough, given how sure it is",
         source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
-        guarantee="lossy",
     ),
     Row(family="length", name="fixed", make=FixedLength, summary="the same length at every step", source=LEVIATHAN),
     Row(
@@ -275,12 +276,15 @@ def rows(family: Family) -> dict[str, Row]:
     return {row.name: row for row in ROWS if row.family == family}
 
 
+def row_of(component: object) -> Row | None:
+    """The method that an object is; None where it is not in the catalog."""
+    return next((row for row in ROWS if row.make is type(component)), None)
+
+
 def name_of(component: object) -> str:
     """The catalog name of an object, or its class's name where it is not in the catalog."""
-    for row in ROWS:
-        if row.make is type(component):
-            return row.name
-    return type(component).__name__
+    row = row_of(component)
+    return type(component).__name__ if row is None else row.name
 
 
 def variant_of(component: object) -> str:

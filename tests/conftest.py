@@ -5,11 +5,9 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from jaxtyping import install_import_hook
+from tests import shapes
 
-import tests.shapes  # noqa: F401 (the hook looks it up)
-
-install_import_hook("outrider", "tests.shapes.checked")
+shapes.check("outrider")
 
 import pytest  # noqa: E402 (the hook must come first)
 import torch  # noqa: E402

@@ -1,5 +1,98 @@
-"""How shapes in signatures are checked: beartype, with ints welcome where floats are asked for."""
+"""Shapes in signatures, checked while tests run: types by beartype, axes by jaxtyping, in every call of the package.
+
+jaxtyping has such a hook too. It reads the signature of every call anew and checks each argument twice, which made most
+of what the proofs took. This one checks each argument and each result once, axes with axes of the same call as there.
+"""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from types import CodeType, ModuleType
+from typing import TypeVar, get_args
 
 from beartype import BeartypeConf, beartype
+from jaxtyping import AbstractArray, jaxtyped
 
-checked = beartype(conf=BeartypeConf(is_pep484_tower=True))
+Checked = TypeVar("Checked")
+CONFIGURATION = BeartypeConf(is_pep484_tower=True)
+"""Ints are welcome where floats are asked for."""
+ONE_CALL = jaxtyped("context")
+"""Within it, axes of one name have one size; calls within calls have sizes of their own."""
+
+
+def checked(given: Checked) -> Checked:
+    """A function whose arguments and result are checked, or a dataclass whose fields are."""
+    if inspect.isclass(given):
+        if dataclasses.is_dataclass(given) and "__init__" in vars(given):
+            given.__init__ = checked(given.__init__)
+        return given
+    strict = beartype(given, conf=CONFIGURATION)
+    if not any(map(_has_axes, given.__annotations__.values())):
+        return strict
+
+    @functools.wraps(strict)
+    def in_one_call(*args: object, **named: object) -> object:
+        with ONE_CALL:
+            return strict(*args, **named)
+
+    return in_one_call
+
+
+def _has_axes(annotation: object) -> bool:
+    """Whether an annotation names axes, or something within it does."""
+    if isinstance(annotation, list | tuple):
+        return any(map(_has_axes, annotation))
+    if inspect.isclass(annotation) and issubclass(annotation, AbstractArray):
+        return True
+    return any(map(_has_axes, get_args(annotation)))
+
+
+class _Decorating(ast.NodeTransformer):
+    """Puts `checked` next to every function, and around every class."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
+        self.generic_visit(node)
+        node.decorator_list.append(ast.Name("_checked", ast.Load()))
+        return node
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
+        self.generic_visit(node)
+        node.decorator_list.insert(0, ast.Name("_checked", ast.Load()))
+        return node
+
+
+class _Loader(SourceFileLoader):
+    def get_code(self, fullname: str) -> CodeType:
+        """From the source each time: what Python keeps of it is not decorated, and must not be."""
+        path = self.get_filename(fullname)
+        tree = _Decorating().visit(ast.parse(self.get_data(path), path))
+        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["_checked"] = checked
+        super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, package: str) -> None:
+        self._package = package
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._package and not fullname.startswith(f"{self._package}."):
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def check(package: str) -> None:
+    """Check a package, all modules of which are imported later."""
+    sys.meta_path.insert(0, _Finder(package))

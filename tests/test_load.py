@@ -19,9 +19,11 @@ from transformers import (
 import outrider
 from outrider import InputError, catalog
 from outrider.drafters.ngram import NgramDrafter
-from outrider.refusals import KINDS, LOSSLESS, LOSSY, Cell, refusal
+from outrider.refusals import Cell, refusal
 from outrider.setup import Setup
 from outrider.trees.chain import ChainTree
+from outrider.verifiers.traits import KINDS
+from tests.world.verifiers import LOSSLESS, LOSSY, verifier
 
 
 def test_the_default_drafter_of_a_target_alone_is_suffix():
@@ -60,10 +62,10 @@ def test_a_chain_verifier_on_a_branching_tree_is_refused_with_one_that_works():
 
 
 def test_every_cell_of_the_matrix_is_lossless_or_names_a_verifier_that_is():
-    for verifier in LOSSLESS:
+    for name in LOSSLESS:
         for structure in ("chain", *KINDS):
             for rows in ("sampled", "point"):
-                reason = refusal(Cell(rows=rows, structure=structure, verifier=verifier))
+                reason = refusal(Cell(rows=rows, structure=structure, verifier=verifier(name)))
                 assert reason is None or "'match'" in reason or "tree 'chain'" in reason
 
 
@@ -71,6 +73,7 @@ def test_every_verifier_of_the_catalog_is_in_the_matrix():
     known = catalog.rows("verifier")
     assert set(LOSSLESS) == {name for name, row in known.items() if row.guarantee == "exact law"}
     assert set(LOSSY) == {name for name, row in known.items() if row.guarantee == "lossy"}
+    assert all(make.kinds for make in (LOSSLESS | LOSSY).values())
 
 
 def test_a_padded_vocabulary_of_the_same_tokenizer_is_cut(tmp_path):

@@ -102,8 +102,11 @@ def chat(
 @with_options()
 def prove(
     setup: Setup,
-    num_draws: Annotated[int, typer.Option(help="Sequences to draw for the chi-square test; 0 leaves it out.")] = 1000,
-    temperature: Annotated[float, typer.Option(help="Temperature of the chi-square test, above 0.")] = 0.7,
+    num_draws: Annotated[int, typer.Option(help="Outputs to draw for the chi-square test; 0 leaves it out.")] = 1000,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="Temperature of the chi-square test; by default one at which it can tell outputs apart."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the chi-square test.")] = 0,
     as_json: Json = False,
 ) -> None:

@@ -2,26 +2,17 @@
 
 import dataclasses
 import json
-from typing import get_args
+from typing import cast, get_args
 
 from rich.console import Console
 from rich.table import Table
 
 from outrider import catalog
 from outrider.catalog import Family
-from outrider.refusals import CARRYING, CONTEXT_PURE, DEFAULT, FIXED_LENGTH, LOSSLESS, LOSSY, LOSSY_LENGTHS, Kind
-
-VERIFIERS = (*LOSSLESS, *LOSSY)
-CONDITIONS = (
-    "Lossy cells run with --allow-lossy (allow_lossy=True) only.",
-    "Branching trees need length 'fixed', and a drafter that gives distributions; drafters of single tokens make "
-    "chosen chains.",
-    f"Verifier {', '.join(sorted(FIXED_LENGTH))} needs length 'fixed'.",
-    f"Verifier {', '.join(sorted(CONTEXT_PURE))} needs a drafter whose rows depend on the tokens alone.",
-    "Decoding pearl needs tree 'chain', length 'fixed', a drafter that reads no hidden states of the target, and "
-    f"another verifier than {', '.join(sorted(CARRYING))}.",
-    f"Length {', '.join(sorted(LOSSY_LENGTHS))} is lossy above temperature 0.",
-)
+from outrider.lengths.protocol import LengthPolicy
+from outrider.refusals import DEFAULT, verifiers
+from outrider.verifiers.protocol import Carrying
+from outrider.verifiers.traits import Kind
 
 
 def methods(*, as_json: bool, as_markdown: bool) -> None:
@@ -36,8 +27,8 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
             | {"fields": _fields(r.make)}
             for r in catalog.ROWS
         ]
-        matrix = {name: {kind: cell(name, kind) for kind in kinds} for name in VERIFIERS}
-        print(json.dumps({"methods": rows, "matrix": matrix, "conditions": CONDITIONS}, indent=2))
+        matrix = {name: {kind: cell(name, kind) for kind in kinds} for name in catalog.rows("verifier")}
+        print(json.dumps({"methods": rows, "matrix": matrix, "conditions": conditions()}, indent=2))
         return
     console = Console()
     for family in get_args(Family):
@@ -54,10 +45,10 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
     table.add_column("verifier")
     for kind in kinds:
         table.add_column(kind, overflow="fold")
-    for name in VERIFIERS:
+    for name in catalog.rows("verifier"):
         table.add_row(name, *(cell(name, kind) for kind in kinds))
     console.print(table)
-    for condition in CONDITIONS:
+    for condition in conditions():
         console.print(f"- {condition}")
 
 
@@ -72,20 +63,51 @@ def markdown() -> str:
         lines.append("")
     lines += ["## Which verifier for which draft", ""]
     lines += ["| verifier | " + " | ".join(get_args(Kind)) + " |", "|---|" + "---|" * len(get_args(Kind))]
-    for name in VERIFIERS:
+    for name in catalog.rows("verifier"):
         lines.append(f"| `{name}` | " + " | ".join(cell(name, kind) for kind in get_args(Kind)) + " |")
     lines += ["", "The default is the verifier that a tree gets where none is named.", ""]
-    lines += [f"- {condition}" for condition in CONDITIONS]
+    lines += [f"- {condition}" for condition in conditions()]
     return "\n".join(lines) + "\n"
 
 
 def cell(verifier: str, kind: Kind) -> str:
     """One cell of the table: exact law, exact law and the default, lossy, or refused."""
-    if kind in LOSSY.get(verifier, ()):
-        return "lossy"
-    if kind not in LOSSLESS.get(verifier, ()):
+    stated = verifiers() | verifiers(lossy=True)
+    if verifier not in stated or kind not in stated[verifier].kinds:
         return "refused"
+    if stated[verifier].lossy:
+        return "lossy"
     return "exact law, default" if DEFAULT[kind] == verifier else "exact law"
+
+
+def conditions() -> list[str]:
+    """What holds beside the table, a sentence each."""
+    known = verifiers().items()
+    one_length = [name for name, make in known if make.needs_one_length]
+    pure_rows = [name for name, make in known if make.needs_pure_rows]
+    carrying = [name for name, make in known if issubclass(make, Carrying)]
+    return [
+        "Lossy cells run with --allow-lossy (allow_lossy=True) only.",
+        "Branching trees need length 'fixed', and a drafter that gives distributions; drafters of single tokens make "
+        "chosen chains.",
+        f"Verifier {', '.join(one_length)} needs length 'fixed'.",
+        f"Verifier {', '.join(pure_rows)} needs a drafter whose rows depend on the tokens alone.",
+        "Decoding pearl needs tree 'chain', length 'fixed', a drafter that reads no hidden states of the target, and "
+        f"another verifier than {', '.join(carrying)}.",
+        *(f"Length {name} is lossy above temperature 0." for name in _lossy_lengths()),
+    ]
+
+
+def _lossy_lengths() -> list[str]:
+    """The forms of length policies that are lossy, by one of their words."""
+    forms = [
+        f"{row.name}:{field.name}={word}"
+        for row in catalog.rows("length").values()
+        for field in dataclasses.fields(row.make)
+        for word in get_args(field.type)
+        if isinstance(word, str)
+    ]
+    return [form for form in forms if cast(LengthPolicy, catalog.make("length", form)).lossy]
 
 
 def _fields(make: type) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """outrider prove: the exact law of the rule, greedy identity of this pair, and a chi-square test of its samples."""
 
 import json
-from dataclasses import asdict, replace
+import math
+from dataclasses import asdict
 from typing import Any
 
 import typer
@@ -10,104 +11,52 @@ from rich.progress import Progress
 
 from outrider.catalog import name_of
 from outrider.cli.opened import opened
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
-from outrider.lengths.protocol import BatchPolicy
-from outrider.lm.tabular import TabularLM, random_rows
-from outrider.proof.enumerate import joint_law, law
-from outrider.proof.gate import NUM_TOKENS, PROMPTS, in_float32
-from outrider.proof.identity import Identity, identity
-from outrider.proof.statistics import sampled_law
+from outrider.proof.identity import Difference, Identity
+from outrider.proof.pair import Proof
+from outrider.proof.pair import prove as proven
+from outrider.proof.statistics import Samples
 from outrider.setup import Setup
-from outrider.trees.gumbel import GumbelTree
-from outrider.trees.iid import IidTree
-from outrider.trees.protocol import Tree
-from outrider.trees.top_plus_one import TopPlusOneTree
-from outrider.types import InputError, Sampling, Structure
-from outrider.verifiers.protocol import Carrying
+from outrider.types import InputError
 
-LAW_BOUND = 1e-12
-SMALL: dict[Structure, Tree] = {
-    "iid": IidTree(num_paths=2),
-    "iid_dedup": IidTree(num_paths=2, dedup=True),
-    "without_replacement": GumbelTree(branching=(2, 2)),
-    "top_plus_one": TopPlusOneTree(width=2),
-}
-P_BOUND = 1e-3
-
-
-def prove(setup: Setup, *, num_draws: int, temperature: float, seed: int, as_json: bool) -> None:
+def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int, as_json: bool) -> None:
     """Prove a pair and print what was found. Exit status 1 if anything fails."""
-    if num_draws < 0 or not temperature > 0:
-        raise InputError(f"num_draws must be >= 0 and temperature > 0, got {num_draws} and {temperature}")
+    if num_draws < 0:
+        raise InputError(f"num_draws must be >= 0, got {num_draws}")
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise InputError(f"temperature must be > 0, because greedy outputs are not drawn, got {temperature}")
     engine = opened(setup)
-    found: dict[str, Any] = {"verifier": name_of(engine.parts.verifier), "length": repr(engine.parts.length)}
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    prompts = [engine.encode(p) for p in PROMPTS] if engine.tokenizer else [[1], [2, 3], [3, 1, 2]]
     with Progress(console=console, transient=True, disable=as_json) as progress:
         task = progress.add_task("proving", total=3 + num_draws)
-        error = _law_error(engine)
-        found["law_error"], found["exact_law"] = error, error < LAW_BOUND
-        progress.advance(task)
-        exact = identity(in_float32(engine), prompts, NUM_TOKENS)
-        found["greedy_identical"] = _identity(exact)
-        progress.advance(task)
-        own = identity(engine, prompts, NUM_TOKENS)
-        found["greedy_up_to_ties"] = _identity(own) | {"dtype": str(getattr(engine.parts.target, "dtype", ""))}
-        progress.advance(task)
-        if num_draws:
-            settings = Sampling(temperature=temperature, seed=seed)
-            test = sampled_law(
-                engine, prompts[0], settings, num_draws, progress=lambda count: progress.advance(task, count)
-            )
-            found["samples"] = asdict(test) | {"temperature": temperature, "fits": test.p_value > P_BOUND}
-    fine = found["exact_law"] and exact.holds and (not num_draws or found["samples"]["fits"])
-    found["proven"] = fine
+        proof = proven(engine, num_draws, temperature, seed, lambda amount: progress.advance(task, amount))
     if as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(_record(engine, proof), indent=2))
     else:
-        _print(found, exact, own)
-    raise typer.Exit(0 if fine else 1)
+        _print(engine, proof)
+    raise typer.Exit(0 if proof.holds else 1)
 
 
-def _law_error(engine: Engine) -> float:
-    """Law error of the engine's rule and length policy on small random tables, with its own kind of drafter.
-
-    A tree that is drawn stands for its structure: one that is small enough to be enumerated takes its place. A policy
-    that shares a budget is enumerated over a batch of two. Decoding that drafts ahead drafts two tokens, and is walked
-    until it verifies some that were drafted while others were verified.
-    """
-    parts = engine.parts
-    if parts.decoding.drafts_ahead:
-        return _law_error_ahead(parts)
-    shared = isinstance(parts.length, BatchPolicy)
-    vocab, depth = (2, 3) if shared else (3, 2 if parts.tree.structure in SMALL else 4)
-    small = Parts(
-        target=TabularLM(random_rows(vocab, seed=0), vocab, max_context=8 + 1 + depth),
-        drafter=parts.drafter.on_tables(vocab, seed=1),
-        decoding=StepDecoding(),
-        tree=SMALL.get(parts.tree.structure, parts.tree),
-        verifier=parts.verifier,
-        length=parts.length,
-    )
-    prompt = [token % vocab for token in (0, 1, 2, 0, 1, 2, 0, 1)]
-    if shared:
-        return max(found.error for found in joint_law(small, [prompt, prompt[::-1]]))
-    return (
-        law(small, prompt, 3, horizon=3).error if isinstance(parts.verifier, Carrying) else law(small, prompt, 1).error
-    )
-
-
-def _law_error_ahead(parts: Parts) -> float:
-    small = replace(
-        parts,
-        target=TabularLM(random_rows(3, seed=0), 3),
-        drafter=parts.drafter.on_tables(3, seed=1),
-        length=FixedLength(num_speculative_tokens=2),
-    )
-    return law(small, [0, 1, 2, 0, 1, 2, 0, 1], 3).error
+def _record(engine: Engine, proof: Proof) -> dict[str, Any]:
+    """The object of `--json`."""
+    found = {
+        "verifier": name_of(engine.parts.verifier),
+        "length": repr(engine.parts.length),
+        "law_error": proof.law_error,
+        "exact_law": proof.exact_law,
+        "greedy_identical": _identity(proof.identical),
+        "greedy_up_to_ties": _identity(proof.up_to_ties) | {"dtype": _dtype(engine)},
+    }
+    if (samples := proof.samples) is not None:
+        found["samples"] = asdict(samples.test) | {
+            "verdict": samples.verdict,
+            "doubt": samples.doubt,
+            "temperatures": samples.temperatures,
+            "length": samples.length,
+            "num_draft_tokens": samples.num_draft_tokens,
+            "num_accepted_tokens": samples.num_accepted_tokens,
+        }
+    return found | {"proven": proof.holds}
 
 
 def _identity(found: Identity) -> dict[str, Any]:
@@ -118,28 +67,42 @@ def _identity(found: Identity) -> dict[str, Any]:
     }
 
 
-def _print(found: dict[str, Any], exact: Identity, own: Identity) -> None:
+def _print(engine: Engine, proof: Proof) -> None:
     console = Console(highlight=False, soft_wrap=True)
+    parts, own = engine.parts, proof.up_to_ties
     console.print(
-        f"exact law          {_word(found['exact_law'])}  enumerated, largest error {found['law_error']:.1e}"
-        f" ({found['verifier']}, {found['length']})"
+        f"exact law          {_word(proof.exact_law)}  enumerated, largest error {proof.law_error:.1e}"
+        f" ({name_of(parts.verifier)}, {parts.length!r})"
     )
-    console.print(f"greedy identical   {_word(exact.holds)}  float32, {exact.num_tokens} tokens")
-    for difference in exact.differences:
+    console.print(f"greedy identical   {_word(proof.identical.holds)}  float32, {proof.identical.num_tokens} tokens")
+    for difference in proof.identical.differences:
         console.print(f"                   {_parting(difference)}")
-    dtype = found["greedy_up_to_ties"]["dtype"].removeprefix("torch.")
+    dtype = _dtype(engine).removeprefix("torch.")
     console.print(f"greedy up to ties  {len(own.differences)} differences in {own.num_tokens} tokens ({dtype})")
     for difference in own.differences:
         console.print(f"                   {_parting(difference)}")
-    if "samples" in found:
-        samples = found["samples"]
-        console.print(
-            f"samples            {_word(samples['fits'])}  p = {samples['p_value']:.3f} over {samples['num_draws']} "
-            f"sequences at temperature {samples['temperature']} ({samples['degrees']} degrees of freedom)"
-        )
+    if proof.samples is not None:
+        for line in _sampled(proof.samples):
+            console.print(line)
 
 
-def _parting(d: Any) -> str:
+def _sampled(samples: Samples) -> list[str]:
+    word = {"fits": "holds ", "differs": "FAILS ", "inconclusive": "inconclusive"}[samples.verdict]
+    at = ", ".join(f"{temperature:g}" for temperature in dict.fromkeys(samples.temperatures))
+    first = (
+        f"samples            {word}  p = {samples.test.p_value:.3f} over the first {samples.length} tokens of "
+        f"{samples.test.num_draws} outputs at temperature {at} ({samples.test.degrees} degrees of freedom)"
+    )
+    share = f"{samples.num_accepted_tokens} of {samples.num_draft_tokens} draft tokens accepted"
+    doubt = f"; {samples.doubt}" if samples.verdict == "inconclusive" else ""
+    return [first, f"                   {share}{doubt}"]
+
+
+def _dtype(engine: Engine) -> str:
+    return str(getattr(engine.parts.target, "dtype", ""))
+
+
+def _parting(d: Difference) -> str:
     return (
         f"prompt {d.prompt}, token {d.position}: {d.plain} plainly, {d.drafted} drafted; "
         f"logit gap {d.gap:.2g} in a row that spans {d.span:.2g}"

@@ -21,11 +21,11 @@ class SuffixMatch:
     state: int = 0
     length: int = 0
 
-    def step(self, token: int) -> "Match":
+    def step(self, token: int) -> "SuffixMatch":
         state, length = self.automaton.step(self.state, self.length, token)
         return replace(self, state=state, length=length)
 
-    def shorten(self) -> "Match":
+    def shorten(self) -> "SuffixMatch":
         state, length = self.automaton.shorten(self.state, self.length)
         return replace(self, state=state, length=length)
 
@@ -71,7 +71,7 @@ class SuffixDrafter(TokenOnly):
         if self.min_match < 1:
             raise InputError(f"min_match must be >= 1, got {self.min_match}")
 
-    def bind(self, surroundings: Surroundings) -> "Suffix":
+    def bind(self, surroundings: Surroundings) -> "SuffixDrafter":
         """Read the corpus, if there is one."""
         return self if self.corpus is None else replace(self, _shared=_read(Path(self.corpus), surroundings))
 

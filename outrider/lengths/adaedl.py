@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -39,6 +40,9 @@ class AdaedlLength:
     References:
         Agrawal et al. 2024, AdaEDL. https://arxiv.org/abs/2410.18351
     """
+
+    constant: ClassVar[bool] = False
+    lossy = None
 
     num_speculative_tokens: int = 16
     gamma: float = 0.2

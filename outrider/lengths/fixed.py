@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.trees.protocol import Level
 from outrider.types import InputError, Step
@@ -14,6 +15,9 @@ class FixedLength:
     References:
         Leviathan et al. 2023, where it is called gamma. https://arxiv.org/abs/2211.17192
     """
+
+    constant: ClassVar[bool] = True
+    lossy = None
 
     num_speculative_tokens: int = 5
 

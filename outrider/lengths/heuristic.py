@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.trees.protocol import Level
 from outrider.types import InputError, Step
@@ -17,6 +18,9 @@ class HeuristicLength:
         Gante 2023, assisted generation; transformers' `num_assistant_tokens_schedule="heuristic"`.
         https://huggingface.co/blog/assisted-generation
     """
+
+    constant: ClassVar[bool] = False
+    lossy = None
 
     num_speculative_tokens: int = 5
     grow: int = 2

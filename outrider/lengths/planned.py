@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -37,6 +38,9 @@ class PlannedLength:
         Leviathan et al. 2023, section 3.5. https://arxiv.org/abs/2211.17192
         Yan et al. 2024, decoding speculative decoding. https://arxiv.org/abs/2402.01528
     """
+
+    constant: ClassVar[bool] = False
+    lossy = None
 
     draft_cost: float = 0.15
     token_cost: float = 0.02

@@ -1,7 +1,7 @@
 """What the loop asks of a length policy: how deep at most, how far to go on, and to be told what happened."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -15,7 +15,16 @@ from outrider.types import Step
 class LengthPolicy(Protocol):
     """Decides when drafting stops, from the past and from rows, never from the tokens that were drawn: a rule that
     looks at a drawn token to decide whether to keep it breaks the law. Immutable; a request's state is a value.
+
+    Attributes:
+        constant: Whether every draft is meant to be equally long.
+        lossy: Why the output has another law than the target's, and what to use instead; None where it has the same.
     """
+
+    constant: ClassVar[bool]
+
+    @property
+    def lossy(self) -> str | None: ...
 
     def open(self) -> object:
         """State for a new request."""

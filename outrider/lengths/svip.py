@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -23,6 +24,9 @@ class SvipLength:
     References:
         Zhang et al. 2024, SVIP. https://arxiv.org/abs/2411.18462
     """
+
+    constant: ClassVar[bool] = False
+    lossy = None
 
     num_speculative_tokens: int = 40
     scale: float = 0.15

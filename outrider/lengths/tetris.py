@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,8 @@ class TetrisLength:
         Wu et al. 2025, TETRIS. https://arxiv.org/abs/2502.15197
     """
 
+    constant: ClassVar[bool] = False
+
     num_speculative_tokens: int = 4
     extra: int = 2
     criterion: Literal["predictable", "original"] = "predictable"
@@ -41,6 +43,12 @@ class TetrisLength:
                 "num_speculative_tokens must be >= 1 and extra >= 0, got "
                 f"{self.num_speculative_tokens} and {self.extra}"
             )
+
+    @property
+    def lossy(self) -> str | None:
+        if self.criterion == "predictable":
+            return None
+        return "it drops drawn tokens because of which tokens they are; use criterion=predictable"
 
     def open(self) -> None:
         return None

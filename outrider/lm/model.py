@@ -129,6 +129,12 @@ class LanguageModel(SlottedLM):
         return {"model": self.model}
 
     @property
+    def levers(self) -> tuple[str, ...]:
+        """What makes its forwards faster and may change their roundings."""
+        used = {"compile": self._compiled, "prepack": self._twin}
+        return tuple(name for name, made in used.items() if made is not None)
+
+    @property
     def num_compiled_forwards(self) -> int:
         """How many of the forwards so far were compiled ones."""
         return 0 if self._compiled is None else self._compiled.num_forwards

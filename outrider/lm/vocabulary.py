@@ -124,7 +124,7 @@ class _Speller:
     place: Mapping[Spelling, int]
     tokenizer: PreTrainedTokenizerBase
     unknown: int
-    known: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    known: dict[int, tuple[int, ...]] = field(default_factory=dict, compare=False)
 
     def __call__(self, token: int) -> tuple[int, ...]:
         if token not in self.known:

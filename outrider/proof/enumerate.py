@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, follow
-from outrider.decoding.progress import begin, end, prefill
+from outrider.decoding.progress import PREFILL_CHUNK, begin, digest, end, undigested
 from outrider.decoding.protocol import Parts
 from outrider.dice import Draws
 from outrider.lm.protocol import Segment
@@ -94,11 +94,12 @@ class EnumeratingDice:
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         active = [True] * len(weights) if draws.active is None else draws.active.tolist()
-        picked = []
-        for row, request, slot, matters in zip(
-            weights.double().numpy(), draws.requests.tolist(), draws.slots.tolist(), active, strict=True
-        ):
-            picked.append(self._index(row, request, slot, draws) if matters else int(row.argmax()))
+        picked = [
+            self._index(row, request, slot, draws) if matters else row.index(max(row))
+            for row, request, slot, matters in zip(
+                weights.double().tolist(), draws.requests.tolist(), draws.slots.tolist(), active, strict=True
+            )
+        ]
         return torch.tensor(picked, dtype=torch.long)
 
     def pick_many(
@@ -106,7 +107,7 @@ class EnumeratingDice:
     ) -> Int[Tensor, "n count"]:
         picked = []
         for row, request, slot in zip(
-            weights.double().numpy().copy(), draws.requests.tolist(), draws.slots.tolist(), strict=True
+            weights.double().tolist(), draws.requests.tolist(), draws.slots.tolist(), strict=True
         ):
             chosen = []
             for k in range(count):
@@ -119,11 +120,11 @@ class EnumeratingDice:
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         raise NotImplementedError("Gumbel noise is continuous; its trees are enumerated by their Plackett-Luce law")
 
-    def _index(self, row: Float[np.ndarray, " vocab"], request: int, slot: int, draws: Draws) -> int:
-        total = row.sum()
+    def _index(self, row: list[float], request: int, slot: int, draws: Draws) -> int:
+        total = sum(row)
         if total == 0:
             return -1
-        return self._choose(request, slot, draws, [(int(i), float(row[i] / total)) for i in np.flatnonzero(row > 0)])
+        return self._choose(request, slot, draws, [(i, weight / total) for i, weight in enumerate(row) if weight > 0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,7 +198,9 @@ def law(
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
             walked = [World(script=script) for _, _, script in batch]
-            states = [_resume(parts, request, before, prefilled) for before, _, _ in batch]
+            states = [_resume(parts, request, before) for before, _, _ in batch]
+            if prefilled:
+                _prefill(parts, states)
             dice = EnumeratingDice(walked, ["law"] * len(walked))
             for i, made in enumerate(_walk(parts, states, dice)):
                 mass = batch[i][1] * walked[i].probability
@@ -211,7 +214,7 @@ def law(
     reached = [len(before.output) for before in worlds if before.carried]
     if reached:
         horizon = min(reached) if horizon is None else min(horizon, *reached)
-    rows = target_law or (lambda output: target_row(parts, request, output))
+    rows = partial(target_rows, parts, request) if target_law is None else partial(_one_by_one, target_law)
     return Law(emitted=dict(emitted), accepted=accepted, error=law_error(emitted, rows, horizon))
 
 
@@ -225,6 +228,7 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
     while queue:
         world = World(script=queue.pop())
         states = [_resume(parts, request, new) for request in requests]
+        _prefill(parts, states)
         steps = _walk(parts, states, EnumeratingDice([world] * len(requests)))
         mass = world.probability
         for i, (state, made) in enumerate(zip(states, steps, strict=True)):
@@ -235,7 +239,7 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
         Law(
             emitted=dict(own),
             accepted=count,
-            error=law_error(own, partial(target_row, parts, request)),
+            error=law_error(own, partial(target_rows, parts, request)),
         )
         for own, count, request in zip(emitted, accepted, requests, strict=True)
     ]
@@ -253,18 +257,28 @@ def _walk(parts: Parts, states: Sequence[Running], dice: EnumeratingDice) -> lis
     return steps
 
 
-def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float[np.ndarray, " vocab"]:
-    """The target's own distribution after an output."""
-    slot = parts.target.open()
-    tokens = torch.tensor([*request.prompt, *output])
-    logits = parts.target.extend([Segment(slot=slot, tokens=tokens, logits="last")]).logits
-    parts.target.release(slot)
-    prefix = Prefix(prompt=request.prompt, output=output)
-    state = Running(request=request, tokens=tokens.tolist(), slot=slot, drafter=parts.drafter)
-    follow([state])
-    owner = np.zeros(1, dtype=np.int64)
-    masks = batch_masks([state], owner, tokens[-1:], owner - 1, parts.target.vocab_size)
-    return to_rows(logits, owner, [request.sampling], lambda _: prefix, masks)[0].double().numpy()
+def target_rows(
+    parts: Parts, request: Request, outputs: Sequence[tuple[int, ...]]
+) -> Float[np.ndarray, "outputs vocab"]:
+    """The target's own distribution after each of some outputs."""
+    found = []
+    for first in range(0, len(outputs), BATCH):
+        some = outputs[first : first + BATCH]
+        states = [
+            Running(request=request, tokens=[*request.prompt, *output], slot=parts.target.open(), drafter=parts.drafter)
+            for output in some
+        ]
+        segments = [Segment(slot=s.slot, tokens=torch.tensor(s.tokens), logits="last") for s in states]
+        logits = parts.target.extend(segments).logits
+        for state in states:
+            parts.target.release(state.slot)
+        follow(states)
+        owners = np.arange(len(some))
+        newest = torch.tensor([s.tokens[-1] for s in states])
+        masks = batch_masks(states, owners, newest, np.full(len(some), -1), parts.target.vocab_size)
+        prefixes = [Prefix(prompt=request.prompt, output=output) for output in some]
+        found.append(to_rows(logits, owners, [request.sampling] * len(some), prefixes.__getitem__, masks))
+    return torch.cat(found).double().numpy()
 
 
 def _before(state: Running) -> _Before:
@@ -277,32 +291,45 @@ def _before(state: Running) -> _Before:
     )
 
 
-def _resume(parts: Parts, request: Request, before: _Before, prefilled: bool = True) -> Running:
+def _resume(parts: Parts, request: Request, before: _Before) -> Running:
     state = begin(parts, request)
     state.tokens += before.output
     state.length_state, state.carried, state.ahead = before.length, before.carried, before.ahead
-    if prefilled:
-        prefill(parts, state)
     return state
+
+
+def _prefill(parts: Parts, states: Sequence[Running]) -> None:
+    """Digest all tokens but the newest of every state."""
+    while behind := [(state, count) for state in states if (count := len(undigested(parts, state)))]:
+        digest(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
+
+
+def _one_by_one(
+    row: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]], outputs: Sequence[tuple[int, ...]]
+) -> Float[np.ndarray, "outputs vocab"]:
+    return np.stack([row(output) for output in outputs])
 
 
 def law_error(
     emitted: Mapping[tuple[int, ...], float],
-    rows: Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]],
+    rows: Callable[[Sequence[tuple[int, ...]]], Float[np.ndarray, "outputs vocab"]],
     horizon: int | None = None,
 ) -> float:
-    """Largest difference to the target's law over all sequences as long as the longest emitted one, or the horizon."""
+    """Largest difference to the target's law over all sequences as long as the longest emitted one, or the horizon.
+
+    Args:
+        rows: The target's distribution after each of some outputs.
+    """
     longest = max(len(output) for output in emitted) if horizon is None else horizon
-    cut: dict[tuple[int, ...], float] = defaultdict(float)
+    ours: dict[tuple[int, ...], float] = defaultdict(float)
     for output, mass in emitted.items():
-        cut[output[:longest]] += mass
-    emitted = cut
-    level: dict[tuple[int, ...], tuple[float, float]] = {(): (emitted.get((), 0.0), 1.0)}
+        ours[output[:longest]] += mass
+    # Shorter outputs are continued by the target: what was emitted, and what the target would have.
+    level: list[tuple[int, ...]] = [()]
+    said, plain = np.array([ours.get((), 0.0)]), np.ones(1)
     for _ in range(longest):
-        below: dict[tuple[int, ...], tuple[float, float]] = {}
-        for output, (ours, targets) in level.items():
-            for token, p in enumerate(rows(output).tolist()):
-                longer = (*output, token)
-                below[longer] = (ours * p + emitted.get(longer, 0.0), targets * p)
-        level = below
-    return float(max(abs(ours - targets) for ours, targets in level.values()))
+        p = rows(level)
+        level = [(*output, token) for output in level for token in range(p.shape[1])]
+        said = (said[:, None] * p).ravel() + np.array([ours.get(output, 0.0) for output in level])
+        plain = (plain[:, None] * p).ravel()
+    return float(np.abs(said - plain).max())

@@ -1,39 +1,41 @@
 """The gate before any printed speedup: a lossless combination, and greedy identity of this very pair in float32."""
 
-import hashlib
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import transformers
 
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
+from outrider.proof.fingerprint import fingerprint, machine, source
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.types import InputError
 
 NUM_TOKENS = 32
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
-"""Three openings; without a tokenizer, three lists of low token ids."""
+"""Three openings of texts."""
+PACKAGE = Path(__file__).parent.parent
 
 
 def gate(engine: Engine) -> Identity:
-    """Greedy identity of the engine's pair in float32, on 3 prompts x 32 tokens; remembered by weights and versions.
+    """Greedy identity of the engine's pair in float32, on 3 prompts x 32 tokens; remembered by `key`.
 
     Raises:
         InputError: The outputs differ by more than a tie; no speedup may be printed.
     """
-    place = _cache() / f"{_fingerprint(engine)}.json"
-    found = _kept(place)
+    prompts = openings(engine)
+    name = key(engine, prompts)
+    found = None if name is None else _kept(_cache() / f"{name}.json")
     if found is None:
-        exact = in_float32(engine)
-        prompts = [exact.encode(p) for p in PROMPTS] if exact.tokenizer else [[1], [2, 3], [3, 1, 2]]
         room = engine.parts.target.max_context - max(len(p) for p in prompts)
-        found = identity(exact, prompts, min(NUM_TOKENS, room))
-        _keep(place, found)
+        found = identity(in_float32(engine), prompts, min(NUM_TOKENS, room))
+        if name is not None:
+            _keep(_cache() / f"{name}.json", found)
     if not found.holds:
         worst = next(d for d in found.differences if not d.tie)
         raise InputError(
@@ -41,6 +43,11 @@ def gate(engine: Engine) -> Identity:
             f"{worst.gap:.3g}; no speedup is printed for it. `outrider prove` shows more"
         )
     return found
+
+
+def openings(engine: Engine) -> list[list[int]]:
+    """What greedy outputs are compared after; without a tokenizer, three lists of low token ids."""
+    return [engine.encode(p) for p in PROMPTS] if engine.tokenizer else [[1], [2, 3], [3, 1, 2]]
 
 
 def _kept(place: Path) -> Identity | None:
@@ -78,21 +85,17 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "gate"
 
 
-def _fingerprint(engine: Engine) -> str:
-    """Names of the parts, versions, configurations and a sample of every weight, as one hash."""
-    digest = hashlib.sha256()
-    parts = engine.parts
-    for text in (torch.__version__, transformers.__version__, parts.tree, parts.verifier, parts.length, parts.decoding):
-        digest.update(repr(text).encode())
-    drafter = parts.drafter
-    digest.update((repr(drafter) if not drafter.modules else type(drafter).__name__).encode())
-    digest.update(repr([(lm.max_context, lm.vocab_size) for lm in (parts.target,)]).encode())
-    for name, module in sorted({**parts.target.modules, **drafter.modules}.items()):
-        digest.update(name.encode())
-        for key, weight in sorted(module.state_dict().items()):
-            if not isinstance(weight, torch.Tensor):
-                continue
-            flat = weight.detach().flatten()
-            sample = flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy()
-            digest.update(key.encode() + sample.tobytes())
-    return digest.hexdigest()[:32]
+def key(engine: Engine, prompts: Sequence[Sequence[int]], package: Path = PACKAGE) -> str | None:
+    """A name for everything that the outputs of an engine's pair depend on; None where something cannot be read.
+
+    Args:
+        package: Where the source lies that decodes.
+    """
+    return fingerprint(
+        source(package),
+        (torch.__version__, version("torch"), version("transformers")),
+        machine(engine.parts.target.device),
+        engine.parts,
+        (engine.max_slots, engine.max_prefill_tokens, engine.eos_ids),
+        [list(prompt) for prompt in prompts],
+    )

@@ -1,20 +1,33 @@
-"""The law on a real pair: drawn sequences against the target's own probabilities, by a chi-square test."""
+"""The law on a real pair: drawn outputs against the target's own probabilities, by a chi-square test."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float
 
 from outrider.engine.engine import Engine
+from outrider.engine.output import Output
 from outrider.lm.protocol import Segment
+from outrider.proof.partition import Begun, Partition, Rows, partition
 from outrider.sampling import Prefix, to_rows
 from outrider.types import Sampling
 
-LEAST_EXPECTED = 5.0
-"""Sequences expected less often than this share one category."""
+P_BOUND = 1e-3
+"""A law that holds fails the test this often."""
+LEAST_DEGREES = 10
+"""A test with fewer degrees of freedom tells too few outputs apart to say that a law holds."""
+LEAST_DRAWS = 100
+"""Fewest draws after one prompt; with fewer in all, fewer of the prompts are used."""
+LONGEST = 6
+"""Most tokens of an output that are looked at."""
+TEMPERATURES = (0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
+"""What is tried where no temperature is named: the first at which enough outputs can be told apart."""
+ENOUGH = 12
+"""How many classes of outputs are enough for one prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +40,41 @@ class ChiSquare:
     num_draws: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Samples:
+    """What drawn outputs say about the law.
+
+    Attributes:
+        test: How the draws after all prompts fit the target's probabilities.
+        temperatures: The temperature of each prompt's draws.
+        length: How many tokens of an output were looked at.
+        num_draft_tokens: Tokens that were drafted meanwhile.
+        num_accepted_tokens: How many of these were accepted.
+    """
+
+    test: ChiSquare
+    temperatures: tuple[float, ...]
+    length: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    @property
+    def verdict(self) -> Literal["fits", "differs", "inconclusive"]:
+        if self.test.p_value <= P_BOUND:
+            return "differs"
+        return "inconclusive" if self.doubt else "fits"
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the test could not have seen much; None where it could."""
+        if not self.num_draft_tokens:
+            return "nothing was drafted"
+        if self.test.degrees < LEAST_DEGREES:
+            few = f"{self.test.degrees} degrees of freedom tell too few outputs apart"
+            return f"{few}; draw more, or at a higher temperature"
+        return None
+
+
 def chi_square(observed: Sequence[float], expected: Sequence[float]) -> ChiSquare:
     r"""$\sum (o - e)^2 / e$ with its p-value, the upper tail for one degree of freedom less than categories.
 
@@ -35,74 +83,101 @@ def chi_square(observed: Sequence[float], expected: Sequence[float]) -> ChiSquar
         0.689
     """
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-    degrees = len(observed) - 1
-    tail = torch.special.gammaincc(torch.tensor(degrees / 2.0).double(), torch.tensor(statistic / 2).double())
-    return ChiSquare(
-        statistic=float(statistic),
-        degrees=degrees,
-        p_value=float(tail) if degrees else 1.0,
-        num_draws=round(sum(observed)),
-    )
+    return _tested(float(statistic), len(observed) - 1, round(sum(observed)))
 
 
 def sampled_law(
     engine: Engine,
-    prompt: Sequence[int],
-    sampling: Sampling,
+    prompts: Sequence[Sequence[int]],
     num_draws: int,
-    length: int = 3,
-    progress: Callable[[int], None] | None = None,
-) -> ChiSquare:
-    """Draw the first `length` tokens after a prompt many times, and compare with the target's exact probabilities.
+    temperature: float | None = None,
+    seed: int = 0,
+    progress: Callable[[Output], None] | None = None,
+) -> Samples:
+    """Draw outputs after some prompts, as many after each, and compare them with the target's exact probabilities.
 
-    The first token of an output may come from any part of a step, so sequences of several tokens look at accepted,
-    recovered and bonus tokens alike. Each step drafts as deep as the output is long.
+    The first tokens of an output come from all parts of a step, so that accepted, recovered and bonus tokens are among
+    what is compared. Which outputs are told apart is decided by the target's law, before any is drawn.
+
+    Args:
+        temperature: None takes, for each prompt, one at which enough outputs can be told apart.
+        progress: Called with each output.
     """
-    counts: Counter[tuple[int, ...]] = Counter()
-    batch = max(1, engine.max_slots)
-    seed = sampling.seed or 0
-    for first in range(0, num_draws, batch):
-        settings = [replace(sampling, seed=seed + k) for k in range(first, min(first + batch, num_draws))]
+    statistic, degrees, drafted, accepted = 0.0, 0, 0, 0
+    prompts = prompts[: max(1, num_draws // LEAST_DRAWS)]
+    temperatures, length = [], min(_length(engine, prompt) for prompt in prompts)
+    seeds = np.array_split(np.arange(seed, seed + num_draws), len(prompts))
+    for prompt, own in zip(prompts, seeds, strict=True):
+        engine.rest()
+        sampling, classes = _plan(engine, prompt, len(own), length, temperature)
+        temperatures.append(sampling.temperature)
         # One token more than is looked at, so that a bonus token can be among those that are.
         outputs = engine.generate(
-            [list(prompt)] * len(settings), max_new_tokens=length + 1, sampling=settings, ignore_eos=True
+            [list(prompt)] * len(own),
+            max_new_tokens=length + 1,
+            sampling=[Sampling(temperature=sampling.temperature, seed=each) for each in own.tolist()],
+            ignore_eos=True,
+            progress=progress,
         )
-        counts.update(tuple(output.tokens[:length]) for output in outputs)
-        if progress is not None:
-            progress(len(settings))
+        counts = Counter(classes.of(output.tokens[:length]) for output in outputs)
+        found = chi_square([counts[each] for each in classes.expected], list(classes.expected.values()))
+        statistic += np.inf if counts[None] else found.statistic
+        degrees += found.degrees
+        drafted += sum(output.num_draft_tokens for output in outputs)
+        accepted += sum(output.num_accepted_tokens for output in outputs)
     engine.rest()
-    likely = _likely_sequences(engine, prompt, sampling, length, LEAST_EXPECTED / num_draws)
-    observed = [counts[sequence] for sequence in likely]
-    expected = [mass * num_draws for mass in likely.values()]
-    rest = num_draws - sum(expected)
-    if rest > LEAST_EXPECTED:
-        observed.append(num_draws - sum(observed))
-        expected.append(rest)
-    return chi_square(observed, expected)
+    return Samples(
+        test=_tested(statistic, degrees, num_draws),
+        temperatures=tuple(temperatures),
+        length=length,
+        num_draft_tokens=drafted,
+        num_accepted_tokens=accepted,
+    )
 
 
-def _likely_sequences(
-    engine: Engine, prompt: Sequence[int], sampling: Sampling, length: int, least: float
-) -> dict[tuple[int, ...], float]:
-    """Sequences of `length` tokens at least as probable as `least`, with their probabilities."""
-    level: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(length):
-        longer: dict[tuple[int, ...], float] = {}
-        for sequence, mass in level.items():
-            row = _row(engine, prompt, sequence, sampling)
-            for token in np.flatnonzero(row * mass >= least).tolist():
-                longer[(*sequence, token)] = mass * float(row[token])
-        level = longer
-    return level
+def _tested(statistic: float, degrees: int, num_draws: int) -> ChiSquare:
+    half = torch.tensor([degrees / 2.0, statistic / 2], dtype=torch.float64)
+    tail = float(torch.special.gammaincc(half[0], half[1])) if degrees else float(statistic < np.inf)
+    return ChiSquare(statistic=statistic, degrees=degrees, p_value=tail, num_draws=num_draws)
 
 
-def _row(
-    engine: Engine, prompt: Sequence[int], output: Sequence[int], sampling: Sampling
-) -> Float[np.ndarray, " vocab"]:
+def _length(engine: Engine, prompt: Sequence[int]) -> int:
+    """How many tokens to look at: as many as the first step can emit, as far as there is room."""
+    parts = engine.parts
+    room = parts.target.max_context - len(prompt) - 1
+    return max(1, min(parts.length.limit(parts.length.open()) + 1, LONGEST, room))
+
+
+def _plan(
+    engine: Engine, prompt: Sequence[int], num_draws: int, length: int, temperature: float | None
+) -> tuple[Sampling, Partition]:
+    """The temperature to draw at, and which outputs are told apart there."""
+    plans: list[tuple[Sampling, Partition]] = []
+    for each in TEMPERATURES if temperature is None else (temperature,):
+        sampling = Sampling(temperature=each)
+        plans.append((sampling, partition(_rows(engine, prompt, sampling), num_draws, length, engine.max_slots)))
+        if len(plans[-1][1].expected) >= ENOUGH:
+            break
+    return max(plans, key=lambda plan: len(plan[1].expected))
+
+
+def _rows(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Rows:
+    """The target's own distributions, from forwards over whole texts."""
     target = engine.parts.target
-    slot = target.open()
-    tokens = torch.tensor([*prompt, *output]).to(target.device)
-    logits = target.extend([Segment(slot=slot, tokens=tokens, logits="last")]).logits
-    target.release(slot)
-    prefix = Prefix(prompt=prompt, output=output)
-    return to_rows(logits, np.zeros(1, dtype=np.int64), [sampling], lambda _: prefix)[0].double().cpu().numpy()
+
+    def rows(begun: Sequence[Begun]) -> Float[np.ndarray, "begun vocab"]:
+        found = []
+        for first in range(0, len(begun), engine.max_slots):
+            some = begun[first : first + engine.max_slots]
+            slots = [target.open() for _ in some]
+            texts = [torch.tensor([*prompt, *own]).to(target.device) for own in some]
+            segments = [Segment(slot=s, tokens=text, logits="last") for s, text in zip(slots, texts, strict=True)]
+            logits = target.extend(segments).logits
+            for slot in slots:
+                target.release(slot)
+            prefixes = [Prefix(prompt=prompt, output=own) for own in some]
+            owners, samplings = np.arange(len(some)), [sampling] * len(some)
+            found.append(to_rows(logits, owners, samplings, prefixes.__getitem__).double().cpu().numpy())
+        return np.concatenate(found)
+
+    return rows

@@ -9,10 +9,11 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import chains, everyone, gains, recover
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockVerifier:
+class BlockVerifier(StatedVerifier):
     r"""Accept the longest prefix that one of independent coins, one per position, allows.
 
     With $w_0 = 1$ and $w_i = \min(1, w_{i-1}\, p(x_i)/q(x_i))$, position $i$ is allowed with probability
@@ -26,6 +27,8 @@ class BlockVerifier:
     References:
         Sun et al. 2024, algorithm 2. https://arxiv.org/abs/2403.10444
     """
+
+    kinds = CHAINS
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)

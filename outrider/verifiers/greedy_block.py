@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import Chains, chains, child_rows, everyone, gains, recover
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 LARGEST = 1e30
 """R beyond this is taken for this, so that a float32 row times it is finite; what it leaves of q is rounding."""
@@ -29,7 +30,7 @@ class Pull:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GreedyBlockVerifier:
+class GreedyBlockVerifier(StatedVerifier):
     r"""Accept the longest prefix that may be accepted, throwing coins from the longest down.
 
     With R the unclipped quotient of the joint probabilities of $x_1 \ldots x_i$, position i is accepted with
@@ -45,6 +46,10 @@ class GreedyBlockVerifier:
     References:
         Sun et al. 2024, appendix on greedy block verification. https://arxiv.org/abs/2403.10444
     """
+
+    kinds = CHAINS
+    needs_one_length = True
+    needs_pure_rows = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         return self.verify_carrying(draft, target_rows, dice, [None] * draft.num_requests)

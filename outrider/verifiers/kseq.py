@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, ratio, upload
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import Walk, coins
 
 ROUNDS = 30
@@ -19,7 +20,7 @@ CLOSE = 1e-14
 
 
 @dataclass(frozen=True, kw_only=True)
-class KseqVerifier:
+class KseqVerifier(StatedVerifier):
     r"""Accept each of a node's k independent draws with probability $\min(1, p(x)/(\rho\,q(x)))$, in order.
 
     With $\beta(\rho) = \sum_x \min(p(x)/\rho, q(x))$, one of them is accepted with probability $1 - (1 - \beta)^k$; the
@@ -30,6 +31,8 @@ class KseqVerifier:
     References:
         Sun et al. 2023, SpecTr, algorithm 2. https://arxiv.org/abs/2310.15141
     """
+
+    kinds = CHAINS | {"iid paths"}
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         walk = Walk(draft)

@@ -10,10 +10,11 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import chains, everyone, recover
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 
 @dataclass(frozen=True, kw_only=True)
-class LenientVerifier:
+class LenientVerifier(StatedVerifier):
     r"""Token verification with $\min(1, f(p(x))/q(x))$ for the chance of a token; the residual stays $(p - q)_+$.
 
     `linear` is $f(p) = p/e$, where e is called lenience; `squared` is $p/e^2$; `exponential` is $p^e$. At e = 1 all are
@@ -25,6 +26,9 @@ class LenientVerifier:
         Leviathan et al. 2023, appendix on lenience. https://arxiv.org/abs/2211.17192
         Zhou et al. 2023, DistillSpec, section 5. https://arxiv.org/abs/2310.08461
     """
+
+    kinds = CHAINS
+    lossy = True
 
     strength: float = 0.5
     family: Literal["linear", "squared", "exponential"] = "linear"

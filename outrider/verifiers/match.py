@@ -10,10 +10,11 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import everyone, upload
+from outrider.verifiers.traits import EVERY, StatedVerifier
 
 
 @dataclass(frozen=True, kw_only=True)
-class MatchVerifier:
+class MatchVerifier(StatedVerifier):
     r"""Draw $y \sim p$ at a node; if a child holds $y$ go there, else stop and emit $y$.
 
     Never looks at how the draft was made, so it is lossless for every structure, and optimal for chosen children: the
@@ -23,6 +24,8 @@ class MatchVerifier:
         Li et al. 2024, EAGLE, section 3.3. https://arxiv.org/abs/2401.15077
         Yang et al. 2024, MCSD (naive mode). https://arxiv.org/abs/2401.06706
     """
+
+    kinds = EVERY
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         tokens = draft.tokens.cpu().numpy()

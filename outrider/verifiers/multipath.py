@@ -12,13 +12,14 @@ from outrider.sampling import fresh, rows_at_once
 from outrider.types import Draft, Verdict
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import child_rows, drawn_with, upload
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 LOWEST = (127 - 8) << 4
 """Exponent and four leading bits of 2^-8 as a float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class MultipathVerifier:
+class MultipathVerifier(StatedVerifier):
     r"""Of K independent paths follow, at every node, the child that ranks highest in p/q; verify that path as a block.
 
     Ranking needs a strict order, the same here and in the path's law: p/q in steps of a sixteenth of an octave, from
@@ -32,6 +33,8 @@ class MultipathVerifier:
     References:
         Greedy multi-path block verification, 2026. https://arxiv.org/abs/2602.16961
     """
+
+    kinds = CHAINS | {"iid paths"}
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         if draft.rows is None:

@@ -10,11 +10,12 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, ratio, upload
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import Brood, Walk, coins
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecursiveVerifier:
+class RecursiveVerifier(StatedVerifier):
     r"""At each node, with $P = p$ and $Q = q$, accept the next child x with probability $\min(1, P(x)/Q(x))$ and
     descend, or else set $P \propto (P - Q)_+$; after the last child draw from $P$ and stop.
 
@@ -30,6 +31,8 @@ class RecursiveVerifier:
         Yang et al. 2024, MCSD (both). https://arxiv.org/abs/2401.06706
         Jeon et al. 2024, RSD (without). https://arxiv.org/abs/2402.14160
     """
+
+    kinds = CHAINS | {"iid paths", "deduplicated iid paths", "tree drawn without replacement"}
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         walk = Walk(draft)

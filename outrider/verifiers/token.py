@@ -9,10 +9,11 @@ from torch import Tensor
 from outrider.dice import Dice
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import chains, everyone, recover
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenVerifier:
+class TokenVerifier(StatedVerifier):
     r"""Accept the i-th token with probability $\min(1, p(x_i)/q(x_i))$; stop at the first rejection.
 
     The rejected token is replaced by a draw from the residual $\max(0, p - q)$; after no rejection a bonus token is
@@ -22,6 +23,8 @@ class TokenVerifier:
         Leviathan et al. 2023, algorithm 1. https://arxiv.org/abs/2211.17192
         Chen et al. 2023, algorithm 2. https://arxiv.org/abs/2302.01318
     """
+
+    kinds = CHAINS
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)

@@ -10,11 +10,12 @@ from torch import Tensor
 from outrider.dice import Dice, Draws
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, ratio, upload
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import Brood, Walk, coins
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopPlusOneVerifier:
+class TopPlusOneVerifier(StatedVerifier):
     r"""Token verification of the one child that was drawn, under its own law; the recovered token may be a child too.
 
     With T the children that were chosen and $\tilde q$ the row without them, renormalised, the drawn child x is
@@ -24,6 +25,8 @@ class TopPlusOneVerifier:
     References:
         Hu et al. 2025, section 4. https://arxiv.org/abs/2502.18779
     """
+
+    kinds = CHAINS | {"top n-1 and one draw"}
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         walk = Walk(draft)

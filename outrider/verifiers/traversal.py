@@ -12,6 +12,7 @@ from outrider.dice import Dice, Draws
 from outrider.sampling import rows_at_once
 from outrider.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, upload
+from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import verdict_at
 
 PIECES = 16
@@ -19,7 +20,7 @@ PIECES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class TraversalVerifier:
+class TraversalVerifier(StatedVerifier):
     r"""Visit the nodes in post-order; accept the first whose coin lands, with the path above it; else forget it.
 
     Every node has a weight: 1 at the root, and $w(x) = \min(1, w(v) P_v(x)/Q_v(x))$ for a child x of v, at first with
@@ -34,6 +35,8 @@ class TraversalVerifier:
     References:
         Weng et al. 2025, Traversal Verification, algorithm 1. https://arxiv.org/abs/2505.12398
     """
+
+    kinds = CHAINS | {"deduplicated iid paths", "tree drawn without replacement"}
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         count = max(1, draft.num_requests * PIECES * rows_at_once(target_rows) // len(target_rows))

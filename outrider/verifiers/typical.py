@@ -11,11 +11,12 @@ from outrider.dice import Dice
 from outrider.sampling import rows_at_once
 from outrider.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import everyone, upload
+from outrider.verifiers.traits import EVERY, StatedVerifier
 from outrider.verifiers.walk import verdict_at
 
 
 @dataclass(frozen=True, kw_only=True)
-class TypicalVerifier:
+class TypicalVerifier(StatedVerifier):
     r"""Accept a token x if $p(x) > \min(\epsilon, \delta e^{-H})$, with H the entropy of the target's row in nats.
 
     Of the nodes whose whole path is accepted the deepest is taken, and of equally deep ones the likeliest path; the
@@ -29,6 +30,9 @@ class TypicalVerifier:
     References:
         Cai et al. 2024, Medusa, section 3.3. https://arxiv.org/abs/2401.10774
     """
+
+    kinds = EVERY
+    lossy = True
 
     posterior_threshold: float = 0.09
     posterior_alpha: float = 0.3

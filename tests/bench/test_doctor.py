@@ -18,9 +18,8 @@ from outrider.bench.doctor import Side, Worth, compare_sides, measure
 from outrider.cli.app import main
 from outrider.drafters.model import ModelDrafter
 from outrider.types import InputError
-from tests.engine.test_stress import letters
-from tests.engine.test_vocabularies import TEXT, byte_level
 from tests.world.models import engine, llama, target
+from tests.world.tokenizers import TEXT, byte_level, letters
 from tests.world.zoo import VOCAB, tiny_config
 
 wide = pytest.mark.usefixtures("float64_stays_float64")

@@ -1,6 +1,7 @@
 """Greedy identity in float64 with transformers' own generate, per architecture: chains, and trees with verifiers."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,7 +20,6 @@ from outrider.lengths.heuristic import HeuristicLength
 from outrider.lengths.svip import SvipLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.model import LanguageModel
-from outrider.refusals import KINDS, LOSSLESS
 from outrider.trees.chain import ChainTree
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
@@ -27,6 +27,8 @@ from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier
+from outrider.verifiers.traits import KINDS
+from tests.world.verifiers import judges_of, verifier
 from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -39,12 +41,17 @@ def prompts() -> list[list[int]]:
     return [random.integers(3, VOCAB, size=n).tolist() for n in (13, 5, 21)]
 
 
-def expected(model, prompt: list[int]) -> list[int]:
-    ids = torch.tensor([prompt])
-    said = model.generate(
-        ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None
-    )
-    return said[0, len(prompt) :].tolist()
+@cache
+def expected(name: str) -> list[list[int]]:
+    """What transformers' own loop says after each prompt."""
+    model, outputs = tiny(name), []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        said = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None
+        )
+        outputs.append(said[0, len(prompt) :].tolist())
+    return outputs
 
 
 def noisy_twin(name: str, noise: float = 0.02) -> LanguageModel:
@@ -58,16 +65,28 @@ def noisy_twin(name: str, noise: float = 0.02) -> LanguageModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watched:
-    """A verifier, noting whether each draft branched and how much of it was accepted."""
+class Together:
+    """Verifiers that must decide the same, so that one run is the run of each; notes drafts that branch and what of
+    them is accepted.
+    """
 
-    rule: Verifier
+    rules: dict[str, Verifier]
     seen: list[tuple[bool, int]]
 
     def verify(self, draft: Draft, target_rows, dice) -> Verdict:
-        verdict = self.rule.verify(draft, target_rows, dice)
-        self.seen.append((draft.branches, int(verdict.num_accepted.sum())))
-        return verdict
+        verdicts = {name: rule.verify(draft, target_rows, dice) for name, rule in self.rules.items()}
+        said = {name: emitted(draft, verdict) for name, verdict in verdicts.items()}
+        first, *_ = verdicts
+        assert all(tokens == said[first] for tokens in said.values()), said
+        self.seen.append((draft.branches, int(verdicts[first].num_accepted.sum())))
+        return verdicts[first]
+
+
+def emitted(draft: Draft, verdict: Verdict) -> list[list[int]]:
+    """The tokens that a verdict lets each request emit."""
+    paths = [path[:count] for path, count in zip(verdict.paths, verdict.num_accepted.tolist(), strict=True)]
+    accepted = [draft.tokens[torch.from_numpy(path)].tolist() for path in paths]
+    return [[*tokens, following] for tokens, following in zip(accepted, verdict.next_tokens.tolist(), strict=True)]
 
 
 CHAINS = {
@@ -84,16 +103,15 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_chains_give_what_generate_gives(name):
-    model = tiny(name)
-    outputs = [expected(model, prompt) for prompt in prompts()]
+    model, outputs = tiny(name), expected(name)
     assert len(set(map(tuple, outputs))) > 1
-    for label, (drafter, verifier, length) in CHAINS.items():
+    for label, (drafter, rule, length) in CHAINS.items():
         target = LanguageModel(model, max_slots=3)
         parts = Parts(
             target=target,
             drafter=drafter or ModelDrafter(lm=noisy_twin(name)),
             tree=ChainTree(),
-            verifier=verifier,
+            verifier=rule,
             length=length,
             decoding=StepDecoding(),
         )
@@ -120,21 +138,20 @@ TREES = {
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
     model, count = tiny(name), 16
-    outputs = [expected(model, prompt)[:count] for prompt in prompts()]
+    outputs = [output[:count] for output in expected(name)]
     target, drafter = LanguageModel(model, max_slots=3), ModelDrafter(lm=noisy_twin(name))
     for label, text in TREES.items():
         tree = catalog.make("tree", text)
-        rules = [rule for rule, kinds in LOSSLESS.items() if KINDS[tree.structure] in kinds]
+        rules = {name: verifier(name) for name in judges_of(KINDS[tree.structure])}
         assert rules
-        for rule in rules:
-            watched = Watched(rule=catalog.make("verifier", rule), seen=[])
-            length = FixedLength(num_speculative_tokens=3)
-            parts = Parts(
-                target=target, drafter=drafter, tree=tree, verifier=watched, length=length, decoding=StepDecoding()
-            )
-            engine = Engine(parts, max_slots=3)
-            made = engine.generate(prompts(), max_new_tokens=count, sampling=GREEDY)
-            engine.rest()
-            assert [output.tokens for output in made] == outputs, (label, rule)
-            assert any(branches for branches, _ in watched.seen), (label, rule)
-            assert sum(accepted for _, accepted in watched.seen) > 0, (label, rule)
+        together = Together(rules=rules, seen=[])
+        length = FixedLength(num_speculative_tokens=3)
+        parts = Parts(
+            target=target, drafter=drafter, tree=tree, verifier=together, length=length, decoding=StepDecoding()
+        )
+        engine = Engine(parts, max_slots=3)
+        made = engine.generate(prompts(), max_new_tokens=count, sampling=GREEDY)
+        engine.rest()
+        assert [output.tokens for output in made] == outputs, label
+        assert any(branches for branches, _ in together.seen), label
+        assert sum(accepted for _, accepted in together.seen) > 0, label

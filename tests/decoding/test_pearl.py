@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import outrider
-from outrider import InputError, catalog
+from outrider import InputError
 from outrider.decoding.pearl import LONGEST, PearlDecoding, balanced_length
 from outrider.decoding.protocol import Parts
 from outrider.drafters.model import ModelDrafter
@@ -19,40 +19,26 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.refusals import CARRYING, LOSSLESS, Cell, refusal
-from outrider.trees.chain import ChainTree
+from outrider.refusals import Cell, refusal
 from outrider.types import Ahead, Request, Running, Sampling, Step
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier
 from tests.world.automaton import After
-from tests.world.models import CONTEXT, DRAFTERS, engine, raw_logits
+from tests.world.models import CONTEXT, DRAFTERS, engine, free_slots, raw_logits
+from tests.world.tables import tables
+from tests.world.verifiers import CARRYING, each, judges_of
 from tests.world.zoo import VOCAB
 
 exactly = pytest.mark.usefixtures("float64_stays_float64")
 
 BOUND = 1e-12
 CLOCKS = ("real", "simulated")
+SIMULATED = PearlDecoding(clock="simulated")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=1.0, seed=0)
 PROMPT = [3, 9, 4, 30, 9, 4]
-FOR_CHAINS = [
-    pytest.param(catalog.rows("verifier")[name].make(), id=name)
-    for name, kinds in LOSSLESS.items()
-    if "sampled chain" in kinds and name not in CARRYING
-]
-
-
-def tables(vocab: int, gamma: int, verifier: object, seed: int = 0, **others: object) -> Parts:
-    """Random prefix-dependent tables for target and draft model, on the simulated clock."""
-    return Parts(
-        target=TabularLM(random_rows(vocab, seed), vocab),
-        drafter=others.get("drafter") or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab)),
-        tree=ChainTree(),
-        verifier=verifier,
-        length=FixedLength(num_speculative_tokens=gamma),
-        decoding=others.get("decoding") or PearlDecoding(clock="simulated"),
-    )
+FOR_CHAINS = each(name for name in judges_of("sampled chain") if name not in CARRYING)
 
 
 def pearl(drafter: str = "model", verifier: str = "token", clock: str = "real", **others: object) -> Engine:
@@ -62,42 +48,31 @@ def pearl(drafter: str = "model", verifier: str = "token", clock: str = "real", 
     return Engine(parts, max_slots=plain.max_slots, eos_ids=plain.eos_ids)
 
 
-def free_slots(used: Engine) -> list[int]:
-    used.rest()
-    counts = []
-    for lm in (used.parts.target, used.parts.drafter.lm):
-        slots = [lm.open() for _ in range(lm.max_slots)]
-        counts.append(len(slots))
-        for slot in slots:
-            lm.release(slot)
-    return counts
-
-
 # The law.
 
 
 @pytest.mark.parametrize("verifier", FOR_CHAINS)
 def test_three_steps_at_vocabulary_two_keep_the_law_with_every_verifier(verifier):
-    assert law(tables(2, 2, verifier), [0], 3).error < BOUND
+    assert law(tables(2, verifier, 2, decoding=SIMULATED), [0], 3).error < BOUND
 
 
 @pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_three_steps_at_vocabulary_three_keep_the_law_and_end_in_a_post_verify_of_a_whole_draft(verifier):
-    found = law(tables(3, 2, verifier), [0], 3)
+    found = law(tables(3, verifier, 2, decoding=SIMULATED), [0], 3)
     assert found.error < BOUND
     assert max(map(len, found.emitted)) == 1 + 1 + 2
 
 
 @pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_drafts_of_three_keep_the_law_over_four_steps(verifier):
-    assert law(tables(2, 3, verifier, seed=5), [1], 4, horizon=3).error < BOUND
+    assert law(tables(2, verifier, 3, seed=5, decoding=SIMULATED), [1], 4, horizon=3).error < BOUND
 
 
 @pytest.mark.parametrize(
     "drafter", [NgramDrafter(prompt_lookup_min=1), SuffixDrafter(min_match=1)], ids=["ngram", "suffix"]
 )
 def test_chosen_drafts_keep_the_law(drafter):
-    parts = tables(3, 3, TokenVerifier(), seed=9, drafter=drafter)
+    parts = tables(3, TokenVerifier(), 3, seed=9, drafter=drafter, decoding=SIMULATED)
     found = law(parts, [0, 1, 2, 0, 1, 2, 0, 1], 3, horizon=4)
     assert found.error < BOUND
     assert found.accepted > 0
@@ -122,12 +97,12 @@ class JudgesTheFirstTokenTwice:
 
 
 def test_judging_the_first_token_twice_is_caught():
-    assert law(tables(2, 2, TokenVerifier(), decoding=JudgesTheFirstTokenTwice()), [0], 3).error > 1e-3
+    assert law(tables(2, TokenVerifier(), 2, decoding=JudgesTheFirstTokenTwice()), [0], 3).error > 1e-3
 
 
 def test_equal_rows_emit_one_token_then_the_rest_then_whole_drafts_without_a_bonus():
     same = random_rows(3, seed=2)
-    parts = tables(3, 4, TokenVerifier(), drafter=ModelDrafter(lm=TabularLM(same, 3)))
+    parts = tables(3, TokenVerifier(), 4, drafter=ModelDrafter(lm=TabularLM(same, 3)), decoding=SIMULATED)
     parts = replace(parts, target=TabularLM(same, 3))
     [output] = Engine(parts).generate([[0]], max_new_tokens=30, sampling=DRAWN)
     assert [len(step.tokens) for step in output.steps] == [1, 3, 4, 4, 4, 4, 4, 4, 2]
@@ -309,7 +284,8 @@ def test_a_step_is_one_target_forward_and_one_draft_forward_per_token(gamma, clo
 def test_the_target_reads_no_token_twice_and_none_after_the_last_one_ahead():
     same = random_rows(3, seed=2)
     parts = replace(
-        tables(3, 4, TokenVerifier(), drafter=ModelDrafter(lm=TabularLM(same, 3))), target=TabularLM(same, 3)
+        tables(3, TokenVerifier(), 4, drafter=ModelDrafter(lm=TabularLM(same, 3)), decoding=SIMULATED),
+        target=TabularLM(same, 3),
     )
     read, extend = [], parts.target.extend
 
@@ -337,7 +313,7 @@ class TickingLM(TabularLM):
 @pytest.mark.parametrize(("target", "draft", "gamma"), [(9.0, 2.0, 4), (5.0, 2.0, 4), (8.0, 2.0, 4), (1.0, 3.0, 2)])
 def test_a_simulated_step_takes_the_longer_of_drafting_and_verifying_not_their_sum(target, draft, gamma):
     clock = [0.0]
-    parts = tables(3, gamma, TokenVerifier(), drafter=ModelDrafter(lm=TickingLM(1, draft, clock)))
+    parts = tables(3, TokenVerifier(), gamma, drafter=ModelDrafter(lm=TickingLM(1, draft, clock)), decoding=SIMULATED)
     decoding = PearlDecoding(clock="simulated", _now=lambda: clock[0])
     parts = replace(parts, target=TickingLM(2, target, clock), decoding=decoding)
     [output] = Engine(parts).generate([[0, 1]], max_new_tokens=40, sampling=DRAWN)
@@ -437,9 +413,9 @@ def test_what_does_not_fit_is_refused_with_what_does(options, sentence):
 
 
 def test_a_drafter_that_reads_the_target_is_refused():
-    reason = refusal(Cell(rows="sampled", structure="chain", verifier="token", decoding="pearl", taps=True))
-    assert "hidden states" in reason
-    assert refusal(Cell(rows="sampled", structure="chain", verifier="token", taps=True)) is None
+    reads = Cell(rows="sampled", structure="chain", verifier=TokenVerifier(), taps=True)
+    assert refusal(reads) is None
+    assert "hidden states" in refusal(replace(reads, decoding=PearlDecoding()))
 
 
 def test_the_length_is_what_was_named_or_what_the_clock_says():
@@ -454,7 +430,7 @@ def test_the_length_is_what_was_named_or_what_the_clock_says():
 )
 def test_the_measured_length_is_how_often_the_drafter_fits_into_a_target_forward(target, draft, length):
     clock = [0.0]
-    parts = tables(3, 4, TokenVerifier(), drafter=ModelDrafter(lm=TickingLM(1, draft, clock)))
+    parts = tables(3, TokenVerifier(), 4, drafter=ModelDrafter(lm=TickingLM(1, draft, clock)), decoding=SIMULATED)
     parts = replace(parts, target=TickingLM(2, target, clock))
     assert balanced_length(parts, now=lambda: clock[0]) == length
 
@@ -483,7 +459,9 @@ def test_a_constraint_keeps_the_law_of_constrained_plain_decoding(verifier, draf
         kept = np.where(TRIGGER.allowed(output), row((*prompt, *output)), 0.0)
         return kept / kept.sum()
 
-    found = law(tables(3, 2, verifier, drafter=drafter), prompt, 3, target_law=plainly, constraint=TRIGGER)
+    found = law(
+        tables(3, verifier, 2, drafter=drafter, decoding=SIMULATED), prompt, 3, target_law=plainly, constraint=TRIGGER
+    )
     assert found.error < BOUND
     assert found.accepted > 0
     assert all(TRIGGER.fits(output) for output in found.emitted)

@@ -1,5 +1,7 @@
 """Requests of a batch get what they get alone, whoever runs beside them; slots, ends and seeds."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -94,7 +96,9 @@ def requests() -> list[Request]:
     ]
 
 
+@cache
 def alone(cell: str) -> list[list[int]]:
+    """What each request gets in an engine of its own."""
     return [run(engine(*CELLS[cell]), [request])[0] for request in requests()]
 
 

@@ -15,7 +15,7 @@ from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree
 from outrider.types import Request, Sampling
 from outrider.verifiers.recursive import RecursiveVerifier
-from tests.world.models import CONTEXT, DRAFTERS, VERIFIERS, engine, llama, raw_logits, target
+from tests.world.models import CONTEXT, DRAFTERS, VERIFIERS, engine, free_slots, llama, raw_logits, target
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -56,18 +56,6 @@ def run(busy: Engine, these: Sequence[Request], *, late: int = 0, cancel: Sequen
 
 def tokens_of(outputs: dict[str, Output]) -> dict[str, list[int]]:
     return {id: output.tokens for id, output in sorted(outputs.items())}
-
-
-def free_slots(busy: Engine) -> list[int]:
-    busy.rest()
-    lms = [busy.parts.target, *([busy.parts.drafter.lm] if hasattr(busy.parts.drafter, "lm") else [])]
-    counts = []
-    for lm in lms:
-        slots = [lm.open() for _ in range(lm.max_slots)]
-        counts.append(len(slots))
-        for slot in reversed(slots):
-            lm.release(slot)
-    return counts
 
 
 @pytest.mark.parametrize("setting", [GREEDY, DRAWN], ids=["greedy", "drawn"])

@@ -14,9 +14,9 @@ from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lm.model import LanguageModel
 from outrider.types import Frontier, Guess, Request, Running, Sampling
-from tests.engine.test_engine import free_slots, tokens_of
+from tests.engine.test_engine import tokens_of
 from tests.world.automaton import After
-from tests.world.models import drafter_of, engine, target
+from tests.world.models import drafter_of, engine, free_slots, target
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")

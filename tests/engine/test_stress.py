@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
@@ -25,9 +24,9 @@ from outrider.types import InputError, Request, Running, Sampling
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.traversal import TraversalVerifier
-from tests.engine.test_engine import free_slots
 from tests.engine.test_failures import Broken, Failing
-from tests.world.models import CONTEXT, drafter_of, target
+from tests.world.models import CONTEXT, drafter_of, free_slots, target
+from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB
 
 SLOTS = 8
@@ -36,14 +35,6 @@ PER_WAVE = 180
 PROMPTS = 20
 EACH = 5
 """The thousand: five waves by hand, and as many outputs of `generate` as are missing."""
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """Every token is a letter."""
-    words = Tokenizer(models.WordLevel({chr(0x4E00 + i): i for i in range(VOCAB)}, unk_token=chr(0x4E00)))
-    words.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    words.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=words)
 
 
 def parts_of(wave: str, base: Parts) -> Parts:

@@ -7,29 +7,25 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
-from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.lengths.adaedl import AdaedlLength
-from outrider.lengths.fixed import FixedLength
 from outrider.lengths.svip import SvipLength
-from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.tabular import random_rows
 from outrider.proof.enumerate import law
-from outrider.refusals import LOSSLESS
 from outrider.sampling import pack
-from outrider.trees.chain import ChainTree
 from outrider.types import Sampling
-from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier
+from outrider.verifiers.protocol import Carrying
 from tests.world.automaton import After
+from tests.world.tables import tables, with_rows
+from tests.world.verifiers import each, judges_of
 
 BOUND = 1e-12
 TRIGGER = After(vocab=3, followers={2: frozenset({0, 1}), 0: frozenset({1, 2})})
 """After token 2 only 0 or 1, after 0 only 1 or 2: constraints that begin and end inside a draft."""
 OPENED = After(vocab=3, followers={1: frozenset({2})}, first=frozenset({0, 1}))
 
-CHAIN_RULES = [pytest.param(catalog.rows("verifier")[name].make(), id=name) for name in LOSSLESS]
+CHAIN_RULES = each(judges_of("sampled chain"))
 TREES = [
     ("iid:num_paths=2", "recursive"),
     ("iid:num_paths=2", "kseq"),
@@ -40,18 +36,6 @@ TREES = [
     ("opt:num_nodes=4", "match"),
     ("lattice:num_nodes=4", "match"),
 ]
-
-
-def parts(verifier: object, tree: object = None, gamma: int = 2, **others: object) -> Parts:
-    drafter = others.get("drafter") or ModelDrafter(lm=TabularLM(random_rows(3, 101), 3))
-    return Parts(
-        target=TabularLM(random_rows(3, 1), 3),
-        drafter=drafter,
-        tree=tree or ChainTree(),
-        verifier=verifier,
-        length=others.get("length") or FixedLength(num_speculative_tokens=gamma),
-        decoding=StepDecoding(),
-    )
 
 
 def plainly(rule: After, prompt: tuple[int, ...], temperature: float = 1.0):
@@ -71,8 +55,8 @@ def plainly(rule: After, prompt: tuple[int, ...], temperature: float = 1.0):
 @pytest.mark.parametrize("rule", [TRIGGER, OPENED], ids=["trigger", "opened"])
 @pytest.mark.parametrize("verifier", CHAIN_RULES)
 def test_a_constrained_chain_has_the_law_of_constrained_plain_decoding(verifier, rule):
-    steps = 4 if isinstance(verifier, GreedyBlockVerifier) else 2
-    found = law(parts(verifier, gamma=2), [0], steps, target_law=plainly(rule, (0,)), horizon=4, constraint=rule)
+    steps = 4 if isinstance(verifier, Carrying) else 2
+    found = law(tables(3, verifier, seed=1), [0], steps, target_law=plainly(rule, (0,)), horizon=4, constraint=rule)
     assert found.error < BOUND
     assert found.accepted > 0
     assert all(rule.fits(output) for output in found.emitted)
@@ -80,7 +64,7 @@ def test_a_constrained_chain_has_the_law_of_constrained_plain_decoding(verifier,
 
 @pytest.mark.parametrize(("tree", "verifier"), TREES)
 def test_a_constrained_tree_has_the_law_of_constrained_plain_decoding(tree, verifier):
-    assembled = parts(catalog.make("verifier", verifier), catalog.make("tree", tree))
+    assembled = tables(3, catalog.make("verifier", verifier), seed=1, tree=catalog.make("tree", tree))
     found = law(assembled, [0], 2, target_law=plainly(TRIGGER, (0,)), horizon=3, constraint=TRIGGER)
     assert found.error < BOUND
     assert all(TRIGGER.fits(output) for output in found.emitted)
@@ -89,7 +73,7 @@ def test_a_constrained_tree_has_the_law_of_constrained_plain_decoding(tree, veri
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_temperature_comes_after_the_mask(temperature):
     found = law(
-        parts(catalog.make("verifier", "block")),
+        tables(3, catalog.make("verifier", "block"), seed=1),
         [0],
         2,
         sampling=Sampling(temperature=temperature),
@@ -106,7 +90,7 @@ def test_temperature_comes_after_the_mask(temperature):
 )
 def test_stopping_rules_read_masked_rows_and_keep_the_law(length):
     found = law(
-        parts(catalog.make("verifier", "block"), length=length),
+        tables(3, catalog.make("verifier", "block"), length, seed=1),
         [0],
         2,
         target_law=plainly(TRIGGER, (0,)),
@@ -119,7 +103,7 @@ def test_stopping_rules_read_masked_rows_and_keep_the_law(length):
 def test_proposals_against_the_constraint_are_rejected_and_the_law_is_kept():
     prompt = (0, 1, 2, 2, 0, 0, 1, 2)
     found = law(
-        parts(MatchVerifier(), gamma=3, drafter=NgramDrafter(prompt_lookup_min=1)),
+        tables(3, MatchVerifier(), 3, seed=1, drafter=NgramDrafter(prompt_lookup_min=1)),
         prompt,
         2,
         target_law=plainly(TRIGGER, prompt),
@@ -130,7 +114,7 @@ def test_proposals_against_the_constraint_are_rejected_and_the_law_is_kept():
 
 
 def test_filters_act_on_what_the_mask_leaves():
-    found = law(parts(catalog.make("verifier", "token")), [0], 2, Sampling(top_k=1), constraint=OPENED)
+    found = law(tables(3, catalog.make("verifier", "token"), seed=1), [0], 2, Sampling(top_k=1), constraint=OPENED)
     assert found.error < BOUND
     [(output, mass)] = found.emitted.items()
     assert OPENED.fits(output)
@@ -140,14 +124,7 @@ def test_filters_act_on_what_the_mask_leaves():
 def test_a_masked_drafter_is_accepted_more_often():
     """Rows of the drafter are masked too: where both models agree, everything stays accepted."""
     same = random_rows(3, 1)
-    twins = Parts(
-        target=TabularLM(same, 3),
-        drafter=ModelDrafter(lm=TabularLM(same, 3)),
-        tree=ChainTree(),
-        verifier=catalog.make("verifier", "token"),
-        length=FixedLength(num_speculative_tokens=3),
-        decoding=StepDecoding(),
-    )
+    twins = with_rows(same, same, 3, catalog.make("verifier", "token"), 3)
     assert law(twins, [0], 1, constraint=TRIGGER).accepted == pytest.approx(3, abs=1e-12)
 
 
@@ -163,5 +140,11 @@ class Forgets(After):
 
 def test_masks_of_the_root_alone_are_caught():
     forgets = Forgets(vocab=3, followers=TRIGGER.followers)
-    found = law(parts(catalog.make("verifier", "token")), [0], 1, target_law=plainly(TRIGGER, (0,)), constraint=forgets)
+    found = law(
+        tables(3, catalog.make("verifier", "token"), seed=1),
+        [0],
+        1,
+        target_law=plainly(TRIGGER, (0,)),
+        constraint=forgets,
+    )
     assert found.error > 1e-3

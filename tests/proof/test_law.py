@@ -7,9 +7,6 @@ import pytest
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider import catalog
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -22,53 +19,40 @@ from outrider.lengths.planned import PlannedLength
 from outrider.lengths.svip import SvipLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.refusals import FIXED_LENGTH, LOSSLESS
 from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import Children, UnprunedTree
 from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier
-from outrider.verifiers.protocol import chains, everyone, recover
+from outrider.verifiers.protocol import Carrying, everyone
 from outrider.verifiers.token import TokenVerifier
+from tests.world.biased import ProductOfUniforms, RecoversFromTheTarget
+from tests.world.tables import tables, toy, with_rows
+from tests.world.verifiers import CARRYING, FOR_ANY_LENGTH, each, judges_of
 
-VERIFIERS = [pytest.param(catalog.rows("verifier")[name].make(), id=name) for name in LOSSLESS]
-FOR_CHOSEN = [
-    pytest.param(catalog.rows("verifier")[name].make(), id=name)
-    for name, kinds in LOSSLESS.items()
-    if "chosen chain" in kinds
-]
-FOR_ANY_LENGTH = [v for v in VERIFIERS if v.id not in FIXED_LENGTH]
+VERIFIERS = each(judges_of("sampled chain"))
+FOR_CHOSEN = each(judges_of("chosen chain"))
+STOPPED = each(name for name in judges_of("sampled chain") if name in FOR_ANY_LENGTH)
 BOUND = 1e-12
-
-
-def assemble(vocab: int, verifier: object, length: object, seed: int = 0, **others: object) -> Parts:
-    """Random prefix-dependent tables for target and draft model."""
-    target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
-    drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
-    return Parts(
-        target=target, drafter=drafter, tree=ChainTree(), verifier=verifier, length=length, decoding=StepDecoding()
-    )
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("seed", range(3))
 def test_one_step_of_a_chain_of_four_at_vocabulary_three_keeps_the_law(verifier, seed):
-    found = law(assemble(3, verifier, FixedLength(num_speculative_tokens=4), seed), [0], 1)
+    found = law(tables(3, verifier, 4, seed), [0], 1)
     assert found.error < BOUND
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_steps_that_digest_what_came_before_keep_the_law(verifier):
-    found = law(assemble(2, verifier, FixedLength(num_speculative_tokens=2), seed=5), [0, 1, 0], 2, prefilled=False)
+    found = law(tables(2, verifier, 2, seed=5), [0, 1, 0], 2, prefilled=False)
     assert found.error < BOUND
 
 
+@pytest.mark.parametrize("verifier", each(CARRYING))
 @pytest.mark.parametrize("gamma", [2, 3])
-def test_greedy_block_keeps_the_law_over_the_blocks_that_its_changes_reach(gamma):
-    found = law(
-        assemble(3, GreedyBlockVerifier(), FixedLength(num_speculative_tokens=gamma), seed=8), [0], 4, horizon=4
-    )
+def test_a_verifier_that_carries_something_keeps_the_law_over_the_steps_that_it_reaches(verifier, gamma):
+    found = law(tables(3, verifier, gamma, seed=8), [0], 4, horizon=4)
     assert found.error < BOUND
     assert max(map(len, found.emitted)) > 4
 
@@ -83,19 +67,19 @@ LENGTHS = [
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
 def test_three_steps_at_vocabulary_two_keep_the_law(verifier):
-    horizon = 3 if isinstance(verifier, GreedyBlockVerifier) else None
-    found = law(assemble(2, verifier, FixedLength(num_speculative_tokens=2), seed=5), [1], 3, horizon=horizon)
+    horizon = 3 if isinstance(verifier, Carrying) else None
+    found = law(tables(2, verifier, 2, seed=5), [1], 3, horizon=horizon)
     assert found.error < BOUND
 
 
-@pytest.mark.parametrize("verifier", FOR_ANY_LENGTH)
+@pytest.mark.parametrize("verifier", STOPPED)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_three_steps_at_vocabulary_two_keep_the_law_under_every_stopping_rule(verifier, length):
-    found = law(assemble(2, verifier, length, seed=5), [1], 3, horizon=5)
+    found = law(tables(2, verifier, length, seed=5), [1], 3, horizon=5)
     assert found.error < BOUND
 
 
-@pytest.mark.parametrize("verifier", FOR_ANY_LENGTH)
+@pytest.mark.parametrize("verifier", STOPPED)
 @pytest.mark.parametrize(
     "length",
     [
@@ -105,7 +89,7 @@ def test_three_steps_at_vocabulary_two_keep_the_law_under_every_stopping_rule(ve
     ids=["heuristic", "adaedl"],
 )
 def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_over(verifier, length):
-    found = law(assemble(3, verifier, length, seed=7), [0], 3, horizon=4)
+    found = law(tables(3, verifier, length, seed=7), [0], 3, horizon=4)
     assert found.error < BOUND
 
 
@@ -116,7 +100,7 @@ def test_three_steps_at_vocabulary_three_keep_the_law_where_a_length_is_carried_
     ids=["none", "ngram", "suffix"],
 )
 def test_chosen_drafts_keep_the_law_over_three_steps(verifier, drafter):
-    parts = assemble(3, verifier, FixedLength(num_speculative_tokens=3), seed=9, drafter=drafter)
+    parts = tables(3, verifier, 3, seed=9, drafter=drafter)
     found = law(parts, [0, 1, 2, 0, 1, 2, 0, 1], 2)
     assert found.error < BOUND
     if not isinstance(drafter, NoDrafter):
@@ -137,7 +121,7 @@ def test_chosen_drafts_keep_the_law_over_three_steps(verifier, drafter):
     ids=["temperature", "top-k", "top-p", "min-p", "penalties", "greedy"],
 )
 def test_sampling_settings_keep_their_own_law_at_every_node(verifier, sampling):
-    parts = assemble(3, verifier, FixedLength(num_speculative_tokens=3), seed=11)
+    parts = tables(3, verifier, 3, seed=11)
     assert law(parts, [0, 2], 1, sampling=sampling).error < BOUND
 
 
@@ -145,32 +129,15 @@ def test_sampling_settings_keep_their_own_law_at_every_node(verifier, sampling):
 def test_zeros_in_either_row_keep_the_law(verifier):
     p = TabularLM(lambda prefix: np.roll([0.0, 0.25, 0.75], len(prefix)), 3)
     q = ModelDrafter(lm=TabularLM(lambda prefix: np.roll([0.5, 0.0, 0.5], sum(prefix)), 3))
-    parts = assemble(3, verifier, FixedLength(num_speculative_tokens=3), target=p, drafter=q)
+    parts = tables(3, verifier, 3, target=p, drafter=q)
     assert law(parts, [0], 2).error < BOUND
 
 
 def test_equal_rows_accept_everything():
     same = random_rows(3, seed=2)
     for verifier in (TokenVerifier(), BlockVerifier()):
-        parts = assemble(
-            3,
-            verifier,
-            FixedLength(num_speculative_tokens=3),
-            target=TabularLM(same, 3),
-            drafter=ModelDrafter(lm=TabularLM(same, 3)),
-        )
+        parts = with_rows(same, same, 3, verifier, 3)
         assert law(parts, [0], 1).accepted == pytest.approx(3, abs=1e-12)
-
-
-def toy(verifier: object) -> Parts:
-    p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
-    return assemble(
-        2,
-        verifier,
-        FixedLength(num_speculative_tokens=2),
-        target=TabularLM(lambda _: p, 2),
-        drafter=ModelDrafter(lm=TabularLM(lambda _: q, 2)),
-    )
 
 
 def test_the_toy_gives_ten_ninths_to_token_and_eleven_ninths_to_block():
@@ -183,7 +150,7 @@ def test_block_is_never_below_token_on_two_hundred_random_instances():
         gamma = 1 + seed % 3
         length = FixedLength(num_speculative_tokens=gamma)
         by_token, by_block = (
-            law(assemble(2 + seed % 2, v, length, seed), [0], 1).accepted for v in (TokenVerifier(), BlockVerifier())
+            law(tables(2 + seed % 2, v, length, seed), [0], 1).accepted for v in (TokenVerifier(), BlockVerifier())
         )
         assert by_block >= by_token - 1e-12, (seed, by_token, by_block)
         if gamma == 1:
@@ -193,9 +160,7 @@ def test_block_is_never_below_token_on_two_hundred_random_instances():
 def test_block_gains_nothing_at_temperature_zero_or_on_chosen_drafts():
     for sampling, drafter in ((Sampling(temperature=0), None), (Sampling(), NgramDrafter(prompt_lookup_min=1))):
         both = [
-            law(
-                assemble(3, v, FixedLength(num_speculative_tokens=3), 3, drafter=drafter), [0, 1, 0, 1], 2, sampling
-            ).accepted
+            law(tables(3, v, 3, 3, drafter=drafter), [0, 1, 0, 1], 2, sampling).accepted
             for v in (TokenVerifier(), BlockVerifier())
         ]
         assert both[0] == pytest.approx(both[1], abs=1e-12)
@@ -217,54 +182,16 @@ class ArgmaxScoredWithItsSoftmax(UnprunedTree):
 
 
 def test_an_argmax_scored_with_its_softmax_is_caught():
-    parts = assemble(3, TokenVerifier(), FixedLength(num_speculative_tokens=2))
-    biased = Parts(
-        target=parts.target,
-        drafter=parts.drafter,
-        tree=ArgmaxScoredWithItsSoftmax(),
-        verifier=TokenVerifier(),
-        length=parts.length,
-        decoding=StepDecoding(),
-    )
+    biased = tables(3, TokenVerifier(), 2, tree=ArgmaxScoredWithItsSoftmax())
     assert law(biased, [0], 1).error > 1e-3
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProductOfUniforms:
-    """Compares the product of clipped ratios with a product of uniforms, then uses the plain residual (seen in public
-    code as "block verify"). The product of uniforms is written as its law given earlier successes, coin by coin."""
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        side = chains(draft, target_rows)
-        clipped = side.ratios.clip(max=1).cumprod(-1)
-        accepted = np.zeros_like(side.lengths)
-        for i in range(side.depth):
-            landed = dice.accept(clipped[:, i], everyone(draft, i, "accept"))
-            accepted = np.where(landed & (i < side.lengths), i + 1, accepted)
-        last, rejected = side.roots + accepted, accepted < side.lengths
-        return side.verdict(accepted, recover(draft, dice, target_rows, last, rejected))
-
-
 def test_a_wrong_block_rule_is_caught():
-    assert law(assemble(3, ProductOfUniforms(), FixedLength(num_speculative_tokens=3)), [0], 1).error > 1e-3
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoverFromTheTarget:
-    """Token verification that forgets the residual."""
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        side = chains(draft, target_rows)
-        accepted = np.zeros_like(side.lengths)
-        for i in range(side.depth):
-            alive = accepted == i
-            accepted += alive & dice.accept(side.ratios[:, i] * alive, everyone(draft, i, "accept"))
-        last = side.roots + accepted
-        return side.verdict(accepted, recover(draft, dice, target_rows, last, np.zeros(len(last), dtype=bool)))
+    assert law(tables(3, ProductOfUniforms(), 3), [0], 1).error > 1e-3
 
 
 def test_recovering_from_the_target_instead_of_the_residual_is_caught():
-    assert law(assemble(3, RecoverFromTheTarget(), FixedLength(num_speculative_tokens=2)), [0], 1).error > 1e-3
+    assert law(tables(3, RecoversFromTheTarget(), 2), [0], 1).error > 1e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,15 +217,7 @@ class DropsUnlikelyDraws(UnprunedTree):
 @pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
 def test_dropping_a_draw_because_of_its_own_probability_is_caught(verifier):
     p, q = np.array([0.5, 0.5]), np.array([0.9, 0.1])
-    parts = Parts(
-        target=TabularLM(lambda _: p, 2),
-        drafter=ModelDrafter(lm=TabularLM(lambda _: q, 2)),
-        tree=DropsUnlikelyDraws(),
-        verifier=verifier,
-        length=FixedLength(num_speculative_tokens=1),
-        decoding=StepDecoding(),
-    )
-    found = law(parts, [0], 1)
+    found = law(with_rows(lambda _: p, lambda _: q, 2, verifier, 1, tree=DropsUnlikelyDraws()), [0], 1)
     first = sum(mass for output, mass in found.emitted.items() if output[0] == 0)
     assert first == pytest.approx(0.55, abs=1e-12)
     assert found.error > 1e-3
@@ -317,19 +236,13 @@ class ReusesOneDraw:
 
 def test_using_one_random_number_twice_is_caught():
     with pytest.raises(RuntimeError, match="used twice"):
-        law(assemble(2, ReusesOneDraw(), FixedLength(num_speculative_tokens=1)), [0], 1)
+        law(tables(2, ReusesOneDraw(), 1), [0], 1)
 
 
 def test_match_accepts_the_sum_of_target_path_probabilities_of_a_chosen_chain():
     prompt = [0, 1, 2, 0, 1, 2, 0]
     target = TabularLM(random_rows(3, seed=21), 3)
-    parts = assemble(
-        3,
-        MatchVerifier(),
-        FixedLength(num_speculative_tokens=2),
-        target=target,
-        drafter=NgramDrafter(prompt_lookup_min=1),
-    )
+    parts = tables(3, MatchVerifier(), 2, target=target, drafter=NgramDrafter(prompt_lookup_min=1))
     first = random_rows(3, seed=21)(tuple(prompt))[1]
     second = random_rows(3, seed=21)((*prompt, 1))[2]
     assert law(parts, prompt, 1).accepted == pytest.approx(first + first * second, abs=1e-12)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from jaxtyping import Float
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessorList,
@@ -38,9 +37,9 @@ from outrider.proof.enumerate import EnumeratingDice, World
 from outrider.proof.runs import Row, Runs, law_of_runs, plain_rows
 from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import UnprunedTree
-from outrider.types import Draft, Request, Sampling, Verdict
-from outrider.verifiers.protocol import chains
+from outrider.types import Request, Sampling
 from tests.world.automaton import After
+from tests.world.biased import AcceptsEverything
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config
 from tests.world.zoo import attention_of, scrambled, tiny_config
 
@@ -361,16 +360,6 @@ def test_through_custom_generate_every_row_has_the_law_of_the_processors(target)
 
 
 # What is wrong. A checker that passes one of these is broken.
-
-
-@dataclass(frozen=True, kw_only=True)
-class AcceptsEverything:
-    """Takes the whole chain, and what the target draws behind it."""
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        side = chains(draft, target_rows)
-        last = torch.from_numpy(side.roots + side.lengths)
-        return side.verdict(side.lengths, target_rows[last].argmax(-1))
 
 
 class KeepsRejectedStates(RecurrentModel):

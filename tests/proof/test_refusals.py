@@ -10,16 +10,13 @@ import torch
 
 import outrider
 from outrider import catalog
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.dice import Draws
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.adaedl import AdaedlLength
-from outrider.lengths.fixed import FixedLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
-from outrider.refusals import CONTEXT_PURE, FIXED_LENGTH, LOSSLESS, LOSSY, Cell, Kind, refusal
+from outrider.refusals import Cell, refusal
 from outrider.trees.chain import ChainTree
 from outrider.trees.fixed import FixedTree
 from outrider.trees.gumbel import GumbelTree
@@ -29,24 +26,34 @@ from outrider.trees.top_plus_one import TopPlusOneTree
 from outrider.types import InputError
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.greedy_block import GreedyBlockVerifier
+from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 from outrider.verifiers.token import TokenVerifier
+from outrider.verifiers.traits import CHAINS, KINDS, Kind
 from outrider.verifiers.traversal import TraversalVerifier
+from tests.world.tables import tables, toy
+from tests.world.verifiers import FOR_ANY_LENGTH, LOSSLESS, LOSSY, judges_of, verifier
 
 BOUND = 1e-12
 BIASED = 1e-3
 
 
-def verifier(name: str) -> object:
-    return catalog.rows("verifier")[name].make()
+@dataclass(frozen=True, kw_only=True)
+class OneWhereTheFirstIsZero(UnprunedTree):
+    """Two draws without replacement at every node, but only one where that is token 0, so that counts tell of draws."""
 
+    structure: str = "without_replacement"
 
-def assemble(vocab: int, tree: object, rule: object, depth: int, seed: int = 0, **others: object) -> Parts:
-    """Random prefix-dependent tables for target and draft model."""
-    target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
-    drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
-    length = others.pop("length", None) or FixedLength(num_speculative_tokens=depth)
-    return Parts(target=target, drafter=drafter, tree=tree, verifier=rule, length=length, decoding=StepDecoding())
+    def choose(self, level, dice):
+        children = GumbelTree(branching=(2, 2)).choose(level, dice)
+        second = np.arange(len(children.owners)) % 2 == 1
+        kept = np.flatnonzero(~(second & (np.roll(children.tokens.numpy(), 1) == 0)))
+        return Children(
+            owners=children.owners[kept],
+            parents=children.parents[kept],
+            tokens=children.tokens[kept],
+            expand=children.expand[kept],
+        )
 
 
 # Trees that can be enumerated, by what they are to a verifier; the stochastic beam has its own file.
@@ -60,6 +67,7 @@ TREES: dict[Kind, list[tuple[str, object, int]]] = {
         ("gumbel 2x2", GumbelTree(branching=(2, 2)), 2),
         ("gumbel 3", GumbelTree(branching=(3, 1)), 2),
         ("fixed 2x1x0x1", FixedTree(children=(2, 1, 0, 1)), 3),
+        ("one where the first is zero", OneWhereTheFirstIsZero(), 2),
     ],
     "top n-1 and one draw": [
         ("top_plus_one 2", TopPlusOneTree(width=2), 2),
@@ -75,29 +83,28 @@ TREES: dict[Kind, list[tuple[str, object, int]]] = {
 CELLS = [
     pytest.param(rule, tree, depth, id=f"{rule}-{label}")
     for kind, trees in TREES.items()
-    for rule, kinds in LOSSLESS.items()
-    if kind in kinds
+    for rule in judges_of(kind)
     for label, tree, depth in trees
 ]
 
 
 @pytest.mark.parametrize("rule, tree, depth", CELLS)
 def test_a_valid_cell_keeps_the_law_in_one_step_at_vocabulary_three(rule, tree, depth):
-    found = law(assemble(3, tree, verifier(rule), depth, seed=3), [0, 2], 1)
+    found = law(tables(3, verifier(rule), depth, seed=3, tree=tree), [0, 2], 1)
     assert found.error < BOUND
     assert found.accepted > 0
 
 
 @pytest.mark.parametrize("rule, tree, depth", [cell for cell in CELLS if "3x2" not in cell.id])
 def test_a_valid_cell_keeps_the_law_over_three_steps_at_vocabulary_two(rule, tree, depth):
-    found = law(assemble(2, tree, verifier(rule), 2, seed=4), [1], 3, horizon=4)
+    found = law(tables(2, verifier(rule), 2, seed=4, tree=tree), [1], 3, horizon=4)
     assert found.error < BOUND
 
 
 def test_every_lossless_cell_of_the_matrix_is_enumerated():
     covered = {(cell.values[0], kind) for kind, trees in TREES.items() for cell in CELLS if _is_of(cell, trees)}
-    chains = {(rule, kind) for rule in LOSSLESS for kind in ("sampled chain", "chosen chain")}
-    assert covered | chains == {(rule, kind) for rule, kinds in LOSSLESS.items() for kind in kinds}
+    chains = {(rule, kind) for rule, make in LOSSLESS.items() for kind in make.kinds & CHAINS}
+    assert covered | chains == {(rule, kind) for rule, make in LOSSLESS.items() for kind in make.kinds}
 
 
 def _is_of(cell: object, trees: list) -> bool:
@@ -154,64 +161,61 @@ class Unmerged(UnprunedTree):
         )
 
 
-FORCED: dict[Kind, object] = {
-    "iid paths": Unmerged(),
-    "deduplicated iid paths": IidTree(num_paths=2, dedup=True),
-    "tree drawn without replacement": GumbelTree(branching=(2, 2)),
-    "top n-1 and one draw": TopPlusOneTree(width=2),
-    "chosen tree": ChosenAsDrawn(),
+FORCED: dict[Kind, list[object]] = {
+    "iid paths": [Unmerged()],
+    "deduplicated iid paths": [IidTree(num_paths=2, dedup=True)],
+    # Where every node gets its full count, the last draw follows the row without the others, and top_plus_one holds.
+    "tree drawn without replacement": [GumbelTree(branching=(2, 2)), OneWhereTheFirstIsZero()],
+    "top n-1 and one draw": [TopPlusOneTree(width=2)],
+    "chosen tree": [ChosenAsDrawn()],
 }
-STRUCTURES: dict[Kind, str] = {
-    "iid paths": "iid",
-    "deduplicated iid paths": "iid_dedup",
-    "tree drawn without replacement": "without_replacement",
-    "top n-1 and one draw": "top_plus_one",
-    "chosen tree": "deterministic",
-}
-TAKES = {"kseq": "iid", "multipath": "iid", "recursive": "without_replacement", "traversal": "without_replacement"}
-INVALID = [(rule, kind) for rule, kinds in LOSSLESS.items() for kind in get_args(Kind) if kind not in kinds]
+STRUCTURES = {kind: structure for structure, kind in KINDS.items()}
+INVALID = [(rule, kind) for rule, make in LOSSLESS.items() for kind in get_args(Kind) if kind not in make.kinds]
 
 
 @pytest.mark.parametrize("rule, kind", INVALID)
 def test_an_invalid_cell_is_refused_and_biased_when_forced(rule, kind):
-    reason = refusal(Cell(rows="sampled", structure=STRUCTURES[kind], verifier=rule))
+    structure = "chain" if kind in CHAINS else STRUCTURES[kind]
+    reason = refusal(
+        Cell(rows="point" if kind == "chosen chain" else "sampled", structure=structure, verifier=verifier(rule))
+    )
     assert reason
     assert kind in reason
     assert "use verifier" in reason
-    if rule in ("token", "block", "greedy_block"):
+    taken = [structure for structure, kind in KINDS.items() if kind in LOSSLESS[rule].kinds]
+    if not taken:
         # There is no rule to force: which path to judge is not said.
         with pytest.raises(InputError, match="branching"):
-            law(assemble(3, FORCED[kind], verifier(rule), 1), [0], 1)
-        return
-    if (rule, kind) == ("top_plus_one", "tree drawn without replacement"):
-        # Where every node gets its full count the last draw does follow the row without the others. Where the count
-        # depends on the draws, as in the stochastic beam, it does not: tests/trees shows that bias.
-        return
-    tree = Relabelled(tree=FORCED[kind], structure=TAKES.get(rule, "top_plus_one"))
-    errors = (law(assemble(3, tree, verifier(rule), 2, seed=seed), [0], 1).error for seed in range(3))
-    assert any(error > BIASED for error in errors)
+            law(tables(3, verifier(rule), 1, tree=FORCED[kind][0]), [0], 1)
+    for structure in taken:
+        trees = [Relabelled(tree=tree, structure=structure) for tree in FORCED[kind]]
+        errors = (
+            law(tables(3, verifier(rule), 2, seed, tree=tree), [0], 1).error for tree in trees for seed in range(3)
+        )
+        assert any(error > BIASED for error in errors), structure
 
 
 @pytest.mark.parametrize("rule", LOSSY)
 def test_a_lossy_rule_is_refused_unless_allowed_and_fails_the_law_test(rule):
-    for kind in LOSSY[rule]:
+    for kind in LOSSY[rule].kinds:
         if kind == "chosen chain":
             continue
         structure = "chain" if kind == "sampled chain" else STRUCTURES[kind]
-        cell = Cell(rows="sampled", structure=structure, verifier=rule)
+        cell = Cell(rows="sampled", structure=structure, verifier=verifier(rule))
         assert "lossy" in refusal(cell)
         assert refusal(cell, allow_lossy=True) is None
         tree = ChainTree() if kind == "sampled chain" else TREES[kind][0][1]
-        assert law(assemble(3, tree, verifier(rule), 2, seed=6), [0], 1).error > BIASED, kind
+        assert law(tables(3, verifier(rule), 2, seed=6, tree=tree), [0], 1).error > BIASED, kind
 
 
 def test_a_point_drafter_is_refused_with_a_branching_tree():
-    assert "tree 'chain'" in refusal(Cell(rows="point", structure="deterministic", verifier="match"))
+    assert "tree 'chain'" in refusal(Cell(rows="point", structure="deterministic", verifier=MatchVerifier()))
 
 
 @pytest.mark.parametrize("name", [name for name in catalog.rows("length") if name != "fixed"])
 def test_stopping_rules_are_refused_with_branching_trees(name):
-    assert "for chains" in refusal(Cell(rows="sampled", structure="iid", verifier="recursive", length=name))
+    length = catalog.make("length", name)
+    assert "for chains" in refusal(Cell(rows="sampled", structure="iid", verifier=RecursiveVerifier(), length=length))
 
 
 def test_load_refuses_what_the_matrix_refuses_and_says_what_works():
@@ -268,8 +272,8 @@ class DropsUnlikelySecond(UnprunedTree):
 
 def one_node(tree: object, rule: object) -> tuple[float, np.ndarray]:
     """Acceptance and law of one step of depth one."""
-    parts = assemble(
-        3, tree, rule, 1, target=TabularLM(lambda _: P, 3), drafter=ModelDrafter(lm=TabularLM(lambda _: Q, 3))
+    parts = tables(
+        3, rule, 1, target=TabularLM(lambda _: P, 3), drafter=ModelDrafter(lm=TabularLM(lambda _: Q, 3)), tree=tree
     )
     found = law(parts, [0], 1)
     first = np.zeros(3)
@@ -340,14 +344,11 @@ def test_a_negative_vector_is_caught_with_the_law_that_is_known_of_it(name):
 
 def test_traversal_is_block_on_a_chain_and_at_least_recursive_on_trees():
     for seed in range(3):
-        chain = [
-            law(assemble(3, ChainTree(), rule, 3, seed), [0], 1).accepted
-            for rule in (BlockVerifier(), TraversalVerifier())
-        ]
+        chain = [law(tables(3, rule, 3, seed), [0], 1).accepted for rule in (BlockVerifier(), TraversalVerifier())]
         assert chain[0] == pytest.approx(chain[1], abs=1e-12)
         tree = GumbelTree(branching=(2, 2))
         below, above = (
-            law(assemble(3, tree, rule, 2, seed), [0], 1).accepted
+            law(tables(3, rule, 2, seed, tree=tree), [0], 1).accepted
             for rule in (RecursiveVerifier(), TraversalVerifier())
         )
         assert above >= below - 1e-12
@@ -362,10 +363,8 @@ def test_a_tree_of_width_one_is_the_chain_for_every_rule():
             ("traversal", BlockVerifier()),
             ("multipath", BlockVerifier()),
         ):
-            chain = law(assemble(3, ChainTree(), same, 3, seed), [0], 1).accepted
-            assert law(assemble(3, ChainTree(), verifier(rule), 3, seed), [0], 1).accepted == pytest.approx(
-                chain, abs=1e-12
-            )
+            chain = law(tables(3, same, 3, seed), [0], 1).accepted
+            assert law(tables(3, verifier(rule), 3, seed), [0], 1).accepted == pytest.approx(chain, abs=1e-12)
 
 
 def test_acceptance_never_falls_with_more_draws():
@@ -375,16 +374,9 @@ def test_acceptance_never_falls_with_more_draws():
             (lambda k: IidTree(num_paths=k), "kseq"),
             (wor, "recursive"),
         ):
-            accepted = [law(assemble(3, make(k), verifier(rule), 1, seed), [0], 1).accepted for k in (1, 2, 3)]
+            accepted = [law(tables(3, verifier(rule), 1, seed, tree=make(k)), [0], 1).accepted for k in (1, 2, 3)]
             assert accepted == sorted(accepted)
-        assert law(assemble(3, wor(3), RecursiveVerifier(), 1, seed), [0], 1).accepted == pytest.approx(1, abs=1e-12)
-
-
-def toy(rule: object) -> Parts:
-    p, q = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
-    return assemble(
-        2, ChainTree(), rule, 2, target=TabularLM(lambda _: p, 2), drafter=ModelDrafter(lm=TabularLM(lambda _: q, 2))
-    )
+        assert law(tables(3, RecursiveVerifier(), 1, seed, tree=wor(3)), [0], 1).accepted == pytest.approx(1, abs=1e-12)
 
 
 def test_greedy_block_gives_most_in_one_block_and_less_than_block_over_three():
@@ -415,25 +407,26 @@ class Forgetful(ModelDrafter):
         return replace(guess, logits=torch.stack(logits))
 
 
-def test_greedy_block_with_an_impure_drafter_or_a_stopping_rule_is_refused_and_biased():
-    assert CONTEXT_PURE == FIXED_LENGTH == {"greedy_block"}
-    assert "verifier 'block'" in refusal(
-        Cell(rows="sampled", structure="chain", verifier="greedy_block", context_pure=False)
-    )
-    assert "one length" in refusal(Cell(rows="sampled", structure="chain", verifier="greedy_block", length="svip"))
-    pure_rows = TabularLM(random_rows(3, seed=102), 3)
-    pure = law(assemble(3, ChainTree(), GreedyBlockVerifier(), 2, seed=2), [0], 3, horizon=3)
+@pytest.mark.parametrize("rule", [name for name, make in LOSSLESS.items() if make.needs_pure_rows])
+def test_a_rule_that_needs_pure_rows_is_refused_and_biased_where_the_drafter_has_others(rule):
+    cell = Cell(rows="sampled", structure="chain", verifier=verifier(rule))
+    assert refusal(cell) is None
+    assert "verifier 'block'" in refusal(replace(cell, context_pure=False))
+    pure = law(tables(3, verifier(rule), 2, seed=2), [0], 3, horizon=3)
     assert pure.error < BOUND
-    changing = Forgetful(lm=pure_rows, second=random_rows(3, seed=77))
-    assert (
-        law(assemble(3, ChainTree(), GreedyBlockVerifier(), 2, seed=2, drafter=changing), [0], 3, horizon=3).error
-        > BIASED
-    )
+    changing = Forgetful(lm=TabularLM(random_rows(3, seed=102), 3), second=random_rows(3, seed=77))
+    parts = tables(3, verifier(rule), 2, seed=2, drafter=changing)
+    assert law(parts, [0], 3, horizon=3).error > BIASED
+
+
+@pytest.mark.parametrize("rule", [name for name, make in LOSSLESS.items() if make.needs_one_length])
+def test_a_rule_that_needs_one_length_is_refused_and_biased_under_a_stopping_rule(rule):
     stopping = AdaedlLength(num_speculative_tokens=3, threshold=0.6)
-    assert (
-        law(assemble(3, ChainTree(), GreedyBlockVerifier(), 3, seed=0, length=stopping), [0], 3, horizon=3).error
-        > BIASED
-    )
+    cell = Cell(rows="sampled", structure="chain", verifier=verifier(rule))
+    assert refusal(cell) is None
+    assert "one length" in refusal(replace(cell, length=stopping))
+    parts = tables(3, verifier(rule), stopping, seed=0)
+    assert law(parts, [0], 3, horizon=3).error > BIASED
 
 
 # A batch that shares its budget.
@@ -442,10 +435,10 @@ def test_greedy_block_with_an_impure_drafter_or_a_stopping_rule_is_refused_and_b
 def pair(criterion: str, rule: object, length: type = TetrisLength) -> list:
     """Two requests, two tokens drafted for each and two to be verified in all."""
     policy = length(num_speculative_tokens=1, extra=1, criterion=criterion)
-    return joint_law(assemble(2, ChainTree(), rule, 2, seed=12, length=policy), [[0], [1, 1]])
+    return joint_law(tables(2, rule, policy, seed=12), [[0], [1, 1]])
 
 
-@pytest.mark.parametrize("rule", [name for name in LOSSLESS if name not in FIXED_LENGTH])
+@pytest.mark.parametrize("rule", [name for name in judges_of("sampled chain") if name in FOR_ANY_LENGTH])
 def test_predictable_tetris_keeps_the_law_of_every_request(rule):
     laws = pair("predictable", verifier(rule))
     assert max(found.error for found in laws) < BOUND
@@ -483,7 +476,7 @@ def test_the_published_tetris_and_one_without_the_running_minimum_are_biased(rul
 
     def worst(policy: TetrisLength) -> float:
         target, drafter = TabularLM(lambda _: np.array([0.5, 0.5]), 2), ModelDrafter(lm=TabularLM(rows, 2))
-        parts = assemble(2, ChainTree(), rule, 2, length=policy, target=target, drafter=drafter)
+        parts = tables(2, rule, policy, target=target, drafter=drafter)
         return max(found.error for found in joint_law(parts, [[0], [1]]))
 
     assert worst(TetrisLength(num_speculative_tokens=1, extra=1, criterion="original")) > BIASED

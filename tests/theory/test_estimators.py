@@ -10,16 +10,12 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from jaxtyping import Float
 
 from outrider import InputError
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
-from outrider.drafters.model import ModelDrafter
-from outrider.lengths.fixed import FixedLength
-from outrider.lm.tabular import Row, TabularLM, random_rows
+from outrider.lm.tabular import Row, random_rows
 from outrider.proof.enumerate import law
 from outrider.theory.estimators import ExpectedAccepted, expected_accepted
-from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.token import TokenVerifier
+from tests.world.tables import with_rows
 
 
 def along(row: Row, vocab: int, gamma: int) -> Float[np.ndarray, "chains gamma"]:
@@ -39,17 +35,7 @@ def expectations(p: Float[np.ndarray, "chains gamma"], q: Float[np.ndarray, "cha
 
 def enumerated(target: Row, draft: Row, vocab: int, gamma: int, verifier: object) -> float:
     """Expected accepted tokens of the production verifier."""
-    drafter = ModelDrafter(lm=TabularLM(draft, vocab))
-    length = FixedLength(num_speculative_tokens=gamma)
-    parts = Parts(
-        target=TabularLM(target, vocab),
-        drafter=drafter,
-        tree=ChainTree(),
-        verifier=verifier,
-        length=length,
-        decoding=StepDecoding(),
-    )
-    return law(parts, [0], 1).accepted
+    return law(with_rows(target, draft, vocab, verifier, gamma), [0], 1).accepted
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3, 4])

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
@@ -10,13 +11,11 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.dice import PhiloxDice
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.proof.enumerate import law, law_error, target_row
+from outrider.proof.enumerate import law, law_error, target_rows
 from outrider.proof.statistics import chi_square
 from outrider.trees.beam import BeamTree
 from outrider.trees.fixed import FixedTree, best_topology
@@ -24,6 +23,8 @@ from outrider.trees.grow import grow
 from outrider.trees.protocol import Children, UnprunedTree
 from outrider.types import Draft, InputError, Request, Running, Sampling
 from tests.verifiers.beam_law import beam_trees, children
+from tests.world.tables import with_rows
+from tests.world.verifiers import verifier
 
 Rows = Callable[[tuple[int, ...]], np.ndarray]
 
@@ -179,22 +180,14 @@ def test_top_plus_one_is_biased_on_the_stochastic_beam():
 
 def beam_error(name: str) -> float:
     """Law error of a rule over the beam's trees, each with its probability."""
-    rows, target = random_rows(3, seed=6), TabularLM(random_rows(3, seed=7), 3)
-    rule = catalog.rows("verifier")[name].make()
+    rows, rule = random_rows(3, seed=6), verifier(name)
     emitted: Counter[tuple[int, ...]] = Counter()
     for lists, mass in beam_law(rows, 3, 2, 2).items():
-        parts = Parts(
-            target=target,
-            drafter=ModelDrafter(lm=TabularLM(rows, 3)),
-            tree=Planted(lists=dict(lists)),
-            verifier=rule,
-            length=FixedLength(num_speculative_tokens=2),
-            decoding=StepDecoding(),
-        )
+        parts = with_rows(random_rows(3, seed=7), rows, 3, rule, tree=Planted(lists=dict(lists)))
         for output, share in law(parts, [0], 1).emitted.items():
             emitted[output] += mass * share
     request = Request(id="r", prompt=(0,), max_new_tokens=99, sampling=Sampling())
-    return law_error(emitted, lambda output: target_row(parts, request, output))
+    return law_error(emitted, partial(target_rows, parts, request))
 
 
 def test_a_beam_of_width_one_and_a_gumbel_tree_of_ones_are_chains():

@@ -1,5 +1,7 @@
 """Each batched verifier decides what its naive twin decides, request by request, on ragged batches of real drafts."""
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 import torch
@@ -11,15 +13,18 @@ from outrider.dice import Draws, PhiloxDice
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.refusals import KINDS, LOSSLESS
+from outrider.refusals import kind_of
 from outrider.trees.grow import grow
 from outrider.types import Draft, InputError, Request, Running, Sampling
+from outrider.verifiers.lenient import LenientVerifier
 from outrider.verifiers.multipath import _select
+from outrider.verifiers.traits import CHAINS
 from tests.verifiers import naive_lossy, naive_trees
 from tests.verifiers.choices import Choices, Numbers
 from tests.verifiers.naive_greedy_block import greedy_block
 from tests.verifiers.naive_trees import Tree
 from tests.world.drafts import chains
+from tests.world.verifiers import LOSSLESS, LOSSY, verifier
 
 VOCAB = 5
 TREES = [
@@ -40,16 +45,20 @@ def recursive(tree: Tree, dice: Choices, structure: str) -> list[int]:
     return naive_trees.recursive_without_replacement(tree, dice)
 
 
-def twin(name: str, tree: Tree, dice: Choices, structure: str) -> list[int]:
-    if name == "recursive":
-        return recursive(tree, dice, structure)
-    if name == "greedy_block":
-        return greedy_block(tree, dice, ())[0]
-    if name == "multipath":
-        return naive_trees.multipath(tree, dice, naive_trees.rank_by_bits)
-    if name == "lenient":
-        return naive_lossy.lenient(tree, dice, 0.5)
-    return getattr(naive_lossy if name == "typical" else naive_trees, name)(tree, dice)
+# The verifiers that have a twin.
+TWINS: dict[str, Callable[[Tree, Choices, str], list[int]]] = {
+    "token": lambda tree, dice, _: naive_trees.token(tree, dice),
+    "block": lambda tree, dice, _: naive_trees.block(tree, dice),
+    "match": lambda tree, dice, _: naive_trees.match(tree, dice),
+    "recursive": recursive,
+    "kseq": lambda tree, dice, _: naive_trees.kseq(tree, dice),
+    "top_plus_one": lambda tree, dice, _: naive_trees.top_plus_one(tree, dice),
+    "traversal": lambda tree, dice, _: naive_trees.traversal(tree, dice),
+    "multipath": lambda tree, dice, _: naive_trees.multipath(tree, dice, naive_trees.rank_by_bits),
+    "greedy_block": lambda tree, dice, _: greedy_block(tree, dice, ())[0],
+    "lenient": lambda tree, dice, _: naive_lossy.lenient(tree, dice, 0.5),
+    "typical": lambda tree, dice, _: naive_lossy.typical(tree, dice),
+}
 
 
 def drafted(tree: str, rooms: list[int], seed: int) -> tuple[Draft, PhiloxDice]:
@@ -94,11 +103,9 @@ def tree_of(draft: Draft, request: int, p: np.ndarray) -> Tree:
 def pairs() -> list:
     found = []
     for tree in TREES:
-        structure = catalog.make("tree", tree).structure
-        kind = "sampled chain" if structure == "chain" else KINDS[structure]
-        names = [name for name, kinds in LOSSLESS.items() if kind in kinds]
-        names += ["typical", "lenient"] if structure == "chain" else ["typical"]
-        found += [pytest.param(tree, name, id=f"{name}-{tree}") for name in names]
+        kind = kind_of("sampled", catalog.make("tree", tree).structure)
+        names = [name for name, make in (LOSSLESS | LOSSY).items() if kind in make.kinds]
+        found += [pytest.param(tree, name, id=f"{name}-{tree}") for name in names if name in TWINS]
     return found
 
 
@@ -110,14 +117,14 @@ def test_a_batch_decides_what_the_twin_decides(tree, name, seed, rooms):
         rooms = [room for room in rooms if room] or [2]
     draft, dice = drafted(tree, rooms, seed)
     p = np.random.default_rng(seed).dirichlet(np.full(VOCAB, 0.5), size=len(draft.parents))
-    verdict = catalog.rows("verifier")[name].make().verify(draft, torch.from_numpy(p), dice)
+    verdict = verifier(name).verify(draft, torch.from_numpy(p), dice)
     assert len(verdict.next_tokens) == len(rooms)
     for i in range(len(rooms)):
         numbers = Numbers(
             accept=lambda slot, i=i: dice._uniform(i, slot, "accept"),
             recover=lambda slot, i=i: dice._uniform(i, slot, "recover"),
         )
-        expected = twin(name, tree_of(draft, i, p), numbers, draft.structure)
+        expected = TWINS[name](tree_of(draft, i, p), numbers, draft.structure)
         count = int(verdict.num_accepted[i])
         path = verdict.paths[i, :count]
         assert [*draft.tokens[torch.from_numpy(path)].tolist(), int(verdict.next_tokens[i])] == expected
@@ -127,7 +134,6 @@ def test_a_batch_decides_what_the_twin_decides(tree, name, seed, rooms):
 
 @pytest.mark.parametrize("family", ["linear", "squared", "exponential"])
 def test_the_families_of_lenience_are_their_twins(family):
-    make = catalog.rows("verifier")["lenient"].make
     twins = {"linear": naive_lossy.f_lin, "squared": naive_lossy.f_sq, "exponential": naive_lossy.f_exp}
     for seed in range(10):
         draft, dice = drafted("chain", [4], seed)
@@ -136,21 +142,22 @@ def test_the_families_of_lenience_are_their_twins(family):
             accept=lambda slot, dice=dice: dice._uniform(0, slot, "accept"),
             recover=lambda slot, dice=dice: dice._uniform(0, slot, "recover"),
         )
-        verdict = make(strength=0.3, family=family).verify(draft, torch.from_numpy(p), dice)
+        rule = LenientVerifier(strength=0.3, family=family)
+        verdict = rule.verify(draft, torch.from_numpy(p), dice)
         path = torch.from_numpy(verdict.paths[0, : verdict.num_accepted[0]])
         expected = twins[family](tree_of(draft, 0, p), numbers, 0.3)
         assert [*draft.tokens[path].tolist(), int(verdict.next_tokens[0])] == expected
 
 
-@pytest.mark.parametrize("name", ["token", "block", "greedy_block", "lenient"])
+@pytest.mark.parametrize("name", [name for name, make in (LOSSLESS | LOSSY).items() if make.kinds <= CHAINS])
 def test_a_chain_verifier_refuses_a_branching_draft(name):
     draft, dice = drafted("gumbel:branching=2", [1], 0)
     p = torch.full((len(draft.parents), VOCAB), 1 / VOCAB)
     with pytest.raises(InputError, match="branching draft; use match"):
-        catalog.rows("verifier")[name].make().verify(draft, p, dice)
+        verifier(name).verify(draft, p, dice)
 
 
-@pytest.mark.parametrize("name", [*LOSSLESS, "lenient", "typical"])
+@pytest.mark.parametrize("name", [*LOSSLESS, *LOSSY])
 def test_a_zero_probability_token_is_never_accepted_even_by_a_zero_uniform(name):
     class Zeros(PhiloxDice):
         def _uniform(self, request, slot, purpose):
@@ -158,7 +165,7 @@ def test_a_zero_probability_token_is_never_accepted_even_by_a_zero_uniform(name)
 
     p = torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     q = torch.tensor([[1.0, 0.0]])
-    verdict = catalog.rows("verifier")[name].make().verify(chains([[0]], q), p, Zeros(seeds=[0], steps=[0]))
+    verdict = verifier(name).verify(chains([[0]], q), p, Zeros(seeds=[0], steps=[0]))
     assert int(verdict.num_accepted[0]) == 0
     assert int(verdict.next_tokens[0]) == 1
 

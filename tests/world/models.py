@@ -84,3 +84,16 @@ def raw_logits(tokens: list[int]) -> Float[Tensor, "positions vocab"]:
     """What the target's model itself says at every position of a text."""
     with torch.no_grad():
         return llama()(torch.tensor([tokens]), use_cache=False).logits[0]
+
+
+def free_slots(used: Engine) -> list[int]:
+    """How many slots of the target, and of the draft model where there is one, can be taken once the engine rests."""
+    used.rest()
+    lms = [used.parts.target, *([used.parts.drafter.lm] if hasattr(used.parts.drafter, "lm") else [])]
+    counts = []
+    for lm in lms:
+        slots = [lm.open() for _ in range(lm.max_slots)]
+        counts.append(len(slots))
+        for slot in reversed(slots):
+            lm.release(slot)
+    return counts

@@ -1,0 +1,146 @@
+"""Names for values, by all that they hold: settings, files of source, every byte of every weight."""
+
+import dataclasses
+import hashlib
+import platform
+from collections.abc import Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from outrider.lm.protocol import LM
+from outrider.lm.translated import Translated
+
+CHUNK = 1 << 24
+"""Bytes of a tensor that are hashed at once, and copied to the host where it lies elsewhere."""
+PLAIN = (type(None), bool, int, float, complex, str, bytes, Path, Enum, np.generic, torch.dtype, torch.device)
+
+SETTINGS = ("vocab_size", "max_context", "max_slots", "device", "dtype", "pad_to", "levers", "stepwise")
+"""What is set of a language model beside its modules; some have only some of these."""
+
+
+class Unreadable(Exception):
+    """A value cannot be read to its last byte here."""
+
+
+def fingerprint(*values: object) -> str | None:
+    """A name that equal values share and others do not; None where a value cannot be read to its last byte.
+
+    Values are numbers, texts, collections, arrays, tensors, dataclasses (by the fields that they are compared by),
+    configs, tokenizers, torch modules (by their weights and buffers), and language models around such modules.
+
+    Example:
+        >>> fingerprint(torch.zeros(2)) == fingerprint(torch.zeros(2)), fingerprint([1, 2]) == fingerprint([12])
+        (True, False)
+        >>> fingerprint(lambda: 3) is None
+        True
+    """
+    try:
+        return _hash(values).hex()[:32]
+    except Unreadable:
+        return None
+
+
+def source(package: Path) -> dict[str, bytes]:
+    """The hash of every file of source under a folder, by its place there."""
+    files = sorted(package.rglob("*.py"))
+    return {path.relative_to(package).as_posix(): hashlib.sha256(path.read_bytes()).digest() for path in files}
+
+
+def machine(device: torch.device) -> list[object]:
+    """What decides how a machine rounds: its instruction sets, its threads, how it multiplies, and its GPU."""
+    found: list[object] = [
+        platform.machine(),
+        platform.processor(),
+        instruction_sets(Path("/proc/cpuinfo")),
+        torch.backends.cpu.get_cpu_capability(),
+        torch.backends.mkldnn.is_available(),
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+    ]
+    if device.type == "cuda":
+        found += [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device), torch.version.cuda]
+        found += [torch.backends.cudnn.version(), torch.backends.cuda.matmul.allow_tf32]
+    return found
+
+
+def instruction_sets(info: Path) -> set[str]:
+    """What Linux says that the processors can do; empty elsewhere."""
+    lines = info.read_text().splitlines() if info.exists() else []
+    return {line for line in lines if line.startswith(("flags", "Features"))}
+
+
+def _hash(value: object) -> bytes:
+    """The hash of a value's kind and of its parts, each behind its length."""
+    digest = hashlib.sha256()
+    for part in (f"{type(value).__module__}.{type(value).__qualname__}".encode(), *_parts(value)):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _parts(value: object) -> Iterator[bytes]:
+    """What a value consists of: bytes, or the hashes of smaller values."""
+    if isinstance(value, PLAIN):
+        yield repr(value).encode()
+    elif isinstance(value, Tensor):
+        yield from _tensor(value)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        yield repr((value.dtype, value.shape)).encode()
+        yield value.tobytes()
+    elif isinstance(value, Mapping):
+        yield from (_hash(pair) for pair in value.items())
+    elif isinstance(value, Set):
+        yield from sorted(map(_hash, value))
+    elif isinstance(value, list | tuple):
+        yield from map(_hash, value)
+    else:
+        yield from map(_hash, _insides(value))
+
+
+def _insides(value: object) -> Sequence[object]:
+    """What an object is made of, as far as what it does depends on it."""
+    if isinstance(value, nn.Module):
+        fleeting = {name: buffer for name, buffer in value.named_buffers() if name not in value.state_dict()}
+        return [str(value), getattr(value, "config", None), value.state_dict(), fleeting]
+    if isinstance(value, PreTrainedConfig):
+        return [vars(value)]
+    if isinstance(value, PreTrainedTokenizerBase) and hasattr(value, "backend_tokenizer"):
+        return [value.backend_tokenizer.to_str(), value.special_tokens_map]
+    if isinstance(value, Translated):
+        return [value.lm, value.translation]
+    if isinstance(value, LM) and value.modules:
+        return [dict(value.modules), {name: getattr(value, name, None) for name in SETTINGS}]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value) if field.compare]
+    if callable(describe := getattr(value, "to_dict", None)):
+        return [describe()]
+    raise Unreadable(type(value).__qualname__)
+
+
+def _tensor(tensor: Tensor) -> Iterator[bytes]:
+    """Type, shape and every byte; of tensors around other ones, those of the inner ones."""
+    yield repr((tensor.dtype, tensor.shape)).encode()
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, around = tensor.__tensor_flatten__()
+        yield repr(around).encode()
+        yield from (_hash(getattr(tensor, name)) for name in names)
+    elif tensor.is_quantized:
+        yield _hash(tensor.int_repr())
+        scales = (tensor.q_per_channel_scales, tensor.q_per_channel_zero_points, tensor.q_per_channel_axis)
+        single = (tensor.q_scale, tensor.q_zero_point)
+        yield from (_hash(read()) for read in (scales if "channel" in str(tensor.qscheme()) else single))
+    elif tensor.layout == torch.strided and tensor.device.type != "meta":
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        with ThreadPoolExecutor() as threads:
+            yield from threads.map(_bytes, flat.split(CHUNK))
+    else:
+        raise Unreadable(f"a tensor of layout {tensor.layout} on {tensor.device}")
+
+
+def _bytes(chunk: Tensor) -> bytes:
+    return hashlib.sha256(chunk.cpu().numpy().data).digest()

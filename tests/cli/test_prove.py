@@ -1,0 +1,102 @@
+"""What `outrider prove` says of its test of samples, to people and to programs."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.app import main
+from tests.world.models import llama
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The options that name a tiny target and its draft model."""
+    place: Path = tmp_path_factory.mktemp("pair")
+    llama().save_pretrained(place / "target")
+    llama(num_layers=1).save_pretrained(place / "draft")
+    return ["--target", str(place / "target"), "--drafter", f"model:path={place / 'draft'}"]
+
+
+def prove(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, output and messages."""
+    monkeypatch.setattr(sys, "argv", ["outrider", "prove", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
+
+
+def test_samples_that_fit_come_with_their_degrees_of_freedom(capsys, monkeypatch, pair):
+    status, out, err = prove(capsys, monkeypatch, *pair, "--num-draws", "200", "--json")
+    assert status == 0, err
+    found = json.loads(out)
+    samples = found["samples"]
+    assert found["proven"]
+    assert (samples["verdict"], samples["doubt"], samples["num_draws"]) == ("fits", None, 200)
+    assert samples["degrees"] >= 10
+    assert 0 < samples["num_accepted_tokens"] < samples["num_draft_tokens"]
+    assert len(samples["temperatures"]) == 2
+
+
+def test_people_read_the_degrees_of_freedom_too(capsys, monkeypatch, pair):
+    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "100")
+    assert status == 0
+    assert re.search(
+        r"samples +holds +p = 0\.\d+ over .* 100 outputs at temperature .* \(\d\d degrees of freedom\)", out
+    )
+    assert re.search(r"\d+ of \d+ draft tokens accepted", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "doubt"),
+    [
+        (["--drafter", "none", "--num-draws", "100"], "nothing was drafted"),
+        (["--temperature", "0.02", "--num-draws", "100"], "degrees of freedom tell too few outputs apart"),
+    ],
+    ids=["no drafter", "cold"],
+)
+def test_a_test_that_can_see_little_is_inconclusive_and_fails_nothing(capsys, monkeypatch, pair, arguments, doubt):
+    status, out, _ = prove(capsys, monkeypatch, *pair, *arguments)
+    assert status == 0
+    assert "samples            inconclusive" in out
+    assert doubt in out
+
+
+def test_programs_read_that_it_is_inconclusive_and_why(capsys, monkeypatch, pair):
+    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "7", "--json")
+    found = json.loads(out)
+    assert (status, found["proven"]) == (0, True)
+    assert found["samples"]["verdict"] == "inconclusive"
+    assert "0 degrees of freedom tell too few outputs apart" in found["samples"]["doubt"]
+
+
+def test_a_lossy_rule_fails_in_its_law_and_in_its_samples(capsys, monkeypatch, pair):
+    arguments = ["--verifier", "typical", "--allow-lossy", "--num-draws", "400"]
+    status, out, _ = prove(capsys, monkeypatch, *pair, *arguments, "--json")
+    found = json.loads(out)
+    assert status == 1
+    assert not found["exact_law"]
+    assert found["samples"]["verdict"] == "differs"
+
+
+def test_without_draws_there_is_no_test_of_samples(capsys, monkeypatch, pair):
+    status, out, _ = prove(capsys, monkeypatch, *pair, "--num-draws", "0", "--json")
+    assert status == 0
+    assert "samples" not in json.loads(out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--temperature", "0"], "temperature must be > 0, because greedy outputs are not drawn, got 0.0"),
+        (["--temperature", "nan"], "temperature must be > 0, because greedy outputs are not drawn, got nan"),
+        (["--num-draws", "-1"], "num_draws must be >= 0, got -1"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused(capsys, monkeypatch, pair, arguments, sentence):
+    status, out, err = prove(capsys, monkeypatch, *pair, *arguments)
+    assert (status, out) == (2, "")
+    assert sentence in err
