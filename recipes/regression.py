@@ -31,7 +31,7 @@ from recipes.speed import read_prompts
 from recipes.trial import PROMPTS
 
 TEMPERATURES = (0.0, 1.0)
-SLOTS = 4
+SLOTS = 8
 """Requests at once: fewer than there are, so that requests join a running batch."""
 QUICK = {"num_prompts": 3, "max_new_tokens": 12}
 
@@ -135,7 +135,7 @@ def _first_of(before: Recorded, after: Recorded) -> str | None:
 
 
 def run(
-    num_prompts: int = 40, max_new_tokens: int = 24, configurations: Sequence[Configuration] = CONFIGURATIONS
+    num_prompts: int = 40, max_new_tokens: int = 16, configurations: Sequence[Configuration] = CONFIGURATIONS
 ) -> Recorded:
     """Record all configurations at all temperatures."""
     tokenizer = open_tokenizer(str(EMBEDDED_TARGET))
@@ -174,7 +174,7 @@ def main(
     against: Annotated[Path | None, typer.Option(help="An outputs.json to compare with.")] = None,
     recorded: Annotated[Path | None, typer.Option(help="An outputs.json that stands for a new recording.")] = None,
     num_prompts: Annotated[int, typer.Option(help="How many of the embedded prompts are continued.")] = 40,
-    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per output.")] = 24,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens per output.")] = 16,
 ) -> None:
     """Record what the engine says, and compare it with an earlier recording."""
     before = None if against is None else read(against)

@@ -39,7 +39,7 @@ ROOT = Path(__file__).parent.parent
 NUM_TOKENS = 16
 SEEDS, VARIOUS = 4, 6
 WAYS = {"chains": ("chain", "block"), "trees": ("gumbel:branching=2x2x1", "recursive")}
-ROWS = ROOT / "docs/measurements/architectures"
+ROWS = ROOT / "measurements/architectures"
 PAGE = """# Every architecture
 
 What `AutoModelForCausalLM` of transformers {transformers} opens, as a target: tiny random models in float64, greedy,
