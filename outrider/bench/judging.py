@@ -73,8 +73,8 @@ def count_until_clear(
     """Count seed by seed; a method on which no claim rests that is still open is not run with further seeds.
 
     A claim is open until an interval twice as wide as its own would judge it, so that looking after every seed judges
-    hardly any claim that one look would not. Methods without claims, and those that draw nothing, are run with the first
-    seed alone.
+    hardly any claim that one look would not. Methods without claims, and those that draw nothing, are run with the
+    first seed alone.
     """
     rows: list[Row] = []
     run = list(methods)
