@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Estimate, gain
-from outrider.bench.figures import Figures
+from outrider.bench.figures import Figure, Figures, Samples
 from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -61,7 +61,7 @@ def findings(figures: Figures) -> Findings:
     lines: list[Sequence[object]] = []
     claims = list[Claim]()
     timed = figures.timed(name(CHAIN, 0.0))
-    wanted = [("Block efficiency", "tokens per step", figures.efficiency)]
+    wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
     if timed:
         wanted.append(("Speed", "tokens per second", figures.speed))
     for t in TEMPERATURES:
@@ -95,13 +95,11 @@ def findings(figures: Figures) -> Findings:
 def _claims(figures: Figures, t: float, timed: bool) -> list[Claim]:
     """The best budget against the chain."""
     trees, chain = [name(b, t) for b in BUDGETS], name(CHAIN, t)
-    wanted = [("step", figures.best_efficiency, figures.efficiency, PUBLISHED[t], "% of block efficiency")]
-    if timed:
-        wanted.append(("second", figures.best_speed, figures.speed, PUBLISHED_SPEEDUP[t], "% of tokens per second"))
-    return [
-        PAPER.claim(
+
+    def claim(words: str, best: Samples, over: Samples, pair: tuple[float, float], unit: str) -> Claim:
+        return PAPER.claim(
             f"A tree over per-position rows emits more tokens per {words} than the chain at temperature {t:g}.",
-            gain(best(trees), of(chain)),
+            gain(best, over),
             num_prompts=figures.sums.num_prompts,
             seconds=figures.cost(*trees),
             rests_on=trees,
@@ -110,8 +108,13 @@ def _claims(figures: Figures, t: float, timed: bool) -> list[Claim]:
             least=0.0,
             note=NOTE,
         )
-        for words, best, of, pair, unit in wanted
-    ]
+
+    best, over = figures.best_efficiency(trees), figures.efficiency(chain)
+    made = [claim("step", best, over, PUBLISHED[t], "% of block efficiency")]
+    if timed:
+        best, over = figures.best_speed(trees), figures.speed(chain)
+        made.append(claim("second", best, over, PUBLISHED_SPEEDUP[t], "% of tokens per second"))
+    return made
 
 
 INQUIRY = Inquiry(recipe="marginals", methods=METHODS, findings=findings)

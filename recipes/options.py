@@ -38,3 +38,16 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() and int(part) for part in parts):
         raise InputError(f"{option} must be whole numbers >= 1 with commas between them, got {text!r}")
     return tuple(sorted({int(part) for part in parts}))
+
+
+def numbers(option: str, text: str) -> tuple[float, ...]:
+    """The same for numbers that need not be whole.
+
+    Example:
+        >>> numbers("--temperatures", "1, 0.5")
+        (0.5, 1.0)
+    """
+    try:
+        return tuple(sorted({float(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise InputError(f"{option} must be numbers with commas between them, got {text!r}") from error

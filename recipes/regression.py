@@ -21,14 +21,14 @@ import typer
 from rich.progress import Progress
 
 import outrider
-from outrider import InputError, Sampling
+from outrider.bench.circumstances import circumstances
+from outrider.bench.folder import write
+from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.engine.output import Output
 from outrider.engine.prompts import encode
 from outrider.lm.open import open_tokenizer
 from outrider.load import EMBEDDED_TARGET
-from recipes.record import circumstances, write
-from recipes.speed import read_prompts
-from recipes.trial import PROMPTS
+from outrider.types import InputError, Sampling
 
 TEMPERATURES = (0.0, 1.0)
 SLOTS = 8

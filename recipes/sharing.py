@@ -170,21 +170,13 @@ def run(
             tables = [replace(seconds_table(ways, own), title=f"Batches of {size}") for size, own in rows.items()]
             return place.finish(Findings(tables=tables, text=setting.about))
 
-        def figures(size: int, rows: Sequence[Row]) -> Figures:
-            return Figures(ways, rows, times[size])
-
         found = {}
         for size in sizes:
-            found[size] = figures(
-                size,
-                count_until_clear(
-                    bench,
-                    place,
-                    ways,
-                    jobs[size],
-                    lambda rows, size=size: claims_of(size, figures(size, rows), policies, lengths),
-                ),
-            )
+
+            def judge(rows: Sequence[Row], size: int = size) -> Sequence[Claim]:
+                return claims_of(size, Figures(ways, rows, times[size]), policies, lengths)
+
+            found[size] = Figures(ways, count_until_clear(bench, place, ways, jobs[size], judge), times[size])
         return place.finish(replace(findings(found, policies, lengths), text=about(setting, times[sizes[0]])))
 
 

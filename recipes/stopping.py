@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Estimate, gain
-from outrider.bench.figures import Figures
+from outrider.bench.figures import Figure, Figures
 from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
@@ -38,6 +38,11 @@ def name(length: int | str, temperature: float) -> str:
     return f"{length if isinstance(length, str) else f'fixed {length}'} T={temperature:g}"
 
 
+def ways(lengths: Sequence[int], stoppers: Sequence[str]) -> list[int | str]:
+    """Static lengths, then rules."""
+    return [*lengths, *stoppers]
+
+
 def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> list[Method]:
     """Static lengths and rules, at both temperatures."""
     return [
@@ -48,7 +53,7 @@ def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(ST
             deepest=LONGEST,
         )
         for t in TEMPERATURES
-        for length in (*lengths, *stoppers)
+        for length in ways(lengths, stoppers)
     ]
 
 
@@ -59,7 +64,7 @@ def findings(figures: Figures, lengths: Sequence[int] = LENGTHS, stoppers: Seque
     timed = figures.timed(name(lengths[0], TEMPERATURES[0]))
     for t in TEMPERATURES:
         best = figures.best_speed([name(n, t) for n in lengths]) if timed else None
-        for length in (*lengths, *stoppers):
+        for length in ways(lengths, stoppers):
             own = name(length, t)
             lines.append(
                 [
@@ -83,7 +88,7 @@ def findings(figures: Figures, lengths: Sequence[int] = LENGTHS, stoppers: Seque
 
 
 def _panels(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequence[str], timed: bool) -> list[Panel]:
-    wanted = [("Block efficiency", "tokens per step", figures.efficiency)]
+    wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
     if timed:
         wanted.append(("Speed", "tokens per second", figures.speed))
     panels = []

@@ -139,7 +139,7 @@ def _downwards(verifier: Verifier, draft: Draft, target_rows: Rows) -> Chances:
 def _stars(draft: Draft, inner: Int[np.ndarray, " stars"]) -> tuple[Draft, Int[np.ndarray, " nodes"]]:
     """Each of some nodes with its children, as a request; and the node of the draft that each node stands for."""
     firsts, ends = draft.first_child[inner], draft.first_child[inner + 1]
-    nodes, parents, links, counts = [], [], [], []
+    nodes, parents, links, counts = list[int](), list[int](), list[int](), list[int]()
     for node, first, end in zip(inner.tolist(), firsts.tolist(), ends.tolist(), strict=True):
         root, drawn = len(nodes), draft.links[first:end]
         children = np.unique(drawn)

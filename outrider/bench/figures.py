@@ -11,6 +11,8 @@ from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Method
 
 Samples = Float[np.ndarray, " samples"]
+Figure = Callable[[str], Samples]
+"""A figure of a method, by its name."""
 
 
 class Figures:

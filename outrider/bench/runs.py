@@ -179,7 +179,7 @@ def _ended(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-def row(
+def as_row(
     run: Run,
     method: str,
     job: Job,
@@ -206,7 +206,7 @@ def row(
         "requests": len(job.questions),
         "prompt_tokens": sum(len(question.tokens) for question in job.questions),
         "tokens": run.num_tokens,
-        "steps": run.forwards,
+        "steps": None if run.forwards is None else run.forwards * len(job.questions),
         "drafted": None,
         "accepted": None,
         "seconds": run.seconds,

@@ -15,7 +15,7 @@ from outrider import catalog
 from outrider.bench.counts import Chain, rows_of
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
-from outrider.bench.runs import Conditions, Job, drafted_per_position, on_engine, row
+from outrider.bench.runs import Conditions, Job, as_row, drafted_per_position, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.drafters.model import ModelPath
@@ -140,7 +140,10 @@ class Bench:
             loaded = load(
                 target.model,
                 drafter=parts.drafter,
-                **method.parts,
+                tree=method.tree,
+                verifier=method.verifier,
+                length=method.length,
+                decoding=method.decoding,
                 tokenizer=self.first.tokenizer,
                 max_slots=self.max_slots,
             )
@@ -181,7 +184,7 @@ class Bench:
         torch.set_num_threads(method.threads or self.setting.threads)
         made = on_engine(engine, job, conditions, columns=1 if method.decoding == "plain" else None)
         labels = {**method.parts, **method.labels}
-        found = row(made, method.name, job, conditions, deepest=method.deepest, labels=labels)
+        found = as_row(made, method.name, job, conditions, deepest=method.deepest, labels=labels)
         drafted = drafted_per_position(made.outputs) if method.tree == "chain" else []
         return {**found, "drafted_per_position": drafted}
 
