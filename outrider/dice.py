@@ -69,7 +69,8 @@ class Dice(Protocol):
 def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     """The index where the running sum of the weights first exceeds the uniform's share of their total, in float64.
 
-    A weight of zero is never returned, whatever the rounding. Uniforms are at least 0 and at most 1 - 2^-53.
+    A weight of zero is never returned, whatever the rounding. Uniforms are at least 0 and at most 1 - 2^-53. Of weights
+    that are not numbers, some index is returned.
 
     Example:
         >>> inverse_cdf(torch.tensor([[0.0, 1.0, 3.0]]), torch.tensor([0.3]))
@@ -84,19 +85,21 @@ def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]
     blocks = weights.view(count, -1, block)
     before = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
     share = uniforms[:, None] * before[:, -1:]
-    place = torch.searchsorted(before, share, right=True)
+    # Only a row that is not a number leads beyond the last block.
+    place = torch.searchsorted(before, share, right=True).clamp_max_(before.shape[1] - 1)
     share = share - torch.where(place > 0, before.gather(1, (place - 1).clamp_min(0)), 0.0)
     inside = blocks.take_along_dim(place[:, :, None], 1).squeeze(1).cumsum(-1, dtype=torch.float64)
     # The block's own sums may round otherwise than its share of the whole.
     share = torch.minimum(share, inside[:, -1:] * (1 - 2**-53))
-    return (place * block + torch.searchsorted(inside, share, right=True)).squeeze(-1)
+    return (place * block + torch.searchsorted(inside, share, right=True).clamp_max_(block - 1)).squeeze(-1)
 
 
 def _where(
     running: Float[Tensor, "n vocab"], total: Float[Tensor, "n 1"], uniforms: Float[Tensor, "n 1"]
 ) -> Int[Tensor, "n 1"]:
-    # A uniform is at most 1 - 2^-53, so that its share, rounded, is below the total and within the last weight.
-    return torch.searchsorted(running, uniforms * total, right=True)
+    # A uniform is at most 1 - 2^-53, so that its share, rounded, is below the total and within the last weight. Only a
+    # row that is not a number leads beyond it.
+    return torch.searchsorted(running, uniforms * total, right=True).clamp_max_(running.shape[1] - 1)
 
 
 def _without_replacement(

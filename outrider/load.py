@@ -1,6 +1,7 @@
 """outrider.load: names and objects become parts, are checked against the refusal matrix, and are put together."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider import catalog
 from outrider.catalog import Family
 from outrider.decoding.pearl import PearlDecoding, balanced_length
-from outrider.decoding.step import PREFILL_CHUNK, Decoding, Parts
+from outrider.decoding.progress import PREFILL_CHUNK
+from outrider.decoding.protocol import Decoding, Parts
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -19,7 +21,6 @@ from outrider.lengths.tetris import TetrisLength
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import LM
-from outrider.lm.recurrent import CHAINS_ONLY, RecurrentModel
 from outrider.refusals import DEFAULT, Cell, refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
@@ -133,20 +134,13 @@ def load(
         compile=compile,
         prepack=prepack,
     )
-    surroundings = Surroundings(
-        tokenizer=tokenizer,
-        vocab_size=width,
-        device=lm.device,
-        dtype=model.dtype,
-        max_slots=max_slots,
-        compile=compile,
-        prepack=prepack,
-    )
+    surroundings = Surroundings.of(lm, tokenizer, max_slots=max_slots, compile=compile, prepack=prepack)
     bound: Drafter = guesser.bind(surroundings) if hasattr(guesser, "bind") else guesser
     rule: Verifier = _make("verifier", _default_verifier(bound, grower) if verifier is None else verifier)
-    if reason := refusal(cell(bound, grower, rule, policy, order), allow_lossy) or chains_only(grower, lm, bound):
-        raise InputError(reason)
     parts = Parts(target=lm, drafter=bound, tree=grower, verifier=rule, length=policy, decoding=order)
+    refuses = partial(why_not, allow_lossy=allow_lossy)
+    if reason := refuses(parts):
+        raise InputError(reason)
     if isinstance(order, PearlDecoding) and order.num_speculative_tokens is None and length is None:
         parts = replace(parts, length=FixedLength(num_speculative_tokens=balanced_length(parts)))
     return Engine(
@@ -156,7 +150,14 @@ def load(
         sampling=_default_sampling(model),
         max_slots=max_slots,
         max_prefill_tokens=max_prefill_tokens,
+        refuses=refuses,
     )
+
+
+def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
+    """Why parts do not fit each other, in one sentence; None where they do."""
+    combination = cell(parts.drafter, parts.tree, parts.verifier, parts.length, parts.decoding)
+    return refusal(combination, allow_lossy) or chains_only(parts.tree, parts.target, parts.drafter)
 
 
 def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy, decoding: Decoding) -> Cell:
@@ -174,10 +175,12 @@ def cell(drafter: Drafter, tree: Tree, verifier: Verifier, length: LengthPolicy,
 
 
 def chains_only(tree: Tree, target: LM, drafter: Drafter) -> str | None:
-    """Why a branching tree cannot be read by the target or the draft model; None where it can, or does not branch."""
-    for role, lm in (("target", target), ("draft model", getattr(drafter, "lm", None))):
-        if tree.structure != "chain" and isinstance(lm, RecurrentModel):
-            return f"the {role} {lm.model.config.model_type} {CHAINS_ONLY}"
+    """Why a branching tree cannot be read by the target or the drafter; None where it can, or does not branch."""
+    if tree.structure == "chain":
+        return None
+    for role, reason in (("target", target.chains_only), ("draft model", drafter.chains_only)):
+        if reason is not None:
+            return f"the {role} {reason}"
     return None
 
 

@@ -9,7 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.types import Processor, Sampling, is_blind
+from outrider.processors import Processor, is_blind
+from outrider.types import Sampling
 
 FIRST_LOOK = 256
 """How many of the most likely tokens top-p looks at first, in vocabularies below `WIDE`; in wider ones that is slower
@@ -101,6 +102,18 @@ def pack(allowed: Bool[Tensor, "n vocab"]) -> Int[Tensor, "n words"]:
     return torch.from_numpy(np.pad(bits, ((0, 0), (0, -bits.shape[1] % 4))).view(np.int32))
 
 
+def unpacked(masks: Int[Tensor, "n words"], width: int) -> Bool[Tensor, "n width"]:
+    """What packed masks allow, of the first `width` tokens; where the masks are.
+
+    Example:
+        >>> unpacked(torch.tensor([[5]], dtype=torch.int32), 4)
+        tensor([[ True, False,  True, False]])
+    """
+    octets = masks.contiguous().view(torch.uint8)
+    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=masks.device) & 1
+    return bits.flatten(1)[:, :width] != 0
+
+
 def masked(logits: Float[Tensor, "n vocab"], masks: Int[Tensor, "n words"]) -> Float[Tensor, "n vocab"]:
     """The logits with -inf at what packed masks forbid.
 
@@ -108,9 +121,8 @@ def masked(logits: Float[Tensor, "n vocab"], masks: Int[Tensor, "n words"]) -> F
         >>> masked(torch.zeros(1, 3), pack(torch.tensor([[True, False, True]])))
         tensor([[0., -inf, 0.]])
     """
-    octets = masks.contiguous().view(torch.uint8).to(logits.device, non_blocking=True)
-    bits = octets[..., None] >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
-    return logits.masked_fill(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)
+    allowed = unpacked(masks.to(logits.device, non_blocking=True), logits.shape[1])
+    return logits.masked_fill(~allowed, -torch.inf)
 
 
 def rows_at_once(rows: Float[Tensor, "n vocab"]) -> int:
@@ -128,13 +140,23 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
+    """All mass at the largest score, the first on a tie; not a number where no score is above -inf, or one is none."""
     if scores.device.type == "cpu":
         # NumPy finds the largest of many numbers several times as fast.
         wide = scores if scores.dtype in _NUMPY else scores.float()
         largest = torch.from_numpy(wide.numpy().argmax(-1, keepdims=True))
     else:
         largest = scores.argmax(-1, keepdim=True)
-    return torch.zeros_like(scores, dtype=_dtype(scores)).scatter_(-1, largest, 1.0)
+    empty = torch.where(scores.gather(-1, largest) > -torch.inf, 0.0, torch.nan).to(_dtype(scores))
+    return empty.expand(scores.shape).clone().scatter_add_(-1, largest, torch.ones_like(empty))
+
+
+def without_law(rows: Float[Tensor, "n vocab"]) -> Bool[Tensor, " n"]:
+    """Which rows that `to_rows` made are no distributions: their logits are not numbers, or all tokens are forbidden.
+
+    Softmax and temperature 0 spread what is not a number over the whole row.
+    """
+    return rows[:, 0].isnan()
 
 
 def _dtype(scores: Tensor) -> torch.dtype:

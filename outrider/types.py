@@ -2,55 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.processors import STATEFUL, Processor, is_blind
+
 Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic"]
 """How the children of a node were chosen; what a verifier may assume about them."""
-
-Processor = Callable[[Tensor, Tensor], Tensor]
-"""A stateless transformers `LogitsProcessor`: `(input_ids [1, n], scores [1, vocab]) -> scores [1, vocab]`."""
-
-STATEFUL = frozenset(
-    {
-        "AlternatingCodebooksLogitsProcessor",
-        "ClassifierFreeGuidanceLogitsProcessor",
-        "DiaClassifierFreeGuidanceLogitsProcessor",
-        "DiaEOSDelayPatternLogitsProcessor",
-        "SynthIDTextWatermarkLogitsProcessor",
-        "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-        "WhisperNoSpeechDetection",
-    }
-)
-"""transformers' processors that remember earlier calls or want rows of their own; a draft's branches would confuse
-them."""
-
-BLIND = frozenset(
-    {
-        "EpsilonLogitsWarper",
-        "EtaLogitsWarper",
-        "InfNanRemoveLogitsProcessor",
-        "LogitNormalization",
-        "MinPLogitsWarper",
-        "SuppressTokensLogitsProcessor",
-        "TemperatureLogitsWarper",
-        "TopHLogitsWarper",
-        "TopKLogitsWarper",
-        "TopPLogitsWarper",
-        "TypicalLogitsWarper",
-    }
-)
-"""transformers' processors that look at scores alone, each row by itself; many rows can go through them at once."""
-
-
-def is_blind(processor: Processor) -> bool:
-    """Whether a processor is one of transformers' own that read no tokens."""
-    kind = type(processor)
-    return kind.__name__ in BLIND and kind.__module__.startswith("transformers.")
 
 
 @runtime_checkable
@@ -161,7 +124,9 @@ class Request:
         sampling: How tokens are drawn; the engine sets its seed where it has none.
         eos_ids: Token ids that end the output; the ending token is kept in `tokens`.
         stop: Strings that end the output; the text ends before the first of them.
-        logprobs: Whether to record the log-softmax of the raw target logits of each emitted token.
+        min_tokens: Fewest tokens to emit before an ending token may come or a stop string counts.
+        logprobs: Which log-probabilities to record, by the raw target logits: None none, 0 that of each emitted token,
+            k those of the k likeliest tokens as well.
         keep_logits: Whether each step brings the raw target logits at its emitted tokens.
         ends: Asked after every emitted token, in order, with the output so far: whether it ends the output.
         constraint: Which tokens may come next; None allows all.
@@ -173,7 +138,8 @@ class Request:
     sampling: Sampling
     eos_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
-    logprobs: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
     keep_logits: bool = False
     ends: Callable[[Sequence[int]], bool] | None = None
     constraint: Constraint | None = None
@@ -186,14 +152,16 @@ class Ahead:
     Attributes:
         tokens: Token ids.
         rows: The row that each was REALLY drawn from; None where they were chosen, or where there are none.
+        short_list: Which tokens the rows are of; None: all.
     """
 
     tokens: tuple[int, ...] = ()
-    rows: Float[Tensor, "n vocab"] | None = None
+    rows: Float[Tensor, "n width"] | None = None
+    short_list: "ShortList | None" = None
 
     def part(self, where: slice) -> "Ahead":
         """Some of the tokens."""
-        return Ahead(tokens=self.tokens[where], rows=None if self.rows is None else self.rows[where])
+        return replace(self, tokens=self.tokens[where], rows=None if self.rows is None else self.rows[where])
 
 
 @dataclass(kw_only=True)
@@ -204,6 +172,7 @@ class Running:
         request: What was asked.
         tokens: Committed tokens, the prompt included; the target has digested all but the newest, the anchor.
         slot: The target's slot.
+        drafter: Who drafts for it. An engine whose drafter is replaced keeps the old one for requests under way.
         drafter_state: What the drafter's `open` returned.
         length_state: What the length policy's `open` returned.
         carried: What the verifier carries from step to step, if it does.
@@ -215,6 +184,7 @@ class Running:
     request: Request
     tokens: list[int]
     slot: int
+    drafter: object
     drafter_state: object = None
     length_state: object = None
     carried: object = None
@@ -228,12 +198,49 @@ class Running:
         return self.tokens[len(self.request.prompt) :]
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShortList:
+    """A part of the target's vocabulary: the tokens that a drafter can propose at all.
+
+    Attributes:
+        ids: The target's ids, ascending.
+        places: For each id of the target, its place in the list; -1 where it is not there.
+
+    Example:
+        >>> few = ShortList.of(torch.tensor([1, 3]), vocab_size=4)
+        >>> few.widened(torch.tensor([[0.25, 0.75]]))
+        tensor([[0.0000, 0.2500, 0.0000, 0.7500]])
+    """
+
+    ids: Int[Tensor, " width"]
+    places: Int[Tensor, " vocab"]
+
+    @classmethod
+    def of(cls, ids: Int[Tensor, " width"], vocab_size: int) -> "ShortList":
+        """The list of some ids, all different and below the size of the vocabulary."""
+        ids = ids.sort().values
+        places = torch.full((vocab_size,), -1, device=ids.device)
+        places[ids] = torch.arange(len(ids), device=ids.device)
+        return cls(ids=ids, places=places)
+
+    def widened(self, rows: Float[Tensor, "n width"], fill: float = 0.0) -> Float[Tensor, "n vocab"]:
+        """Rows over the whole vocabulary, `fill` at tokens that are not in the list."""
+        return rows.new_full((len(rows), len(self.places)), fill).index_copy_(1, self.ids, rows)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """What may follow each of n nodes: either raw logits, or one token (-1: nothing to propose)."""
+    """What may follow each of n nodes: either raw logits, or one token (-1: nothing to propose).
 
-    logits: Float[Tensor, "n vocab"] | None = None
+    Attributes:
+        logits: Of all tokens of the target, or of those of the short list.
+        tokens: The target's ids.
+        short_list: Which tokens the logits are of; None: all.
+    """
+
+    logits: Float[Tensor, "n width"] | None = None
     tokens: Int[np.ndarray, " n"] | None = None
+    short_list: ShortList | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +278,7 @@ class Draft:
         first_child: `links[first_child[n] : first_child[n + 1]]` are the children of n in drawing order.
         links: Packed child indices; iid draws of one token repeat its node.
         rows: The rows that sampled children were REALLY drawn from; None where nothing was sampled.
+        short_list: Which tokens the rows are of; None: all.
         row_of: Per node, the index in `rows` that its children were drawn from; -1 where they were chosen, not
             drawn, or where there are none. A chosen child is a point mass.
         structure: How the children were drawn.
@@ -283,9 +291,10 @@ class Draft:
     offsets: Int[np.ndarray, " bounds"]
     first_child: Int[np.ndarray, " node_bounds"]
     links: Int[np.ndarray, " links"]
-    rows: Float[Tensor, "drawn vocab"] | None
+    rows: Float[Tensor, "drawn width"] | None
     row_of: Int[np.ndarray, " nodes"]
     structure: Structure
+    short_list: ShortList | None = None
 
     @property
     def num_requests(self) -> int:
@@ -352,6 +361,8 @@ class Step:
             decoding has already drafted on.
         timing: The iteration's shared clock.
         num_requests: How many requests shared the iteration.
+        logprobs: Log-softmax of the raw target logits at each emitted token, if asked for.
+        top_logprobs: The same of the likeliest tokens at each, by their ids, if asked for.
         logits: The raw target logits that each emitted token was drawn from, in float32, if asked for.
     """
 
@@ -362,4 +373,5 @@ class Step:
     timing: Timing
     num_requests: int
     logprobs: tuple[float, ...] | None = None
+    top_logprobs: tuple[Mapping[int, float], ...] | None = None
     logits: Float[Tensor, "n vocab"] | None = None

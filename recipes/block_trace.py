@@ -10,11 +10,10 @@ tokens, on other drafts. So token verification is also asked about its own chain
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Float
-from torch import Tensor
 
 from outrider.bench.evidence import Estimate, Row, Sums, gain
 from outrider.bench.folder import folder
@@ -24,13 +23,10 @@ from outrider.bench.runs import Job, on_engine
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS
-from outrider.dice import Dice
+from outrider.decoding.protocol import Cycle
 from outrider.load import EMBEDDED_DRAFT
 from outrider.theory.estimators import expected_accepted
-from outrider.types import Draft, Verdict
-from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.protocol import Verifier, chains
-from outrider.verifiers.token import TokenVerifier
+from outrider.verifiers.protocol import chains
 from recipes import options
 from recipes.block_gain import LENGTHS
 
@@ -40,35 +36,29 @@ OWN = "token, its own chains"
 QUICK = {"num_prompts": 2, "seeds": 1, "max_new_tokens": 24}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """A rule that notes the log ratios of every full chain."""
+def trace(bench: Bench, job: Job, rule: str) -> Float[np.ndarray, "chains gamma"]:
+    """One run; the log ratios of its full chains."""
+    method = Method(name=rule, verifier=rule, length=f"fixed:{LONGEST}", deepest=LONGEST)
+    engine = bench.engine(method)
+    seen: list[Float[np.ndarray, " gamma"]] = []
 
-    rule: Verifier
-    seen: list[Float[np.ndarray, " gamma"]] = field(default_factory=list)
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        """The rule's own verdict."""
-        side = chains(draft, target_rows)
+    def watch(cycle: Cycle) -> None:
+        side = chains(cycle.draft, cycle.rows)
         with np.errstate(divide="ignore"):
             logs = np.log(side.p) - np.log(side.q)
-        self.seen.extend(logs[side.lengths == LONGEST])
-        return self.rule.verify(draft, target_rows, dice)
+        seen.extend(logs[side.lengths == LONGEST])
 
-
-def trace(bench: Bench, job: Job, rule: Verifier) -> Float[np.ndarray, "chains gamma"]:
-    """One run; the log ratios of its full chains."""
-    method = Method(name="block", length=f"fixed:{LONGEST}", deepest=LONGEST)
-    engine = bench.engine(method)
-    recording = Recording(rule=rule)
-    engine.parts = replace(engine.parts, verifier=recording)
-    on_engine(engine, job, bench.conditions(method))
-    return np.array(recording.seen).reshape(-1, LONGEST)
+    engine.watch = watch
+    try:
+        on_engine(engine, job, bench.conditions(method))
+    finally:
+        engine.watch = None
+    return np.array(seen).reshape(-1, LONGEST)
 
 
 def expectations(bench: Bench, job: Job) -> list[Row]:
     """Of one prompt and seed, a row per rule and length: the tokens that the rule would be expected to emit."""
-    shared, own = trace(bench, job, BlockVerifier()), trace(bench, job, TokenVerifier())
+    shared, own = trace(bench, job, "block"), trace(bench, job, "token")
     asked = [(f"{rule} {n}", rule, shared[:, :n]) for n in LENGTHS for rule in RULES] + [(OWN, "token", own)]
     return [
         {

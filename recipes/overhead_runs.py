@@ -15,7 +15,7 @@ from outrider.bench.bare import Bare, seconds
 from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS, law
 from outrider.bench.workload import PROMPTS, read_prompts
-from outrider.decoding.step import PREFILL_CHUNK
+from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
 from outrider.lm.packed import packed
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET

@@ -99,7 +99,7 @@ class Near:
 
     logits: Float[Tensor, "requests nodes vocab"]
 
-    def begin(self, states: Sequence[Running]) -> Guess:
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         """What follows the roots."""
         slots = np.array([state.slot for state in states])
         return self._guess(slots, np.zeros_like(slots))
@@ -127,7 +127,7 @@ def draft_of(near: Near, tree: str, depth: int, sampling: Sampling) -> Draft:
     states = []
     for slot in range(count):
         request = Request(id=str(slot), prompt=(1,), max_new_tokens=depth + 1, sampling=sampling)
-        states.append(Running(request=request, tokens=[1], slot=slot))
+        states.append(Running(request=request, tokens=[1], slot=slot, drafter=None))
     dice = PhiloxDice(seeds=list(range(count)), steps=[0] * count)
     return grow(near, cast(Tree, make("tree", tree)), length, states, [depth] * count, dice, torch.device("cpu"))
 

@@ -27,12 +27,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, logging
 from outrider.bench.folder import read_rows, write
 from outrider.bench.report import table
 from outrider.catalog import make
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import as_lm
-from outrider.lm.support import is_recurrent, refusal
+from outrider.lm.support import refusal
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
@@ -140,7 +142,7 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
     }
     target, drafter = as_lm(model, max_slots=3), ModelDrafter(lm=as_lm(noisy(model), max_slots=3))
     for way, (tree, rule) in WAYS.items():
-        if way == "trees" and is_recurrent(model):
+        if way == "trees" and Anatomy.of(model).recurrent:
             continue
         parts = Parts(
             target=target,
@@ -148,6 +150,7 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
             tree=cast(Tree, make("tree", tree)),
             verifier=cast(Verifier, make("verifier", rule)),
             length=FixedLength(num_speculative_tokens=3),
+            decoding=StepDecoding(),
         )
         engine = Engine(parts, max_slots=3)
         together = engine.generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)

@@ -8,7 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.decoding.step import Parts, step
+from outrider.decoding.progress import begin, end
+from outrider.decoding.protocol import Cycle, Parts
+from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -16,7 +18,7 @@ from outrider.metrics import block_efficiency, conditional_acceptance
 from outrider.trees.chain import ChainTree
 from outrider.types import Draft, InputError, Request, Running, Sampling, Step, Verdict
 from outrider.verifiers.match import MatchVerifier
-from outrider.verifiers.protocol import Verifier, child_rows
+from outrider.verifiers.protocol import child_rows
 from outrider.verifiers.token import TokenVerifier
 
 FIRST_POSITIONS = 16
@@ -108,17 +110,11 @@ class _Follow:
 
     Attributes:
         following: The text's next token, of each request; set before each step.
-        positions: Where each request's anchor stands; set before each step.
-        seen: What was compared, a step at a time.
     """
 
     following: list[int] = field(default_factory=list)
-    positions: list[int] = field(default_factory=list)
-    seen: list[Pairs] = field(default_factory=list)
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        if draft.rows is not None:
-            self.seen.append(compare_rows(draft, target_rows, np.array(self.positions)))
         count = draft.num_requests
         return Verdict(
             paths=np.full((count, int(draft.depths.max())), -1),
@@ -153,7 +149,8 @@ def along_text(
         raise InputError(f"no text has {LEAST_TEXT} tokens; give a longer one")
     rule = _Follow()
     length = FixedLength(num_speculative_tokens=num_speculative_tokens)
-    parts = replace(engine.parts, tree=ChainTree(), verifier=rule, length=length)
+    parts = replace(engine.parts, tree=ChainTree(), verifier=rule, length=length, decoding=StepDecoding())
+    seen: list[Pairs] = []
     engine.rest()
     for first in range(0, len(long), engine.max_slots):
         some = long[first : first + engine.max_slots]
@@ -161,25 +158,16 @@ def along_text(
         try:
             for i, text in enumerate(some, first):
                 states.append(_open(parts, str(i), text, Sampling(temperature=temperature, seed=seed + i)))
-            _follow(parts, rule, states, some, progress)
+            _follow(parts, rule, states, some, seen, progress)
         finally:
             for state in states:
-                parts.target.release(state.slot)
-                parts.drafter.close(state.drafter_state)
-    return _joined(rule.seen)
+                end(parts, state)
+    return _joined(seen)
 
 
 def _open(parts: Parts, id: str, text: Sequence[int], sampling: Sampling) -> Running:
     """A request that has digested nothing: the text's first token is its anchor."""
-    request = Request(id=id, prompt=(text[0],), max_new_tokens=len(text) - 1, sampling=sampling)
-    slot = parts.target.open()
-    return Running(
-        request=request,
-        tokens=[text[0]],
-        slot=slot,
-        drafter_state=parts.drafter.open(request),
-        length_state=parts.length.open(),
-    )
+    return begin(parts, Request(id=id, prompt=(text[0],), max_new_tokens=len(text) - 1, sampling=sampling))
 
 
 def _follow(
@@ -187,14 +175,20 @@ def _follow(
     rule: _Follow,
     states: Sequence[Running],
     texts: Sequence[Sequence[int]],
+    seen: list[Pairs],
     progress: Callable[[int], None] | None,
 ) -> None:
-    """Feed texts token by token, all of them together, until each is at its end."""
+    """Feed texts token by token, all of them together, until each is at its end; note what was compared."""
+
+    def watch(cycle: Cycle) -> None:
+        if cycle.draft.rows is not None:
+            positions = np.array([len(state.tokens) - 1 for state in cycle.states])
+            seen.append(compare_rows(cycle.draft, cycle.rows, positions))
+
     while active := [i for i, state in enumerate(states) if len(state.tokens) < len(texts[i])]:
         here = [states[i] for i in active]
-        rule.positions[:] = [len(state.tokens) - 1 for state in here]
         rule.following[:] = [texts[i][len(states[i].tokens)] for i in active]
-        step(parts, here)
+        parts.decoding.step(parts, here, watch=watch)
         if progress is not None:
             progress(len(active))
 
@@ -224,22 +218,6 @@ class FreeRun:
     rows: list[Agreement]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Watched:
-    """A rule, and how the rows agreed at every token that it judged."""
-
-    rule: Verifier
-    seen: list[Pairs] = field(default_factory=list)
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        verdict = self.rule.verify(draft, target_rows, dice)
-        if draft.rows is not None:
-            pairs = compare_rows(draft, target_rows, np.zeros(draft.num_requests, dtype=np.int64))
-            judged = pairs.depths <= verdict.num_accepted[pairs.owners] + 1
-            self.seen.append(Pairs(**{name: kept[judged] for name, kept in vars(pairs).items()}))
-        return verdict
-
-
 def run_freely(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -255,7 +233,16 @@ def run_freely(
     Args:
         progress: Called with the number of tokens of each output that ends.
     """
-    rule = _Watched(rule=TokenVerifier() if engine.parts.drafter.rows == "sampled" else MatchVerifier())
+    rule = TokenVerifier() if engine.parts.drafter.rows == "sampled" else MatchVerifier()
+    seen: list[Pairs] = []
+
+    def watch(cycle: Cycle) -> None:
+        """Note how the rows agreed at every token that was judged."""
+        if cycle.draft.rows is not None:
+            pairs = compare_rows(cycle.draft, cycle.rows, np.zeros(cycle.draft.num_requests, dtype=np.int64))
+            judged = pairs.depths <= cycle.verdict.num_accepted[pairs.owners] + 1
+            seen.append(Pairs(**{name: kept[judged] for name, kept in vars(pairs).items()}))
+
     length = FixedLength(num_speculative_tokens=num_speculative_tokens)
     engine.rest()
     watched = Engine(
@@ -263,6 +250,7 @@ def run_freely(
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,
     )
+    watched.watch = watch
     samplings = [Sampling(temperature=temperature, seed=seed + i) for i in range(len(prompts))]
     outputs = watched.generate(
         prompts,
@@ -283,5 +271,5 @@ def run_freely(
         unconditional=[sum(made.num_accepted_tokens > i for made in steps) / len(steps) for i in range(drafted)],
         conditional=conditional_acceptance(steps),
         block_efficiency=block_efficiency(steps),
-        rows=_joined(rule.seen).by_depth() if rule.seen else [],
+        rows=_joined(seen).by_depth() if seen else [],
     )

@@ -1,21 +1,17 @@
 """Runs that count steps: what a way to decode emits per step, which no clock has a part in."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
-
-from jaxtyping import Float
-from torch import Tensor
 
 from outrider.bench.evidence import Row
 from outrider.bench.expected import acceptance, expected_accepted
 from outrider.bench.runs import Conditions, Job
 from outrider.bench.texts import log_ratios
-from outrider.dice import Dice
+from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
 from outrider.theory.coverage import Rule, coverage
-from outrider.types import Draft, Step, Verdict
-from outrider.verifiers.protocol import Verifier
+from outrider.types import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,22 +30,6 @@ class Chain:
     def name(self) -> str:
         """As rows have it."""
         return f"{self.rule} {self.length}, room {self.deepest}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Noting:
-    """A rule that notes, step by step, how many tokens it is expected to accept of each request."""
-
-    rule: Verifier
-    seen: list[float] = field(default_factory=list)
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        """The rule's own verdict."""
-        chances = acceptance(self.rule, draft, target_rows)
-        verdict = self.rule.verify(draft, target_rows, dice)
-        known = verdict.num_accepted if chances is None else expected_accepted(draft, chances)
-        self.seen.extend(known.tolist())
-        return verdict
 
 
 @dataclass(kw_only=True)
@@ -89,11 +69,16 @@ def tally(engine: Engine, job: Job, conditions: Conditions, deepest: int) -> lis
     Args:
         deepest: Deepest draft of all that it is compared with: a step that begins with room for it is free.
     """
-    noting = Noting(rule=engine.parts.verifier)
-    usual, engine.parts = engine.parts, replace(engine.parts, verifier=noting)
+    expected: dict[str, float] = {}
+
+    def watch(cycle: Cycle) -> None:
+        chances = acceptance(engine.parts.verifier, cycle.draft, cycle.rows)
+        known = cycle.verdict.num_accepted if chances is None else expected_accepted(cycle.draft, chances)
+        expected.update(zip([state.request.id for state in cycle.states], known.tolist(), strict=True))
+
     engine.rest()
+    engine.watch = watch
     try:
-        samplings = conditions.samplings(job)
         ids = [
             engine.add(
                 prompt,
@@ -101,17 +86,16 @@ def tally(engine: Engine, job: Job, conditions: Conditions, deepest: int) -> lis
                 sampling=sampling,
                 ignore_eos=conditions.ignore_eos,
             )
-            for prompt, sampling in zip(job.prompts, samplings, strict=True)
+            for prompt, sampling in zip(job.prompts, conditions.samplings(job), strict=True)
         ]
         tallies = {id: Tally() for id in ids}
         while engine.busy:
             made: list[Step] = []
-            noting.seen.clear()
             engine.step(sink=made.append)
-            for step, expected in zip(made, noting.seen, strict=True):
-                tallies[step.request].add(step, expected, conditions.max_new_tokens - deepest)
+            for step in made:
+                tallies[step.request].add(step, expected[step.request], conditions.max_new_tokens - deepest)
     finally:
-        engine.parts = usual
+        engine.watch = None
         engine.rest()
     return list(tallies.values())
 

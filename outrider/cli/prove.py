@@ -11,8 +11,8 @@ from rich.progress import Progress
 from outrider.catalog import name_of
 from outrider.cli import options
 from outrider.cli.options import Setup
-from outrider.decoding.step import Parts, StepDecoding
-from outrider.drafters.model import ModelDrafter
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import BatchPolicy
@@ -122,16 +122,14 @@ def _law_error(engine: Engine) -> float:
     until it verifies some that were drafted while others were verified.
     """
     parts = engine.parts
-    if not isinstance(parts.decoding, StepDecoding):
+    if parts.decoding.drafts_ahead:
         return _law_error_ahead(parts)
     shared = isinstance(parts.length, BatchPolicy)
     vocab, depth = (2, 3) if shared else (3, 2 if parts.tree.structure in SMALL else 4)
-    drafter = parts.drafter
-    if isinstance(drafter, ModelDrafter):
-        drafter = ModelDrafter(lm=TabularLM(random_rows(vocab, seed=1), vocab))
     small = Parts(
         target=TabularLM(random_rows(vocab, seed=0), vocab, max_context=8 + 1 + depth),
-        drafter=drafter,
+        drafter=parts.drafter.on_tables(vocab, seed=1),
+        decoding=StepDecoding(),
         tree=SMALL.get(parts.tree.structure, parts.tree),
         verifier=parts.verifier,
         length=parts.length,
@@ -145,13 +143,10 @@ def _law_error(engine: Engine) -> float:
 
 
 def _law_error_ahead(parts: Parts) -> float:
-    drafter = parts.drafter
-    if isinstance(drafter, ModelDrafter):
-        drafter = ModelDrafter(lm=TabularLM(random_rows(3, seed=1), 3))
     small = replace(
         parts,
         target=TabularLM(random_rows(3, seed=0), 3),
-        drafter=drafter,
+        drafter=parts.drafter.on_tables(3, seed=1),
         length=FixedLength(num_speculative_tokens=2),
     )
     return law(small, [0, 1, 2, 0, 1, 2, 0, 1], 3).error

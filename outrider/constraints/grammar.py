@@ -1,4 +1,4 @@
-"""Constraints on what may be said: the masks of a whole batch of drafts, and grammars by xgrammar (extra `grammar`)."""
+"""Grammars that outputs follow, by xgrammar (extra `grammar`)."""
 
 import json
 import re
@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.constraints.schema import check_pattern, check_schema
-from outrider.types import Constraint, InputError, Running
+from outrider.types import Constraint, InputError
 
 if TYPE_CHECKING:
     import xgrammar
@@ -220,41 +219,6 @@ class GrammarConstraint:
 
     def _stuck(self) -> str:
         return f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here"
-
-
-def follow(states: Sequence[Running]) -> None:
-    """Open the constraint of every request that has one and has not begun, and bring it up to the output."""
-    for state in states:
-        constraint = state.request.constraint
-        if constraint is not None and state.constraint_state is None:
-            state.constraint_state = constraint.open()
-            constraint.commit(state.constraint_state, state.output)
-
-
-def batch_masks(
-    states: Sequence[Running],
-    owners: Int[np.ndarray, " nodes"],
-    tokens: Int[Tensor, " nodes"],
-    parents: Int[np.ndarray, " nodes"],
-    vocab_size: int,
-) -> Int[Tensor, "nodes words"] | None:
-    """What may follow each node of many drafts, packed, on the host; None where no request is constrained.
-
-    Args:
-        owners: Each node's request; the nodes of one request lie in order, its root first.
-        parents: Number of each node's parent within its request, -1 for roots.
-    """
-    constrained = [owner for owner in np.unique(owners).tolist() if states[owner].request.constraint is not None]
-    if not constrained:
-        return None
-    said = tokens.cpu().numpy()
-    found = torch.full((len(owners), -(-vocab_size // 32)), -1, dtype=torch.int32)
-    for owner in constrained:
-        constraint, own = states[owner].request.constraint, np.flatnonzero(owners == owner)
-        if constraint is not None:
-            masks = constraint.masks(states[owner].constraint_state, said[own].tolist(), parents[own].tolist())
-            found[torch.from_numpy(own)] = masks
-    return found
 
 
 @lru_cache(maxsize=8)

@@ -12,24 +12,27 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.constraints.grammar import batch_masks, follow
-from outrider.decoding.step import Clock, Parts, cut, prefill, tokens_left
-from outrider.dice import Dice, PhiloxDice
-from outrider.drafters.model import ModelDrafter
+from outrider.constraints.masks import follow
+from outrider.decoding import drafting
+from outrider.decoding.both import at_once, in_turn
+from outrider.decoding.clock import Clock
+from outrider.decoding.progress import begin, cut, end, prefill, tokens_left
+from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
+from outrider.decoding.reading import LogProbs, Reading, masks_of, no_distribution
+from outrider.decoding.step import advance, step_dice
+from outrider.dice import Dice
+from outrider.drafters.protocol import Observed
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.protocol import Segment
-from outrider.sampling import Prefix, log_probs, to_rows
-from outrider.trees.grow import grow
+from outrider.sampling import without_law
 from outrider.types import Ahead, Constraint, Draft, InputError, Request, Running, Sampling, Step, Timing
 
 LONGEST = 16
@@ -56,6 +59,8 @@ class PearlDecoding:
         Liu et al. 2024, PEARL, algorithm 2. https://arxiv.org/abs/2408.11850
     """
 
+    drafts_ahead: ClassVar[bool] = True
+
     num_speculative_tokens: int | None = None
     clock: Literal["real", "simulated"] = "real"
     _now: Callable[[], float] = field(default=time.perf_counter, repr=False, compare=False)
@@ -78,55 +83,44 @@ class PearlDecoding:
         self,
         parts: Parts,
         states: Sequence[Running],
+        *,
         dice: Dice | None = None,
-        keep: Callable[[Running, list[int]], int] | None = None,
+        keep: Keep | None = None,
+        watch: Watch | None = None,
     ) -> list[Step]:
-        """One pre-verify or post-verify of every request; the states change in place.
+        """One pre-verify or post-verify of every request, as `Decoding.step` says, whose prompts are digested.
 
-        Args:
-            states: Prefilled requests that may still emit a token.
-            dice: The source of all draws; by default keyed by each request's seed and step. One for both sides will do,
-                because the target's side draws nothing until the drafter's is done.
-            keep: How many of the tokens about to be emitted the request still wants, at least one.
+        One dice for both sides will do, because the target's side draws nothing until the drafter's is done.
         """
         clock = Clock(self._now)
-        drafters, verifiers = (dice or _dice(states) for _ in range(2))
+        drafters, verifiers = (dice or step_dice(states) for _ in range(2))
         follow(states)
-        shadows = [_shadow(s) for s in states]
-        draft = functools.partial(_draft, parts, shadows, drafters, self._now)
+        shadows = [_shadow(state) for state in states]
+        draft = functools.partial(_draft, parts, shadows, drafters)
+        blocks = [Ahead(tokens=state.ahead.tokens[:-1]) for state in states]
+        chains = _packed([state.tokens[-1] for state in states], blocks, parts.target.device)
         # What the target may say is looked up beforehand, so that the drafter's side alone asks constraints meanwhile.
-        read = functools.partial(_read, parts, states, clock, _masks(parts, states))
+        masks = masks_of(chains, states, parts.target.vocab_size)
+        read = functools.partial(_read, parts, states, chains, masks, clock)
         if self.clock == "real":
-            drafted, reading = _at_once(self._worker, draft, read, clock, _device(parts))
+            new, side = at_once(self._worker, draft, read, clock, _device(parts))
         else:
-            drafted, reading = _in_turn(draft, read, clock, parts.target.device)
-        blocks = [s.ahead if s.ahead.tokens else new.part(slice(1)) for s, new in zip(states, drafted.new, strict=True)]
+            new, side = in_turn(draft, read, clock, parts.target.device)
+        blocks = [s.ahead if s.ahead.tokens else n.part(slice(1)) for s, n in zip(states, new, strict=True)]
         judged = _packed([s.tokens[-1] for s in states], blocks, parts.target.device)
-        verdict = parts.verifier.verify(judged, _with_leaves(judged, reading.rows), verifiers)
+        rows = _with_leaves(judged, side.rows)
+        verdict = parts.verifier.verify(judged, rows, verifiers)
+        _check(judged, rows, states)
         counts, following = verdict.num_accepted.tolist(), verdict.next_tokens.tolist()
         clock.lap("verify")
-        outcomes = [
-            _outcome(parts, state, new, counts[i], following[i], keep)
-            for i, (state, new) in enumerate(zip(states, drafted.new, strict=True))
-        ]
-        logprobs = [_log_probabilities(s, reading, i, outcomes[i].tokens) for i, s in enumerate(states)]
-        steps = [
-            Step(
-                request=state.request.id,
-                num_draft_tokens=outcome.settled,
-                num_accepted_tokens=count,
-                tokens=tuple(outcome.tokens),
-                timing=clock.timing,
-                num_requests=len(states),
-                logprobs=said,
-                logits=_logits(reading, i, outcome.tokens).float() if state.request.keep_logits else None,
-            )
-            for i, (state, outcome, count, said) in enumerate(zip(states, outcomes, counts, logprobs, strict=True))
-        ]
-        _commit(parts, states, shadows, drafted.new, outcomes)
-        for state, made in zip(states, steps, strict=True):
-            state.length_state = parts.length.update(state.length_state, made)
+        if watch is not None:
+            watch(Cycle(states=states, draft=judged, rows=rows, verdict=verdict))
+        outcomes = [_outcome(parts, state, new[i], counts[i], following[i], keep) for i, state in enumerate(states)]
+        steps = [_made(s, side.reading, i, outcomes[i], counts[i], clock, len(states)) for i, s in enumerate(states)]
+        parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
         clock.lap("commit")
+        _tell(parts, states, shadows, new, outcomes, steps)
+        clock.lap("drafter")
         return steps
 
 
@@ -145,50 +139,20 @@ def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = ti
     phrase = [token % parts.target.vocab_size for token in range(1, 9)]
     prompt = tuple(2 * phrase)[: parts.target.max_context // 2]
     request = Request(id="balance", prompt=prompt, max_new_tokens=1 << 20, sampling=Sampling(temperature=0.0, seed=0))
-    state = Running(
-        request=request,
-        tokens=list(prompt),
-        slot=parts.target.open(),
-        drafter_state=parts.drafter.open(request),
-        length_state=parts.length.open(),
-    )
+    state = begin(parts, request)
     timings: list[Timing] = []
     try:
         prefill(parts, state)
         while len(timings) <= rounds and tokens_left(parts, state) > 2 * length:
             timings += [made.timing for made in parts.decoding.step(parts, [state])]
     finally:
-        parts.target.release(state.slot)
-        parts.drafter.close(state.drafter_state)
+        end(parts, state)
     if not timings:
         raise InputError("the context is too short to measure pearl's draft length; give num_speculative_tokens")
     target, drafter = (
         statistics.median(getattr(t, part) for t in timings[1:] or timings) for part in ("target", "drafter")
     )
     return min(max(2, math.ceil(target * length / max(drafter, 1e-9))), LONGEST)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Drafted:
-    """The drafter's side: what it made of each request, and in how many seconds."""
-
-    new: list[Ahead]
-    seconds: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Reading:
-    """The target's side: what it says at the anchors and at the tokens ahead, the last of each request left out.
-
-    Attributes:
-        logits: Raw logits.
-        rows: The distributions that they stand for.
-        offsets: Where each request's begin.
-    """
-
-    logits: Float[Tensor, "read vocab"]
-    rows: Float[Tensor, "read vocab"]
-    offsets: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,130 +206,50 @@ def _shadow(state: Running) -> Running:
     return replace(state, request=request, tokens=[*state.tokens, *ahead])
 
 
-def _chains(states: Sequence[Running]) -> list[list[int]]:
-    """What the target reads: the anchors and all tokens ahead but the last, which nothing drawn yet follows."""
-    return [[s.tokens[-1], *s.ahead.tokens[:-1]] for s in states]
-
-
-def _masks(parts: Parts, states: Sequence[Running]) -> Int[Tensor, "read words"] | None:
-    """What may follow each token that the target reads; None where no request is constrained."""
-    chains = _chains(states)
-    owners = np.repeat(np.arange(len(chains)), [len(chain) for chain in chains])
-    parents = np.concatenate([np.arange(len(chain)) - 1 for chain in chains])
-    tokens = torch.tensor([token for chain in chains for token in chain])
-    return batch_masks(states, owners, tokens, parents, parts.target.vocab_size)
-
-
 @torch.inference_mode()
-def _draft(parts: Parts, shadows: Sequence[Running], dice: Dice, now: Callable[[], float]) -> _Drafted:
+def _draft(parts: Parts, shadows: Sequence[Running], dice: Dice) -> list[Ahead]:
     """Draft behind everything that is committed or ahead."""
-    began = now()
-    rooms = [_room(parts, shadow) for shadow in shadows]
-    draft = grow(parts.drafter, parts.tree, parts.length, shadows, rooms, dice, _device(parts))
+    draft = drafting.draft(parts, shadows, [_room(parts, shadow) for shadow in shadows], dice, _device(parts))
     tokens, new = draft.tokens.tolist(), []
-    for first, end in zip(draft.offsets[:-1].tolist(), draft.offsets[1:].tolist(), strict=True):
-        at, rows = draft.row_of[first : end - 1], None
-        if draft.rows is not None and len(at):
+    for first, last in zip(draft.offsets[:-1].tolist(), draft.offsets[1:].tolist(), strict=True):
+        at, rows = draft.row_of[first : last - 1], None
+        if draft.rows is not None and len(at) and (at >= 0).all():
             alone = len(at) == len(draft.rows)
             rows = draft.rows if alone else draft.rows[torch.from_numpy(at).to(draft.rows.device)]
-        new.append(Ahead(tokens=tuple(tokens[first + 1 : end]), rows=rows))
-    return _Drafted(new=new, seconds=now() - began)
+        new.append(Ahead(tokens=tuple(tokens[first + 1 : last]), rows=rows, short_list=draft.short_list))
+    return new
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Side:
+    """The target's side: what it says at the anchors and at the tokens ahead, the last of each request left out."""
+
+    reading: Reading
+    rows: Float[Tensor, "read vocab"]
 
 
 @torch.inference_mode()
-def _read(parts: Parts, states: Sequence[Running], clock: Clock, masks: Int[Tensor, "read words"] | None) -> _Reading:
-    """The target's rows after the anchors and after the tokens ahead."""
-    chains = _chains(states)
-    tokens = torch.tensor([token for chain in chains for token in chain]).to(parts.target.device, non_blocking=True)
-    counts = [len(chain) for chain in chains]
-    segments = [Segment(slot=s.slot, tokens=own) for s, own in zip(states, tokens.split(counts), strict=True)]
-    logits = parts.target.extend(segments).logits
+def _read(
+    parts: Parts, states: Sequence[Running], chains: Draft, masks: Int[Tensor, "read words"] | None, clock: Clock
+) -> _Side:
+    """The target's rows after the anchors and after the tokens ahead, but the last, which nothing drawn yet follows."""
+    reading = Reading.of(parts.target, chains, states)
     clock.lap("target")
-    owners, offsets = np.repeat(np.arange(len(states)), counts), [0, *np.cumsum(counts).tolist()]
-
-    def prefix(row: int) -> Prefix:
-        state, depth = states[owners[row]], row - offsets[owners[row]]
-        return Prefix(prompt=state.request.prompt, output=[*state.output, *state.ahead.tokens[:depth]])
-
-    rows = to_rows(logits, owners, [s.request.sampling for s in states], prefix, masks)
+    rows = reading.rows(states, masks)
     clock.lap("rows")
-    return _Reading(logits=logits, rows=rows, offsets=offsets)
-
-
-def _in_turn(
-    draft: Callable[[], _Drafted], read: Callable[[], _Reading], clock: Clock, device: torch.device
-) -> tuple[_Drafted, _Reading]:
-    """Both sides one after the other, on the clock of two devices."""
-    drafted = draft()
-    clock.lap("drafter")
-    reading = read()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        clock.lap("target")
-    clock.timing.overlap = min(clock.timing.drafter, clock.timing.target + clock.timing.rows)
-    return drafted, reading
-
-
-def _at_once(
-    worker: ThreadPoolExecutor,
-    draft: Callable[[], _Drafted],
-    read: Callable[[], _Reading],
-    clock: Clock,
-    device: torch.device,
-) -> tuple[_Drafted, _Reading]:
-    """Both sides at once, the drafter's in the worker's thread and, on a GPU, in a stream of its own.
-
-    Neither runs any more when this returns or raises, so that slots can be closed.
-    """
-    side = _stream(device) if device.type == "cuda" else None
-    if side is not None:
-        side.wait_stream(torch.cuda.current_stream(device))
-
-    def beside() -> _Drafted:
-        with nullcontext() if side is None else torch.cuda.stream(side):
-            return draft()
-
-    future = worker.submit(beside)
-    try:
-        reading = read()
-        wait([future])
-    except BaseException as error:
-        wait([future])
-        if (other := future.exception()) is not None:
-            error.add_note(f"the drafter failed beside it: {other!r}")
-        raise
-    drafted = future.result()
-    if side is not None:
-        torch.cuda.current_stream(device).wait_stream(side)
-    clock.lap("rest")
-    timing, waited = clock.timing, clock.timing.rest
-    timing.drafter, timing.rest = drafted.seconds, max(0.0, waited - drafted.seconds)
-    timing.overlap = max(0.0, drafted.seconds - waited)
-    return drafted, reading
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that drafters use on a device; one for all, because memory is cached by stream."""
-    return torch.cuda.Stream(device)
+    return _Side(reading=reading, rows=rows)
 
 
 def _device(parts: Parts) -> torch.device:
-    """Where drafts are drawn: where the draft model is, if there is one."""
-    return parts.drafter.lm.device if isinstance(parts.drafter, ModelDrafter) else parts.target.device
-
-
-def _dice(states: Sequence[Running]) -> PhiloxDice:
-    return PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
+    """Where drafts are drawn: where the drafter is, if it is anywhere."""
+    return parts.drafter.device or parts.target.device
 
 
 def _room(parts: Parts, shadow: Running) -> int:
     """Longest draft that fits behind what is committed or ahead. No bonus follows it, so it may reach the very end; one
     last token is not worth drafting, because a plain step brings it.
     """
-    room = tokens_left(parts, shadow)
-    if parts.drafter.max_context is not None:
-        room = min(room, parts.drafter.max_context - len(shadow.tokens) - 1)
+    room = drafting.room(parts, shadow, tokens_left(parts, shadow))
     return room if room > 1 else 0
 
 
@@ -377,7 +261,9 @@ def _packed(anchors: Sequence[int], blocks: Sequence[Ahead], device: torch.devic
     depths = np.concatenate([np.arange(size) for size in sizes.tolist()])
     inner = np.ones(len(depths), dtype=bool)
     inner[offsets[1:] - 1] = False
-    drawn = [block.rows.to(device) for block in blocks if block.rows is not None]
+    drawn = _rows_of(blocks, device)
+    owners = np.repeat(np.arange(len(blocks)), sizes)
+    sampled = inner & np.array([block.rows is not None for block in blocks])[owners]
     return Draft(
         tokens=torch.tensor([token for chain in chains for token in chain]).to(device, non_blocking=True),
         parents=np.where(depths > 0, np.arange(len(depths)) - 1, -1),
@@ -386,10 +272,22 @@ def _packed(anchors: Sequence[int], blocks: Sequence[Ahead], device: torch.devic
         offsets=offsets,
         first_child=np.concatenate([[0], np.cumsum(inner)]),
         links=np.flatnonzero(inner) + 1,
-        rows=None if not drawn else drawn[0] if len(drawn) == 1 else torch.cat(drawn),
-        row_of=np.where(inner, np.cumsum(inner) - 1, -1) if drawn else np.full(len(depths), -1),
+        rows=drawn.rows,
+        row_of=np.where(sampled, np.cumsum(sampled) - 1, -1),
         structure="chain",
+        short_list=drawn.short_list,
     )
+
+
+def _rows_of(blocks: Sequence[Ahead], device: torch.device) -> Ahead:
+    """The rows of all blocks, over the short list that they share, or over the whole vocabulary."""
+    given = [(block.rows.to(device), block.short_list) for block in blocks if block.rows is not None]
+    if not given:
+        return Ahead()
+    few = given[0][1]
+    if all(other is few for _, other in given):
+        return Ahead(rows=given[0][0] if len(given) == 1 else torch.cat([rows for rows, _ in given]), short_list=few)
+    return Ahead(rows=torch.cat([rows if own is None else own.widened(rows) for rows, own in given]))
 
 
 def _with_leaves(judged: Draft, rows: Float[Tensor, "read vocab"]) -> Float[Tensor, "nodes vocab"]:
@@ -412,7 +310,7 @@ def _outcome(
     new: Ahead,
     accepted: int,
     following: int,
-    keep: Callable[[Running, list[int]], int] | None,
+    keep: Keep | None,
 ) -> _Outcome:
     """What the verdict leaves of the tokens ahead, or of the first of the new ones, and of the others."""
     judged, behind = (state.ahead, new) if state.ahead.tokens else (new.part(slice(1)), new.part(slice(1, None)))
@@ -428,42 +326,56 @@ def _outcome(
     )
 
 
-def _commit(
+def _tell(
     parts: Parts,
     states: Sequence[Running],
     shadows: Sequence[Running],
     new: Sequence[Ahead],
     outcomes: Sequence[_Outcome],
+    steps: Sequence[Step],
 ) -> None:
-    """Bring both caches and the states to where the outcomes are."""
-    parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
+    """Bring drafters and states to where the outcomes are."""
     paths = [range(1, len(n.tokens) + 1) if o.survives else range(0) for n, o in zip(new, outcomes, strict=True)]
-    parts.drafter.commit(shadows, paths)
-    for state, outcome in zip(states, outcomes, strict=True):
+    drafting.commit(shadows, paths)
+    known = [[state.tokens[-1], *outcome.tokens[:-1]] for state, outcome in zip(states, outcomes, strict=True)]
+    for state, outcome, made in zip(states, outcomes, steps, strict=True):
         if state.ahead.tokens and not outcome.survives:
             # The drafter has taken what lay ahead for committed.
-            reached = len(state.tokens) + len(outcome.tokens) - 1
-            state.drafter_state = parts.drafter.reuse(state.drafter_state, state.request, reached)
-        state.tokens.extend(outcome.tokens)
-        if state.request.constraint is not None:
-            state.request.constraint.commit(state.constraint_state, outcome.tokens)
+            reached, drafter = len(state.tokens) + len(outcome.tokens) - 1, drafting.drafter_of(state)
+            state.drafter_state = drafter.reuse(state.drafter_state, state.request, reached)
+        advance(parts, state, made)
         state.ahead = outcome.ahead
-        state.num_steps += 1
-    known = [s.tokens[-len(o.tokens) - 1 : -1] for s, o in zip(states, outcomes, strict=True)]
-    parts.drafter.observe(states, known, [{} for _ in states])
+    observed = Observed(
+        tokens=np.array([token for own in known for token in own], dtype=np.int64),
+        offsets=np.cumsum([0, *map(len, known)]),
+    )
+    drafting.observe(states, observed)
 
 
-def _log_probabilities(
-    state: Running, reading: _Reading, request: int, tokens: Sequence[int]
-) -> tuple[float, ...] | None:
-    """Log-softmax of the raw logits at every emitted token, if the request asked."""
-    if not state.request.logprobs:
-        return None
-    logits = _logits(reading, request, tokens)
-    return tuple(log_probs(logits, torch.tensor(tokens).to(logits.device)).tolist())
+def _check(judged: Draft, rows: Float[Tensor, "nodes vocab"], states: Sequence[Running]) -> None:
+    """Raise NoDistribution where the target's rows are none."""
+    lawless = without_law(rows).tolist()
+    for i, state in enumerate(states):
+        if any(lawless[judged.offsets[i] : judged.offsets[i + 1]]):
+            raise no_distribution(state)
 
 
-def _logits(reading: _Reading, request: int, tokens: Sequence[int]) -> Float[Tensor, "n vocab"]:
-    """Raw logits that the emitted tokens of a request were drawn from."""
-    first = reading.offsets[request]
-    return reading.logits[first : first + len(tokens)]
+def _made(
+    state: Running, reading: Reading, request: int, outcome: _Outcome, accepted: int, clock: Clock, num_requests: int
+) -> Step:
+    """What one request's step came to."""
+    asked, logits = state.request, None
+    if asked.keep_logits or asked.logprobs is not None:
+        logits = reading.logits(request, range(1, len(outcome.tokens)))
+    said = LogProbs() if logits is None else LogProbs.of(logits, outcome.tokens, asked.logprobs)
+    return Step(
+        request=asked.id,
+        num_draft_tokens=outcome.settled,
+        num_accepted_tokens=accepted,
+        tokens=tuple(outcome.tokens),
+        timing=clock.timing,
+        num_requests=num_requests,
+        logprobs=said.chosen,
+        top_logprobs=said.top,
+        logits=logits if asked.keep_logits else None,
+    )

@@ -1,19 +1,21 @@
 """A draft model: any causal LM (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from outrider.drafters.protocol import Rows, Surroundings
+from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import packable
 from outrider.lm.protocol import LM, Segment
-from outrider.lm.support import is_recurrent
+from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
 from outrider.types import Frontier, Guess, InputError, Request, Running
@@ -42,7 +44,7 @@ class ModelState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Guess with the next-token distribution of `lm`.
 
     The draft model has digested every committed token but the newest one or two: after a full acceptance the last
@@ -53,6 +55,10 @@ class ModelDrafter:
         vocab_size: Width of the target's logits, where it is padded further than the draft model's; the tokens that
             the draft model lacks are never guessed.
     """
+
+    keeps_cache: ClassVar[bool] = True
+    trainer: ClassVar[str | None] = "distill"
+    exports: ClassVar[tuple[str, ...]] = ("draft_model",)
 
     lm: LM
     vocab_size: int | None = None
@@ -66,17 +72,25 @@ class ModelDrafter:
         return True
 
     @property
-    def taps(self) -> tuple[int, ...]:
-        return ()
-
-    @property
     def max_context(self) -> int | None:
         return self.lm.max_context
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {f"draft {name}": module for name, module in self.lm.modules.items()}
+
+    @property
+    def chains_only(self) -> str | None:
+        return self.lm.chains_only
 
     def open(self, request: Request) -> ModelState:
         return ModelState(slot=self.lm.open())
 
-    def begin(self, states: Sequence[Running]) -> Guess:
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         self._digest(states, [len(s.tokens) - 1 - (len(s.tokens) - 1 - self._length(s)) % CHUNK for s in states])
         segments = [
             Segment(slot=_own(s).slot, tokens=self._tensor(s.tokens[self._length(s) :]), logits="last") for s in states
@@ -99,13 +113,9 @@ class ModelDrafter:
             segments.append(Segment(slot=own.slot, tokens=tokens[first:end], parents=np.array(parents)))
         return Guess(logits=self._widened(self.lm.extend(segments).logits))
 
-    def observe(
-        self,
-        states: Sequence[Running],
-        tokens: Sequence[Sequence[int]],
-        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
-    ) -> None:
-        known = [min(len(s.tokens) - 1, self._length(s) + len(t)) for s, t in zip(states, tokens, strict=True)]
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        counts = observed.counts()
+        known = [min(len(s.tokens) - 1, self._length(s) + count) for s, count in zip(states, counts, strict=True)]
         behind = [(s, end) for s, end in zip(states, known, strict=True) if end - self._length(s) >= BACKLOG]
         self._digest([s for s, _ in behind], [end for _, end in behind])
 
@@ -123,8 +133,18 @@ class ModelDrafter:
         own.fed.clear()
         return own
 
+    def fork(self, state: object, request: Request, length: int) -> ModelState:
+        own = _state(state)
+        return ModelState(slot=self.lm.copy(own.slot, min(length, self.lm.length(own.slot))))
+
     def close(self, state: object) -> None:
         self.lm.release(_state(state).slot)
+
+    def cast(self, surroundings: Surroundings) -> "ModelDrafter":
+        return replace(self, lm=self.lm.cast(surroundings.dtype))
+
+    def on_tables(self, vocab_size: int, seed: int) -> "ModelDrafter":
+        return ModelDrafter(lm=TabularLM(random_rows(vocab_size, seed), vocab_size))
 
     def _length(self, state: Running) -> int:
         return self.lm.length(_own(state).slot)
@@ -183,7 +203,7 @@ class ModelPath:
             max_slots=surroundings.max_slots,
             max_context=self.max_context,
             vocab_size=min(width, surroundings.vocab_size) if words is None else None,
-            compile=surroundings.compile and not is_recurrent(model),
+            compile=surroundings.compile and not Anatomy.of(model).recurrent,
             prepack=surroundings.prepack and packable(model),
         )
         return ModelDrafter(lm=lm if words is None else Translated(lm, words), vocab_size=surroundings.vocab_size)

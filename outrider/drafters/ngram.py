@@ -39,8 +39,9 @@ class NgramDrafter(TokenOnly):
         >>> from outrider.types import Sampling
         >>> request = Request(id="r", prompt=(1, 2, 3, 4, 1, 2), max_new_tokens=8, sampling=Sampling())
         >>> drafter = NgramDrafter()
-        >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter_state=drafter.open(request))
-        >>> drafter.begin([state]).tokens
+        >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter=drafter,
+        ...                 drafter_state=drafter.open(request))
+        >>> drafter.begin([state], [1]).tokens
         array([3])
 
     References:
@@ -60,7 +61,7 @@ class NgramDrafter(TokenOnly):
     def open(self, request: Request) -> NgramState:
         return NgramState()
 
-    def begin(self, states: Sequence[Running]) -> Guess:
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         return Guess(tokens=np.array([self._first(s.tokens, _own(s)) for s in states]))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:

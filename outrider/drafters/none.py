@@ -13,7 +13,7 @@ from outrider.types import Frontier, Guess, Running
 class NoDrafter(TokenOnly):
     """Never proposes anything; the engine decodes plainly."""
 
-    def begin(self, states: Sequence[Running]) -> Guess:
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         return Guess(tokens=np.full(len(states), -1))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:

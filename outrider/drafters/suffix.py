@@ -54,8 +54,9 @@ class SuffixDrafter(TokenOnly):
         >>> from outrider.types import Sampling
         >>> request = Request(id="r", prompt=(5, 1, 2, 5, 3, 2, 5, 3, 9, 2, 5), max_new_tokens=8, sampling=Sampling())
         >>> drafter = SuffixDrafter()
-        >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter_state=drafter.open(request))
-        >>> drafter.begin([state]).tokens
+        >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter=drafter,
+        ...                 drafter_state=drafter.open(request))
+        >>> drafter.begin([state], [1]).tokens
         array([3])
 
     References:
@@ -77,7 +78,7 @@ class SuffixDrafter(TokenOnly):
     def open(self, request: Request) -> SuffixState:
         return SuffixState(shared=None if self._shared is None else SuffixMatch(automaton=self._shared))
 
-    def begin(self, states: Sequence[Running]) -> Guess:
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         tokens = []
         for state in states:
             own = _own(state)

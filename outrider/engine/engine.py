@@ -1,43 +1,57 @@
 """The engine: takes requests, gives each a slot, prefills it, steps all active ones together, and hands out text."""
 
-import time
+import functools
+import threading
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from typing import Literal, ParamSpec, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.constraints.grammar import Grammar
-from outrider.decoding.step import (
-    PREFILL_CHUNK,
-    Mark,
-    Parts,
-    StepDecoding,
-    digest,
-    mark,
-    rewind,
-    tokens_left,
-    undigested,
-)
+from outrider.decoding.progress import PREFILL_CHUNK
+from outrider.decoding.protocol import Parts, Watch
+from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.drafters.none import NoDrafter
-from outrider.engine.output import FinishReason, Output, Update, succeeded
+from outrider.drafters.protocol import Drafter
+from outrider.engine.mailbox import Mailboxes
+from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
-from outrider.engine.seats import Chunk, Seat, alike
-from outrider.engine.text import Ending
+from outrider.engine.requests import bound, check, nth, one_each
+from outrider.engine.schedule import Schedule
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
 from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
 from outrider.verifiers.match import MatchVerifier
 
 Sink = Callable[[Step], None]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def alone(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """A method of the engine that one thread runs at a time."""
+
+    @functools.wraps(method)
+    def locked(*args: Given.args, **named: Given.kwargs) -> Result:
+        with args[0]._lock:  # type: ignore[attr-defined]
+            return method(*args, **named)
+
+    return locked
 
 
 class Engine:
     """Speculative decoding of many requests at once, over parts that fit each other; made by `outrider.load`.
+
+    Any number of `stream` and `generate` calls may go on at once, interleaved in one thread or in many: whichever of
+    them makes a step makes it for all requests, and each gets every update of its own requests and nothing else.
+    `step` brings the updates of requests that were added by hand.
+
+    Attributes:
+        watch: Called once per step with its draft, the target's rows and the verdict; None for nobody.
 
     Args:
         parts: Target, drafter, tree, verifier, length policy and decoding.
@@ -45,10 +59,12 @@ class Engine:
         eos_ids: Token ids that end an output.
         sampling: Settings of requests that bring none.
         max_slots: Most requests that run at once; further ones wait.
-        keep_warm: Whether the last request's slot is kept for a prompt that continues it.
+        keep_warm: Whether slots of ended requests stay allocated while nobody else needs them, so that prompts that
+            begin as they do need not be digested from their beginning.
         max_prefill_tokens: Most prompt tokens that one step digests, over all requests, first come first: how long
             new prompts keep those waiting that decode.
         dice: Makes the dice of a step of these requests; by default keyed by each request's seed and step.
+        refuses: Why parts do not fit each other, in one sentence; asked where a part is replaced.
 
     Example:
         >>> import outrider
@@ -69,22 +85,50 @@ class Engine:
         max_prefill_tokens: int = PREFILL_CHUNK,
         keep_warm: bool = True,
         dice: Callable[[Sequence[Running]], Dice] | None = None,
+        refuses: Callable[[Parts], str | None] | None = None,
     ) -> None:
         if max_prefill_tokens < 1:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
-        self.parts = parts
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.sampling = sampling or Sampling()
         self.max_slots = max_slots
         self.max_prefill_tokens = max_prefill_tokens
-        self.keep_warm = keep_warm
         self.dice = dice
-        self._waiting: deque[Seat] = deque()
-        self._seats: dict[str, Seat] = {}
-        self._warm: Running | None = None
+        self.watch: Watch | None = None
+        self._refuses = refuses
+        self._lock = threading.RLock()
+        self._mail = Mailboxes()
+        self._schedule = Schedule(
+            parts, tokenizer, max_slots=max_slots, max_warm=max_slots if keep_warm else 0, deliver=self._mail.deliver
+        )
         self._seeds = np.random.SeedSequence()
 
+    @property
+    def parts(self) -> Parts:
+        """What decodes new requests; another value must have the same target."""
+        return self._schedule.parts
+
+    @parts.setter
+    def parts(self, parts: Parts) -> None:
+        self._schedule.parts = parts
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._schedule.seats)
+
+    @property
+    def num_reused_tokens(self) -> int:
+        """Prompt tokens so far that did not need to be digested, because another request's text begins as they do."""
+        return self._schedule.prefixes.num_reused_tokens
+
+    @alone
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; chat messages go through the tokenizer's template, the assistant to speak next."""
+        return encode(prompt, self.tokenizer)
+
+    @alone
     def add(
         self,
         prompt: Prompt | Request,
@@ -92,7 +136,9 @@ class Engine:
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
         stop: Sequence[str] = (),
-        logprobs: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        logprobs: int | None = None,
         ignore_eos: bool = False,
         id: str | None = None,
         constraint: Constraint | Grammar | None = None,
@@ -100,6 +146,14 @@ class Engine:
         """Queue a request and return its id. Raises InputError where it cannot be run.
 
         Args:
+            max_new_tokens: Most tokens to emit.
+            sampling: How tokens are drawn; by default the engine's settings.
+            stop: Strings that end the output; the text ends before them.
+            stop_token_ids: Tokens that end the output, beside the model's own.
+            min_tokens: Before so many tokens no ending token comes, and no stop string counts.
+            logprobs: Which log-probabilities to record: None none, 0 those of the output's tokens, k those of the k
+                likeliest at each place as well.
+            ignore_eos: Go on behind the model's own ending tokens.
             constraint: What the output must be: a grammar, or any other constraint on tokens.
         """
         if isinstance(prompt, Request):
@@ -110,30 +164,24 @@ class Engine:
                 prompt=tuple(self.encode(prompt)),
                 max_new_tokens=max_new_tokens,
                 sampling=sampling or self.sampling,
-                eos_ids=frozenset() if ignore_eos else self.eos_ids,
+                eos_ids=(frozenset() if ignore_eos else self.eos_ids) | frozenset(stop_token_ids),
                 stop=tuple(stop),
+                min_tokens=min_tokens,
                 logprobs=logprobs,
             )
         if constraint is not None:
-            request = replace(request, constraint=self._bind(constraint, request.eos_ids))
+            rule = bound(constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
+            request = replace(request, constraint=rule)
         if request.sampling.seed is None:
             seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
             request = replace(request, sampling=replace(request.sampling, seed=seed))
-        self._check(request)
-        seat = Seat(request=request, ending=Ending(self.tokenizer, request.stop))
-        self._seats[request.id] = seat
-        self._waiting.append(seat)
+        if request.id in self._schedule.seats:
+            raise InputError(f"a request {request.id!r} is already running; ids must be unique")
+        check(request, self.parts.target, has_tokenizer=self.tokenizer is not None)
+        self._schedule.queue(request)
         return request.id
 
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; chat messages go through the tokenizer's template, the assistant to speak next."""
-        return encode(prompt, self.tokenizer)
-
-    @property
-    def busy(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._seats)
-
+    @alone
     def step(self, sink: Sink | None = None) -> list[Update]:
         """Admit what fits, prefill new requests, then draft, verify and commit for all ready ones.
 
@@ -141,30 +189,43 @@ class Engine:
         make a step together concerns all of them: the step is taken back and each makes its next one alone, so that
         the one at fault fails alone. The draws are those of the step that failed, so the others lose time and nothing
         else. An interrupt takes the step back too.
+
+        Args:
+            sink: Called with every step that the updates are of.
+
+        Returns:
+            What this step, and steps that others have made since the last call, brought to requests that no `stream` or
+            `generate` waits for.
         """
-        updates = [*self._admit(), *self._prefill()]
-        ready = [seat for seat in self._seats.values() if seat.ready]
-        together = [seat for seat in ready if not seat.suspect]
-        for seats in ([together] if together else []) + [[seat] for seat in ready if seat.suspect]:
-            updates += self._advance(seats, sink)
+        self._advance()
+        updates = self._mail.take()
+        for update in updates:
+            if sink is not None and update.step is not None:
+                sink(update.step)
         return updates
 
+    @alone
     def cancel(self, id: str) -> Output | None:
         """End a request now; what it has emitted so far, or None if there is no such request."""
-        seat = self._seats.get(id)
-        return None if seat is None else self._finish(seat, "cancelled")
+        output = self._schedule.cancel(id)
+        if output is not None and self._mail.is_claimed(id):
+            self._mail.deliver(Update(id=id, tokens=[], text="", output=output))
+        return output
 
     def stream(self, prompt: Prompt | Request, **options: object) -> Iterator[Update]:
         """Run one request beside whatever else is active, and yield its updates as they come.
 
         Takes the options of `add`. Leaving the loop early cancels the request. What ends it by an error is raised.
         """
-        id = self.add(prompt, **options)  # type: ignore[arg-type]
+        id = self._claimed(prompt, **options)
         try:
-            while id in self._seats:
-                yield from (succeeded(update) for update in self.step() if update.id == id)
+            ended = False
+            while not ended:
+                for update in self._wait([id]):
+                    ended = update.output is not None
+                    yield succeeded(update)
         finally:
-            self.cancel(id)
+            self._leave([id])
 
     def generate(
         self,
@@ -174,12 +235,17 @@ class Engine:
         sampling: Sampling | Sequence[Sampling] | None = None,
         n: int = 1,
         stop: Sequence[str] = (),
-        logprobs: bool = False,
+        stop_token_ids: Sequence[int] = (),
+        min_tokens: int = 0,
+        logprobs: int | None = None,
         ignore_eos: bool = False,
         progress: Callable[[Output], None] | None = None,
         constraint: Constraint | Grammar | Sequence[Constraint | Grammar | None] | None = None,
+        errors: Literal["raise", "return"] = "raise",
     ) -> list[Output]:
         """Run prompts to their ends, as many at once as there are slots; outputs in the order of the prompts.
+
+        Options that are not named below are those of `add`.
 
         Args:
             prompts: Texts, lists of token ids or lists of chat messages.
@@ -188,52 +254,60 @@ class Engine:
                 from it and k, the first from the seed itself.
             progress: Called with each output as it ends.
             constraint: What the outputs must be; one for all prompts, or one per prompt, None where anything may be.
-
-        What ends one of the requests by an error is raised, and the others are cancelled.
+            errors: What ends a request by an error is raised, and the others are cancelled; or it is returned in the
+                request's output, and the others go on.
         """
         if isinstance(prompts, str):
             raise InputError("prompts must be a list; for one prompt give [prompt]")
         if n < 1:
             raise InputError(f"n must be >= 1, got {n}")
-        settings = [sampling] * len(prompts) if sampling is None or isinstance(sampling, Sampling) else list(sampling)
-        if len(settings) != len(prompts):
-            raise InputError(f"got {len(settings)} samplings for {len(prompts)} prompts; give one, or one per prompt")
-        if isinstance(constraint, Sequence) and not isinstance(constraint, str):
-            rules = list(constraint)
-        else:
-            rules = [constraint] * len(prompts)
-        if len(rules) != len(prompts):
-            raise InputError(f"got {len(rules)} constraints for {len(prompts)} prompts; give one, or one per prompt")
-        requests: list[str] = []
+        if errors not in ("raise", "return"):
+            raise InputError(f"errors must be 'raise' or 'return', got {errors!r}")
+        settings = one_each(sampling, len(prompts), "samplings")
+        rules = one_each(constraint, len(prompts), "constraints")
+        ids: list[str] = []
         steps: dict[str, list[Step]] = {}
         outputs: dict[str, Output] = {}
         try:
             for prompt, setting, rule in zip(prompts, settings, rules, strict=True):
                 for k in range(n):
-                    id = self.add(
-                        prompt,
-                        max_new_tokens=max_new_tokens,
-                        sampling=_nth(setting, k),
-                        stop=stop,
-                        logprobs=logprobs,
-                        ignore_eos=ignore_eos,
-                        constraint=rule,
-                    )
-                    requests.append(id)
-                    steps[id] = []
-            while any(id in self._seats for id in requests):
-                for update in self.step(sink=lambda made: steps.get(made.request, []).append(made)):
-                    if update.id in steps:
+                    options = {
+                        "max_new_tokens": max_new_tokens,
+                        "sampling": nth(setting, k),
+                        "stop": stop,
+                        "stop_token_ids": stop_token_ids,
+                        "min_tokens": min_tokens,
+                        "logprobs": logprobs,
+                        "ignore_eos": ignore_eos,
+                        "constraint": rule,
+                    }
+                    ids.append(self._claimed(prompt, **options))
+                    steps[ids[-1]] = []
+            while len(outputs) < len(ids):
+                for update in self._wait([id for id in ids if id not in outputs]):
+                    if errors == "raise":
                         succeeded(update)
-                    if update.output is not None and update.id in steps:
+                    if update.step is not None:
+                        steps[update.id].append(update.step)
+                    if update.output is not None:
                         outputs[update.id] = replace(update.output, steps=steps[update.id])
                         if progress is not None:
                             progress(outputs[update.id])
-        except BaseException:
-            for id in requests:
-                self.cancel(id)
-            raise
-        return [outputs[id] for id in requests]
+        finally:
+            self._leave(ids)
+        return [outputs[id] for id in ids]
+
+    @alone
+    def swap(self, drafter: Drafter) -> None:
+        """Let another drafter draft for the requests that come from now on. Those under way keep the one they have.
+
+        Raises:
+            InputError: The drafter does not fit the other parts.
+        """
+        parts = replace(self.parts, drafter=drafter)
+        if self._refuses is not None and (reason := self._refuses(parts)) is not None:
+            raise InputError(reason)
+        self.parts = parts
 
     def plain(self) -> "Engine":
         """An engine over the same target that drafts nothing. The two share the target's slots, so it keeps none."""
@@ -255,232 +329,34 @@ class Engine:
             keep_warm=False,
         )
 
+    @alone
     def rest(self) -> None:
-        """Give back the slot that is kept warm for a prompt that continues the last one."""
-        warm, self._warm = self._warm, None
-        if warm is not None:
-            self._release(warm)
+        """Give back the slots that are kept warm for prompts that begin as ended requests do."""
+        self._schedule.prefixes.clear()
 
-    def _bind(self, constraint: Constraint | Grammar, eos_ids: frozenset[int]) -> Constraint:
-        if isinstance(constraint, Grammar):
-            return constraint.bind(self.tokenizer, self.parts.target.vocab_size, eos_ids)
-        if not isinstance(constraint, Constraint):
-            raise InputError(
-                "a constraint is a grammar of outrider.constraints.grammar (json_schema, any_json, regex, ebnf), or an "
-                f"object with open, masks and commit; got {constraint!r}"
-            )
-        return constraint
+    @alone
+    def _claimed(self, prompt: Prompt | Request, **options: object) -> str:
+        """Queue a request whose updates wait for the caller."""
+        id = self.add(prompt, **options)  # type: ignore[arg-type]
+        self._mail.claim(id)
+        return id
 
-    def _check(self, request: Request) -> None:
-        longest = self.parts.target.max_context
-        if request.id in self._seats:
-            raise InputError(f"a request {request.id!r} is already running; ids must be unique")
-        if not request.prompt:
-            raise InputError("the prompt is empty; give at least one token")
-        if len(request.prompt) >= longest:
-            raise InputError(
-                f"the prompt has {len(request.prompt)} tokens and the context {longest}; shorten it to at most "
-                f"{longest - 1} tokens, or raise max_context if the model allows more"
-            )
-        if request.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens must be >= 1, got {request.max_new_tokens}")
-        width = self.parts.target.vocab_size
-        if (worst := max(request.prompt)) >= width or min(request.prompt) < 0:
-            raise InputError(f"token id {worst if worst >= width else min(request.prompt)} is not in 0 .. {width - 1}")
-        if any(not 0 <= token < width for token in request.sampling.logit_bias):
-            raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
-        if request.stop and self.tokenizer is None:
-            raise InputError("stop strings need the target's tokenizer")
-        if any(not text for text in request.stop):
-            raise InputError("a stop string must not be empty")
+    @alone
+    def _wait(self, ids: Sequence[str]) -> list[Update]:
+        """Updates of claimed requests: those that others' steps have brought, or what a step brings now."""
+        found = [update for id in ids for update in self._mail.take(id)]
+        if not found:
+            self._advance()
+            found = [update for id in ids for update in self._mail.take(id)]
+        return found
 
-    def _admit(self) -> list[Update]:
-        failed = []
-        while self._waiting and sum(seat.running is not None for seat in self._seats.values()) < self.max_slots:
-            seat = self._waiting[0]
-            seat.admitted = time.perf_counter()
-            try:
-                seat.running = self._resume(seat.request) or self._open(seat.request)
-            except Exception as error:
-                failed.append(self._fail(seat, error))
-            else:
-                self._waiting.popleft()
-        return failed
+    @alone
+    def _leave(self, ids: Sequence[str]) -> None:
+        """End what is still under way of claimed requests; nobody waits for them any more."""
+        for id in ids:
+            self._mail.disown(id)
+            self.cancel(id)
 
-    def _open(self, request: Request) -> Running:
-        slot = self.parts.target.open()
-        try:
-            return Running(
-                request=request,
-                tokens=list(request.prompt),
-                slot=slot,
-                drafter_state=self.parts.drafter.open(request),
-                length_state=self.parts.length.open(),
-            )
-        except BaseException:
-            self.parts.target.release(slot)
-            raise
-
-    def _resume(self, request: Request) -> Running | None:
-        """The slot that the last request left warm, if the new prompt begins as it does; otherwise it is given back."""
-        warm, self._warm = self._warm, None
-        if warm is None:
-            return None
-        shared = 0
-        digested = min(self.parts.target.length(warm.slot), len(request.prompt) - 1)
-        while shared < digested and warm.tokens[shared] == request.prompt[shared]:
-            shared += 1
-        if shared == 0 or self.parts.drafter.taps:
-            self._release(warm)
-            return None
-        try:
-            self.parts.target.truncate(warm.slot, shared)
-            return Running(
-                request=request,
-                tokens=list(request.prompt),
-                slot=warm.slot,
-                drafter_state=self.parts.drafter.reuse(warm.drafter_state, request, shared),
-                length_state=self.parts.length.open(),
-            )
-        except BaseException:
-            self._abandon(warm)
-            raise
-
-    def _prefill(self) -> list[Update]:
-        """Digest a chunk of every new prompt, first come first, `max_prefill_tokens` in all.
-
-        Prompts of like length share a forward. Where no request decodes yet, their last chunks are left to their first
-        step, whose forward digests them too.
-        """
-        left, chunks = self.max_prefill_tokens, []
-        new = [seat for seat in self._seats.values() if seat.running is not None and not seat.ready]
-        for seat in new:
-            behind = len(undigested(self.parts, seat.state))
-            count = min(behind, left)
-            left -= count
-            seat.ready = behind == 0
-            end = self.parts.target.length(seat.state.slot) + count
-            chunks.append(Chunk(seat=seat, count=count, end=end, last=count == behind))
-        groups = alike([chunk for chunk in chunks if chunk.count])
-        alone = len(groups) == 1 and not any(seat.ready for seat in self._seats.values())
-        if alone and all(chunk.last for chunk in chunks) and self._digests_in_step:
-            for seat in new:
-                seat.ready = True
-            return []
-        return [update for group in groups for update in self._digest(group)]
-
-    @property
-    def _digests_in_step(self) -> bool:
-        """Whether a step may digest a prompt and verify a draft behind it in one forward.
-
-        Not where the drafter must see the prompt's hidden states before it drafts, nor where a rejected draft would
-        make the prompt be digested again.
-        """
-        parts = self.parts
-        return isinstance(parts.decoding, StepDecoding) and not parts.drafter.taps and parts.target.crops
-
-    def _digest(self, chunks: Sequence[Chunk]) -> list[Update]:
-        """Digest chunks in one forward."""
-        seats = [chunk.seat for chunk in chunks]
-        marks = [mark(seat.state) for seat in seats]
-        try:
-            digest(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
-        except BaseException as error:
-            return self._failed(seats, marks, error)
-        for chunk in chunks:
-            chunk.seat.ready = chunk.last
-        return []
-
-    def _advance(self, seats: Sequence[Seat], sink: Sink | None) -> list[Update]:
-        """One step of ready seats together."""
-        by_id = {seat.request.id: seat for seat in seats}
-        states = [seat.state for seat in seats]
-        marks = [mark(state) for state in states]
-        try:
-            steps = self.parts.decoding.step(
-                self.parts,
-                states,
-                dice=None if self.dice is None else self.dice(states),
-                keep=lambda state, tokens: by_id[state.request.id].keep(tokens),
-            )
-        except BaseException as error:
-            return self._failed(seats, marks, error)
-        updates = [self._update(by_id[made.request], made) for made in steps]
-        if sink is not None:
-            for made in steps:
-                sink(made)
-        return updates
-
-    def _failed(self, seats: Sequence[Seat], marks: Sequence[Mark], error: BaseException) -> list[Update]:
-        """Take back what failed; one request alone ends by it, several are tried alone. An interrupt is raised."""
-        failed = [update for pair in zip(seats, marks, strict=True) if (update := self._take_back(*pair))]
-        if not isinstance(error, Exception):
-            raise error
-        return failed or ([self._fail(seats[0], error)] if len(seats) == 1 else [])
-
-    def _take_back(self, seat: Seat, to: Mark) -> Update | None:
-        """Put a request back to where it stood before a step that failed; its end, where even that fails."""
-        try:
-            rewind(self.parts, seat.state, to)
-            seat.ready, seat.suspect, seat.ended = False, True, False
-            seat.ending = Ending(self.tokenizer, seat.request.stop)
-            seat.ending.keep(seat.state.output)
-            seat.ending.take()
-        except Exception as error:
-            return self._fail(seat, error)
-        return None
-
-    def _update(self, seat: Seat, made: Step) -> Update:
-        tokens = list(made.tokens)
-        seat.suspect = False
-        seat.num_draft_tokens += made.num_draft_tokens
-        seat.accepted.append(made.num_accepted_tokens)
-        seat.logprobs += made.logprobs or ()
-        text = seat.ending.take()
-        reason: FinishReason | None = None
-        if seat.ended or seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
-            reason = "stop"
-        elif tokens_left(self.parts, seat.state) == 0:
-            reason = "length"
-        if reason is None:
-            return Update(id=made.request, tokens=tokens, text=text)
-        text += seat.ending.finish()
-        return Update(id=made.request, tokens=tokens, text=text, output=self._finish(seat, reason))
-
-    def _fail(self, seat: Seat, error: Exception) -> Update:
-        return Update(id=seat.request.id, tokens=[], text="", output=self._finish(seat, "error", error))
-
-    def _finish(self, seat: Seat, reason: FinishReason, error: Exception | None = None) -> Output:
-        """Take a request out. The last one to leave keeps its slot warm for a prompt that continues it."""
-        del self._seats[seat.request.id]
-        if seat.running is None:
-            self._waiting.remove(seat)
-        else:
-            seat.running.constraint_state = None
-            if error is not None:
-                self._abandon(seat.running)
-            elif self._seats or self._warm is not None or not self.keep_warm:
-                self._release(seat.running)
-            else:
-                self._warm = seat.running
-        if error is None:
-            seat.ending.finish()
-        return seat.output(reason, error)
-
-    def _release(self, running: Running) -> None:
-        self.parts.target.release(running.slot)
-        self.parts.drafter.close(running.drafter_state)
-
-    def _abandon(self, running: Running) -> None:
-        """Release what can be released; the error that comes first is the one to report."""
-        with suppress(Exception):
-            self.parts.target.release(running.slot)
-        with suppress(Exception):
-            self.parts.drafter.close(running.drafter_state)
-
-
-def _nth(sampling: Sampling | None, k: int) -> Sampling | None:
-    """Settings of the k-th output of a prompt: the same, with its own seed."""
-    if sampling is None or sampling.seed is None or k == 0:
-        return sampling
-    return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, k]).generate_state(1, np.uint64)[0]))
+    def _advance(self) -> None:
+        """One step of all requests; their updates wait in the mailboxes."""
+        self._schedule.advance(self.max_prefill_tokens, self.dice, self.watch)

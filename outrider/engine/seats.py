@@ -1,21 +1,24 @@
-"""Requests inside the engine: how far each is, and what there is to digest of its prompt."""
+"""A request inside the engine: how far it is, and what it has given."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
 
 from outrider.engine.output import FinishReason, Output
 from outrider.engine.text import Ending
-from outrider.types import Request, Running
+from outrider.types import Request, Running, Step
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Seat:
     """A request in the engine; changes in place.
 
     Attributes:
         ready: Whether its prompt is digested, or will be by its first step.
         suspect: Whether it stood in a step that failed and has made none since; it makes the next one alone.
+        reused: Tokens of the prompt that did not need to be digested.
     """
 
     request: Request
@@ -24,9 +27,11 @@ class Seat:
     admitted: float = 0.0
     ready: bool = False
     suspect: bool = False
+    reused: int = 0
     num_draft_tokens: int = 0
     accepted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[Mapping[int, float]] = field(default_factory=list)
     ended: bool = False
 
     @property
@@ -45,15 +50,32 @@ class Seat:
                 if self.request.ends(output):
                     self.ended, tokens = True, tokens[:i]
                     break
-        return self.ending.keep(tokens)
+        return self.ending.keep(tokens, unchecked=self.request.min_tokens - len(self.state.output))
+
+    def note(self, made: Step) -> None:
+        """Count a step."""
+        self.suspect = False
+        self.num_draft_tokens += made.num_draft_tokens
+        self.accepted.append(made.num_accepted_tokens)
+        self.logprobs += made.logprobs or ()
+        self.top_logprobs += made.top_logprobs or ()
+
+    def start_over(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
+        """After a step that was taken back: text anew from the tokens that stand, of which nothing is handed out."""
+        self.ready, self.suspect, self.ended = False, True, False
+        self.ending = Ending(tokenizer, self.request.stop)
+        output = self.state.output
+        self.ending.keep(output, unchecked=min(self.request.min_tokens, len(output)))
+        self.ending.take()
 
     def output(self, reason: FinishReason, error: Exception | None = None) -> Output:
         """What the request gave."""
         tokens = [] if self.running is None else self.running.output
-        deepest = max(self.accepted, default=0)
+        deepest, asked = max(self.accepted, default=0), self.request.logprobs
         return Output(
             id=self.request.id,
             prompt_tokens=len(self.request.prompt),
+            reused_tokens=self.reused,
             text=self.ending.text,
             tokens=tokens,
             finish_reason=reason,
@@ -63,38 +85,7 @@ class Seat:
             accepted_per_position=[sum(count > i for count in self.accepted) for i in range(deepest)],
             block_efficiency=len(tokens) / max(1, len(self.accepted)),
             seconds=time.perf_counter() - self.admitted if self.running is not None else 0.0,
-            logprobs=self.logprobs if self.request.logprobs else None,
+            logprobs=self.logprobs if asked is not None else None,
+            top_logprobs=[dict(each) for each in self.top_logprobs] if asked else None,
             error=error,
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chunk:
-    """A part of a prompt to digest.
-
-    Attributes:
-        count: How many tokens.
-        end: How many are digested then.
-        last: Whether nothing but the newest token is left then.
-    """
-
-    seat: Seat
-    count: int
-    end: int
-    last: bool
-
-    def like(self, longest: "Chunk") -> bool:
-        """Whether a forward over both pads little, in new tokens and in those behind which they stand."""
-        new, all_ = longest.count - self.count, abs(longest.end - self.end)
-        return new <= max(16, longest.count // 4) and all_ <= max(64, longest.end // 4)
-
-
-def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Chunks that can share a forward without much padding; those of suspects stay alone."""
-    groups: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.seat.suspect, -chunk.count)):
-        if groups and not chunk.seat.suspect and chunk.like(groups[-1][0]):
-            groups[-1].append(chunk)
-        else:
-            groups.append([chunk])
-    return groups

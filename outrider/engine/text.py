@@ -90,16 +90,25 @@ class Ending:
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stop = tuple(stop)
         self._taken = 0
+        self._unchecked = 0
 
-    def keep(self, tokens: Sequence[int]) -> int:
-        """How many of the new tokens belong to the output; their text is added."""
+    def keep(self, tokens: Sequence[int], unchecked: int = 0) -> int:
+        """How many of the new tokens belong to the output; their text is added.
+
+        Args:
+            unchecked: In the text of so many first ones no stop string counts.
+        """
         if self._stream is None:
             return len(tokens)
         if not self._stop:
             self.text += self._stream.push(*tokens)
             return len(tokens)
         for i, token in enumerate(tokens, 1):
-            if self._add(self._stream.push(token)):
+            piece = self._stream.push(token)
+            if i <= unchecked:
+                self.text += piece
+                self._unchecked = len(self.text)
+            elif self._add(piece):
                 return i
         return len(tokens)
 
@@ -121,7 +130,7 @@ class Ending:
     def _add(self, piece: str) -> bool:
         """Append text; whether a stop string is now complete, in which case the text is cut before it."""
         longest = max((len(stop) for stop in self._stop), default=0)
-        search_from = max(0, len(self.text) - longest + 1)
+        search_from = max(self._unchecked, len(self.text) - longest + 1)
         self.text += piece
         found = [at for stop in self._stop if (at := self.text.find(stop, search_from)) >= 0]
         if found:

@@ -22,7 +22,8 @@ from transformers import (
 )
 
 from outrider.integrate.refusals import is_transformers_own
-from outrider.types import Processor, Request, Sampling, is_blind
+from outrider.processors import Processor, is_blind
+from outrider.types import Request, Sampling
 
 _BY_ROW = (MaxTimeCriteria, StopStringCriteria)
 """transformers' criteria whose answer for a row depends on that row alone; no other row has to be waited for."""

@@ -6,6 +6,7 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from outrider.decoding.protocol import NoDistribution
 from outrider.engine.engine import Engine
 from outrider.engine.output import succeeded
 from outrider.integrate.batch import Batch
@@ -25,14 +26,14 @@ def draw(engine: Engine, batch: Batch, streamer: BaseStreamer | None) -> Columns
             engine.add(batch.request(row, seed))
         while engine.busy:
             for update in map(succeeded, engine.step(columns.keep_logits)):
-                if max(update.tokens) >= engine.parts.target.vocab_size:
-                    raise InputError(
-                        "the logits processors leave no token that could come, or scores that are no numbers"
-                    )
                 columns.add(int(update.id), update.tokens, update.output is not None)
             columns.settle()
             for row in rows if columns.complete else columns.padded:
                 engine.cancel(str(row))
+    except NoDistribution as error:
+        raise InputError(
+            "the logits processors leave no token that could come, or scores that are no numbers"
+        ) from error
     finally:
         for row in rows:
             engine.cancel(str(row))

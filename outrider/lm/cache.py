@@ -220,12 +220,57 @@ class SlotCache:
         if hole == last:
             return
         moved = next(s for s, row in self._row_of.items() if row == last)
-        used = self._used[moved]
+        self._copy(last, hole, self._used[moved])
+        self._row_of[moved] = hole
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Copy the first positions of one slot to another, which is open and empty."""
+        self._reserve(length)
+        self._used[target] = length
+        self._copy(self._row_of[source], self._row_of[target], length)
+
+    def gather(self, slots: Sequence[int]) -> None:
+        """Move rows so that these slots are neighbours and the next forwards over them read one view.
+
+        Slots of ended requests that are kept may lie between those that run.
+        """
+        rows = sorted(self._row_of[slot] for slot in slots)
+        if rows[-1] - rows[0] < len(rows):
+            return
+        first = max(range(rows[-1] - len(rows) + 2), key=lambda w: sum(w <= row < w + len(rows) for row in rows))
+        window = range(first, first + len(rows))
+        slot_of = {row: slot for slot, row in self._row_of.items()}
+        free = [row for row in window if row not in rows]
+        for here, there in zip([row for row in rows if row not in window], free, strict=True):
+            one, other = slot_of[here], slot_of[there]
+            self._swap(here, there, max(self._used[one], self._used[other]))
+            self._row_of[one], self._row_of[other] = there, here
+
+    def keys_values(
+        self, slot: int, layer: int, length: int
+    ) -> tuple[Float[Tensor, "length heads dim"], Float[Tensor, "length heads value_dim"]]:
+        """Views of a slot's first keys and values in a layer, valid until the next call of any method.
+
+        Raises:
+            KeyError: The layer keeps none; it shares another's.
+        """
+        (keys, k), (values, v) = self._entries[layer]
+        row = self._row_of[slot]
+        return self._groups[keys].rows[k][row, :length], self._groups[values].rows[v][row, :length]
+
+    def _copy(self, source: int, target: int, used: int) -> None:
         # A slot that was opened and never extended may lie in a row that storage has not grown to yet.
         for group in self._groups if used else ():
-            group.storage[:, hole, :used].copy_(group.storage[:, last, :used])
-            self.bytes_moved += group.storage[:, hole, :used].nbytes
-        self._row_of[moved] = hole
+            group.storage[:, target, :used].copy_(group.storage[:, source, :used])
+            self.bytes_moved += group.storage[:, target, :used].nbytes
+
+    def _swap(self, one: int, other: int, used: int) -> None:
+        self._reserve(used)
+        for group in self._groups if used else ():
+            kept = group.storage[:, one, :used].clone()
+            group.storage[:, one, :used].copy_(group.storage[:, other, :used])
+            group.storage[:, other, :used].copy_(kept)
+            self.bytes_moved += 2 * kept.nbytes
 
     def places(
         self, slots: Sequence[int], used: Sequence[int], counts: Int[np.ndarray, " slots"], width: int

@@ -4,11 +4,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.lm import flex
 from outrider.lm.alibi import MODELS as ALIBI
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.recurrent import CHAINS_ONLY
-from outrider.lm.support import context_limit, is_recurrent, is_stepwise, longest_context, refusal
-from outrider.lm.taps import decoder_layers
+from outrider.lm.support import refusal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,46 +39,43 @@ def capabilities(model_or_config: PreTrainedModel | PreTrainedConfig) -> list[Ca
         chains True
         branching trees False
     """
-    if (reason := refusal(model_or_config)) is not None:
+    anatomy = Anatomy.of(model_or_config)
+    if (reason := refusal(anatomy)) is not None:
         return [Capability(feature="target", supported=False, reason=reason)]
-    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
-    recurrent = is_recurrent(model_or_config)
     features = [
         Capability(
             feature="target",
             supported=True,
-            reason="opened as RecurrentModel" if recurrent else "opened as LanguageModel",
+            reason="opened as RecurrentModel" if anatomy.recurrent else "opened as LanguageModel",
         ),
-        *(_recurrent(config) if recurrent else _attending(config)),
-        _taps(model_or_config),
-        _context(config),
-        _kernel(model_or_config),
+        *(_recurrent(anatomy) if anatomy.recurrent else _attending(anatomy)),
+        _taps(anatomy, isinstance(model_or_config, PreTrainedModel)),
+        _context(anatomy),
+        _kernel(anatomy),
     ]
-    if getattr(config, "quantization_config", None) is not None:
+    if getattr(anatomy.config, "quantization_config", None) is not None:
         features.append(
             Capability(feature="quantised weights", supported=True, reason="used as transformers loads them")
         )
     return features
 
 
-def _taps(model_or_config: PreTrainedModel | PreTrainedConfig) -> Capability:
-    if isinstance(model_or_config, PreTrainedModel):
-        count = model_or_config.config.get_text_config(decoder=True).num_hidden_layers
-        if decoder_layers(model_or_config, count) is None:
-            return Capability(feature="taps", supported=False, reason="there is no one list of decoder layers to read")
+def _taps(anatomy: Anatomy, loaded: bool) -> Capability:
+    if loaded and anatomy.layers is None:
+        return Capability(feature="taps", supported=False, reason="there is no one list of decoder layers to read")
     return Capability(feature="taps", supported=True, reason="hidden states of decoder layers are read by hooks")
 
 
-def _recurrent(config: PreTrainedConfig) -> list[Capability]:
+def _recurrent(anatomy: Anatomy) -> list[Capability]:
     chains = (
         "behind the prompt, drafts are verified token by token, because the model's scan takes no initial state; "
         "nothing is gained over plain decoding as a target"
-        if is_stepwise(config)
+        if anatomy.stepwise
         else "a draft is verified in one forward; after a rejection the accepted tokens are fed again with the next"
     )
     return [
         Capability(feature="chains", supported=True, reason=chains),
-        Capability(feature="branching trees", supported=False, reason=f"{config.model_type} {CHAINS_ONLY}"),
+        Capability(feature="branching trees", supported=False, reason=f"{anatomy.name} {CHAINS_ONLY}"),
         Capability(
             feature="ragged batches",
             supported=True,
@@ -94,14 +90,14 @@ def _recurrent(config: PreTrainedConfig) -> list[Capability]:
     ]
 
 
-def _attending(config: PreTrainedConfig) -> list[Capability]:
+def _attending(anatomy: Anatomy) -> list[Capability]:
     trees = "nodes see their ancestors only, by explicit masks"
-    if config.model_type in ALIBI:
+    if anatomy.name in ALIBI:
         trees += "; the bias by distance (ALiBi) is moved into them"
     uncompiled = None
-    if config.model_type in ALIBI:
+    if anatomy.name in ALIBI:
         uncompiled = "the model is changed during each forward (ALiBi)"
-    elif flex.is_flex(config):
+    elif anatomy.flex:
         uncompiled = "flex_attention runs uncompiled"
     return [
         Capability(feature="chains", supported=True, reason="a draft is verified in one forward"),
@@ -118,8 +114,8 @@ def _attending(config: PreTrainedConfig) -> list[Capability]:
     ]
 
 
-def _context(config: PreTrainedConfig) -> Capability:
-    limit, forced = longest_context(config), context_limit(config)
+def _context(anatomy: Anatomy) -> Capability:
+    limit, forced = anatomy.longest_context, anatomy.context_limit
     if limit is None:
         reason = "as long as memory allows: the model names no limit"
     elif forced is not None and forced == limit:
@@ -129,14 +125,12 @@ def _context(config: PreTrainedConfig) -> Capability:
     return Capability(feature="context", supported=True, reason=reason)
 
 
-def _kernel(model_or_config: PreTrainedModel | PreTrainedConfig) -> Capability:
-    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
-    chosen = config.get_text_config(decoder=True)._attn_implementation
-    if chosen is None:
+def _kernel(anatomy: Anatomy) -> Capability:
+    if anatomy.attention is None:
         return Capability(
             feature="attention implementation",
             supported=True,
             reason="chosen at loading: sdpa, or eager where it must be",
         )
-    how = "exact, run uncompiled and slower than sdpa" if flex.is_flex(config) else "exact with explicit masks"
-    return Capability(feature="attention implementation", supported=True, reason=f"{chosen}, {how}")
+    how = "exact, run uncompiled and slower than sdpa" if anatomy.flex else "exact with explicit masks"
+    return Capability(feature="attention implementation", supported=True, reason=f"{anatomy.attention}, {how}")

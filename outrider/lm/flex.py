@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import PreTrainedConfig, PreTrainedModel
 
 _BLOCK = 128
 
@@ -50,12 +49,6 @@ class _Stance:
 _STANCE = _Stance()
 
 
-def is_flex(model_or_config: PreTrainedModel | PreTrainedConfig) -> bool:
-    """Whether text layers attend by `flex_attention`; a config that is not yet a model's has not chosen."""
-    config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
-    return config.get_text_config(decoder=True)._attn_implementation == "flex_attention"
-
-
 def block_mask(seen: Bool[Tensor, "rows queries keys"]) -> BlockMask:
     """The mask that lets each query see the keys marked for it, in all heads.
 
@@ -85,8 +78,11 @@ def block_mask(seen: Bool[Tensor, "rows queries keys"]) -> BlockMask:
 
 
 @contextmanager
-def uncompiled() -> Iterator[None]:
-    """While the body runs, in any thread, functions compiled by torch run uncompiled, in all threads."""
+def uncompiled(wanted: bool = True) -> Iterator[None]:
+    """While the body runs, in any thread, functions compiled by torch run uncompiled, in all threads, if wanted."""
+    if not wanted:
+        yield
+        return
     _STANCE.enter()
     try:
         yield
@@ -95,13 +91,13 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextmanager
-def tried(model: PreTrainedModel) -> Iterator[None]:
+def tried(wanted: bool) -> Iterator[None]:
     """For the trial forwards of a model when it is opened; nothing for models that attend in other ways.
 
     Torch says once per process that uncompiled attention is slow, and transformers builds its masks in a way that torch
     calls outdated; neither is of use to someone who opens a model.
     """
-    if not is_flex(model):
+    if not wanted:
         yield
         return
     with warnings.catch_warnings(), uncompiled():

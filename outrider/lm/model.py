@@ -1,108 +1,41 @@
 """A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+import copy
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedModel
 
 from outrider.lm import alibi, flex
-from outrider.lm.attention import Pending, look, mask_builder, spans, upload
+from outrider.lm.anatomy import Anatomy, Span
+from outrider.lm.attention import look, mask_builder
+from outrider.lm.batch import upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
-from outrider.lm.compiled import COMPILED, compiled
+from outrider.lm.compiled import COMPILED, CompiledForwards
+from outrider.lm.ends import Ends, find_ends
 from outrider.lm.packed import packable, packed
-from outrider.lm.protocol import Extension, Segment
-from outrider.lm.support import is_recurrent, longest_context, refusal
-from outrider.lm.taps import decoder_layers, tapped
+from outrider.lm.protocol import Segment
+from outrider.lm.slots import BRANCHES, Pending, Slots
+from outrider.lm.slotted import Inputs, Outputs, SlottedLM
+from outrider.lm.support import refusal
+from outrider.lm.taps import tapped
 from outrider.types import InputError
 
-NOTHING_TAPPED: nullcontext[dict[int, Tensor]] = nullcontext({})
-BRANCHES = 512
-"""Pending nodes that may lie behind a slot beyond its longest context: side branches, which take room but no depth."""
 _TOLERANCE = 1e-2
 
 
-@dataclass(kw_only=True)
-class _Slot:
-    """What is known of a slot; replaced or changed by the calls of the model."""
-
-    length: int = 0
-    pending: Pending = field(default_factory=Pending)
-
-    @property
-    def used(self) -> int:
-        return self.length + len(self.pending)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Batch:
-    """The padded shape of one forward; rows are sorted by where their slots lie.
-
-    Attributes:
-        segments: One per row.
-        order: For each segment as the caller gave them, its row.
-        counts: New nodes per row.
-        width: Columns.
-    """
-
-    segments: Sequence[Segment]
-    order: Sequence[int]
-    counts: Int[np.ndarray, " rows"]
-    width: int
-
-    @property
-    def full(self) -> bool:
-        """Whether no row is padded and all logits are wanted."""
-        return all(s.num_wanted == self.width for s in self.segments)
-
-    def wanted(self) -> list[Int[np.ndarray, " _"]]:
-        """The columns whose logits each row wants."""
-        return [np.arange(n - s.num_wanted, n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
-
-
-def padded_width(count: int, *, doubling: bool = False) -> int:
-    """Columns of a forward over `count` nodes: the count itself up to 16, then the next of eight sizes per doubling.
-
-    Kernel libraries keep what they prepare for every shape that they have seen; with few shapes that comes to an end.
-    Where every shape is recorded by itself, as CUDA graphs are, the sizes are the powers of two.
-
-    Example:
-        >>> [padded_width(n) for n in (5, 16, 17, 33, 100, 512)]
-        [5, 16, 18, 36, 104, 512]
-        >>> [padded_width(n, doubling=True) for n in (1, 5, 17)]
-        [1, 8, 32]
-    """
-    if doubling:
-        return 1 << (count - 1).bit_length()
-    step = 1 if count <= 16 else 1 << ((count - 1).bit_length() - 4)
-    return -(-count // step) * step
-
-
-class LanguageModel:
+class LanguageModel(SlottedLM):
     """An unmodified transformers causal LM behind the `LM` protocol.
 
-    Every node's logits are those of a plain causal run over its slot's committed tokens and its own root path, up to
-    rounding. Rows of one forward may be ragged; all are padded to the longest, and long
-    ones to one of few sizes. The cache begins small and grows;
-    at construction its worst case is compared with free memory. The model is put into evaluation mode and otherwise
-    left alone: it may be trained, or called by others, between calls. All methods run in inference mode.
+    The cache begins small and grows; at construction its worst case is compared with free memory. The model is put
+    into evaluation mode and otherwise left alone: it may be trained, or called by others, between calls.
 
     Attributes:
         model: The model.
-        vocab_size: Width of the logits.
-        max_context: Most tokens of one slot, pending nodes included.
-        max_slots: Most slots at once.
-        crops: True: dropping pending nodes costs nothing.
-        device: Where the model is.
-        dtype: Its floating type.
+        anatomy: What is known of it.
         num_layers: Decoder layers.
-        hidden_size: Width of the residual stream.
-        num_forwards: Forwards made so far.
 
     Args:
         model: The model, on one device.
@@ -110,13 +43,13 @@ class LanguageModel:
         max_context: Most tokens of one slot. None takes as many as the model's `max_position_embeddings`, its rotary
             scheme and free memory allow.
         vocab_size: Cut the logits to this width, where the model's vocabulary is padded.
-        pad_to: Rows are padded to at least this many columns, and the LM head computed for as many. On CPUs bfloat16
-            products of 2 to 32 rows round alike and those of one row do not, so 2 makes decoding bit-identical to
-            verifying.
+        pad_to: Rows are padded to at least this many columns, and the output layer computed for as many. On CPUs
+            bfloat16 products of 2 to 32 rows round alike and those of one row do not, so 2 makes decoding
+            bit-identical to verifying.
         compile: Compile forwards of up to `COMPILED` columns with torch.compile: on a CPU with frozen weights, one
             graph for all lengths; on a GPU as CUDA graphs. The first forward of each kind takes long, half a minute
-            for a dozen layers. Roundings differ from those without; longer forwards, of prompts, and those with taps
-            are not compiled. The weights must not change afterwards.
+            for a dozen layers. Roundings differ from those without; longer forwards, of prompts, are not compiled. The
+            weights must not change afterwards.
         prepack: Run a twin of the model whose linear layers are laid out for the CPU's kernels; see `packed`. The
             weights must not change afterwards.
 
@@ -153,188 +86,68 @@ class LanguageModel:
         for name, value in (("max_slots", max_slots), ("max_context", max_context), ("pad_to", pad_to)):
             if value is not None and value < 1:
                 raise InputError(f"{name} must be >= 1, got {value}")
-        if (reason := refusal(model, max_context=max_context)) is not None:
+        self.anatomy = Anatomy.of(model)
+        if (reason := refusal(self.anatomy, max_context=max_context)) is not None:
             raise InputError(reason)
-        if is_recurrent(model):
-            raise InputError(f"{model.config.model_type} has recurrent layers; open it with RecurrentModel")
-        text = model.config.get_text_config(decoder=True)
+        if self.anatomy.recurrent or self.anatomy.spans is None:
+            raise InputError(f"{self.anatomy.name} has recurrent layers; open it with RecurrentModel")
+        check_context(self.anatomy, max_context)
+        _check_levers(model, self.anatomy, compile, prepack)
         self.model = model.eval()
         self.device, self.dtype = model.device, model.dtype
-        self.num_layers, self.hidden_size = text.num_hidden_layers, text.hidden_size
-        # A compiler treats one column as a kind of its own, and a tensor made outside inference mode.
-        self.max_slots, self.pad_to = max_slots, max(2, pad_to) if compile else pad_to
-        self.num_forwards, self.crops = 0, True
-        if compile and flex.is_flex(model):
-            raise InputError(
-                "flex_attention runs uncompiled here, so compile would do nothing; load the model with "
-                "attn_implementation='sdpa', or leave compile out"
-            )
-        if compile and prepack:
-            raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
-        if prepack and not packable(model):
-            raise InputError("prepack works for bfloat16 models on CPUs with kernels for it, and this is none")
+        self.num_layers, self.hidden_size = self.anatomy.num_layers, self.anatomy.hidden_size
+        self.num_taps, self.num_forwards = self.num_layers + 1, 0
+        self._ends: Ends | None = None
+        # A compiler treats one column as a kind of its own.
+        self.pad_to = max(2, pad_to) if compile else pad_to
         self._twin = packed(model) if prepack else None
-        self._compiled = compiled(model) if compile else None
+        self._layers = self.anatomy.layers if self._twin is None else Anatomy.of(self._twin).layers
+        self._compiled = CompiledForwards(model) if compile else None
         self._doubling = compile and model.device.type == "cuda"
-        limit = longest_context(model.config)
-        if max_context is not None and limit is not None and max_context > limit:
-            raise InputError(
-                f"max_context must be <= {limit}, the most that {text.model_type} allows, got {max_context}"
-            )
-        self._builder = mask_builder(model, spans(model), alibi.slopes(model))
+        self._builder = mask_builder(model, self.anatomy, self.anatomy.spans or Span())
         probe = Probe()
-        width = self._probe(probe)
-        if vocab_size is not None and not 1 <= vocab_size <= width:
-            raise InputError(f"vocab_size must be in 1..{width}, the width of the model's logits, got {vocab_size}")
-        self.vocab_size = vocab_size or width
-        if probe.devices != {self.device}:
-            names = ", ".join(sorted(str(d) for d in probe.devices))
-            raise InputError(f"the model must be on one device, got {names}")
-        self.max_context = fitting_context(
+        self.vocab_size = checked_width(self._probe(probe), vocab_size)
+        check_devices(probe.devices, self.device)
+        limit = self.anatomy.longest_context
+        fitting = fitting_context(
             probe.layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free_bytes(self.device)
         )
-        self._cache = SlotCache(
+        cache = SlotCache(
             probe.layers,
             max_slots=max_slots,
-            max_context=self.max_context + BRANCHES,
+            max_context=fitting + BRANCHES,
             device=self.device,
             num_rows=2 if compile else 1,
         )
-        self._slots: dict[int, _Slot] = {}
-        self._layers = decoder_layers(self._runner, self.num_layers)
+        self._slots = Slots(cache, max_slots=max_slots, max_context=fitting)
         if (reason := self._misread()) is not None:
             raise InputError(reason)
 
     @property
-    def num_bytes(self) -> int:
-        """Memory that the cache holds now."""
-        return self._cache.num_bytes
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The model."""
+        return {"model": self.model}
 
     @property
-    def bytes_moved(self) -> int:
-        """Bytes of the cache copied so far, to compact accepted paths and to close holes that released slots left."""
-        return self._cache.bytes_moved
+    def num_compiled_forwards(self) -> int:
+        """How many of the forwards so far were compiled ones."""
+        return 0 if self._compiled is None else self._compiled.num_forwards
 
-    def open(self) -> int:
-        """Take a free slot, empty. Raises RuntimeError when none is free."""
-        if len(self._slots) == self.max_slots:
-            raise RuntimeError(f"all {self.max_slots} slots are taken (max_slots={self.max_slots})")
-        slot = next(s for s in range(self.max_slots) if s not in self._slots)
-        self._slots[slot] = _Slot()
-        self._cache.open(slot)
-        return slot
+    def ends(self) -> Ends:
+        """Its embedding, final norm and output layer. Raises InputError where they cannot be used by others."""
+        if self._ends is None:
+            self._ends = find_ends(self._runner, self.anatomy)
+        return self._ends
 
-    def release(self, slot: int) -> None:
-        """Give the slot back."""
-        self._slot(slot)
-        with torch.inference_mode():
-            self._cache.close(slot)
-        del self._slots[slot]
-
-    def length(self, slot: int) -> int:
-        """Committed tokens of a slot."""
-        return self._slot(slot).length
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget committed tokens from `length` on, and all pending nodes."""
-        state = self._slot(slot)
-        if not 0 <= length <= state.length:
-            raise ValueError(f"slot {slot} has {state.length} committed tokens, cannot keep {length}")
-        state.length, state.pending = length, Pending()
-        self._cache.shorten(slot, length)
-
-    def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
-        """Per slot, keep the pending nodes of one root path, by number and in order; drop the other pending nodes.
-
-        Slots that are not named keep their pending nodes. A path that lies in place already, such as the accepted
-        part of a chain, moves no memory.
-        """
-        moves = {}
-        for slot, path in paths.items():
-            state = self._slot(slot)
-            if not state.pending.is_path(path):
-                raise ValueError(f"{list(path)} is no path from the root through the pending nodes of slot {slot}")
-            if state.pending.chain:
-                continue
-            nodes, places = np.asarray(path, dtype=np.int64), np.arange(len(path))
-            away = nodes != places
-            if away.any():
-                moves[slot] = (state.length + nodes[away], state.length + places[away])
-        if moves:
-            with torch.inference_mode():
-                self._cache.move(moves)
-        for slot, path in paths.items():
-            state = self._slots[slot]
-            state.length, state.pending = state.length + len(path), Pending()
-            self._cache.shorten(slot, state.length)
-
-    @torch.inference_mode()
-    def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
-        """Append nodes to several slots in one forward. Each slot at most once; lengths and trees may differ.
-
-        Raises:
-            RuntimeError: A slot would hold more than `max_context` tokens, pending nodes included.
-        """
-        if any(not 0 <= k <= self.num_layers for k in taps):
-            raise ValueError(f"taps must be in 0..{self.num_layers}, got {list(taps)}")
-        grown = self._grown(segments)
-        batch = self._batch([s for s in segments if s.tokens.shape[0]])
-        if not batch.segments:
-            return self._empty(taps)
-        slots = [s.slot for s in batch.segments]
-        used = [self._slots[s].length + len(grown[s]) for s in slots]
-        sight = None
-        if len(slots) == 1 and grown[slots[0]].chain and batch.counts[0] == batch.width:
-            positions = self._builder.keys(used[0])[used[0] - batch.width :][None]
-            written = self._cache.run(slots[0], used[0], positions)
-        else:
-            places = self._cache.places(slots, used, batch.counts, batch.width)
-            sight = look([self._slots[s].length for s in slots], [grown[s] for s in slots], batch.counts, batch.width)
-            written, positions = upload([places, sight.positions], self.device)
-        if self._compiled is not None:
-            # Where a view begins would become part of a graph.
-            positions = positions.clone()
-        view = self._cache.view(max(used), doubling=self._doubling)
-        self._cache.prepare(slots, written, view)
-        full = batch.full
-        wanted = [] if full else batch.wanted()
-        forward = self._forward(batch, taps)
-        if full:
-            columns = None
-        elif forward is self._compiled:
-            columns = np.arange(batch.width)
-        else:
-            columns = self._columns(wanted, batch.width)
-        some = None if columns is None or len(columns) == batch.width else columns
-        with (
-            tapped(self._layers, taps) if taps else NOTHING_TAPPED as seen,
-            alibi.bias_in_mask(self._runner) if self._builder.slopes is not None else NOTHING_TAPPED,
-            flex.uncompiled() if self._builder.blocks else NOTHING_TAPPED,
-        ):
-            output = forward(
-                input_ids=self._tokens(batch),
-                attention_mask=self._builder.masks(sight, positions, view),
-                position_ids=positions,
-                past_key_values=self._cache,
-                use_cache=True,
-                logits_to_keep=0 if some is None else upload([some], self.device)[0],
-            )
-        self.num_forwards += 1
-        for slot in slots:
-            self._slots[slot].pending = grown[slot]
-        logits = output.logits[..., : self.vocab_size]
-        if forward is self._compiled and self._doubling:
-            # The next replay of a CUDA graph writes where this one's output lies.
-            logits = logits.clone()
-        if columns is None:
-            return Extension(
-                logits=self._rows(logits, batch).flatten(0, 1),
-                taps={k: self._rows(seen[k], batch).flatten(0, 1) for k in taps},
-            )
-        everything, nodes = np.arange(batch.width), [np.arange(n) for n in batch.counts.tolist()]
-        return Extension(
-            logits=self._packed(logits, batch, columns, wanted),
-            taps={k: self._packed(seen[k], batch, everything, nodes) for k in taps},
+    def cast(self, dtype: torch.dtype) -> "LanguageModel":
+        """A copy that computes in another type, uncompiled; itself where it does already, or is quantised."""
+        if self.dtype in (dtype, torch.float64) or getattr(self.model, "is_quantized", False):
+            return self
+        return LanguageModel(
+            copy.deepcopy(self.model).to(dtype),
+            max_slots=self.max_slots,
+            max_context=self.max_context,
+            vocab_size=self.vocab_size,
         )
 
     @property
@@ -342,92 +155,38 @@ class LanguageModel:
         """The model, or its packed twin."""
         return self.model if self._twin is None else self._twin
 
-    def _forward(self, batch: _Batch, taps: Sequence[int]) -> Callable[..., Any]:
-        """What runs a forward. A compiled graph has no hooks, so what is tapped is not compiled, nor are prompts."""
-        prompt = batch.width > COMPILED or all(s.num_wanted == 0 for s in batch.segments)
-        return self._runner if self._compiled is None or prompt or taps else self._compiled
+    def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
+        batch, columns = inputs.batch, inputs.columns
+        if self._compiled is not None and batch.width <= COMPILED and not batch.digests_only:
+            return self._compiled_forward(self._compiled, inputs, taps)
+        some = None if len(columns) == batch.width else columns
+        with (
+            tapped(self._layers, taps) as seen,
+            alibi.bias_in_mask(self._runner),
+            flex.uncompiled(self._builder.blocks),
+        ):
+            logits = self._runner(
+                input_ids=batch.tokens(self.device),
+                attention_mask=inputs.masks,
+                position_ids=inputs.positions,
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=0 if some is None else upload([some], self.device)[0],
+            ).logits
+        return Outputs(logits=logits, columns=columns, taps=seen)
 
-    def _slot(self, slot: int) -> _Slot:
-        if slot not in self._slots:
-            raise RuntimeError(f"slot {slot} is not open; open slots: {sorted(self._slots)}")
-        return self._slots[slot]
-
-    def _grown(self, segments: Sequence[Segment]) -> Mapping[int, Pending]:
-        """Per slot, the pending nodes with the new ones; nothing is changed."""
-        grown: dict[int, Pending] = {}
-        for segment in segments:
-            state, count = self._slot(segment.slot), segment.tokens.shape[0]
-            if segment.slot in grown:
-                raise ValueError(f"slot {segment.slot} stands in two segments of one forward")
-            pending = state.pending.grown(count, segment.parents)
-            deepest = state.length + 1 + int(pending.depths.max(initial=-1))
-            if deepest > self.max_context or state.used + count > self.max_context + BRANCHES:
-                raise RuntimeError(
-                    f"slot {segment.slot} holds {state.length} committed and {len(state.pending)} pending tokens; "
-                    f"{count} more pass max_context={self.max_context}"
-                )
-            grown[segment.slot] = pending
-        return grown
-
-    def _batch(self, segments: Sequence[Segment]) -> _Batch:
-        by_row = sorted(range(len(segments)), key=lambda i: self._cache.row(segments[i].slot))
-        order = [0] * len(segments)
-        for row, i in enumerate(by_row):
-            order[i] = row
-        counts = np.array([segments[i].tokens.shape[0] for i in by_row], dtype=np.int64)
-        width = max(self.pad_to, padded_width(int(counts.max(initial=1)), doubling=self._doubling))
-        return _Batch(segments=[segments[i] for i in by_row], order=order, counts=counts, width=width)
-
-    def _tokens(self, batch: _Batch) -> Int[Tensor, "rows width"]:
-        if len(batch.segments) == 1 and batch.counts[0] == batch.width:
-            alone = batch.segments[0].tokens.to(self.device, torch.long, non_blocking=True)[None]
-            return alone if self._compiled is None else alone.clone()
-        tokens = torch.cat([s.tokens.to(self.device, torch.long, non_blocking=True) for s in batch.segments])
-        if (batch.counts == batch.width).all():
-            return tokens.view(-1, batch.width)
-        first = np.cumsum(batch.counts) - batch.counts
-        source = first[:, None] + np.minimum(np.arange(batch.width), batch.counts[:, None] - 1)
-        return tokens[upload([source], self.device)[0]]
-
-    def _columns(self, wanted: Sequence[Int[np.ndarray, " _"]], width: int) -> Int[np.ndarray, " columns"]:
-        """The columns for which the LM head runs: those that any row wants, at least `pad_to` if there are any."""
-        if len(wanted) == 1 and len(wanted[0]) >= self.pad_to:
-            return wanted[0]
-        marked = np.zeros(width, dtype=bool)
-        for columns in wanted:
-            marked[columns] = True
-        if 0 < (count := int(marked.sum())) < self.pad_to:
-            marked[np.flatnonzero(~marked)[: self.pad_to - count]] = True
-        return np.flatnonzero(marked)
-
-    def _rows(self, values: Float[Tensor, "rows columns dim"], batch: _Batch) -> Float[Tensor, "rows columns dim"]:
-        """The rows in the caller's order of segments."""
-        if all(row == i for i, row in enumerate(batch.order)):
-            return values
-        return values.index_select(0, torch.tensor(batch.order).to(values.device))
-
-    def _packed(
-        self,
-        values: Float[Tensor, "rows columns dim"],
-        batch: _Batch,
-        columns: Int[np.ndarray, " columns"],
-        wanted: Sequence[Int[np.ndarray, " _"]],
-    ) -> Float[Tensor, "wanted dim"]:
-        """What is wanted of each row, one behind the other in the caller's order of segments."""
-        if len(wanted) == 1 and len(wanted[0]) == len(columns):
-            return values[0]
-        places = [row * len(columns) + np.searchsorted(columns, wanted[row]) for row in batch.order]
-        index = np.concatenate(places)
-        flat = values.flatten(0, 1)
-        if len(index) == 0 or (index[-1] - index[0] == len(index) - 1 and (np.diff(index) == 1).all()):
-            first = int(index[0]) if len(index) else 0
-            return flat[first : first + len(index)]
-        return flat.index_select(0, upload([index], self.device)[0])
-
-    def _empty(self, taps: Sequence[int]) -> Extension:
-        logits = torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device)
-        hidden = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
-        return Extension(logits=logits, taps=dict.fromkeys(taps, hidden))
+    def _compiled_forward(self, compiled: CompiledForwards, inputs: Inputs, taps: Sequence[int]) -> Outputs:
+        """A compiled forward computes all logits. Where a view begins would become part of a graph."""
+        logits, seen = compiled(
+            taps,
+            input_ids=inputs.batch.tokens(self.device).clone(),
+            attention_mask=inputs.masks,
+            position_ids=inputs.positions.clone(),
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=0,
+        )
+        return Outputs(logits=logits, columns=np.arange(inputs.batch.width), taps=seen)
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:
@@ -435,7 +194,7 @@ class LanguageModel:
         sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
         (positions,) = upload([sight.positions], self.device)
         try:
-            with alibi.bias_in_mask(self.model), flex.tried(self.model):
+            with alibi.bias_in_mask(self.model), flex.tried(self.anatomy.flex):
                 output = self.model(
                     input_ids=torch.zeros_like(positions),
                     attention_mask=self._builder.masks(sight, positions, 2),
@@ -444,8 +203,7 @@ class LanguageModel:
                     use_cache=True,
                 )
         except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
-            name = self.model.config.model_type
-            raise InputError(f"{name} cannot be run with masks and a cache of our own: {error}") from error
+            raise InputError(f"{self.anatomy.name} cannot be run with masks and a cache of our own: {error}") from error
         return int(output.logits.shape[-1])
 
     @torch.inference_mode()
@@ -464,12 +222,45 @@ class LanguageModel:
         ours = self.extend([Segment(slot=slot, tokens=tree, parents=siblings, logits="last")]).logits[0]
         self.release(slot)
         self.num_forwards = 0
-        with flex.tried(self.model):
+        with flex.tried(self.anatomy.flex):
             plain = self.model(input_ids=tree[None, [0, 2, 3]], use_cache=False).logits[0, -1, : self.vocab_size]
         difference, spread = float((ours - plain).abs().max()), float(plain.max() - plain.min())
         if difference <= _TOLERANCE * spread:
             return None
         return (
-            f"{self.model.config.model_type} does not read a tree of tokens as it reads a text (logits differ by "
+            f"{self.anatomy.name} does not read a tree of tokens as it reads a text (logits differ by "
             f"{difference:.2g} in a range of {spread:.2g}), so its masks or positions work in a way unknown here"
         )
+
+
+def check_context(anatomy: Anatomy, max_context: int | None) -> None:
+    """Raise InputError where a context is longer than the model allows."""
+    limit = anatomy.longest_context
+    if max_context is not None and limit is not None and max_context > limit:
+        raise InputError(f"max_context must be <= {limit}, the most that {anatomy.text_name} allows, got {max_context}")
+
+
+def checked_width(width: int, vocab_size: int | None) -> int:
+    """The width that logits are cut to. Raises InputError where they are not so wide."""
+    if vocab_size is not None and not 1 <= vocab_size <= width:
+        raise InputError(f"vocab_size must be in 1..{width}, the width of the model's logits, got {vocab_size}")
+    return vocab_size or width
+
+
+def check_devices(found: set[torch.device], device: torch.device) -> None:
+    """Raise InputError where parts of a model lie on other devices than the model."""
+    if found != {device}:
+        raise InputError(f"the model must be on one device, got {', '.join(sorted(str(d) for d in found))}")
+
+
+def _check_levers(model: PreTrainedModel, anatomy: Anatomy, compile: bool, prepack: bool) -> None:
+    """Raise InputError where a way of running forwards cannot be had."""
+    if compile and anatomy.flex:
+        raise InputError(
+            "flex_attention runs uncompiled here, so compile would do nothing; load the model with "
+            "attn_implementation='sdpa', or leave compile out"
+        )
+    if compile and prepack:
+        raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
+    if prepack and not packable(model):
+        raise InputError("prepack works for bfloat16 models on CPUs with kernels for it, and this is none")

@@ -13,9 +13,10 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
-from outrider.lm.support import is_recurrent, refusal
+from outrider.lm.support import refusal
 from outrider.types import InputError
 
 DTYPES = {
@@ -100,7 +101,7 @@ def as_lm(
 
     Recurrent layers are never padded, and models with such layers neither compiled nor packed.
     """
-    if not is_recurrent(model):
+    if not Anatomy.of(model).recurrent:
         return LanguageModel(
             model,
             max_slots=max_slots,

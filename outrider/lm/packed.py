@@ -11,8 +11,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.cache import free_bytes
-from outrider.lm.support import is_recurrent
 
 
 class PackedLinear(nn.Module):
@@ -40,7 +40,7 @@ def packable(model: PreTrainedModel) -> bool:
     That is so for bfloat16 on CPUs with AVX-512; in float32 packed kernels add up in another order. Models with
     recurrent layers run as they are.
     """
-    if is_recurrent(model):
+    if Anatomy.of(model).recurrent:
         return False
     if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int
-from torch import Tensor, device
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from outrider.lm.ends import Ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +25,18 @@ class Segment:
         parents: Pending number of each node's parent; -1 is the newest committed token; parents come first. None
             continues a chain from the newest pending node, or from the committed tokens where nothing is pending.
         logits: Which of the new nodes' logits are wanted; a number wants those of so many of the last ones.
+        features: A vector per new node that a drafter's head reads beside its token; None for models of tokens alone.
+        sees: Which pending nodes each new node sees, old and new ones, itself included; None is its ancestors and
+            itself. Committed tokens are seen by all. What a node sees is not remembered: its children see it and its
+            ancestors, unless they say otherwise.
     """
 
     slot: int
     tokens: Int[Tensor, " nodes"]
     parents: Int[np.ndarray, " nodes"] | None = None
     logits: Literal["all", "last", "none"] | int = "all"
+    features: Float[Tensor, "nodes dim"] | None = None
+    sees: Bool[np.ndarray, "nodes pending"] | None = None
 
     @property
     def num_wanted(self) -> int:
@@ -47,10 +56,12 @@ class Extension:
         taps: For each tap asked for, the hidden states of ALL new nodes, packed in the order of the segments.
             Tap k is the residual stream that enters decoder layer k; tap `num_layers` is what leaves the last
             layer, before the final norm.
+        features: What a head hands on of ALL new nodes, packed in the order of the segments; None of other models.
     """
 
     logits: Float[Tensor, "wanted vocab"]
     taps: Mapping[int, Float[Tensor, "nodes hidden"]]
+    features: Float[Tensor, "nodes features"] | None = None
 
 
 @runtime_checkable
@@ -63,13 +74,31 @@ class LM(Protocol):
         max_slots: Most slots at once.
         crops: Whether dropping pending nodes costs nothing; otherwise tokens before them may have to be fed again.
         device: Where tokens are wanted and logits arrive.
+        dtype: What the model computes in.
     """
 
-    vocab_size: int
-    max_context: int
-    max_slots: int
-    crops: bool
-    device: device
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
+    @property
+    def crops(self) -> bool: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def chains_only(self) -> str | None:
+        """Why the model cannot read a branching tree, as a whole sentence's end; None where it can."""
+        ...
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The modules that it computes with, by name."""
+        ...
 
     def open(self) -> int:
         """Take a free slot, empty. Raises RuntimeError when none is free."""
@@ -91,6 +120,39 @@ class LM(Protocol):
         """Forget committed tokens from `length` on, and all pending nodes."""
         ...
 
+    def copy(self, source: int, length: int) -> int:
+        """A new slot with the first `length` committed tokens of another. Raises RuntimeError when none is free."""
+        ...
+
     def release(self, slot: int) -> None:
         """Give the slot back."""
+        ...
+
+    def cast(self, dtype: torch.dtype) -> "LM":
+        """The same model in another type, with slots of its own; a quantised model itself."""
+        ...
+
+
+@runtime_checkable
+class Readable(Protocol):
+    """A language model whose inside drafters may read.
+
+    Attributes:
+        num_layers: Decoder layers; taps are numbered from 0 to this.
+        hidden_size: Width of the residual stream.
+    """
+
+    @property
+    def num_layers(self) -> int: ...
+    @property
+    def hidden_size(self) -> int: ...
+
+    def ends(self) -> Ends:
+        """Its embedding, final norm and output layer. Raises InputError where they cannot be used by others."""
+        ...
+
+    def keys_values(
+        self, slot: int, layer: int
+    ) -> tuple[Float[Tensor, "length heads dim"], Float[Tensor, "length heads value_dim"]]:
+        """A slot's committed keys and values in a layer, to read: views that hold until the model's next call."""
         ...

@@ -1,14 +1,17 @@
 """A language model given by a table: every prefix has its own row. For proofs; nothing here is fast."""
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from torch import nn
 
 from outrider.lm.protocol import Extension, Segment
 
-Row = Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
+Row = Callable[[tuple[int, ...]], Float[np.ndarray, " dim"]]
+"""A vector for every prefix."""
 
 
 def random_rows(vocab: int, seed: int, concentration: float = 1.0, context: int | None = None) -> Row:
@@ -29,12 +32,22 @@ def random_rows(vocab: int, seed: int, concentration: float = 1.0, context: int 
     return row
 
 
+def random_features(dim: int, seed: int) -> Row:
+    """A vector for every prefix, drawn from the standard normal law, in float64."""
+
+    def feature(prefix: tuple[int, ...]) -> Float[np.ndarray, " dim"]:
+        return np.random.default_rng([seed, len(prefix), *prefix]).normal(size=dim)
+
+    return feature
+
+
 class TabularLM:
     """Answers `extend` with the log of a table's row for each prefix, in float64.
 
     Args:
         row: The distribution after a prefix; zeros are allowed.
         vocab_size: Width of the rows.
+        feature: What stands for the hidden state at the end of a prefix, whichever tap is asked for.
 
     Example:
         >>> lm = TabularLM(lambda prefix: np.array([0.25, 0.75]), vocab_size=2)
@@ -43,13 +56,18 @@ class TabularLM:
         tensor([[0.2500, 0.7500]], dtype=torch.float64)
     """
 
-    def __init__(self, row: Row, vocab_size: int, max_context: int = 1 << 20) -> None:
+    max_slots = 1 << 30
+    crops = True
+    device = torch.device("cpu")
+    dtype = torch.float64
+    chains_only = None
+    modules: Mapping[str, nn.Module] = MappingProxyType({})
+
+    def __init__(self, row: Row, vocab_size: int, max_context: int = 1 << 20, feature: Row | None = None) -> None:
         self.vocab_size = vocab_size
         self.max_context = max_context
-        self.max_slots = 1 << 30
-        self.crops = True
-        self.device = torch.device("cpu")
         self._row = row
+        self._feature = feature
         self._committed: dict[int, tuple[int, ...]] = {}
         self._pending: dict[int, list[tuple[int, ...]]] = {}
         self._opened = 0
@@ -64,7 +82,7 @@ class TabularLM:
         return len(self._committed[slot])
 
     def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
-        rows = []
+        rows, prefixes = [], []
         for segment in segments:
             committed, pending = self._committed[segment.slot], self._pending[segment.slot]
             fresh = []
@@ -73,8 +91,20 @@ class TabularLM:
                 pending.append((*(pending[parent] if parent >= 0 else committed), token))
                 fresh.append(pending[-1])
             rows += [self._row(prefix) for prefix in fresh[len(fresh) - segment.num_wanted :]]
+            prefixes += fresh
         stacked = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
-        return Extension(logits=stacked.log(), taps={})
+        return Extension(logits=stacked.log(), taps=self._taps(prefixes, taps))
+
+    def _taps(
+        self, prefixes: Sequence[tuple[int, ...]], taps: Sequence[int]
+    ) -> dict[int, Float[torch.Tensor, "nodes dim"]]:
+        if not taps:
+            return {}
+        if self._feature is None:
+            raise ValueError("this table has no features to tap; give it some")
+        dim = len(self._feature(()))
+        seen = torch.from_numpy(np.array([self._feature(prefix) for prefix in prefixes]).reshape(len(prefixes), dim))
+        return dict.fromkeys(taps, seen)
 
     def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
         for slot, path in paths.items():
@@ -86,5 +116,13 @@ class TabularLM:
         self._committed[slot] = self._committed[slot][:length]
         self._pending[slot] = []
 
+    def copy(self, source: int, length: int) -> int:
+        slot = self.open()
+        self._committed[slot] = self._committed[source][:length]
+        return slot
+
     def release(self, slot: int) -> None:
         del self._committed[slot], self._pending[slot]
+
+    def cast(self, dtype: torch.dtype) -> "TabularLM":
+        return self

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.vocabulary import Translation
@@ -85,10 +85,18 @@ class Translated:
         self.max_context = lm.max_context
         self.max_slots = lm.max_slots
         self.crops = lm.crops
-        self.device = lm.device
+        self.chains_only = lm.chains_only
+        self.device, self.dtype = lm.device, lm.dtype
         self._ours = torch.from_numpy(translation.ours).to(lm.device)
         self._theirs = torch.from_numpy(translation.theirs).to(lm.device)
         self._slots: dict[int, _Slot] = {}
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return self.lm.modules
+
+    def cast(self, dtype: torch.dtype) -> "Translated":
+        return Translated(self.lm.cast(dtype), self.translation)
 
     def open(self) -> int:
         slot = self.lm.open()
@@ -136,6 +144,13 @@ class Translated:
         del state.sizes[length:]
         state.pending, state.fed = [], 0
         self.lm.truncate(slot, min(self._size(state), self.lm.length(slot)))
+
+    def copy(self, source: int, length: int) -> int:
+        sizes = self._slots[source].sizes[:length]
+        fed = min(sizes[-1] if sizes else 0, self.lm.length(source))
+        slot = self.lm.copy(source, fed)
+        self._slots[slot] = _Slot(slot=slot, sizes=sizes)
+        return slot
 
     def release(self, slot: int) -> None:
         del self._slots[slot]

@@ -11,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.constraints.grammar import batch_masks, follow
-from outrider.decoding.step import Parts, prefill
+from outrider.constraints.masks import batch_masks, follow
+from outrider.decoding.progress import begin, end, prefill
+from outrider.decoding.protocol import Parts
 from outrider.dice import Draws
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
@@ -248,8 +249,7 @@ def _walk(parts: Parts, states: Sequence[Running], dice: EnumeratingDice) -> lis
     """One step of these states, which are closed."""
     steps = parts.decoding.step(parts, states, dice=dice)
     for state in states:
-        parts.target.release(state.slot)
-        parts.drafter.close(state.drafter_state)
+        end(parts, state)
     return steps
 
 
@@ -260,7 +260,7 @@ def target_row(parts: Parts, request: Request, output: tuple[int, ...]) -> Float
     logits = parts.target.extend([Segment(slot=slot, tokens=tokens, logits="last")]).logits
     parts.target.release(slot)
     prefix = Prefix(prompt=request.prompt, output=output)
-    state = Running(request=request, tokens=tokens.tolist(), slot=slot)
+    state = Running(request=request, tokens=tokens.tolist(), slot=slot, drafter=parts.drafter)
     follow([state])
     owner = np.zeros(1, dtype=np.int64)
     masks = batch_masks([state], owner, tokens[-1:], owner - 1, parts.target.vocab_size)
@@ -278,15 +278,9 @@ def _before(state: Running) -> _Before:
 
 
 def _resume(parts: Parts, request: Request, before: _Before, prefilled: bool = True) -> Running:
-    state = Running(
-        request=request,
-        tokens=[*request.prompt, *before.output],
-        slot=parts.target.open(),
-        drafter_state=parts.drafter.open(request),
-        length_state=before.length,
-        carried=before.carried,
-        ahead=before.ahead,
-    )
+    state = begin(parts, request)
+    state.tokens += before.output
+    state.length_state, state.carried, state.ahead = before.length, before.carried, before.ahead
     if prefilled:
         prefill(parts, state)
     return state

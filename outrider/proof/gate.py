@@ -1,6 +1,5 @@
 """The gate before any printed speedup: a lossless combination, and greedy identity of this very pair in float32."""
 
-import copy
 import hashlib
 import json
 import os
@@ -11,13 +10,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
-from outrider.lm.model import LanguageModel
-from outrider.lm.open import as_lm
-from outrider.lm.protocol import LM
-from outrider.lm.recurrent import RecurrentModel
-from outrider.lm.translated import Translated
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.types import InputError
 
@@ -70,29 +64,13 @@ def _keep(place: Path, found: Identity) -> None:
 def in_float32(engine: Engine) -> Engine:
     """The same engine in float32; models that compute in it already, or better, or are quantised, stay as they are."""
     parts = engine.parts
-    drafter = (
-        replace(parts.drafter, lm=_float32(parts.drafter.lm))
-        if isinstance(parts.drafter, ModelDrafter)
-        else parts.drafter
-    )
+    target = parts.target.cast(torch.float32)
+    drafter = parts.drafter.cast(Surroundings.of(target, engine.tokenizer))
     return Engine(
-        replace(parts, target=_float32(parts.target), drafter=drafter),
+        replace(parts, target=target, drafter=drafter),
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,
-    )
-
-
-def _float32(lm: LM) -> LM:
-    if not isinstance(lm, LanguageModel | RecurrentModel) or lm.dtype in (torch.float32, torch.float64):
-        return lm
-    if getattr(lm.model, "is_quantized", False):
-        return lm
-    return as_lm(
-        copy.deepcopy(lm.model).float(),
-        max_slots=lm.max_slots,
-        max_context=lm.max_context,
-        vocab_size=lm.vocab_size,
     )
 
 
@@ -107,16 +85,14 @@ def _fingerprint(engine: Engine) -> str:
     for text in (torch.__version__, transformers.__version__, parts.tree, parts.verifier, parts.length, parts.decoding):
         digest.update(repr(text).encode())
     drafter = parts.drafter
-    digest.update((type(drafter).__name__ if isinstance(drafter, ModelDrafter) else repr(drafter)).encode())
-    for lm in (parts.target, drafter.lm if isinstance(drafter, ModelDrafter) else None):
-        lm = lm.lm if isinstance(lm, Translated) else lm
-        if isinstance(lm, LanguageModel | RecurrentModel):
-            digest.update(lm.model.config.to_json_string().encode())
-            digest.update(repr((lm.max_context, lm.vocab_size)).encode())
-            for name, weight in sorted(lm.model.state_dict().items()):
-                if not isinstance(weight, torch.Tensor):
-                    continue
-                flat = weight.detach().flatten()
-                sample = flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy()
-                digest.update(name.encode() + sample.tobytes())
+    digest.update((repr(drafter) if not drafter.modules else type(drafter).__name__).encode())
+    digest.update(repr([(lm.max_context, lm.vocab_size) for lm in (parts.target,)]).encode())
+    for name, module in sorted({**parts.target.modules, **drafter.modules}.items()):
+        digest.update(name.encode())
+        for key, weight in sorted(module.state_dict().items()):
+            if not isinstance(weight, torch.Tensor):
+                continue
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, flat.numel() // 1024)].float().cpu().numpy()
+            digest.update(key.encode() + sample.tobytes())
     return digest.hexdigest()[:32]

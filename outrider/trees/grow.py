@@ -1,6 +1,6 @@
 """The growth loop: ask the drafter, let the tree choose, let the length policy say when to stop; pack the draft."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, cast, runtime_checkable
@@ -10,18 +10,18 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.constraints.grammar import batch_masks
+from outrider.constraints.masks import batch_masks, is_masked
 from outrider.dice import Dice
-from outrider.sampling import Prefix, masked, to_rows
+from outrider.sampling import Prefix, masked, pack, to_rows, unpacked
 from outrider.trees.protocol import Children, Grown, Level, Tree
-from outrider.types import Draft, Frontier, Guess, Running, Sampling, Structure
+from outrider.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 
 
 @runtime_checkable
 class Guesser(Protocol):
     """The part of a drafter that growing needs."""
 
-    def begin(self, states: Sequence[Running]) -> Guess: ...
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess: ...
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess: ...
 
 
@@ -53,10 +53,11 @@ class _Growth:
     values: list[Float[np.ndarray, "n values"]] = field(default_factory=list)
     links: list[Int[np.ndarray, " links"]] = field(default_factory=list)
     row_of: list[Int[np.ndarray, " n"]] = field(default_factory=list)
-    rows: list[Float[Tensor, "n vocab"]] = field(default_factory=list)
+    rows: list[Float[Tensor, "n width"]] = field(default_factory=list)
+    short_list: ShortList | None = None
 
     def add(self, children: Children, device: torch.device) -> None:
-        """Append a level; numbers follow the order of growth."""
+        """Append a level; numbers follow the order of growth. Tokens are places in the short list, if there is one."""
         owners = children.owners
         before = sum(len(level) for level in self.owners)
         drawn = np.arange(len(owners)) if children.links is None else children.links
@@ -71,7 +72,8 @@ class _Growth:
         self.owners.append(owners)
         self.nodes.append(numbers)
         self.parents.append(children.parents)
-        self.tokens.append(children.tokens.to(device))
+        tokens = children.tokens.to(device)
+        self.tokens.append(tokens if self.short_list is None else self.short_list.ids[tokens])
         self.values.append(np.zeros((len(owners), 0)) if children.values is None else children.values)
         self.links.append(before + drawn)
         self.row_of.append(np.full(len(owners), -1))
@@ -126,12 +128,13 @@ def grow(
     growth.add(roots, device)
     # Asking a protocol takes twenty times as long as asking for an attribute.
     sharer = cast(Sharer, length) if hasattr(length, "share") else None
-    constrained = any(s.request.constraint is not None for s in states)
+    constrained = any(is_masked(s) for s in states)
     notes: list[Float[Tensor, "n 2"]] = []
     here, depth, num_rows = np.flatnonzero(limits > 0), 0, 0
     while len(here):
         if depth == 0:
-            guess = drafter.begin([states[i] for i in here.tolist()])
+            guess = drafter.begin([states[i] for i in here.tolist()], limits[here].tolist())
+            growth.short_list = guess.short_list
         else:
             guess = drafter.expand(states, _frontier(growth, here, depth))
         level = Level(
@@ -155,8 +158,7 @@ def grow(
                 if not len(here):
                     break
             if tree.structure != "deterministic":
-                prefixes = partial(_prefix, states, growth, level)
-                level = replace(level, rows=to_rows(level.raw, level.owners, samplings, prefixes))
+                level = replace(level, rows=_rows(level, samplings, partial(_prefix, states, growth, level), growth))
         children = tree.choose(level, dice)
         if not len(children.owners):
             break
@@ -199,12 +201,36 @@ def _allowed(
 ) -> Float[Tensor, "n vocab"]:
     """The drafter's logits with -inf at tokens that a request's constraint forbids after the node."""
     grown = growth.grown()
-    masks = batch_masks(states, grown.owners, torch.cat(growth.tokens), grown.parents, logits.shape[1])
+    few = growth.short_list
+    width = logits.shape[1] if few is None else len(few.places)
+    masks = batch_masks(states, grown.owners, torch.cat(growth.tokens), grown.parents, width)
     if masks is None:
         return logits
-    found = masked(logits, masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)])
+    own = masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)]
+    found = masked(logits, own if few is None else pack(unpacked(own, width)[:, few.ids.cpu()]))
     # Where the drafter can say nothing that is allowed, it says what it likes, and is rejected.
     return torch.where(found.amax(-1, keepdim=True) > -torch.inf, found, logits)
+
+
+def _rows(
+    level: Level, samplings: Sequence[Sampling], prefix: Callable[[int], Prefix], growth: _Growth
+) -> Float[Tensor, "n width"]:
+    """The distributions that children are drawn from, over the short list if there is one.
+
+    Penalties, biases and processors know the target's ids; under such settings rows are made over the whole vocabulary.
+    """
+    few = growth.short_list
+    if few is None:
+        return to_rows(level.raw, level.owners, samplings, prefix)
+    known = [samplings[owner] for owner in set(level.owners.tolist())]
+    if not any(s.reads_prefix or s.logit_bias or s.processors for s in known):
+        return to_rows(level.raw, level.owners, samplings, prefix)
+    wide = few.widened(level.raw, torch.finfo(level.raw.dtype).min)
+    rows = to_rows(wide, level.owners, samplings, prefix)[:, few.ids]
+    total = rows.sum(-1, keepdim=True)
+    # A processor may leave none of the list's tokens: then the first of them stands for all, and is rejected.
+    first = torch.nn.functional.one_hot(torch.zeros(len(rows), dtype=torch.long), rows.shape[1]).to(rows)
+    return torch.where(total > 0, rows / total, first)
 
 
 def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:
@@ -267,4 +293,5 @@ def _pack(growth: _Growth, grown: Grown, keep: Bool[np.ndarray, " n"] | None, st
         rows=torch.cat(growth.rows) if growth.rows else None,
         row_of=np.where(counts > 0, np.concatenate(growth.row_of)[order], -1),
         structure=structure,
+        short_list=growth.short_list if growth.rows else None,
     )

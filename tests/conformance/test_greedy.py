@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -94,6 +95,7 @@ def test_chains_give_what_generate_gives(name):
             tree=ChainTree(),
             verifier=verifier,
             length=length,
+            decoding=StepDecoding(),
         )
         made = Engine(parts, max_slots=3).generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
         assert [output.tokens for output in made] == outputs, label
@@ -127,7 +129,9 @@ def test_every_tree_with_every_verifier_gives_what_generate_gives(name):
         for rule in rules:
             watched = Watched(rule=catalog.make("verifier", rule), seen=[])
             length = FixedLength(num_speculative_tokens=3)
-            parts = Parts(target=target, drafter=drafter, tree=tree, verifier=watched, length=length)
+            parts = Parts(
+                target=target, drafter=drafter, tree=tree, verifier=watched, length=length, decoding=StepDecoding()
+            )
             engine = Engine(parts, max_slots=3)
             made = engine.generate(prompts(), max_new_tokens=count, sampling=GREEDY)
             engine.rest()

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.catalog import make
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.protocol import Drafter
@@ -55,7 +56,14 @@ def drafter(name: str, draft: PreTrainedModel) -> Drafter:
 def engine(target: PreTrainedModel, guesser: Drafter, rule: object = None, max_slots: int = 3) -> Engine:
     lm = as_lm(target, max_slots=max_slots)
     length = FixedLength(num_speculative_tokens=4)
-    parts = Parts(target=lm, drafter=guesser, tree=ChainTree(), verifier=rule or BlockVerifier(), length=length)
+    parts = Parts(
+        target=lm,
+        drafter=guesser,
+        tree=ChainTree(),
+        verifier=rule or BlockVerifier(),
+        length=length,
+        decoding=StepDecoding(),
+    )
     return Engine(parts, max_slots=max_slots)
 
 

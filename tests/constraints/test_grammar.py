@@ -270,7 +270,7 @@ def test_cancelling_frees_the_state(pair):
     id = pair.add(PROMPT, sampling=GREEDY, constraint=json_schema(PERSON))
     for _ in range(3):
         pair.step()
-    state = weakref.ref(pair._seats[id].running.constraint_state.matcher)
+    state = weakref.ref(pair._schedule.seats[id].running.constraint_state.matcher)
     assert state() is not None
     pair.cancel(id)
     gc.collect()

@@ -11,7 +11,7 @@ import torch
 import outrider
 from outrider import InputError, catalog
 from outrider.decoding.pearl import LONGEST, PearlDecoding, balanced_length
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
@@ -107,9 +107,11 @@ def test_chosen_drafts_keep_the_law(drafter):
 class JudgesTheFirstTokenTwice:
     """Lets the accepted first token lie ahead with the others, so that a post-verify judges it again by new draws."""
 
-    def step(self, parts: Parts, states: Sequence[Running], dice=None, keep=None) -> list[Step]:
+    drafts_ahead = True
+
+    def step(self, parts: Parts, states: Sequence[Running], **options) -> list[Step]:
         fresh = [not state.ahead.tokens for state in states]
-        steps = PearlDecoding(clock="simulated").step(parts, states, dice, keep)
+        steps = PearlDecoding(clock="simulated").step(parts, states, **options)
         for i, state in enumerate(states):
             if fresh[i] and state.ahead.tokens:
                 first = state.tokens.pop()
@@ -209,7 +211,7 @@ def test_requests_get_what_they_get_alone_and_may_be_cancelled(verifier):
 
 @exactly
 def test_logprobs_are_those_of_a_teacher_forced_run():
-    asked = {"max_new_tokens": 14, "sampling": [DRAWN, replace(GREEDY, repetition_penalty=1.5)], "logprobs": True}
+    asked = {"max_new_tokens": 14, "sampling": [DRAWN, replace(GREEDY, repetition_penalty=1.5)], "logprobs": 0}
     outputs = pearl("model", "block").generate([PROMPT, [8]], **asked)
     for prompt, output in zip([PROMPT, [8]], outputs, strict=True):
         rows = raw_logits([*prompt, *output.tokens]).log_softmax(-1)[len(prompt) - 1 : -1]

@@ -1,17 +1,18 @@
 """A drafter that asks for hidden states is told every position but the anchor, once, in order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from outrider.decoding import step as decode
-from outrider.decoding.step import Parts
+from outrider.decoding import progress
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.protocol import Observed
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
@@ -34,16 +35,11 @@ class Listener(NgramDrafter):
     def taps(self) -> tuple[int, ...]:
         return self.wanted
 
-    def observe(
-        self,
-        states: Sequence[Running],
-        tokens: Sequence[Sequence[int]],
-        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
-    ) -> None:
-        for state, said, seen in zip(states, tokens, taps, strict=True):
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        for r, state in enumerate(states):
             heard = self.heard.setdefault(state.request.id, [])
-            for i, token in enumerate(said):
-                heard.append((token, {k: values[i].clone() for k, values in seen.items()}))
+            for i in range(observed.offsets[r], observed.offsets[r + 1]):
+                heard.append((int(observed.tokens[i]), {k: seen[i].clone() for k, seen in observed.taps.items()}))
 
 
 def plain_states(tokens: list[int]) -> dict[int, Tensor]:
@@ -60,7 +56,7 @@ def plain_states(tokens: list[int]) -> dict[int, Tensor]:
 
 
 def test_observe_hears_every_position_but_the_anchor_once_and_in_order(monkeypatch):
-    monkeypatch.setattr(decode, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(progress, "PREFILL_CHUNK", 7)
     listener = Listener(prompt_lookup_min=1)
     target = LanguageModel(tiny("llama"), max_slots=3)
     parts = Parts(
@@ -69,6 +65,7 @@ def test_observe_hears_every_position_but_the_anchor_once_and_in_order(monkeypat
         tree=ChainTree(),
         verifier=BlockVerifier(),
         length=FixedLength(num_speculative_tokens=3),
+        decoding=StepDecoding(),
     )
     engine = Engine(parts, max_slots=3)
     random = np.random.default_rng(0)

@@ -7,6 +7,7 @@ import torch
 
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.protocol import Observed
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.types import Frontier, Request, Running, Sampling
 
@@ -16,13 +17,13 @@ Lookup = NoDrafter | NgramDrafter | SuffixDrafter
 def running(drafter: Lookup, tokens: Sequence[int], id: str = "r") -> Running:
     """A request whose prompt is `tokens`, new to the drafter."""
     request = Request(id=id, prompt=tuple(tokens), max_new_tokens=99, sampling=Sampling(seed=0))
-    return Running(request=request, tokens=list(tokens), slot=0, drafter_state=drafter.open(request))
+    return Running(request=request, tokens=list(tokens), slot=0, drafter=drafter, drafter_state=drafter.open(request))
 
 
 def chains(drafter: Lookup, states: Sequence[Running], depth: int) -> list[list[int]]:
     """What a batch is proposed, each chain up to where nothing is proposed, at most `depth` tokens."""
     found: list[list[int]] = [[] for _ in states]
-    guess = drafter.begin(states)
+    guess = drafter.begin(states, [depth] * len(states))
     owners = np.arange(len(states))
     for level in range(1, depth + 1):
         assert guess.tokens is not None
@@ -55,4 +56,4 @@ def step(drafter: Lookup, state: Running, tokens: Sequence[int], num_accepted: i
     known = [state.tokens[-1], *tokens[:-1]]
     drafter.commit([state], [list(range(1, num_accepted + 1))])
     state.tokens.extend(tokens)
-    drafter.observe([state], [known], [{}])
+    drafter.observe([state], Observed(tokens=np.array(known), offsets=np.array([0, len(known)])))

@@ -98,11 +98,11 @@ def test_a_step_indexes_only_what_is_new() -> None:
     drafter = NgramDrafter(prompt_lookup_min=2, prompt_lookup_max=4)
     state = running(drafter, [i * i % 97 for i in range(5000)])
     state.tokens = Counting(state.tokens)
-    drafter.begin([state])
+    drafter.begin([state], [1])
     for _ in range(3):
         step(drafter, state, [1, 2])
         Counting.read = 0
-        drafter.begin([state])
+        drafter.begin([state], [1])
         assert Counting.read < 50
 
 

@@ -17,7 +17,9 @@ from tests.drafters.asking import chain, chains, running, step
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=50)
 chunks = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
-BESIDE = Surroundings(tokenizer=None, vocab_size=9, device=torch.device("cpu"), dtype=torch.float32, max_slots=4)
+BESIDE = Surroundings(
+    tokenizer=None, vocab_size=9, device=torch.device("cpu"), dtype=torch.float32, max_slots=4, max_context=99
+)
 
 
 def followers(known: Sequence[int], end: Sequence[int]) -> dict[int, tuple[int, int]]:

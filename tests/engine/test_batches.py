@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -66,7 +67,14 @@ def engine(
         draft.config.num_hidden_layers = 2
         guesser = ModelDrafter(lm=LanguageModel(draft, max_slots=max_slots, max_context=draft_context))
     target = LanguageModel(tiny("llama"), max_slots=max_slots)
-    parts = Parts(target=target, drafter=guesser, tree=catalog.make("tree", tree), verifier=verifier, length=length)
+    parts = Parts(
+        target=target,
+        drafter=guesser,
+        tree=catalog.make("tree", tree),
+        verifier=verifier,
+        length=length,
+        decoding=StepDecoding(),
+    )
     return Engine(parts, max_slots=max_slots)
 
 
@@ -187,13 +195,11 @@ def test_a_prompt_that_continues_the_last_one_digests_only_what_is_new():
     prompt = list(range(3, 40))
     [first] = warm.generate([prompt], max_new_tokens=10, sampling=greedy)
     longer = [*prompt, *first.tokens, 5, 6]
-    slot = warm._warm.slot
     warm.add(longer, max_new_tokens=10, sampling=greedy)
-    warm._admit()
-    assert warm.parts.target.length(slot) >= len(prompt) + len(first.tokens) - 1
     while warm.busy:
         for update in warm.step():
             second = update.output or None
+    assert second.reused_tokens == warm.num_reused_tokens >= len(prompt) + len(first.tokens) - 1
     assert second.tokens == cold.generate([longer], max_new_tokens=10, sampling=greedy)[0].tokens
 
 
@@ -242,7 +248,7 @@ def test_logprobs_are_those_of_the_raw_logits():
     honest = engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=3))
     prompt = [3, 9, 4, 30]
     [output] = honest.generate(
-        [prompt], max_new_tokens=12, sampling=Sampling(temperature=0.6, top_k=9, seed=2), logprobs=True
+        [prompt], max_new_tokens=12, sampling=Sampling(temperature=0.6, top_k=9, seed=2), logprobs=0
     )
     ids = torch.tensor([[*prompt, *output.tokens]])
     with torch.no_grad():

@@ -174,7 +174,7 @@ def test_a_step_is_one_target_forward_and_one_draft_forward_per_token(gamma):
 
 
 def test_logprobs_are_those_of_a_teacher_forced_run():
-    asked = {"max_new_tokens": 14, "sampling": [DRAWN, replace(GREEDY, repetition_penalty=1.5)], "logprobs": True}
+    asked = {"max_new_tokens": 14, "sampling": [DRAWN, replace(GREEDY, repetition_penalty=1.5)], "logprobs": 0}
     outputs = engine("model", "block").generate([PROMPT, [8]], **asked)
     for prompt, output in zip([PROMPT, [8]], outputs, strict=True):
         rows = raw_logits([*prompt, *output.tokens]).log_softmax(-1)[len(prompt) - 1 : -1]

@@ -1,14 +1,13 @@
 """Requests that fail end with an error; the others lose a step and nothing else, and nothing leaks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
-from outrider.drafters.protocol import Drafter
+from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.token_only import TokenOnly
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
@@ -49,9 +48,9 @@ class Failing(TokenOnly):
         self._call("open")
         return self.inner.open(request)
 
-    def begin(self, states: Sequence[Running]) -> Guess:
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         self._call("begin")
-        return self.inner.begin(states)
+        return self.inner.begin(states, depths)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         self._call("expand")
@@ -61,14 +60,12 @@ class Failing(TokenOnly):
         self._call("commit")
         self.inner.commit(states, paths)
 
-    def observe(
-        self,
-        states: Sequence[Running],
-        tokens: Sequence[Sequence[int]],
-        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
-    ) -> None:
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
         self._call("observe")
-        self.inner.observe(states, tokens, taps)
+        self.inner.observe(states, observed)
+
+    def needs(self, state: object, length: int) -> int:
+        return self.inner.needs(state, length)
 
     def reuse(self, state: object, request: Request, length: int) -> object:
         return self.inner.reuse(state, request, length)
@@ -96,7 +93,7 @@ def run(busy: Engine, these: Sequence[Request]) -> dict[str, Output]:
 def inner_slots(busy: Engine) -> list[int]:
     if isinstance(busy.parts.drafter, Failing):
         busy.rest()
-        busy.parts = replace(busy.parts, drafter=busy.parts.drafter.inner)
+        busy.swap(busy.parts.drafter.inner)
     return free_slots(busy)
 
 
@@ -197,7 +194,7 @@ class Listener(TokenOnly):
     def open(self, request: Request) -> list[int]:
         return []
 
-    def begin(self, states: Sequence[Running]) -> Guess:
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         for state in states:
             assert state.drafter_state == state.tokens[:-1], state.request.id
         return Guess(tokens=torch.tensor([3] * len(states)).numpy())
@@ -205,14 +202,9 @@ class Listener(TokenOnly):
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         return Guess(tokens=torch.full((len(frontier.nodes),), 4).numpy())
 
-    def observe(
-        self,
-        states: Sequence[Running],
-        tokens: Sequence[Sequence[int]],
-        taps: Sequence[Mapping[int, Float[Tensor, "positions hidden"]]],
-    ) -> None:
-        for state, said in zip(states, tokens, strict=True):
-            state.drafter_state.extend(said)
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        for i, state in enumerate(states):
+            state.drafter_state.extend(observed.tokens[observed.offsets[i] : observed.offsets[i + 1]].tolist())
 
 
 def test_a_drafter_that_reads_the_target_is_shown_everything_again_after_a_failure():

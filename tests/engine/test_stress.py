@@ -10,7 +10,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
@@ -123,6 +124,7 @@ def test_a_thousand_requests_through_one_engine_leave_nothing_behind_and_get_wha
         tree=ChainTree(),
         verifier=BlockVerifier(),
         length=FixedLength(num_speculative_tokens=3),
+        decoding=StepDecoding(),
     )
     tokenizer = letters()
     engine = Engine(base, tokenizer=tokenizer, max_slots=SLOTS)
@@ -160,8 +162,9 @@ def test_a_thousand_requests_through_one_engine_leave_nothing_behind_and_get_wha
     assert {len(output.tokens) for output in made} == {5}
     engine.rest()
     assert [lm.num_bytes for lm in caches] == warm
-    assert [len(lm._slots) + len(lm._cache._row_of) + len(lm._cache._used) for lm in caches] == [0, 0]
-    assert (len(engine._seats), len(engine._waiting), engine._warm) == (0, 0, None)
+    assert [len(lm._slots) + len(lm.cache._row_of) + len(lm.cache._used) for lm in caches] == [0, 0]
+    waiting = engine._schedule._admission._waiting
+    assert (len(engine._schedule.seats), len(waiting), len(engine._schedule.prefixes)) == (0, 0, 0)
     assert free_slots(engine) == [SLOTS, SLOTS]
     # What is left alive would be held by somebody; tracebacks of errors do.
     del outputs, made, update
@@ -194,7 +197,14 @@ def long_context() -> LlamaForCausalLM:
 @pytest.mark.parametrize(("prompts", "most"), [((4000,), 512), ((1300,) * 5, 512), ((1000, 900, 1), 100)])
 def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, most):
     lm = Counting(long_context, max_slots=8)
-    parts = Parts(target=lm, drafter=NoDrafter(), tree=ChainTree(), verifier=MatchVerifier(), length=FixedLength())
+    parts = Parts(
+        target=lm,
+        drafter=NoDrafter(),
+        tree=ChainTree(),
+        verifier=MatchVerifier(),
+        length=FixedLength(),
+        decoding=StepDecoding(),
+    )
     engine = Engine(parts, max_prefill_tokens=most)
     greedy = Sampling(temperature=0, seed=0)
     decoding = [engine.add([3, 4, 5 + i], max_new_tokens=500, sampling=greedy) for i in range(3)]
@@ -220,6 +230,7 @@ def test_a_bound_on_prefill_of_no_tokens_is_refused(long_context):
                 tree=ChainTree(),
                 verifier=MatchVerifier(),
                 length=FixedLength(),
+                decoding=StepDecoding(),
             ),
             max_prefill_tokens=0,
         )

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider
 from outrider.lm.compiled import COMPILED
-from outrider.lm.model import LanguageModel, _Batch
+from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.types import Request
@@ -42,13 +42,19 @@ def llama(num_layers: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def said(lm: LanguageModel, prompts: list[list[int]], drafts: list[list[int]], parents: list[int] | None):
+def said(
+    lm: LanguageModel,
+    prompts: list[list[int]],
+    drafts: list[list[int]],
+    parents: list[int] | None,
+    taps: tuple[int, ...] = (),
+):
     """Logits and taps after drafts behind prompts, and again behind what is left of them when one node is kept."""
     slots = [lm.open() for _ in prompts]
     lm.extend([Segment(slot=s, tokens=torch.tensor(p), logits="none") for s, p in zip(slots, prompts, strict=True)])
     lm.commit({s: range(len(p)) for s, p in zip(slots, prompts, strict=True)})
     found = []
-    for taps in ((), (0, 1)):
+    for _ in range(2):
         above = None if parents is None else np.array(parents)
         pieces = [Segment(slot=s, tokens=torch.tensor(d), parents=above) for s, d in zip(slots, drafts, strict=True)]
         extension = lm.extend(pieces, taps=taps)
@@ -59,18 +65,19 @@ def said(lm: LanguageModel, prompts: list[list[int]], drafts: list[list[int]], p
     return found
 
 
-def asks(lm: LanguageModel, width: int, logits: str, taps: tuple[int, ...] = ()) -> bool:
-    """Whether a forward runs the model as it is."""
-    segment = Segment(slot=0, tokens=torch.zeros(width, dtype=torch.long), logits=logits)
-    batch = _Batch(segments=[segment], order=[0], counts=np.array([width]), width=width)
-    return lm._forward(batch, taps) is lm.model
+def is_compiled(lm: LanguageModel, width: int, logits: str, taps: tuple[int, ...] = ()) -> bool:
+    """Whether a forward runs as a compiled graph."""
+    before, slot = lm.num_compiled_forwards, lm.open()
+    lm.extend([Segment(slot=slot, tokens=torch.zeros(width, dtype=torch.long), logits=logits)], taps=taps)
+    lm.release(slot)
+    return lm.num_compiled_forwards == before + 1
 
 
-def differences(plain: LanguageModel, compiled: LanguageModel) -> dict[str, float]:
+def differences(plain: LanguageModel, compiled: LanguageModel, taps: tuple[int, ...]) -> dict[str, float]:
     """By case, the largest difference over the spread of what plain forwards say."""
     found = {}
     for name, case in CASES.items():
-        pairs = zip(said(plain, *case), said(compiled, *case), strict=True)
+        pairs = zip(said(plain, *case, taps), said(compiled, *case, taps), strict=True)
         found[name] = max(float((a - b).abs().max() / (a.max() - a.min())) for a, b in pairs)
     return found
 
@@ -93,16 +100,20 @@ def main() -> None:
     torch.set_num_threads(1)
     model = llama(1)
     plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, compile=True)
-    found: dict[str, object] = {"differences": differences(plain, compiled)}
-    said(compiled, [[3, 1, 4]], [[5] * 4], None)  # once more, because storage has grown
-    before = counters["stats"]["unique_graphs"]
-    for width in (3, 6, 17):
-        said(compiled, [[3, 1, 4]], [[5] * width], None)
-    found["new graphs for new lengths"] = counters["stats"]["unique_graphs"] - before
-    found["graphs"] = counters["stats"]["unique_graphs"]
+    found: dict[str, object] = {}
+    for name, taps in (("without taps", ()), ("with taps", (0, 1))):
+        first = counters["stats"]["unique_graphs"]
+        found[f"differences {name}"] = differences(plain, compiled, taps)
+        said(compiled, [[3, 1, 4]], [[5] * 4], None, taps)  # once more, because storage has grown
+        before = counters["stats"]["unique_graphs"]
+        for width in (3, 6, 17):
+            said(compiled, [[3, 1, 4]], [[5] * width], None, taps)
+        found[f"new graphs for new lengths {name}"] = counters["stats"]["unique_graphs"] - before
+        found[f"graphs {name}"] = counters["stats"]["unique_graphs"] - first
     found["graph breaks"] = sum(counters["graph_break"].values())
-    found["forwards with taps are plain"] = asks(compiled, 3, "all", (0,))
-    found["long forwards are plain"] = asks(compiled, COMPILED + 1, "all") and asks(compiled, 3, "none")
+    found["forwards with taps are compiled"] = is_compiled(compiled, 3, "all", (0, 1))
+    long = is_compiled(compiled, COMPILED + 1, "all") or is_compiled(compiled, 3, "none")
+    found["long forwards are plain"] = not long
     settings = {"drafter": "ngram:prompt_lookup_min=1", "max_slots": 2}
     texts = [
         [

@@ -44,8 +44,8 @@ class Growth:
 
 def poison(lm: LanguageModel | RecurrentModel, twins: dict[int, Twin]) -> None:
     """Put large finite numbers wherever nothing of worth lies."""
-    used = {lm._cache.row(s): len(t.tokens) + len(t.pending) for s, t in twins.items()}
-    for storage in lm._cache.storages:
+    used = {lm.cache.row(s): len(t.tokens) + len(t.pending) for s, t in twins.items()}
+    for storage in lm.cache.storages:
         for row in range(storage.shape[1]):
             storage[:, row, used.get(row, 0) :] = POISON
 

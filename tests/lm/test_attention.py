@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.lm.attention import MaskBuilder, Pending, Span, look, spans
+from outrider.lm.anatomy import Anatomy, Span
+from outrider.lm.attention import MaskBuilder, look
+from outrider.lm.slots import Pending
 from tests.world.zoo import tiny
 
 
@@ -78,13 +80,13 @@ def test_a_chain_given_by_parents_is_a_chain() -> None:
 
 
 def test_models_take_a_dict_of_masks_where_their_layers_have_types() -> None:
-    assert spans(tiny("gemma3")) == {"sliding_attention": Span(window=8), "full_attention": Span()}
-    assert spans(tiny("llama4")) == {"chunked_attention": Span(chunk=8), "full_attention": Span()}
-    assert spans(tiny("mistral")) == Span(window=8)
-    assert spans(tiny("llama")) == Span()
+    assert Anatomy.of(tiny("gemma3")).spans == {"sliding_attention": Span(window=8), "full_attention": Span()}
+    assert Anatomy.of(tiny("llama4")).spans == {"chunked_attention": Span(chunk=8), "full_attention": Span()}
+    assert Anatomy.of(tiny("mistral")).spans == Span(window=8)
+    assert Anatomy.of(tiny("llama")).spans == Span()
 
 
 def test_a_window_in_the_config_of_a_model_that_has_none_is_ignored_as_the_model_does() -> None:
     model = tiny("llama")
     model.config.sliding_window = 8
-    assert spans(model) == Span()
+    assert Anatomy.of(model).spans == Span()

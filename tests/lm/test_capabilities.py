@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import MptConfig
 
+from outrider.lm.anatomy import STEPWISE, Anatomy
 from outrider.lm.capabilities import Capability, capabilities
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
-from outrider.lm.support import STEPWISE, longest_context
 from outrider.types import InputError
 from recipes.tiny import tiny_config as tiny_config_of
 from recipes.tiny import tiny_model
@@ -50,7 +50,7 @@ def test_a_refused_model_has_one_line_with_the_reason() -> None:
 def test_the_context_is_the_one_that_the_model_gets() -> None:
     for name in ("llama", "llama4", "mamba2"):
         config = recurrent_config(name) if name in RECURRENT else tiny_config(name)
-        assert told(name)["context"].reason.startswith(str(longest_context(config)))
+        assert told(name)["context"].reason.startswith(str(Anatomy.of(config).longest_context))
     config = recurrent_config("mamba2")
     config.max_position_embeddings = None
     [line] = [line for line in capabilities(config) if line.feature == "context"]

@@ -18,12 +18,14 @@ def test_compiled_forwards_say_what_plain_ones_say_in_few_graphs():
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["differences"]) == set(compiled_checks.CASES)
-    assert max(found["differences"].values()) < 1e-5, found["differences"]
-    assert found["new graphs for new lengths"] == 0
+    for name in ("without taps", "with taps"):
+        differences = found[f"differences {name}"]
+        assert set(differences) == set(compiled_checks.CASES)
+        assert max(differences.values()) < 1e-5, differences
+        assert found[f"new graphs for new lengths {name}"] == 0
+        assert found[f"graphs {name}"] <= 5
     assert found["graph breaks"] == 0
-    assert found["graphs"] <= 5
-    assert found["forwards with taps are plain"]
+    assert found["forwards with taps are compiled"]
     assert found["long forwards are plain"]
     assert found["greedy output is the same"]
     assert found["error of the law"] < 1e-6

@@ -9,7 +9,8 @@ from torch.nn.attention.flex_attention import create_mask
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -90,6 +91,7 @@ def engines(dtype: torch.dtype, device: str) -> dict[str, Engine]:
             tree=tree,
             verifier=MatchVerifier(),
             length=FixedLength(num_speculative_tokens=4),
+            decoding=StepDecoding(),
         )
         return Engine(parts, max_slots=3)
 

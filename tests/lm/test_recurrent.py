@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.lm.anatomy import STEPWISE, Anatomy
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.recurrent import RecurrentModel
-from outrider.lm.support import STEPWISE, is_recurrent, refusal
+from outrider.lm.support import refusal
 from outrider.types import InputError
 from tests.lm.oracle import Growth, Pair
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
@@ -166,13 +167,13 @@ def test_branching_segments_and_wrong_calls_raise_and_change_nothing() -> None:
 
 
 def test_a_model_that_forgets_its_state_in_blocks_is_found_out_and_fed_token_by_token(monkeypatch) -> None:
-    monkeypatch.setattr("outrider.lm.support.STEPWISE", ())
+    monkeypatch.setattr("outrider.lm.anatomy.STEPWISE", ())
     for name in ("mamba", "jamba", "qwen3_next"):
         assert RecurrentModel(tiny_recurrent(name), max_slots=1).stepwise == (name in STEPWISE)
 
 
 def test_the_right_way_is_opened_for_every_model() -> None:
-    assert all(is_recurrent(recurrent_config(name)) for name in RECURRENT)
+    assert all(Anatomy.of(recurrent_config(name)).recurrent for name in RECURRENT)
     assert isinstance(as_lm(tiny_recurrent("mamba2"), max_slots=1), RecurrentModel)
     assert not isinstance(as_lm(tiny("llama"), max_slots=1), RecurrentModel)
     with pytest.raises(InputError, match="llama has no recurrent layers"):

@@ -24,8 +24,9 @@ from transformers import (
     xLSTMConfig,
 )
 
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.model import LanguageModel
-from outrider.lm.support import REFUSALS, context_limit, refusal
+from outrider.lm.support import REFUSALS, refusal
 from outrider.types import InputError
 from tests.world.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
 
@@ -89,16 +90,16 @@ def test_rotary_tables_that_change_with_length_end_the_context() -> None:
     assert "dynamic rotary scaling" in (refusal(dynamic) or "")
     config = tiny_config("phi3")
     long = Phi3Config(**{**config.to_dict(), "rope_parameters": LONGROPE, "original_max_position_embeddings": 64})
-    assert context_limit(long) == 64
+    assert Anatomy.of(long).context_limit == 64
     assert refusal(long, max_context=64) is None
     assert "give max_context=64 or less" in (refusal(long, max_context=65) or "")
 
 
 def test_llama_4_ends_where_it_scales_queries_by_the_length_of_the_cache() -> None:
     config = tiny_config("llama4")
-    assert context_limit(config) == 8191
+    assert Anatomy.of(config).context_limit == 8191
     config.attn_temperature_tuning = False
-    assert context_limit(config) is None
+    assert Anatomy.of(config).context_limit is None
 
 
 class Deaf(LlamaForCausalLM):

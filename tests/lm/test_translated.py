@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import Sampling, catalog
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import LM, Segment
@@ -40,6 +41,7 @@ def assemble(verifier: str, tree: str = "chain", gamma: int = 2, words: Translat
         tree=catalog.make("tree", tree),
         verifier=catalog.make("verifier", verifier),
         length=FixedLength(num_speculative_tokens=gamma),
+        decoding=StepDecoding(),
     )
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.lengths.adaedl import AdaedlLength
@@ -49,6 +50,7 @@ def parts(verifier: object, tree: object = None, gamma: int = 2, **others: objec
         tree=tree or ChainTree(),
         verifier=verifier,
         length=others.get("length") or FixedLength(num_speculative_tokens=gamma),
+        decoding=StepDecoding(),
     )
 
 
@@ -144,6 +146,7 @@ def test_a_masked_drafter_is_accepted_more_often():
         tree=ChainTree(),
         verifier=catalog.make("verifier", "token"),
         length=FixedLength(num_speculative_tokens=3),
+        decoding=StepDecoding(),
     )
     assert law(twins, [0], 1, constraint=TRIGGER).accepted == pytest.approx(3, abs=1e-12)
 

@@ -8,7 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider import catalog
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -45,7 +46,9 @@ def assemble(vocab: int, verifier: object, length: object, seed: int = 0, **othe
     """Random prefix-dependent tables for target and draft model."""
     target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
     drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
-    return Parts(target=target, drafter=drafter, tree=ChainTree(), verifier=verifier, length=length)
+    return Parts(
+        target=target, drafter=drafter, tree=ChainTree(), verifier=verifier, length=length, decoding=StepDecoding()
+    )
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
@@ -221,6 +224,7 @@ def test_an_argmax_scored_with_its_softmax_is_caught():
         tree=ArgmaxScoredWithItsSoftmax(),
         verifier=TokenVerifier(),
         length=parts.length,
+        decoding=StepDecoding(),
     )
     assert law(biased, [0], 1).error > 1e-3
 
@@ -292,6 +296,7 @@ def test_dropping_a_draw_because_of_its_own_probability_is_caught(verifier):
         tree=DropsUnlikelyDraws(),
         verifier=verifier,
         length=FixedLength(num_speculative_tokens=1),
+        decoding=StepDecoding(),
     )
     found = law(parts, [0], 1)
     first = sum(mass for output, mass in found.emitted.items() if output[0] == 0)

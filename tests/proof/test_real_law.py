@@ -19,7 +19,8 @@ from transformers import (
 
 from outrider import as_custom_generate, catalog
 from outrider.decoding.pearl import PearlDecoding
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -76,6 +77,7 @@ def engine(
         tree=catalog.make("tree", tree) if isinstance(tree, str) else tree,
         verifier=catalog.make("verifier", verifier) if isinstance(verifier, str) else verifier,
         length=FixedLength(num_speculative_tokens=2),
+        decoding=StepDecoding(),
     )
     return Engine(replace(parts, **others), max_slots=SLOTS)
 
@@ -390,7 +392,7 @@ class LeavesKeysWhereTheyAre(LanguageModel):
 
     def __init__(self, *given, **named):
         super().__init__(*given, **named)
-        self._cache.move = lambda moves: None
+        self.cache.move = lambda moves: None
 
 
 def keeping_rejected_states() -> Engine:

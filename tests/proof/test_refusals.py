@@ -10,7 +10,8 @@ import torch
 
 import outrider
 from outrider import catalog
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.dice import Draws
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.adaedl import AdaedlLength
@@ -45,7 +46,7 @@ def assemble(vocab: int, tree: object, rule: object, depth: int, seed: int = 0, 
     target = others.pop("target", None) or TabularLM(random_rows(vocab, seed), vocab)
     drafter = others.pop("drafter", None) or ModelDrafter(lm=TabularLM(random_rows(vocab, seed + 100), vocab))
     length = others.pop("length", None) or FixedLength(num_speculative_tokens=depth)
-    return Parts(target=target, drafter=drafter, tree=tree, verifier=rule, length=length)
+    return Parts(target=target, drafter=drafter, tree=tree, verifier=rule, length=length, decoding=StepDecoding())
 
 
 # Trees that can be enumerated, by what they are to a verifier; the stochastic beam has its own file.
@@ -405,8 +406,8 @@ class Forgetful(ModelDrafter):
     def context_pure(self) -> bool:
         return False
 
-    def begin(self, states):
-        guess = super().begin(states)
+    def begin(self, states, depths):
+        guess = super().begin(states, depths)
         logits = [
             torch.from_numpy(self.second(tuple(s.tokens))).log() if s.output else own
             for s, own in zip(states, guess.logits, strict=True)

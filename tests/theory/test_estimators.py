@@ -10,7 +10,8 @@ from hypothesis.extra.numpy import array_shapes, arrays
 from jaxtyping import Float
 
 from outrider import InputError
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
@@ -40,7 +41,14 @@ def enumerated(target: Row, draft: Row, vocab: int, gamma: int, verifier: object
     """Expected accepted tokens of the production verifier."""
     drafter = ModelDrafter(lm=TabularLM(draft, vocab))
     length = FixedLength(num_speculative_tokens=gamma)
-    parts = Parts(target=TabularLM(target, vocab), drafter=drafter, tree=ChainTree(), verifier=verifier, length=length)
+    parts = Parts(
+        target=TabularLM(target, vocab),
+        drafter=drafter,
+        tree=ChainTree(),
+        verifier=verifier,
+        length=length,
+        decoding=StepDecoding(),
+    )
     return law(parts, [0], 1).accepted
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.dice import PhiloxDice
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
@@ -31,7 +32,10 @@ def drafted(tree: object, rows: Rows, vocab: int, depth: int, count: int = 1, te
     """A batch of requests with the prompt [0] and seeds 0, 1, ..."""
     drafter = ModelDrafter(lm=TabularLM(rows, vocab))
     request = Request(id="r", prompt=(0,), max_new_tokens=99, sampling=Sampling(temperature=temperature))
-    states = [Running(request=request, tokens=[0], slot=i, drafter_state=drafter.open(request)) for i in range(count)]
+    states = [
+        Running(request=request, tokens=[0], slot=i, drafter=drafter, drafter_state=drafter.open(request))
+        for i in range(count)
+    ]
     dice = PhiloxDice(seeds=list(range(count)), steps=[0] * count)
     made = catalog.make("tree", tree) if isinstance(tree, str) else tree
     length = FixedLength(num_speculative_tokens=depth)
@@ -185,6 +189,7 @@ def beam_error(name: str) -> float:
             tree=Planted(lists=dict(lists)),
             verifier=rule,
             length=FixedLength(num_speculative_tokens=2),
+            decoding=StepDecoding(),
         )
         for output, share in law(parts, [0], 1).emitted.items():
             emitted[output] += mass * share

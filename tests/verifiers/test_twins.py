@@ -59,7 +59,13 @@ def drafted(tree: str, rooms: list[int], seed: int) -> tuple[Draft, PhiloxDice]:
     for i in range(len(rooms)):
         request = Request(id=str(i), prompt=(i % VOCAB, seed % VOCAB), max_new_tokens=9, sampling=Sampling())
         states.append(
-            Running(request=request, tokens=list(request.prompt), slot=i, drafter_state=drafter.open(request))
+            Running(
+                request=request,
+                tokens=list(request.prompt),
+                slot=i,
+                drafter=drafter,
+                drafter_state=drafter.open(request),
+            )
         )
     dice = PhiloxDice(seeds=list(range(len(rooms))), steps=[seed] * len(rooms))
     length = FixedLength(num_speculative_tokens=4)
@@ -189,7 +195,7 @@ def test_draws_without_replacement_are_what_drawing_in_turn_gives():
 def test_the_law_of_a_deep_best_path_does_not_vanish_in_float32():
     drafter = ModelDrafter(lm=TabularLM(random_rows(VOCAB, 0), VOCAB))
     request = Request(id="", prompt=(0, 1), max_new_tokens=80, sampling=Sampling())
-    state = Running(request=request, tokens=[0, 1], slot=0, drafter_state=drafter.open(request))
+    state = Running(request=request, tokens=[0, 1], slot=0, drafter=drafter, drafter_state=drafter.open(request))
     dice = PhiloxDice(seeds=[0], steps=[0])
     length = FixedLength(num_speculative_tokens=64)
     draft = grow(drafter, catalog.make("tree", "iid:num_paths=4"), length, [state], [64], dice, torch.device("cpu"))

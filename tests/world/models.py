@@ -5,7 +5,8 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -74,6 +75,7 @@ def engine(
         tree=ChainTree(),
         verifier=VERIFIERS[verifier],
         length=FixedLength(num_speculative_tokens=gamma),
+        decoding=StepDecoding(),
     )
     return Engine(parts, max_slots=max_slots, eos_ids=eos_ids)
 

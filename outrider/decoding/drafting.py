@@ -1,0 +1,153 @@
+"""The drafters' side of a step: requests are grouped by the drafter that they name."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from outrider.decoding.protocol import Parts
+from outrider.dice import Dice
+from outrider.drafters.protocol import Drafter, Observed
+from outrider.trees.grow import grow
+from outrider.types import Draft, Running
+
+
+def drafter_of(state: Running) -> Drafter:
+    """Who drafts for a request."""
+    return cast(Drafter, state.drafter)
+
+
+def groups(states: Sequence[Running]) -> list[tuple[Drafter, list[int]]]:
+    """The drafters of some requests, each with the places of its requests."""
+    found: dict[int, tuple[Drafter, list[int]]] = {}
+    for i, state in enumerate(states):
+        found.setdefault(id(state.drafter), (drafter_of(state), []))[1].append(i)
+    return list(found.values())
+
+
+def taps(states: Sequence[Running]) -> tuple[int, ...]:
+    """The hidden states that any of their drafters wants."""
+    return tuple(dict.fromkeys(tap for drafter, _ in groups(states) for tap in drafter.taps))
+
+
+def room(parts: Parts, state: Running, left: int) -> int:
+    """Deepest draft that fits a request of which `left` tokens may still be drafted.
+
+    A drafter that reads hidden states cannot guess before it has seen those of all tokens but the anchor, nor where
+    there are none: such a step is a plain one.
+    """
+    drafter, digested = drafter_of(state), len(state.tokens) - 1
+    if drafter.taps and (digested == 0 or parts.target.length(state.slot) < digested):
+        return 0
+    if drafter.max_context is not None:
+        left = min(left, drafter.max_context - len(state.tokens) - 1)
+    if drafter.max_depth is not None:
+        left = min(left, drafter.max_depth)
+    return max(left, 0)
+
+
+def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: Dice, device: torch.device) -> Draft:
+    """Draft one tree per request, all requests of a drafter together.
+
+    Args:
+        rooms: Deepest draft that still fits each request.
+        device: Where drafts are drawn.
+    """
+    grouped = groups(states)
+    if len(grouped) == 1:
+        return grow(grouped[0][0], parts.tree, parts.length, states, rooms, dice, device)
+    drafts, which = [], np.zeros(len(states), dtype=np.int64)
+    for number, (drafter, places) in enumerate(grouped):
+        own = [left if i in places else 0 for i, left in enumerate(rooms)]
+        drafts.append(grow(drafter, parts.tree, parts.length, states, own, dice, device))
+        which[places] = number
+    return _selected(drafts, which)
+
+
+def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+    """Tell drafters what survived of their drafts, by the numbers of the nodes."""
+    for drafter, places in groups(states):
+        drafter.commit([states[i] for i in places], [paths[i] for i in places])
+
+
+def observe(states: Sequence[Running], observed: Observed) -> None:
+    """Show drafters the positions whose target state has become known."""
+    grouped = groups(states)
+    for drafter, places in grouped:
+        own = observed if len(grouped) == 1 else _part(observed, places, drafter.taps)
+        drafter.observe([states[i] for i in places], own)
+
+
+def _part(observed: Observed, places: Sequence[int], taps: Sequence[int]) -> Observed:
+    """What some of the requests observe."""
+    bounds = [(int(observed.offsets[i]), int(observed.offsets[i + 1])) for i in places]
+    index = np.concatenate([np.arange(first, end) for first, end in bounds])
+    return Observed(
+        tokens=observed.tokens[index],
+        offsets=np.cumsum([0, *(end - first for first, end in bounds)]),
+        taps={k: observed.taps[k][torch.from_numpy(index).to(observed.taps[k].device)] for k in taps},
+    )
+
+
+def _selected(drafts: Sequence[Draft], which: Int[np.ndarray, " requests"]) -> Draft:
+    """One draft made of the requests of several, request r from draft `which[r]`; rows over the whole vocabulary."""
+    wide = [_widened(each) for each in drafts]
+    pieces = [_request(wide[which[r]], r) for r in range(len(which))]
+    sizes = [len(piece.tokens) for piece in pieces]
+    offsets = np.cumsum([0, *sizes])
+    drawn = np.cumsum([0, *(0 if piece.rows is None else len(piece.rows) for piece in pieces)])
+    links = np.cumsum([0, *(len(piece.links) for piece in pieces)])
+    rows = [piece.rows for piece in pieces if piece.rows is not None]
+
+    def moved(values: Int[np.ndarray, " n"], by: int) -> Int[np.ndarray, " n"]:
+        return np.where(values >= 0, values + by, -1)
+
+    return Draft(
+        tokens=torch.cat([piece.tokens for piece in pieces]),
+        parents=np.concatenate([moved(piece.parents, by) for piece, by in zip(pieces, offsets.tolist(), strict=False)]),
+        depths=np.concatenate([piece.depths for piece in pieces]),
+        numbers=np.concatenate([piece.numbers for piece in pieces]),
+        offsets=offsets,
+        first_child=np.concatenate(
+            [*(piece.first_child[:-1] + by for piece, by in zip(pieces, links.tolist(), strict=False)), links[-1:]]
+        ),
+        links=np.concatenate([piece.links + by for piece, by in zip(pieces, offsets.tolist(), strict=False)]),
+        rows=torch.cat(rows) if rows else None,
+        row_of=np.concatenate([moved(piece.row_of, by) for piece, by in zip(pieces, drawn.tolist(), strict=False)]),
+        structure=drafts[0].structure,
+    )
+
+
+def _widened(draft: Draft) -> Draft:
+    if draft.rows is None or draft.short_list is None:
+        return draft
+    return replace(draft, rows=draft.short_list.widened(draft.rows), short_list=None)
+
+
+def _request(draft: Draft, request: int) -> Draft:
+    """One request's part of a draft, numbered from 0."""
+    first, end = int(draft.offsets[request]), int(draft.offsets[request + 1])
+    low, high = int(draft.first_child[first]), int(draft.first_child[end])
+    row_of = draft.row_of[first:end]
+    drawn = np.flatnonzero(row_of >= 0)
+    rows = None
+    if draft.rows is not None and len(drawn):
+        rows = draft.rows[torch.from_numpy(row_of[drawn]).to(draft.rows.device)]
+    numbered = np.full(end - first, -1)
+    numbered[drawn] = np.arange(len(drawn))
+    above = draft.parents[first:end]
+    return Draft(
+        tokens=draft.tokens[first:end],
+        parents=np.where(above >= 0, above - first, -1),
+        depths=draft.depths[first:end],
+        numbers=draft.numbers[first:end],
+        offsets=np.array([0, end - first]),
+        first_child=draft.first_child[first : end + 1] - low,
+        links=draft.links[low:high] - first,
+        rows=rows,
+        row_of=numbered,
+        structure=draft.structure,
+    )

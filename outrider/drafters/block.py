@@ -1,0 +1,155 @@
+"""What drafters share whose head guesses a whole block in one forward (DFlash and its kin)."""
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.lm.head import HeadLM, sees_all
+from outrider.lm.protocol import Segment
+from outrider.types import Frontier, Guess, Request, Running, ShortList
+
+
+@dataclass(kw_only=True)
+class BlockState:
+    """One request's slot of a block head, and the block that it guessed last; changes in place.
+
+    Attributes:
+        slot: Where the head keeps the request: what it makes of the feature of every position before the anchor.
+        block: Logits of the tokens behind the anchor, in order.
+    """
+
+    slot: int
+    block: Float[Tensor, "depth vocab"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDrafter(Drafter):
+    """Guess the tokens behind the anchor all at once: each by a row of its position that does not know the others.
+
+    The head reads the target's features of all positions before the anchor, and keeps what it makes of them. For a
+    draft it reads a block behind them, the anchor and one mask token per further position, which look at each other
+    both ways. What it guessed for a depth holds for every node of that depth.
+
+    A subclass says which taps it wants and how they become features.
+
+    Attributes:
+        lm: The head.
+        block_size: Positions of a block, the anchor's included.
+        mask_id: The token that stands for one that is not known.
+        from_anchor: Whether the anchor's own position guesses the first token; otherwise the first mask's does.
+        short_list: Which tokens it can guess; None: all.
+
+    References:
+        DFlash 2026. https://arxiv.org/abs/2602.06036
+    """
+
+    keeps_cache: ClassVar[bool] = True
+
+    lm: HeadLM
+    block_size: int
+    mask_id: int
+    from_anchor: bool = False
+    short_list: ShortList | None = None
+
+    @property
+    def rows(self) -> Rows:
+        return "marginal"
+
+    @property
+    def context_pure(self) -> bool:
+        return False
+
+    @property
+    def max_context(self) -> int | None:
+        return self.lm.max_context - self.block_size
+
+    @property
+    def max_depth(self) -> int:
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return self.lm.modules
+
+    @abstractmethod
+    def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
+        """What the head reads of the target's hidden states."""
+
+    def open(self, request: Request) -> BlockState:
+        return BlockState(slot=self.lm.open())
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        """Let the head read the new features; what it keeps of a position does not depend on the token there."""
+        features = self.features(observed.taps).to(self.lm.device, non_blocking=True)
+        segments = []
+        for i, state in enumerate(states):
+            first, end = int(observed.offsets[i]), int(observed.offsets[i + 1])
+            end = min(end, first + self.lm.max_context - self.lm.length(_own(state).slot))
+            tokens = torch.from_numpy(observed.tokens[first:end]).to(self.lm.device, non_blocking=True)
+            segments.append(Segment(slot=_own(state).slot, tokens=tokens, features=features[first:end], logits="none"))
+        self.lm.extend(segments)
+        self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        sizes = [min(depth + (not self.from_anchor), self.block_size) for depth in depths]
+        segments = []
+        for state, size in zip(states, sizes, strict=True):
+            tokens = torch.full((size,), self.mask_id)
+            tokens[0] = state.tokens[-1]
+            wanted = size if self.from_anchor else size - 1
+            segments.append(
+                Segment(slot=_own(state).slot, tokens=tokens.to(self.lm.device), logits=wanted, sees=sees_all(size))
+            )
+        blocks = self.lm.extend(segments).logits.split([segment.num_wanted for segment in segments])
+        self.lm.commit({segment.slot: [] for segment in segments})
+        for state, block in zip(states, blocks, strict=True):
+            _own(state).block = block
+        return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        pairs = zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True)
+        rows = [_row(_own(states[owner]), depth) for owner, depth in pairs]
+        return Guess(logits=torch.stack(rows), short_list=self.short_list)
+
+    def needs(self, state: object, length: int) -> int:
+        return min(self.lm.length(_state(state).slot), length)
+
+    def reuse(self, state: object, request: Request, length: int) -> BlockState:
+        own = _state(state)
+        self.lm.truncate(own.slot, self.needs(state, length))
+        return BlockState(slot=own.slot)
+
+    def fork(self, state: object, request: Request, length: int) -> BlockState:
+        return BlockState(slot=self.lm.copy(_state(state).slot, self.needs(state, length)))
+
+    def close(self, state: object) -> None:
+        self.lm.release(_state(state).slot)
+
+    def cast(self, surroundings: Surroundings) -> "BlockDrafter":
+        return replace(self, lm=self.lm.cast(surroundings.dtype))
+
+
+def _row(own: BlockState, depth: int) -> Float[Tensor, " vocab"]:
+    if own.block is None:
+        raise RuntimeError("a block is guessed before its nodes are expanded")
+    return own.block[depth]
+
+
+def _state(state: object) -> BlockState:
+    if not isinstance(state, BlockState):
+        raise TypeError(f"a block head keeps a BlockState, got {type(state).__name__}")
+    return state
+
+
+def _own(state: Running) -> BlockState:
+    return _state(state.drafter_state)

@@ -1,0 +1,204 @@
+"""What drafters share whose head goes on with features of its own, from the target's last one (EAGLE and its kin)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.lm.head import HeadLM
+from outrider.lm.protocol import Extension, Segment
+from outrider.types import Frontier, Guess, Request, Running, ShortList
+
+BACKLOG = 64
+"""So many features of a request are read as soon as they are known; fewer wait for the next draft's first forward."""
+
+
+@dataclass(kw_only=True)
+class HeadState:
+    """One request's slot of a head, and what it has not read yet; changes in place.
+
+    Attributes:
+        slot: Where the head keeps the request. It holds a pair per position of the text whose feature is known: the
+            feature, and the token that follows it.
+        unread: Features of the next positions.
+        numbers: For each expanded node of the growing tree, its pending number in the slot.
+        handed_on: For the root and each expanded node, what the head handed on of it.
+    """
+
+    slot: int
+    unread: list[Float[Tensor, "_ dim"]] = field(default_factory=list)
+    numbers: dict[int, int] = field(default_factory=dict)
+    handed_on: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
+
+    @property
+    def num_unread(self) -> int:
+        """Positions whose features are known and not in the slot yet."""
+        return sum(len(features) for features in self.unread)
+
+    def first_unread(self, count: int) -> list[Float[Tensor, "_ dim"]]:
+        """The features of the first unread positions."""
+        kept = []
+        for features in self.unread:
+            if count > 0:
+                kept.append(features[:count])
+            count -= len(features)
+        return kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFeatures(Drafter):
+    r"""Guess by a head that reads pairs of a token and the feature of the position before it.
+
+    After the target has read $x_0 \ldots x_n$ it owns the features $f_0 \ldots f_n$, and $x_{n+1}$ is the anchor. The
+    head reads the pairs $(x_{t+1}, f_t)$, the anchor's last, and guesses what follows. For a drafted token it reads
+    what it handed on itself in the place of the feature. Committed positions are always read with the target's
+    features, so nothing that was drafted stays in the head's cache.
+
+    A subclass says which taps it wants and how they become features.
+
+    Attributes:
+        lm: The head.
+        short_list: Which tokens it can guess; None: all.
+
+    References:
+        Li et al. 2024, EAGLE. https://arxiv.org/abs/2401.15077
+    """
+
+    keeps_cache: ClassVar[bool] = True
+
+    lm: HeadLM
+    short_list: ShortList | None = None
+
+    @property
+    def rows(self) -> Rows:
+        return "sampled"
+
+    @property
+    def context_pure(self) -> bool:
+        return False
+
+    @property
+    def max_context(self) -> int | None:
+        return self.lm.max_context
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return self.lm.modules
+
+    def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
+        """What the head reads of the target's hidden states; by default all of them, in the order of the taps."""
+        return torch.cat([taps[k] for k in self.taps], -1)
+
+    def fed_back(self, handed_on: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
+        """What the head reads of its own, in the place of a feature; by default as it was handed on."""
+        return handed_on
+
+    def open(self, request: Request) -> HeadState:
+        return HeadState(slot=self.lm.open())
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        features, long = self.features(observed.taps), []
+        for i, state in enumerate(states):
+            own = _own(state)
+            own.unread.append(features[observed.offsets[i] : observed.offsets[i + 1]])
+            if BACKLOG <= own.num_unread <= self.lm.max_context - self.lm.length(own.slot):
+                long.append(state)
+        if long:
+            self._read(self._unread(long, "none"))
+            for state in long:
+                _own(state).unread = []
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        segments = self._unread(states, "last")
+        extension = self._read(segments)
+        ends = np.cumsum([len(segment.tokens) for segment in segments]) - 1
+        for state, end in zip(states, ends.tolist(), strict=True):
+            own = _own(state)
+            own.unread, own.numbers, own.handed_on = [], {}, {0: _handed_on(extension)[end]}
+        return Guess(logits=extension.logits, short_list=self.short_list)
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        tokens, starts = frontier.tokens.to(self.lm.device), np.flatnonzero(np.diff(frontier.owners, prepend=-1))
+        segments = []
+        for first, end in zip(starts.tolist(), [*starts[1:].tolist(), len(frontier.owners)], strict=True):
+            own, above = _own(states[int(frontier.owners[first])]), frontier.parents[first:end].tolist()
+            parents = np.array([own.numbers.get(parent, -1) for parent in above])
+            features = self.fed_back(torch.stack([own.handed_on[parent] for parent in above]))
+            for node in frontier.nodes[first:end].tolist():
+                own.numbers[node] = len(own.numbers)
+            segments.append(Segment(slot=own.slot, tokens=tokens[first:end], parents=parents, features=features))
+        extension = self.lm.extend(segments)
+        for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
+            _own(states[owner]).handed_on[node] = _handed_on(extension)[i]
+        return Guess(logits=extension.logits, short_list=self.short_list)
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        self.lm.commit({_own(state).slot: [] for state in states})
+
+    def needs(self, state: object, length: int) -> int:
+        own = _state(state)
+        read = self.lm.length(own.slot)
+        return min(read + own.num_unread, length) if read < length else max(0, length - 1)
+
+    def reuse(self, state: object, request: Request, length: int) -> HeadState:
+        own = _state(state)
+        kept = self._kept(own, length)
+        self.lm.truncate(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
+        return HeadState(slot=own.slot, unread=kept)
+
+    def fork(self, state: object, request: Request, length: int) -> HeadState:
+        own = _state(state)
+        slot = self.lm.copy(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
+        return HeadState(slot=slot, unread=self._kept(own, length))
+
+    def close(self, state: object) -> None:
+        self.lm.release(_state(state).slot)
+
+    def cast(self, surroundings: Surroundings) -> "OwnFeatures":
+        return replace(self, lm=self.lm.cast(surroundings.dtype))
+
+    def _kept(self, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"]]:
+        """The unread features that are of use to a text that shares `length` tokens."""
+        read = self.lm.length(own.slot)
+        return own.first_unread(length - read) if read < length else []
+
+    def _unread(self, states: Sequence[Running], logits: Literal["last", "none"]) -> list[Segment]:
+        """The pairs that each request's slot lacks: unread features, and the tokens that follow them."""
+        segments = []
+        for state in states:
+            own = _own(state)
+            first = self.lm.length(own.slot) + 1
+            tokens = torch.tensor(state.tokens[first : first + own.num_unread]).to(self.lm.device, non_blocking=True)
+            segments.append(Segment(slot=own.slot, tokens=tokens, features=torch.cat(own.unread), logits=logits))
+        return segments
+
+    def _read(self, segments: Sequence[Segment]) -> Extension:
+        """Let the head read pairs, and keep them."""
+        extension = self.lm.extend(segments)
+        self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
+        return extension
+
+
+def _handed_on(extension: Extension) -> Float[Tensor, "nodes hidden"]:
+    if extension.features is None:
+        raise TypeError("a head's extensions bring what it hands on")
+    return extension.features
+
+
+def _state(state: object) -> HeadState:
+    if not isinstance(state, HeadState):
+        raise TypeError(f"a head keeps a HeadState, got {type(state).__name__}")
+    return state
+
+
+def _own(state: Running) -> HeadState:
+    return _state(state.drafter_state)

@@ -1,0 +1,79 @@
+"""What people ask of an engine, checked: settings for several prompts, constraints, and what a request may be."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from outrider.constraints.grammar import Grammar
+from outrider.lm.protocol import LM
+from outrider.types import Constraint, InputError, Request, Sampling
+
+Setting = TypeVar("Setting")
+
+
+def check(request: Request, target: LM, *, has_tokenizer: bool) -> None:
+    """Raise InputError where a target cannot run a request."""
+    longest, width = target.max_context, target.vocab_size
+    if not request.prompt:
+        raise InputError("the prompt is empty; give at least one token")
+    if len(request.prompt) >= longest:
+        raise InputError(
+            f"the prompt has {len(request.prompt)} tokens and the context {longest}; shorten it to at most "
+            f"{longest - 1} tokens, or raise max_context if the model allows more"
+        )
+    if request.max_new_tokens < 1:
+        raise InputError(f"max_new_tokens must be >= 1, got {request.max_new_tokens}")
+    if not 0 <= request.min_tokens <= request.max_new_tokens:
+        raise InputError(
+            f"min_tokens must be in 0 .. max_new_tokens={request.max_new_tokens}, got {request.min_tokens}"
+        )
+    if request.logprobs is not None and request.logprobs < 0:
+        raise InputError(f"logprobs must be >= 0, or None for none, got {request.logprobs}")
+    if (worst := max(request.prompt)) >= width or min(request.prompt) < 0:
+        raise InputError(f"token id {worst if worst >= width else min(request.prompt)} is not in 0 .. {width - 1}")
+    if any(not 0 <= token < width for token in request.sampling.logit_bias):
+        raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
+    if request.stop and not has_tokenizer:
+        raise InputError("stop strings need the target's tokenizer")
+    if any(not text for text in request.stop):
+        raise InputError("a stop string must not be empty")
+
+
+def bound(
+    constraint: Constraint | Grammar,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    eos_ids: frozenset[int],
+) -> Constraint:
+    """A constraint on tokens. Raises InputError where the object is none, or a grammar cannot be kept."""
+    if isinstance(constraint, Grammar):
+        return constraint.bind(tokenizer, vocab_size, eos_ids)
+    if not isinstance(constraint, Constraint):
+        raise InputError(
+            "a constraint is a grammar of outrider.constraints.grammar (json_schema, any_json, regex, ebnf), or an "
+            f"object with open, masks and commit; got {constraint!r}"
+        )
+    return constraint
+
+
+def one_each(given: Setting | Sequence[Setting] | None, count: int, what: str) -> list[Setting | None]:
+    """One setting per prompt, from one for all or a list of them.
+
+    Args:
+        what: What the settings are called.
+    """
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        return [given] * count
+    if len(given) != count:
+        raise InputError(f"got {len(given)} {what} for {count} prompts; give one, or one per prompt")
+    return list(given)
+
+
+def nth(sampling: Sampling | None, k: int) -> Sampling | None:
+    """Settings of the k-th output of a prompt: the same, with its own seed."""
+    if sampling is None or sampling.seed is None or k == 0:
+        return sampling
+    return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, k]).generate_state(1, np.uint64)[0]))

@@ -1,0 +1,161 @@
+"""What the requests of an engine do next: admit, digest, decode; and what becomes of those that fail."""
+
+from collections.abc import Callable, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from outrider.decoding.progress import Mark, digest, mark, rewind, tokens_left
+from outrider.decoding.protocol import Parts, Watch
+from outrider.dice import Dice
+from outrider.engine.admission import Admission
+from outrider.engine.output import FinishReason, Output, Update
+from outrider.engine.prefill import Chunk, plan
+from outrider.engine.prefixes import Prefixes
+from outrider.engine.seats import Seat
+from outrider.engine.text import Ending
+from outrider.types import Request, Running, Step
+
+
+class Schedule:
+    """The requests of an engine, from the queue to their ends. Changes in place.
+
+    Attributes:
+        seats: The requests, by their ids, in the order in which they came.
+
+    Args:
+        parts: What decodes new requests.
+        tokenizer: For text and stop strings.
+        max_slots: Most slots in use at once, warm ones included.
+        max_warm: Most slots that are kept warm.
+        deliver: Called with every update.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        tokenizer: PreTrainedTokenizerBase | None,
+        *,
+        max_slots: int,
+        max_warm: int,
+        deliver: Callable[[Update], None],
+    ) -> None:
+        self.seats: dict[str, Seat] = {}
+        self._tokenizer = tokenizer
+        self._deliver = deliver
+        self._admission = Admission(parts, max_slots=max_slots, max_warm=max_warm)
+
+    @property
+    def parts(self) -> Parts:
+        """What decodes new requests."""
+        return self._admission.parts
+
+    @parts.setter
+    def parts(self, parts: Parts) -> None:
+        self._admission.parts = parts
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """The slots that are kept warm."""
+        return self._admission.prefixes
+
+    def queue(self, request: Request) -> None:
+        """Let a request wait for a slot."""
+        seat = Seat(request=request, ending=Ending(self._tokenizer, request.stop))
+        self.seats[request.id] = seat
+        self._admission.queue(seat)
+
+    def cancel(self, id: str) -> Output | None:
+        """End a request now; None if there is no such request."""
+        return self._finish(self.seats[id], "cancelled") if id in self.seats else None
+
+    def advance(
+        self, max_prefill_tokens: int, dice: Callable[[Sequence[Running]], Dice] | None, watch: Watch | None
+    ) -> None:
+        """Admit what fits, digest new prompts, and make one step of all ready requests."""
+        for seat, error in self._admission.admit():
+            self._fail(seat, error)
+        for group in plan(self.parts, list(self.seats.values()), max_prefill_tokens):
+            self._digest(group)
+        ready = [seat for seat in self.seats.values() if seat.ready]
+        together = [seat for seat in ready if not seat.suspect]
+        for seats in ([together] if together else []) + [[seat] for seat in ready if seat.suspect]:
+            self._decode(seats, dice, watch)
+
+    def _digest(self, chunks: Sequence[Chunk]) -> None:
+        """Digest chunks in one forward."""
+        seats = [chunk.seat for chunk in chunks]
+        marks = [mark(seat.state) for seat in seats]
+        try:
+            digest(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
+        except BaseException as error:
+            self._failed(seats, marks, error)
+        else:
+            for chunk in chunks:
+                chunk.seat.ready = chunk.last
+
+    def _decode(
+        self, seats: Sequence[Seat], dice: Callable[[Sequence[Running]], Dice] | None, watch: Watch | None
+    ) -> None:
+        """One step of ready seats together."""
+        by_id = {seat.request.id: seat for seat in seats}
+        states = [seat.state for seat in seats]
+        marks = [mark(state) for state in states]
+        try:
+            steps = self.parts.decoding.step(
+                self.parts,
+                states,
+                dice=None if dice is None else dice(states),
+                keep=lambda state, tokens: by_id[state.request.id].keep(tokens),
+                watch=watch,
+            )
+        except BaseException as error:
+            self._failed(seats, marks, error)
+        else:
+            for made in steps:
+                self._deliver(self._update(by_id[made.request], made))
+
+    def _failed(self, seats: Sequence[Seat], marks: Sequence[Mark], error: BaseException) -> None:
+        """Take back what failed; one request alone ends by it, several are tried alone. An interrupt is raised."""
+        stood = [self._take_back(seat, to) for seat, to in zip(seats, marks, strict=True)]
+        if not isinstance(error, Exception):
+            raise error
+        if len(seats) == 1 and stood[0]:
+            self._fail(seats[0], error)
+
+    def _take_back(self, seat: Seat, to: Mark) -> bool:
+        """Put a request back to where it stood before a step that failed; False where even that fails and it ends."""
+        try:
+            rewind(self.parts, seat.state, to)
+            seat.start_over(self._tokenizer)
+        except Exception as error:
+            self._fail(seat, error)
+            return False
+        return True
+
+    def _update(self, seat: Seat, made: Step) -> Update:
+        tokens = list(made.tokens)
+        seat.note(made)
+        text = seat.ending.take()
+        reason: FinishReason | None = None
+        if seat.ended or seat.ending.stopped or tokens[-1] in seat.request.eos_ids:
+            reason = "stop"
+        elif tokens_left(self.parts, seat.state) == 0:
+            reason = "length"
+        if reason is None:
+            return Update(id=made.request, tokens=tokens, text=text, step=made)
+        text += seat.ending.finish()
+        return Update(id=made.request, tokens=tokens, text=text, output=self._finish(seat, reason), step=made)
+
+    def _fail(self, seat: Seat, error: Exception) -> None:
+        """End a request by an error."""
+        del self.seats[seat.request.id]
+        self._admission.abandon(seat)
+        output = seat.output("error", error)
+        self._deliver(Update(id=seat.request.id, tokens=[], text="", output=output))
+
+    def _finish(self, seat: Seat, reason: FinishReason) -> Output:
+        """Take a request out. Its slot stays allocated for a prompt that begins as it does, while nobody needs it."""
+        del self.seats[seat.request.id]
+        self._admission.leave(seat)
+        seat.ending.finish()
+        return seat.output(reason)

@@ -1,0 +1,82 @@
+"""Layers that heads are made of: the parts of a Llama or Qwen 3 decoder layer, under the names of their checkpoints.
+
+Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `LlamaRotaryEmbedding(config)(states, positions)` gives
+cosines and sines for every rotary scheme that a config can name, and `apply_rotary_pos_emb` turns queries and keys.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from outrider.lm.head import Keeper
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of positions, by the rotary scheme of a config."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.table = LlamaRotaryEmbedding(config)
+
+    def forward(
+        self, states: Float[Tensor, "rows width hidden"], positions: Int[Tensor, "rows width"]
+    ) -> Float[Tensor, "2 rows width dim"]:
+        return torch.stack(self.table(states, positions))
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped heads over the cache of a head.
+
+    Args:
+        config: Names `hidden_size`, `num_attention_heads`, `num_key_value_heads`, `head_dim` and `rms_norm_eps`.
+        layer: Number of the layer in the cache.
+        input_size: Width of what queries, keys and values are made of; by default the hidden size.
+        normed: Whether queries and keys are normed per head, as in Qwen 3.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, layer: int, *, input_size: int | None = None, normed: bool = False
+    ) -> None:
+        super().__init__()
+        width, self.layer = input_size or config.hidden_size, layer
+        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, shared = config.num_attention_heads, config.num_key_value_heads
+        bias = bool(getattr(config, "attention_bias", False))
+        self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(width, shared * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(width, shared * self.head_dim, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
+
+    def forward(
+        self,
+        states: Float[Tensor, "rows width features"],
+        rotary: Float[Tensor, "2 rows width dim"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: Keeper,
+    ) -> Float[Tensor, "rows width hidden"]:
+        queries, keys = self.q_norm(self._heads(self.q_proj(states))), self.k_norm(self._heads(self.k_proj(states)))
+        queries, keys = apply_rotary_pos_emb(queries, keys, rotary[0], rotary[1])
+        all_keys, all_values = cache.update(keys, self._heads(self.v_proj(states)), self.layer)
+        found = scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask, enable_gqa=True)
+        return self.o_proj(found.transpose(1, 2).flatten(2))
+
+    def _heads(self, states: Float[Tensor, "rows width all"]) -> Float[Tensor, "rows heads width dim"]:
+        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class GatedMLP(nn.Module):
+    """A feed-forward layer with a gate (SwiGLU)."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, output_size: int | None = None) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, output_size or hidden_size, bias=False)
+
+    def forward(self, states: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch output"]:
+        return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))

@@ -1,0 +1,174 @@
+"""A model's two ends as functions: from tokens to the first vectors, from the last ones to logits.
+
+Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `model.get_input_embeddings()`; a causal LM's forward
+calls the one of its children that holds the layers with its `inputs_embeds`, takes `last_hidden_state` or element 0 of
+what that returns, and makes logits of it (23 classes scale or cap them on the way); `last_hidden_state` is what a module
+beside the layers, the final norm, returned, or what the last layer did.
+
+The output layer is the model's own forward around a stand-in for everything below it, so that scaled and capped logits
+come out right. The final norm is found by watching one forward, not by its name.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from outrider.lm.anatomy import Anatomy
+from outrider.types import InputError
+
+_TOLERANCE = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """What a drafter may use of its target.
+
+    Attributes:
+        embed: Input embeddings of tokens.
+        norm: The final norm, from the residual stream that leaves the last layer.
+        head: Logits of normed states.
+    """
+
+    embed: Callable[[Int[Tensor, "*batch"]], Float[Tensor, "*batch hidden"]]
+    norm: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
+    head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Ends":
+        """Itself: a copy of a drafter's head does not copy its target."""
+        return self
+
+
+class _Below(nn.Module):
+    """Stands for the part of a model that holds its layers: says what it is given, and has the same settings."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        # In a tuple it is no module of this one.
+        self._original = (original,)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_original"][0], name)
+
+    @property
+    def decoder(self) -> "_Below":
+        """OPT's forward calls its model's decoder."""
+        return self
+
+    def forward(self, input_ids: Tensor | None = None, *, inputs_embeds: Tensor, **_: object) -> "_Said":
+        return _Said(inputs_embeds)
+
+
+class _Said:
+    """The output of a model below its output layer, with nothing in it but hidden states."""
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getitem__(self, place: int) -> Tensor:
+        if place:
+            raise IndexError(place)
+        return self.last_hidden_state
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+@torch.inference_mode()
+def find_ends(model: PreTrainedModel, anatomy: Anatomy) -> Ends:
+    """A model's ends, tried on a short text.
+
+    Raises:
+        InputError: They do not work in a way that is known here.
+    """
+    embedding = model.get_input_embeddings()
+    if anatomy.layers is None:
+        raise InputError(
+            f"{anatomy.name} has no one list of decoder layers, so a drafter cannot read its hidden states"
+        )
+    norm, seen = _final_norm(model, anatomy.layers, anatomy.name)
+    head = _output_layer(model, anatomy.layers)
+    try:
+        ours = head(norm(seen.leaving))
+    except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        raise InputError(f"the output layer of {anatomy.name} cannot be used by a drafter: {error}") from error
+    spread = float(seen.logits.max() - seen.logits.min())
+    if ours.shape != seen.logits.shape or float((ours - seen.logits).abs().max()) > _TOLERANCE * max(spread, 1e-9):
+        raise InputError(
+            f"the output layer of {anatomy.name} cannot be used by a drafter: what follows its last layer works in a "
+            "way unknown here"
+        )
+    return Ends(embed=embedding, norm=norm, head=head)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Seen:
+    """What a short text gave: what left the last layer, and the logits."""
+
+    leaving: Float[Tensor, "1 tokens hidden"]
+    logits: Float[Tensor, "1 tokens vocab"]
+
+
+def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tuple[Callable[[Tensor], Tensor], _Seen]:
+    """The module that takes what leaves the last layer, and what a short text gave."""
+    left: list[Tensor] = []
+    followers: list[nn.Module] = []
+    final: list[Tensor] = []
+
+    def leaving(module: nn.Module, given: tuple[Any, ...], output: Any) -> None:
+        left.append(output[0] if isinstance(output, tuple) else output)
+
+    def following(module: nn.Module, given: tuple[Any, ...]) -> None:
+        if left and given and given[0] is left[-1]:
+            followers.append(module)
+
+    decoder = next(module for module in model.modules() if any(child is layers for child in module.children()))
+    hooks = [layers[-1].register_forward_hook(leaving)]
+    hooks += [child.register_forward_pre_hook(following) for child in decoder.children()]
+    hooks.append(decoder.register_forward_hook(lambda module, given, output: final.append(output[0])))
+    try:
+        tokens = torch.arange(3, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
+        logits = model(input_ids=tokens, use_cache=False).logits
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not left or not final:
+        raise InputError(f"{name} runs its layers in a way unknown here, so a drafter cannot read their states")
+    if left[-1].dim() != 3:
+        raise InputError(
+            f"{name} passes several residual streams from layer to layer, and drafters read models with one"
+        )
+    seen = _Seen(leaving=left[-1], logits=logits)
+    if final[-1] is left[-1]:
+        return _same, seen
+    for module in followers:
+        if torch.equal(module(left[-1]), final[-1]):
+            return module, seen
+    raise InputError(f"the final norm of {name} was not found, so a drafter cannot use its output layer")
+
+
+def _same(hidden: Tensor) -> Tensor:
+    return hidden
+
+
+def _output_layer(model: PreTrainedModel, layers: nn.ModuleList) -> Callable[[Tensor], Tensor]:
+    """The model's own forward with a stand-in for the part of it that holds the layers."""
+    below = next(name for name, child in model.named_children() if any(module is layers for module in child.modules()))
+    shell = copy.copy(model)
+    shell._modules = dict(model._modules)
+    shell._modules[below] = _Below(getattr(model, below))
+
+    def head(hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        logits: Tensor = shell(inputs_embeds=flat, use_cache=False).logits
+        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+
+    return head

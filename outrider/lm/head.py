@@ -1,0 +1,147 @@
+"""A drafter's head as a small language model of its own: the module is the mathematics, slots and batches are ours."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from outrider.lm.anatomy import Span
+from outrider.lm.attention import MaskBuilder
+from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
+from outrider.lm.compiled import compiled_head
+from outrider.lm.slots import BRANCHES, Slots
+from outrider.lm.slotted import Inputs, Outputs, SlottedLM
+from outrider.types import InputError
+
+
+@runtime_checkable
+class Keeper(Protocol):
+    """Keeps keys and values of a head's attention layers: a slot cache when drafting, another when training."""
+
+    def update(
+        self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
+    ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
+        """Take the new keys and values of a layer, and return all that its queries may see."""
+        ...
+
+
+@runtime_checkable
+class HeadModule(Protocol):
+    """A torch module that drafts from tokens and features.
+
+    Attributes:
+        feature_size: Width of the features that it reads; 0 where it reads tokens alone.
+        vocab_size: Width of its logits.
+    """
+
+    feature_size: int
+    vocab_size: int
+
+    def __call__(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"] | None,
+        positions: Int[Tensor, "rows width"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: Keeper,
+    ) -> Float[Tensor, "rows width hidden"]:
+        """What the head hands on of each node.
+
+        Args:
+            features: None where the nodes have none, as the unknown positions of a block.
+            mask: Which keys of the cache each node sees, the new ones included.
+        """
+        ...
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """What may follow, from what was handed on."""
+        ...
+
+
+class HeadLM(SlottedLM):
+    """A head behind the `LM` protocol: its extensions bring logits and, of all nodes, what the head hands on.
+
+    Attributes:
+        module: The head.
+
+    Args:
+        module: The head, on one device.
+        max_slots: Most slots at once.
+        max_context: Most tokens of one slot.
+        compile: Compile the head's forwards.
+
+    Raises:
+        InputError: The cache does not fit in memory.
+    """
+
+    num_taps = 0
+
+    def __init__(self, module: nn.Module, *, max_slots: int, max_context: int, compile: bool = False) -> None:
+        if not isinstance(module, HeadModule):
+            raise InputError(f"{type(module).__name__} is no head: it needs feature_size, vocab_size and logits()")
+        self.module = module.eval()
+        weight = next(module.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
+        self.vocab_size, self.hidden_size = module.vocab_size, module.feature_size
+        self.pad_to, self.num_forwards = 2 if compile else 1, 0
+        self._compile = compile
+        self._run = compiled_head(module) if compile else module
+        self._builder = MaskBuilder(spans=Span(), additive=None, device=self.device)
+        probe = Probe()
+        self._probe(probe)
+        fitting = fitting_context(
+            probe.layers, max_slots=max_slots, max_context=max_context, limit=None, free=free_bytes(self.device)
+        )
+        cache = SlotCache(
+            probe.layers,
+            max_slots=max_slots,
+            max_context=fitting + BRANCHES,
+            device=self.device,
+            num_rows=2 if compile else 1,
+        )
+        self._slots = Slots(cache, max_slots=max_slots, max_context=fitting)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The head."""
+        return {"head": self.module}
+
+    def cast(self, dtype: torch.dtype) -> "HeadLM":
+        """A copy that computes in another type, uncompiled; itself where it does already."""
+        if self.dtype in (dtype, torch.float64):
+            return self
+        module = copy.deepcopy(self.module).to(dtype)
+        return HeadLM(module, max_slots=self.max_slots, max_context=self.max_context)
+
+    def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
+        batch, columns = inputs.batch, inputs.columns
+        tokens, positions = batch.tokens(self.device), inputs.positions
+        if self._compile:
+            # Where a view begins would become part of a graph.
+            tokens, positions = tokens.clone(), positions.clone()
+        hidden = self._run(tokens, batch.features(self.device, self.dtype), positions, inputs.masks, self.cache)
+        wanted = hidden if len(columns) == batch.width else hidden[:, torch.from_numpy(columns).to(self.device)]
+        return Outputs(logits=self.module.logits(wanted), columns=columns, features=hidden)
+
+    @torch.inference_mode()
+    def _probe(self, probe: Probe) -> None:
+        """Show the probe what layers keep, by a forward of two tokens."""
+        positions = torch.arange(2, device=self.device)[None]
+        features = torch.zeros(1, 2, self.module.feature_size, dtype=self.dtype, device=self.device)
+        mask = self._builder.masks(None, positions, 2)
+        self.module(torch.zeros_like(positions), features if features.shape[-1] else None, positions, mask, probe)
+
+
+def sees_all(count: int, before: int = 0) -> Bool[np.ndarray, "count pending"]:
+    """What the nodes of a block see that looks at itself both ways: all of its own nodes, and no pending one before.
+
+    Example:
+        >>> sees_all(2, before=1)
+        array([[False,  True,  True],
+               [False,  True,  True]])
+    """
+    return np.concatenate([np.zeros((count, before), dtype=bool), np.ones((count, count), dtype=bool)], 1)

@@ -1,0 +1,249 @@
+"""Slots: which are open, what each holds, and which pending nodes a commit keeps. For models and heads alike."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Int
+
+from outrider.lm.cache import SlotCache
+from outrider.lm.protocol import Segment
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """What a slot holds, as far as all models are alike.
+
+    Attributes:
+        length: Committed tokens.
+    """
+
+    length: int
+
+
+Content = TypeVar("Content", bound=Holding)
+BRANCHES = 512
+"""Pending nodes that a slot may hold beyond its longest context: side branches, which take room but no depth."""
+
+
+def _nothing() -> Int[np.ndarray, " nodes"]:
+    return np.empty(0, dtype=np.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pending:
+    """The nodes behind the committed tokens of one slot, in the order in which they were appended.
+
+    Attributes:
+        parents: Number of each node's parent; -1 is the newest committed token.
+        depths: Distance from the newest committed token, minus one: the node's position is `length + depth`.
+        chain: Whether each node is the child of the one before.
+    """
+
+    parents: Int[np.ndarray, " nodes"] = field(default_factory=_nothing)
+    depths: Int[np.ndarray, " nodes"] = field(default_factory=_nothing)
+    chain: bool = True
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+    def grown(self, count: int, parents: Int[np.ndarray, " new"] | None) -> "Pending":
+        """With `count` more nodes; without `parents` they continue a chain from the newest one.
+
+        Raises:
+            ValueError: A node's parent is not a number below its own, or there is not one parent per node.
+        """
+        first = len(self)
+        if parents is None or (self.chain and len(parents) == count == 1 and parents[0] == first - 1):
+            return self._chained(count)
+        parents = np.asarray(parents, dtype=np.int64)
+        numbers = np.arange(first, first + count)
+        if parents.shape != (count,) or (parents < -1).any() or (parents >= numbers).any():
+            raise ValueError(f"parents of nodes {first}..{first + count - 1} must stand before them, got {parents}")
+        if self.chain and (parents == numbers - 1).all():
+            return self._chained(count)
+        above, depths = parents, np.zeros(count, dtype=np.int64)
+        while (inside := above >= first).any():
+            depths += inside
+            above = np.where(inside, parents[np.maximum(above - first, 0)], above)
+        if first:
+            depths += np.where(above >= 0, self.depths[above] + 1, 0)
+        depths = np.concatenate([self.depths, depths])
+        return Pending(parents=np.concatenate([self.parents, parents]), depths=depths, chain=False)
+
+    def _chained(self, count: int) -> "Pending":
+        first = len(self)
+        if self.chain:
+            return _chain(first + count)
+        depth = int(self.depths[-1]) + 1
+        return Pending(
+            parents=np.concatenate([self.parents, np.arange(first - 1, first + count - 1)]),
+            depths=np.concatenate([self.depths, np.arange(depth, depth + count)]),
+            chain=False,
+        )
+
+    def is_path(self, path: Sequence[int]) -> bool:
+        """Whether these nodes lead, one below the other, from the newest committed token."""
+        if self.chain:
+            return len(path) <= len(self) and all(node == i for i, node in enumerate(path))
+        nodes = np.asarray(path, dtype=np.int64)
+        if len(nodes) and (nodes.min() < 0 or nodes.max() >= len(self)):
+            return False
+        return bool((self.parents[nodes] == np.concatenate([[-1], nodes[:-1]])[: len(nodes)]).all())
+
+
+@functools.lru_cache(maxsize=1024)
+def _chain(count: int) -> Pending:
+    """Nodes each of which is the child of the one before."""
+    return Pending(parents=np.arange(-1, count - 1), depths=np.arange(count))
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """What one slot holds; changes in place.
+
+    Attributes:
+        length: Committed tokens.
+        pending: The nodes behind them.
+    """
+
+    length: int = 0
+    pending: Pending = field(default_factory=Pending)
+
+    @property
+    def used(self) -> int:
+        """Tokens and nodes together."""
+        return self.length + len(self.pending)
+
+
+class SlotTable(Generic[Content]):
+    """The open slots of one model, each with what it holds, and a row of the cache for each. Changes in place.
+
+    Attributes:
+        cache: Where keys and values lie.
+        max_slots: Most slots at once.
+
+    Args:
+        cache: Told of every slot that opens and closes.
+        max_slots: Most slots at once.
+    """
+
+    def __init__(self, cache: SlotCache, *, max_slots: int) -> None:
+        self.cache = cache
+        self.max_slots = max_slots
+        self._contents: dict[int, Content] = {}
+
+    def __len__(self) -> int:
+        """How many slots are open."""
+        return len(self._contents)
+
+    def __getitem__(self, slot: int) -> Content:
+        """What an open slot holds. Raises RuntimeError where it is not open."""
+        if slot not in self._contents:
+            raise RuntimeError(f"slot {slot} is not open; open slots: {sorted(self._contents)}")
+        return self._contents[slot]
+
+    def contents(self) -> list[Content]:
+        """What all open slots hold."""
+        return list(self._contents.values())
+
+    def open(self, content: Content) -> int:
+        """Take a free slot. Raises RuntimeError when none is free."""
+        if len(self._contents) == self.max_slots:
+            raise RuntimeError(f"all {self.max_slots} slots are taken (max_slots={self.max_slots})")
+        slot = next(s for s in range(self.max_slots) if s not in self._contents)
+        self._contents[slot] = content
+        self.cache.open(slot)
+        return slot
+
+    def release(self, slot: int) -> None:
+        """Give a slot back."""
+        del self._contents[self._checked(slot)]
+        with torch.inference_mode():
+            self.cache.close(slot)
+
+    def _checked(self, slot: int) -> int:
+        self[slot]
+        return slot
+
+
+class Slots(SlotTable[Slot]):
+    """Slots whose pending nodes may branch, and whose commits move the accepted path into place.
+
+    Args:
+        max_context: Most tokens of one slot, pending nodes included, along any path.
+    """
+
+    def __init__(self, cache: SlotCache, *, max_slots: int, max_context: int) -> None:
+        super().__init__(cache, max_slots=max_slots)
+        self.max_context = max_context
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget committed tokens from `length` on, and all pending nodes."""
+        own = self[slot]
+        if not 0 <= length <= own.length:
+            raise ValueError(f"slot {slot} has {own.length} committed tokens, cannot keep {length}")
+        own.length, own.pending = length, Pending()
+        self.cache.shorten(slot, length)
+
+    def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
+        """Per slot, keep the pending nodes of one root path, by number and in order; drop the other pending nodes.
+
+        Slots that are not named keep their pending nodes. A path that lies in place already, such as the accepted
+        part of a chain, moves no memory.
+        """
+        moves = {}
+        for slot, path in paths.items():
+            own = self[slot]
+            if not own.pending.is_path(path):
+                raise ValueError(f"{list(path)} is no path from the root through the pending nodes of slot {slot}")
+            if own.pending.chain:
+                continue
+            nodes, places = np.asarray(path, dtype=np.int64), np.arange(len(path))
+            away = nodes != places
+            if away.any():
+                moves[slot] = (own.length + nodes[away], own.length + places[away])
+        if moves:
+            with torch.inference_mode():
+                self.cache.move(moves)
+        for slot, path in paths.items():
+            own = self[slot]
+            own.length, own.pending = own.length + len(path), Pending()
+            self.cache.shorten(slot, own.length)
+
+    def copy(self, source: int, length: int) -> int:
+        """A new slot with the first `length` committed tokens of another. Raises RuntimeError when no slot is free."""
+        if not 0 <= length <= self[source].length:
+            raise ValueError(f"slot {source} has {self[source].length} committed tokens, cannot copy {length}")
+        slot = self.open(Slot(length=length))
+        with torch.inference_mode():
+            self.cache.copy(source, slot, length)
+        return slot
+
+    def grown(self, segments: Sequence[Segment]) -> Mapping[int, Pending]:
+        """Per slot, the pending nodes with the new ones; nothing is changed.
+
+        Raises:
+            RuntimeError: A slot would hold more than `max_context` tokens.
+        """
+        grown: dict[int, Pending] = {}
+        for segment in segments:
+            own, count = self[segment.slot], segment.tokens.shape[0]
+            if segment.slot in grown:
+                raise ValueError(f"slot {segment.slot} stands in two segments of one forward")
+            pending = own.pending.grown(count, segment.parents)
+            deepest = own.length + 1 + int(pending.depths.max(initial=-1))
+            if deepest > self.max_context or own.used + count > self.max_context + BRANCHES:
+                raise RuntimeError(
+                    f"slot {segment.slot} holds {own.length} committed and {len(own.pending)} pending tokens; "
+                    f"{count} more pass max_context={self.max_context}"
+                )
+            grown[segment.slot] = pending
+        return grown
+
+    def keep(self, slot: int, pending: Pending) -> None:
+        """Take the pending nodes that `grown` made, once they are computed."""
+        self[slot].pending = pending

@@ -1,0 +1,46 @@
+"""A model's embedding, final norm and output layer, as drafters use them."""
+
+import pytest
+import torch
+
+from outrider.lm.open import as_lm
+from outrider.lm.protocol import Segment
+from outrider.types import InputError
+from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
+from tests.world.zoo import ARCHITECTURES, tiny
+
+pytestmark = pytest.mark.usefixtures("float64_stays_float64")
+
+STREAMS = {"gemma3n"}
+"""Models whose layers pass on several residual streams."""
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *RECURRENT])
+def test_the_output_layer_makes_the_models_own_logits_of_what_leaves_the_last_layer(name: str) -> None:
+    lm = as_lm(tiny(name) if name in ARCHITECTURES else tiny_recurrent(name), max_slots=1)
+    if name in STREAMS:
+        with pytest.raises(InputError, match="several residual streams"):
+            lm.ends()
+        return
+    slot, last = lm.open(), lm.num_layers
+    said = lm.extend([Segment(slot=slot, tokens=torch.tensor([5, 9, 4, 7]))], taps=[last])
+    ends = lm.ends()
+    ours = ends.head(ends.norm(said.taps[last]))
+    assert float((ours - said.logits).abs().max()) < 1e-9
+    assert torch.equal(ends.embed(torch.tensor([5])), lm.model.get_input_embeddings()(torch.tensor([5])))
+
+
+def test_a_copy_of_what_holds_them_does_not_copy_the_model() -> None:
+    import copy
+
+    ends = as_lm(tiny("llama"), max_slots=1).ends()
+    assert copy.deepcopy({"ends": ends})["ends"] is ends
+
+
+def test_finding_them_leaves_no_hooks_and_changes_nothing() -> None:
+    lm = as_lm(tiny("llama").requires_grad_(False), max_slots=1)
+    before = lm.model(torch.tensor([[3, 4]])).logits
+    lm.ends()
+    assert torch.equal(lm.model(torch.tensor([[3, 4]])).logits, before)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in lm.model.modules())

@@ -1,0 +1,72 @@
+"""Two toy heads with random weights: one that goes on with features of its own, one that guesses whole blocks."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import LlamaConfig
+
+from outrider.drafters.block import BlockDrafter
+from outrider.drafters.own_features import OwnFeatures
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.layers import Attention, GatedMLP, Rotary
+from outrider.lm.head import HeadLM
+
+
+class ToyModule(nn.Module):
+    """One decoder layer over a token's embedding beside a feature; with `masked`, tokens without features too."""
+
+    def __init__(self, around: Surroundings, *, masked: bool = False) -> None:
+        super().__init__()
+        size = around.hidden_size
+        config = LlamaConfig(
+            hidden_size=size, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=around.max_context
+        )
+        self.feature_size, self.vocab_size, self.masked, self.ends = size, around.vocab_size, masked, around.ends()
+        self.fc = nn.Linear(2 * size, size)
+        self.unknown = nn.Parameter(torch.randn(size))
+        self.rotary, self.attention, self.mlp = Rotary(config), Attention(config, 0), GatedMLP(size, 2 * size)
+
+    def forward(self, tokens, features, positions, mask, cache):
+        if features is None:
+            features = self.unknown.expand(*tokens.shape, -1)
+        elif self.masked:
+            # What is kept of a position is made of its feature alone.
+            tokens = torch.zeros_like(tokens)
+        states = self.fc(torch.cat([self.ends.embed(tokens).to(features), features], -1))
+        states = states + self.attention(states, self.rotary(states, positions), mask, cache)
+        return states + self.mlp(states)
+
+    def logits(self, hidden):
+        return self.ends.head(self.ends.norm(hidden))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyOwnFeatures(OwnFeatures):
+    """Goes on with features of its own."""
+
+    @property
+    def taps(self):
+        return (1,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyBlock(BlockDrafter):
+    """Guesses whole blocks."""
+
+    @property
+    def taps(self):
+        return (2,)
+
+    def features(self, taps):
+        return taps[2]
+
+
+def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: object) -> OwnFeatures | BlockDrafter:
+    """A toy drafter, `own features` or `block`, whose random weights are always the same."""
+    torch.manual_seed(5)
+    module = ToyModule(around, masked=kind == "block").to(around.device, around.dtype)
+    lm = HeadLM(module, max_slots=around.max_slots, max_context=around.max_context, compile=compile)
+    if kind == "block":
+        return ToyBlock(lm=lm, block_size=4, mask_id=0, **more)
+    return ToyOwnFeatures(lm=lm, **more)
