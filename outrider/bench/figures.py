@@ -97,16 +97,24 @@ class Figures:
         return self._best(methods, lambda method, odd: self.efficiency(method, self.sums.half(odd)))
 
     def best_speed(self, methods: Sequence[str]) -> Samples:
-        """Tokens per second of the best of several methods, as somebody has it who must choose before."""
-        return self._best(methods, lambda method, odd: self._speed(method, self.sums.half(odd), self._times.half(odd)))
+        """Tokens per second of the best of several methods, as somebody has it who must choose before.
+
+        What a step costs is known to who chooses, what it brings is not: the prompts are split, the times are not.
+        """
+        return self._best(methods, lambda method, odd: self._speed(method, self.sums.half(odd), self._times))
 
     def _best(self, methods: Sequence[str], figure: Callable[[str, bool], Samples]) -> Samples:
-        """Each half of the prompts counts with the method that is best on the other half; the mean of both halves."""
-        halves = [np.array([figure(method, odd) for method in methods]) for odd in (True, False)]
-        places = np.arange(halves[0].shape[1])
-        chosen = [np.nan_to_num(half, nan=-np.inf).argmax(0) for half in halves]
-        first, second = (halves[1 - k][chosen[k], places] for k in (0, 1))
-        return 2 / (1 / first + 1 / second)
+        """Each half of the prompts counts with the method that is best on the other half."""
+        halves = {odd: np.array([figure(method, odd) for method in methods]) for odd in (True, False)}
+        way = self._methods[methods[0]]
+        texts = _on_texts(way.held_against.name, way.temperature)
+        tokens, cost = np.zeros((2, halves[True].shape[1]))
+        for odd, figures in halves.items():
+            chosen = np.nan_to_num(halves[not odd], nan=-np.inf).argmax(0)
+            own = self.sums.half(odd).get(texts, "tokens")
+            tokens += own
+            cost += np.where(own > 0, own / figures[chosen, np.arange(len(own))], 0.0)
+        return tokens / cost
 
     def cost(self, *methods: str) -> float:
         """Seconds that the rows of some methods took; of chains, those of all texts."""

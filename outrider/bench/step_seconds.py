@@ -1,6 +1,5 @@
 """How long a step of each way to decode takes, from timed runs."""
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,7 +60,8 @@ class StepSeconds:
             self._raw[at], self._drafted[at] = _of_steps(row), (row["drafted"] or 0) / row["steps"]
         of_job = np.nanmedian(self._raw, axis=1)
         self._relative = self._raw / of_job[:, None] * np.median(of_job)
-        self._resample(np.arange(len(jobs)), resamples)
+        drawn = np.random.default_rng(1).integers(0, len(jobs), (resamples, len(jobs)))
+        self._drawn = np.vstack([np.arange(len(jobs)), drawn])
 
     @classmethod
     def read(cls, folder: Path, requests: int | None = None) -> "StepSeconds":
@@ -75,16 +75,6 @@ class StepSeconds:
         if not rows:
             raise InputError(f"{folder} has no rows of timed runs; make them with --clock")
         return cls(rows, read_record(folder)["circumstances"])
-
-    def _resample(self, jobs: Sequence[int] | np.ndarray, resamples: int) -> None:
-        drawn = np.random.default_rng(1).integers(0, len(jobs), (resamples, len(jobs)))
-        self._jobs, self._drawn = np.asarray(jobs), np.asarray(jobs)[np.vstack([np.arange(len(jobs)), drawn])]
-
-    def half(self, odd: bool) -> "StepSeconds":
-        """Every other job alone."""
-        found = copy.copy(self)
-        found._resample(self._jobs[odd::2], len(self._drawn) - 1)
-        return found
 
     def has(self, method: str) -> bool:
         """Whether a method was timed."""

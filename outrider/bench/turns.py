@@ -3,9 +3,10 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 
+@runtime_checkable
 class Named(Protocol):
     """What has a name, such as a way to decode or a prompt."""
 

@@ -1,4 +1,4 @@
-"""What rules are expected to accept: exact for every draft, and in the mean over drafts what enumerated steps accept."""
+"""What rules are expected to accept: exact for every draft; in the mean over drafts what enumerated steps accept."""
 
 from dataclasses import dataclass, field, replace
 
