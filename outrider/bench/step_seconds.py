@@ -15,6 +15,8 @@ from outrider.types import InputError
 
 FEWEST_STEPS = 4
 """Runs of fewer steps say little of what a step costs."""
+ROUNDS = 8
+"""How often what methods usually take, and how slow the machine was at each job, are told from each other."""
 
 Samples = Float[np.ndarray, " samples"]
 
@@ -22,10 +24,10 @@ Samples = Float[np.ndarray, " samples"]
 class StepSeconds:
     """Seconds of a step, per request.
 
-    All methods do a job, a prompt with a seed, within moments. So the seconds of a method are taken relative to the
-    median of all methods on the same job, which a machine that is slower for a while does not change, and the median
-    over jobs is taken, which a disturbed run does not move. The median over jobs of what all methods take makes seconds
-    of it again.
+    All methods do a job, a prompt with a seed, within moments. How much slower than usual the machine was then is the
+    median, over the methods, of what a method took over what it usually takes; each run is divided by that. Of the
+    quotients of a method the median over jobs is taken, which a disturbed run does not move. It is also what the method
+    usually takes, so that the two are worked out in turns (Tukey's median polish).
 
     Jobs are resampled, the same for all methods. Entry 0 of every array is the figure itself.
 
@@ -54,12 +56,14 @@ class StepSeconds:
         jobs = sorted({(row["prompt"], row["seed"]) for row in enough})
         self.methods = sorted({row["method"] for row in enough})
         places = {job: i for i, job in enumerate(jobs)}, {method: i for i, method in enumerate(self.methods)}
-        self._raw, self._drafted = np.full((2, len(jobs), len(self.methods)), np.nan)
+        raw, self._drafted = np.full((2, len(jobs), len(self.methods)), np.nan)
         for row in enough:
             at = places[0][row["prompt"], row["seed"]], places[1][row["method"]]
-            self._raw[at], self._drafted[at] = _of_steps(row), (row["drafted"] or 0) / row["steps"]
-        of_job = np.nanmedian(self._raw, axis=1)
-        self._relative = self._raw / of_job[:, None] * np.median(of_job)
+            raw[at], self._drafted[at] = _of_steps(row), (row["drafted"] or 0) / row["steps"]
+        self._seconds = raw
+        for _ in range(ROUNDS):
+            slower = np.nanmedian(raw / np.nanmedian(self._seconds, axis=0), axis=1)
+            self._seconds = raw / slower[:, None]
         drawn = np.random.default_rng(1).integers(0, len(jobs), (resamples, len(jobs)))
         self._drawn = np.vstack([np.arange(len(jobs)), drawn])
 
@@ -88,7 +92,7 @@ class StepSeconds:
             slope: Seconds that one more takes.
         """
         own = self.methods.index(method)
-        seconds = self._relative[:, own][self._drawn]
+        seconds = self._seconds[:, own][self._drawn]
         if drafted is not None:
             seconds = seconds + slope * (drafted[:, None] - self._drafted[:, own][self._drawn])
         with warnings.catch_warnings():
@@ -99,7 +103,7 @@ class StepSeconds:
     def slope(self, methods: Sequence[str]) -> float:
         """Seconds that one more draft token takes, over the runs of methods that differ in their length."""
         own = [self.methods.index(method) for method in methods]
-        seconds, drafted = self._relative[:, own].ravel(), self._drafted[:, own].ravel()
+        seconds, drafted = self._seconds[:, own].ravel(), self._drafted[:, own].ravel()
         there = ~np.isnan(seconds)
         return float(stats.theilslopes(seconds[there], drafted[there]).slope)
 

@@ -10,6 +10,9 @@ from outrider.bench.evidence import Estimate, Row
 from outrider.bench.step_seconds import StepSeconds
 
 
+SECONDS = (1.0, 1.1, 1.2, 1.5, 2.0, 2.2, 2.5, 3.0)
+
+
 def timed(method: str, job: int, seconds: float, drafted: float = 5.0, steps: int = 20) -> Row:
     return {
         "method": method,
@@ -28,12 +31,13 @@ def test_a_slow_while_and_a_disturbed_run_cancel():
     rows = []
     for job in range(20):
         slow = dice.choice([1.0, 4.0])
-        rows += [timed(m, job, slow * s * dice.normal(1, 0.01)) for m, s in (("a", 1.0), ("b", 1.1), ("c", 2.0))]
+        rows += [timed(m, job, slow * s * dice.normal(1, 0.01)) for m, s in zip("abcdefgh", SECONDS, strict=True)]
     rows[0]["profile"]["target"] *= 50
     times = StepSeconds(rows, {})
     found = Estimate.of(times.of("b") / times.of("a"))
     assert found.low < 1.1 < found.high
     assert found.high - found.low < 0.03
+    assert times.of("h")[0] / times.of("a")[0] == pytest.approx(3, rel=0.02)
 
 
 def test_steps_are_compared_at_the_same_number_of_draft_tokens():
