@@ -9,7 +9,6 @@ from outrider import InputError
 from outrider.bench.evidence import Estimate, Row
 from outrider.bench.step_seconds import StepSeconds
 
-
 SECONDS = (1.0, 1.1, 1.2, 1.5, 2.0, 2.2, 2.5, 3.0)
 
 
