@@ -36,11 +36,12 @@ def taps(states: Sequence[Running]) -> tuple[int, ...]:
 def room(parts: Parts, state: Running, left: int) -> int:
     """Deepest draft that fits a request of which `left` tokens may still be drafted.
 
-    A drafter that reads hidden states cannot guess before it has seen those of all tokens but the anchor, nor where
-    there are none: such a step is a plain one.
+    A drafter that reads hidden states cannot guess before it has seen those of all tokens but the anchor. The first
+    step of a request is a plain one, also where another request has left what it needs: what a request draws depends
+    on nothing but itself.
     """
     drafter, digested = drafter_of(state), len(state.tokens) - 1
-    if drafter.taps and (digested == 0 or parts.target.length(state.slot) < digested):
+    if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < digested):
         return 0
     if drafter.max_context is not None:
         left = min(left, drafter.max_context - len(state.tokens) - 1)

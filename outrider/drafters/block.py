@@ -101,15 +101,14 @@ class BlockDrafter(Drafter):
         self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        sizes = [min(depth + (not self.from_anchor), self.block_size) for depth in depths]
-        segments = []
-        for state, size in zip(states, sizes, strict=True):
-            tokens = torch.full((size,), self.mask_id)
-            tokens[0] = state.tokens[-1]
-            wanted = size if self.from_anchor else size - 1
-            segments.append(
-                Segment(slot=_own(state).slot, tokens=tokens.to(self.lm.device), logits=wanted, sees=sees_all(size))
-            )
+        size, first = self.block_size, 0 if self.from_anchor else 1
+        tokens = torch.full((len(states), size), self.mask_id)
+        tokens[:, 0] = torch.tensor([state.tokens[-1] for state in states])
+        rows, sight = tokens.to(self.lm.device, non_blocking=True), sees_all(size)
+        segments = [
+            Segment(slot=_own(state).slot, tokens=row, logits=range(first, first + depth), sees=sight)
+            for state, row, depth in zip(states, rows, depths, strict=True)
+        ]
         blocks = self.lm.extend(segments).logits.split([segment.num_wanted for segment in segments])
         self.lm.commit({segment.slot: [] for segment in segments})
         for state, block in zip(states, blocks, strict=True):

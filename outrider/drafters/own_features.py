@@ -113,17 +113,16 @@ class OwnFeatures(Drafter):
             if BACKLOG <= own.num_unread <= self.lm.max_context - self.lm.length(own.slot):
                 long.append(state)
         if long:
-            self._read(self._unread(long, "none"))
-            for state in long:
-                _own(state).unread = []
+            # The last pair waits, so that the next draft has one to begin with.
+            self._read([self._pairs(state, _own(state).num_unread - 1, "none") for state in long])
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        segments = self._unread(states, "last")
+        segments = [self._pairs(state, _own(state).num_unread, "last") for state in states]
         extension = self._read(segments)
         ends = np.cumsum([len(segment.tokens) for segment in segments]) - 1
         for state, end in zip(states, ends.tolist(), strict=True):
             own = _own(state)
-            own.unread, own.numbers, own.handed_on = [], {}, {0: _handed_on(extension)[end]}
+            own.numbers, own.handed_on = {}, {0: _handed_on(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -171,15 +170,13 @@ class OwnFeatures(Drafter):
         read = self.lm.length(own.slot)
         return own.first_unread(length - read) if read < length else []
 
-    def _unread(self, states: Sequence[Running], logits: Literal["last", "none"]) -> list[Segment]:
-        """The pairs that each request's slot lacks: unread features, and the tokens that follow them."""
-        segments = []
-        for state in states:
-            own = _own(state)
-            first = self.lm.length(own.slot) + 1
-            tokens = torch.tensor(state.tokens[first : first + own.num_unread]).to(self.lm.device, non_blocking=True)
-            segments.append(Segment(slot=own.slot, tokens=tokens, features=torch.cat(own.unread), logits=logits))
-        return segments
+    def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
+        """The next pairs that a request's slot lacks; their features are not unread any more."""
+        own = _own(state)
+        first, features = self.lm.length(own.slot) + 1, torch.cat(own.unread)
+        own.unread = [features[count:]] if count < len(features) else []
+        tokens = torch.tensor(state.tokens[first : first + count]).to(self.lm.device, non_blocking=True)
+        return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
 
     def _read(self, segments: Sequence[Segment]) -> Extension:
         """Let the head read pairs, and keep them."""

@@ -7,6 +7,7 @@ from contextlib import suppress
 from outrider.decoding.drafting import drafter_of
 from outrider.decoding.progress import begin
 from outrider.decoding.protocol import Parts
+from outrider.drafters.protocol import Drafter
 from outrider.engine.prefixes import Found, Prefixes
 from outrider.engine.seats import Seat
 from outrider.types import Request, Running
@@ -116,7 +117,7 @@ class Admission:
         except BaseException:
             self._give_up(old)
             raise
-        return self._running_in(old.slot, request, drafter_state)
+        return self._running_in(old.slot, request, drafter, drafter_state)
 
     def _copied(self, found: Found, request: Request) -> Running:
         """The request in a slot of its own, with a copy of what it shares with another."""
@@ -134,7 +135,7 @@ class Admission:
         except BaseException:
             self.parts.target.release(slot)
             raise
-        return self._running_in(slot, request, drafter_state)
+        return self._running_in(slot, request, drafter, drafter_state)
 
     def _known(self, found: Found) -> int:
         """How many tokens need not be digested: those shared, as far as the drafter need not see them again."""
@@ -143,12 +144,12 @@ class Admission:
             return min(found.shared, drafter.needs(found.state.drafter_state, found.shared))
         return 0 if drafter.taps else found.shared
 
-    def _running_in(self, slot: int, request: Request, drafter_state: object) -> Running:
+    def _running_in(self, slot: int, request: Request, drafter: Drafter, drafter_state: object) -> Running:
         return Running(
             request=request,
             tokens=list(request.prompt),
             slot=slot,
-            drafter=self.parts.drafter,
+            drafter=drafter,
             drafter_state=drafter_state,
             length_state=self.parts.length.open(),
         )

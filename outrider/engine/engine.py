@@ -5,7 +5,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -241,7 +241,7 @@ class Engine:
         ignore_eos: bool = False,
         progress: Callable[[Output], None] | None = None,
         constraint: Constraint | Grammar | Sequence[Constraint | Grammar | None] | None = None,
-        errors: Literal["raise", "return"] = "raise",
+        errors: str = "raise",
     ) -> list[Output]:
         """Run prompts to their ends, as many at once as there are slots; outputs in the order of the prompts.
 

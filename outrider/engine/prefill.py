@@ -32,11 +32,25 @@ class Chunk:
         return new <= max(16, longest.count // 4) and all_ <= max(64, longest.end // 4)
 
 
-def plan(parts: Parts, seats: Sequence[Seat], most: int) -> list[list[Chunk]]:
-    """Chunks of all new prompts, first come first, at most so many tokens in all; groups that share a forward.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What new prompts need.
+
+    Attributes:
+        digest: Groups of chunks that share a forward.
+        first: Groups of seats whose first step digests what is left of their prompts, apart from those that decode.
+    """
+
+    digest: list[list[Chunk]]
+    first: list[list[Seat]]
+
+
+def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
+    """What to digest of all new prompts, first come first, at most so many tokens in all.
 
     Seats of which nothing is left to digest become ready. Where no request decodes yet, the last chunks of prompts are
-    left to their first step, whose forward digests them too: their seats become ready as well.
+    left to their first step, whose forward digests them too. A request whose drafter must see hidden states before it
+    drafts makes a plain first step, which always digests the last chunk; beside requests that decode it is made apart.
     """
     left, chunks = most, []
     new = [seat for seat in seats if seat.running is not None and not seat.ready]
@@ -48,13 +62,15 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int) -> list[list[Chunk]]:
         seat.ready = behind == 0
         end = parts.target.length(seat.state.slot) + count
         chunks.append(Chunk(seat=seat, count=count, end=end, last=count == behind))
-    groups = alike([chunk for chunk in chunks if chunk.count])
-    alone = len(groups) == 1 and not decoding and not any(seat.ready for seat in new)
-    if alone and all(chunk.last for chunk in chunks) and _digests_in_step(parts, new):
+    chunks = [chunk for chunk in chunks if chunk.count]
+    plain = [chunk for chunk in chunks if chunk.last and _begins_plainly(chunk.seat)]
+    groups, first = alike([chunk for chunk in chunks if chunk not in plain]), alike(plain)
+    together = len(groups) + len(first) == 1 and not decoding and not any(seat.ready for seat in new)
+    if together and all(chunk.last for chunk in chunks) and _digests_in_step(parts, first):
         for seat in new:
             seat.ready = True
-        return []
-    return groups
+        return Plan(digest=[], first=[])
+    return Plan(digest=groups, first=[[chunk.seat for chunk in group] for group in first])
 
 
 def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -68,11 +84,14 @@ def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
     return groups
 
 
-def _digests_in_step(parts: Parts, seats: Sequence[Seat]) -> bool:
+def _begins_plainly(seat: Seat) -> bool:
+    """Whether a request's next step is its first and drafts nothing, because its drafter reads hidden states."""
+    return bool(drafter_of(seat.state).taps) and seat.state.num_steps == 0
+
+
+def _digests_in_step(parts: Parts, plain: Sequence[object]) -> bool:
     """Whether a step may digest a prompt and verify what was drafted behind it in one forward.
 
-    Not where decoding drafts ahead, nor where a rejected draft would make the prompt be digested again. A drafter that
-    must see hidden states first drafts nothing in such a step.
+    Not where decoding drafts ahead, nor where a rejected draft would make the prompt be digested again.
     """
-    nothing = all(drafter_of(seat.state).taps for seat in seats)
-    return not parts.decoding.drafts_ahead and (parts.target.crops or nothing)
+    return not parts.decoding.drafts_ahead and (parts.target.crops or bool(plain))

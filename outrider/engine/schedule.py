@@ -74,11 +74,14 @@ class Schedule:
         """Admit what fits, digest new prompts, and make one step of all ready requests."""
         for seat, error in self._admission.admit():
             self._fail(seat, error)
-        for group in plan(self.parts, list(self.seats.values()), max_prefill_tokens):
+        planned = plan(self.parts, list(self.seats.values()), max_prefill_tokens)
+        for group in planned.digest:
             self._digest(group)
         ready = [seat for seat in self.seats.values() if seat.ready]
         together = [seat for seat in ready if not seat.suspect]
         for seats in ([together] if together else []) + [[seat] for seat in ready if seat.suspect]:
+            self._decode(seats, dice, watch)
+        for seats in planned.first:
             self._decode(seats, dice, watch)
 
     def _digest(self, chunks: Sequence[Chunk]) -> None:
@@ -112,6 +115,7 @@ class Schedule:
             self._failed(seats, marks, error)
         else:
             for made in steps:
+                by_id[made.request].ready = True
                 self._deliver(self._update(by_id[made.request], made))
 
     def _failed(self, seats: Sequence[Seat], marks: Sequence[Mark], error: BaseException) -> None:

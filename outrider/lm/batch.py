@@ -102,7 +102,7 @@ class Batch:
 
     def wanted(self) -> list[Int[np.ndarray, " _"]]:
         """The columns whose logits each row wants."""
-        return [np.arange(n - s.num_wanted, n) for s, n in zip(self.segments, self.counts.tolist(), strict=True)]
+        return [np.array(s.wanted, dtype=np.int64) for s in self.segments]
 
     def columns(self, at_least: int) -> Int[np.ndarray, " columns"]:
         """The columns for which the output layer runs: those that any row wants, and a few more up to `at_least`."""

@@ -2,8 +2,8 @@
 
 Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `model.get_input_embeddings()`; a causal LM's forward
 calls the one of its children that holds the layers with its `inputs_embeds`, takes `last_hidden_state` or element 0 of
-what that returns, and makes logits of it (23 classes scale or cap them on the way); `last_hidden_state` is what a module
-beside the layers, the final norm, returned, or what the last layer did.
+what that returns, and makes logits of it (23 classes scale or cap them on the way); `last_hidden_state` is what a
+module beside the layers, the final norm, returned, or what the last layer did.
 
 The output layer is the model's own forward around a stand-in for everything below it, so that scaled and capped logits
 come out right. The final norm is found by watching one forward, not by its name.
@@ -143,9 +143,7 @@ def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tup
     if not left or not final:
         raise InputError(f"{name} runs its layers in a way unknown here, so a drafter cannot read their states")
     if left[-1].dim() != 3:
-        raise InputError(
-            f"{name} passes several residual streams from layer to layer, and drafters read models with one"
-        )
+        raise InputError(f"{name} passes several residual streams from layer to layer, and drafters can read one")
     seen = _Seen(leaving=left[-1], logits=logits)
     if final[-1] is left[-1]:
         return _same, seen

@@ -24,7 +24,8 @@ class Segment:
         tokens: One token per new node, on any device.
         parents: Pending number of each node's parent; -1 is the newest committed token; parents come first. None
             continues a chain from the newest pending node, or from the committed tokens where nothing is pending.
-        logits: Which of the new nodes' logits are wanted; a number wants those of so many of the last ones.
+        logits: Which of the new nodes' logits are wanted: a number wants those of so many of the last ones, a range
+            those of the new nodes that it counts.
         features: A vector per new node that a drafter's head reads beside its token; None for models of tokens alone.
         sees: Which pending nodes each new node sees, old and new ones, itself included; None is its ancestors and
             itself. Committed tokens are seen by all. What a node sees is not remembered: its children see it and its
@@ -34,17 +35,24 @@ class Segment:
     slot: int
     tokens: Int[Tensor, " nodes"]
     parents: Int[np.ndarray, " nodes"] | None = None
-    logits: Literal["all", "last", "none"] | int = "all"
+    logits: Literal["all", "last", "none"] | int | range = "all"
     features: Float[Tensor, "nodes dim"] | None = None
     sees: Bool[np.ndarray, "nodes pending"] | None = None
 
     @property
-    def num_wanted(self) -> int:
-        """How many of the last nodes' logits are wanted."""
+    def wanted(self) -> range:
+        """The new nodes whose logits are wanted."""
         count = self.tokens.shape[0]
+        if isinstance(self.logits, range):
+            return self.logits
         if isinstance(self.logits, int):
-            return min(self.logits, count)
-        return {"all": count, "last": min(1, count), "none": 0}[self.logits]
+            return range(count - min(self.logits, count), count)
+        return range({"all": 0, "last": max(0, count - 1), "none": count}[self.logits], count)
+
+    @property
+    def num_wanted(self) -> int:
+        """How many nodes' logits are wanted."""
+        return len(self.wanted)
 
 
 @dataclass(frozen=True, kw_only=True)

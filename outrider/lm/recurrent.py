@@ -262,6 +262,8 @@ class RecurrentModel(OverSlots[StatefulSlot]):
                 )
             if count == 0:
                 continue
+            if segment.wanted.stop != count:
+                raise ValueError(f"logits can be had of the last nodes only, got {segment.logits} of {count}")
             end, new = state.used + count, segment.tokens.to(self.device, torch.long, non_blocking=True)
             start = state.start(end, self.least)
             waits = self.stepwise and start == 0 and segment.num_wanted == 0 and not taps

@@ -11,7 +11,7 @@ from outrider.dice import Dice
 from outrider.sampling import fresh, rows_at_once
 from outrider.types import Draft, Verdict
 from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.protocol import child_rows, upload
+from outrider.verifiers.protocol import child_rows, drawn_with, upload
 
 LOWEST = (127 - 8) << 4
 """Exponent and four leading bits of 2^-8 as a float32."""
@@ -78,7 +78,7 @@ def _ranks(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Int[np.nd
     if len(nodes) and draft.rows is not None:
         above, device = draft.parents[nodes], target_rows.device
         token = draft.tokens[upload(nodes, device)]
-        q = draft.rows[upload(draft.row_of[above], device), token].to(target_rows)
+        q = drawn_with(draft, draft.row_of[above], token).to(target_rows)
         ranks[nodes] = _rank(target_rows[upload(above, device), token] / q).cpu().numpy()
     return ranks
 
@@ -111,7 +111,7 @@ def _law(
         order = _ranked(p.div_(q))
         c[part].scatter_(1, order, q.gather(1, order).cumsum(-1, dtype=torch.float64).to(c.dtype))
     token = upload(following, device)
-    own = draft.rows[upload(draft.row_of[nodes], device), token]  # type: ignore[index]
+    own = drawn_with(draft, draft.row_of[nodes], token)
     picked = torch.stack([c.gather(1, token[:, None])[:, 0], own.to(c.dtype)]).double().cpu().numpy()
     # The law depends on the proportion of the two alone; their sum stays 1, so that deep paths do not vanish.
     below, through = np.zeros(len(nodes)), np.ones(len(nodes))

@@ -60,13 +60,30 @@ def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "
     """
     row_of = draft.row_of[nodes]
     if draft.rows is not None and (row_of >= 0).all():
-        return draft.rows.index_select(0, upload(row_of, like.device)).to(like.dtype)
+        return _wide(draft, draft.rows.index_select(0, upload(row_of, like.device)).to(like.dtype))
     following = first_children(draft, nodes, like.device)
     chosen = like.new_zeros(len(nodes), like.shape[1]).scatter_(1, draft.tokens[following][:, None], 1.0)
     if draft.rows is None:
         return chosen
-    drawn = draft.rows[upload(row_of.clip(0), like.device)].to(like.dtype)
+    drawn = _wide(draft, draft.rows[upload(row_of.clip(0), like.device)].to(like.dtype))
     return torch.where(upload(row_of >= 0, like.device)[:, None], drawn, chosen)
+
+
+def _wide(draft: Draft, rows: Float[Tensor, "n width"]) -> Float[Tensor, "n vocab"]:
+    """Rows over the whole vocabulary."""
+    return rows if draft.short_list is None else draft.short_list.widened(rows)
+
+
+def drawn_with(draft: Draft, rows: Int[np.ndarray, " n"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The probability of tokens that were drawn, each by the draft's row of that number.
+
+    Raises:
+        ValueError: Nothing was drawn.
+    """
+    if draft.rows is None:
+        raise ValueError("these tokens were chosen, not drawn")
+    places = tokens if draft.short_list is None else draft.short_list.places[tokens]
+    return draft.rows[upload(rows, draft.rows.device), places]
 
 
 def first_children(draft: Draft, nodes: Int[np.ndarray, " n"], device: torch.device) -> Int[Tensor, " n"]:
@@ -130,7 +147,7 @@ def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
         q = torch.ones_like(p)
         if draft.rows is not None:
             row_of = draft.row_of[inner - 1]
-            q = draft.rows[upload(row_of.clip(0), p.device), tokens].double()
+            q = drawn_with(draft, row_of.clip(0), tokens).double()
             if (row_of < 0).any():
                 q = torch.where(upload(row_of >= 0, p.device), q, 1.0)
         owners = np.repeat(np.arange(len(roots)), lengths)
