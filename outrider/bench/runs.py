@@ -4,7 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -49,15 +49,18 @@ class Conditions:
     Attributes:
         max_new_tokens: Most tokens of each output.
         ignore_eos: Whether outputs go on behind end tokens, so that all are as long.
+        sampling: Settings besides the temperature and the seed.
     """
 
     max_new_tokens: int
     temperature: float = 1.0
     ignore_eos: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
 
     def samplings(self, job: Job) -> list[Sampling]:
         """One for each prompt: the i-th is drawn with 1000 times the job's seed and i."""
-        return [Sampling(temperature=self.temperature, seed=1000 * job.seed + i) for i in range(len(job.questions))]
+        seeds = [1000 * job.seed + i for i in range(len(job.questions))]
+        return [replace(self.sampling, temperature=self.temperature, seed=seed) for seed in seeds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +141,11 @@ def on_transformers(
     ids = torch.tensor([[pad] * n + prompt for n, prompt in zip(missing, prompts, strict=True)], device=model.device)
     mask = torch.tensor([[0] * n + [1] * (longest - n) for n in missing], device=model.device)
     ending = sorted(eos_ids) if eos_ids and not conditions.ignore_eos else None
-    options = {**law(conditions.temperature), "max_new_tokens": conditions.max_new_tokens, "pad_token_id": pad}
+    options = {
+        **law(conditions.temperature, conditions.sampling),
+        "max_new_tokens": conditions.max_new_tokens,
+        "pad_token_id": pad,
+    }
     if assistant is not None:
         settings = assistant.generation_config
         settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = num_assistant_tokens, "constant"
@@ -166,11 +173,12 @@ def on_transformers(
     return Run(tokens=tokens, seconds=seconds, forwards=forwards)
 
 
-def law(temperature: float) -> dict[str, Any]:
-    """What `model.generate` must be told to draw from the model's own distribution."""
+def law(temperature: float, sampling: Sampling | None = None) -> dict[str, Any]:
+    """What `model.generate` must be told to draw as an engine does; by default from the model's own distribution."""
     if temperature == 0:
         return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    cut = sampling or Sampling()
+    return {"do_sample": True, "temperature": temperature, "top_k": cut.top_k, "top_p": cut.top_p}
 
 
 def _ended(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
