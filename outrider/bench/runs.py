@@ -29,6 +29,7 @@ class Job:
 
     @property
     def name(self) -> str:
+        """Unique among the jobs of a measurement."""
         return f"{self.prompt}, seed {self.seed}"
 
     @property

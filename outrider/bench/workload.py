@@ -25,6 +25,7 @@ class Question:
 
     @property
     def name(self) -> str:
+        """The same as its id, as what takes turns is asked for it."""
         return self.id
 
 
