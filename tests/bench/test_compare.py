@@ -1,5 +1,8 @@
 """Comparisons run every way equally often, and their speedup is over the fastest that drafts nothing."""
 
+import subprocess
+import sys
+
 import pytest
 
 import outrider
@@ -56,3 +59,8 @@ def test_transformers_and_the_engine_say_the_same_alone_and_in_a_padded_batch(en
     assert together.forwards == 8
     assert ours.digest == together.digest
     assert model.generation_config.eos_token_id is not None
+
+
+def test_the_command_line_needs_no_library_of_an_extra():
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['matplotlib', 'scipy', 'jinja2']))"
+    subprocess.run([sys.executable, "-c", f"{blocked}; import outrider.cli.app"], check=True, timeout=120)
