@@ -1,5 +1,6 @@
 """The recipes that test published claims: whole runs of tiny size, statistics by hand, configurations that parse."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,8 @@ import torch
 from outrider import InputError, catalog
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
-from recipes import block_gain, block_trace, budgets, claims, marginals, pearl, sharing, stopping
+from outrider.theory import acceptance
+from recipes import block_gain, block_trace, budgets, claims, marginals, optimal_rate, pearl, sharing, stopping
 
 METHODS = {
     "block_gain": block_gain.METHODS,
@@ -221,18 +223,29 @@ def test_a_folder_without_claims_is_refused(tmp_path):
 
 
 def test_three_drafts_without_replacement_are_near_the_exact_figure():
-    from outrider.theory import acceptance
-    from recipes.optimal_rate import without_replacement
-
     torch.manual_seed(0)
     p, q = (torch.randn(6, 12, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
     exact = acceptance.recursive_without_replacement(p, q, 3)
-    assert (without_replacement(p, q, 3) - exact).abs().max() < 0.02
+    assert (optimal_rate.without_replacement(p, q, 3) - exact).abs().max() < 0.02
+
+
+def test_three_drafts_without_replacement_are_exact_in_the_mean_over_where_the_points_begin():
+    p, q = (torch.randn(4, 6, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
+    exact = acceptance.recursive_without_replacement(p, q, 3)
+    for i in range(len(p)):
+        # Between two of these starts the same drafts are taken.
+        over = (q[i] - p[i]).clamp_min(0).cumsum(0)
+        points = optimal_rate.REFUSED * over / over[-1]
+        edges = torch.cat([torch.tensor([0.0, 1.0]), (points % 1).double()]).unique()
+        mean = sum(
+            float(b - a)
+            * float(optimal_rate.without_replacement(p[i : i + 1], q[i : i + 1], 3, ((a + b) / 2)[None])[0])
+            for a, b in itertools.pairwise(edges)
+        )
+        assert mean == pytest.approx(float(exact[i]), abs=1e-12)
 
 
 def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
-    from recipes import optimal_rate
-
     optimal_rate.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=3, threads=1), every=2)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(optimal_rate.TEMPERATURES)
