@@ -1,33 +1,22 @@
 """What block verification gains over token verification on chains, by length (Sun et al. 2024).
 
-`python -m recipes.block_gain --out DIR` runs both rules with the same draft model at temperature 1 and lengths 4, 6 and
-8, on the same prompts with the same seeds, in turns. The gain is a quotient of block efficiencies, and of tokens per
-second.
+`python -m recipes block_gain --out DIR` lets the target speak at temperature 1 and computes on its texts how many steps
+both rules are expected to take with chains of 4, 6 and 8 tokens (`outrider.theory.coverage`). The gain is a quotient of
+block efficiencies. With `--timed DIR`, a folder that `--clock` wrote, it is one of tokens per second too.
 """
 
 from collections.abc import Sequence
-from typing import Any, TextIO
 
-import typer
-from rich.progress import Progress
-
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, gain
+from outrider.bench.figures import Figures
+from outrider.bench.judging import Inquiry
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.trial import Method, Setting
+from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
-from recipes.evidence import Claim, Estimate, Paper, Sums, gain
-from recipes.report import Curve, Findings, Panel, finish, record, table
-from recipes.trial import (
-    PROMPTS,
-    Bench,
-    Draft,
-    Method,
-    NumPrompts,
-    Out,
-    Prompts,
-    Seeds,
-    Setting,
-    Target,
-    Threads,
-    Tokens,
-)
+from recipes import options
 
 PAPER = Paper(name="Sun et al. 2024, block verification", url="https://arxiv.org/abs/2403.10444")
 PUBLISHED = {4: 3.46, 6: 6.19, 8: 8.30}
@@ -36,6 +25,7 @@ PUBLISHED_TIME = {8: 6.49}
 """Gain in speed, in percent."""
 RULES = ("token", "block")
 LENGTHS = tuple(PUBLISHED)
+QUICK = {"num_prompts": 4, "seeds": 1, "max_new_tokens": 24}
 
 
 def name(rule: str, length: int) -> str:
@@ -50,59 +40,59 @@ METHODS = tuple(
 )
 
 
-def findings(sums: Sums) -> Findings:
+def findings(figures: Figures) -> Findings:
     """Tables, panels and claims."""
-    lines, claims = [], []
+    lines: list[Sequence[object]] = []
+    claims: list[Claim] = []
     for n in LENGTHS:
         token, block = (name(rule, n) for rule in RULES)
-        reached, timed = (gain(of(block), of(token)) for of in (sums.efficiency, sums.speed))
+        reached = gain(figures.efficiency(block), figures.efficiency(token))
+        timed = gain(figures.speed(block), figures.speed(token)) if figures.timed(block) else None
         for rule in (token, block):
             lines.append(
                 [
                     rule,
-                    Estimate.of(sums.efficiency(rule)).text(),
-                    Estimate.of(sums.ratio(rule, "accepted", "drafted")).text(),
-                    Estimate.of(sums.speed(rule)).text(".1f"),
+                    Estimate.of(figures.efficiency(rule)).text(),
+                    Estimate.of(figures.acceptance(rule)).text(),
+                    Estimate.of(figures.speed(rule)).text(".1f") if timed else "-",
                     reached.text("+.1f") if rule == block else "",
-                    timed.text("+.1f") if rule == block else "",
+                    timed.text("+.1f") if timed and rule == block else "",
                 ]
             )
-        claims += _claims(n, reached, timed, sums)
+        claims += _claims(n, reached, timed, figures)
     head = ("method", "block efficiency", "acceptance", "tokens/s", "gain in efficiency, %", "gain in tokens/s, %")
-    panels = [
-        Panel(
-            title=title,
-            x="draft length (tokens)",
-            y=y,
-            curves=[
-                Curve(label=rule, x=LENGTHS, y=[Estimate.of(of(name(rule, n))) for n in LENGTHS]) for rule in RULES
-            ],
-        )
-        for title, y, of in (
-            ("Block efficiency at temperature 1", "tokens per step", sums.efficiency),
-            ("Speed at temperature 1", "tokens per second", sums.speed),
-        )
-    ]
-    return Findings(tables=[table(head, lines)], panels=panels, claims=claims)
+    panel = Panel(
+        title="Block efficiency at temperature 1",
+        x="draft length (tokens)",
+        y="tokens per step",
+        curves=[
+            Curve(label=rule, x=LENGTHS, y=[Estimate.of(figures.efficiency(name(rule, n))) for n in LENGTHS])
+            for rule in RULES
+        ],
+    )
+    return Findings(tables=[Table(head=head, lines=lines)], panels=[panel], claims=claims)
 
 
-def _claims(n: int, reached: Estimate, timed: Estimate, sums: Sums) -> Sequence[Claim]:
+def _claims(n: int, reached: Estimate, timed: Estimate | None, figures: Figures) -> Sequence[Claim]:
+    num_prompts, seconds = figures.sums.num_prompts, figures.cost()
     made = [
         PAPER.claim(
-            f"Block verification emits more tokens per step than token verification at length {n}.",
+            f"Block verification emits more tokens per step than token verification, length {n}.",
             reached,
-            over=sums,
+            num_prompts=num_prompts,
+            seconds=seconds,
             published=PUBLISHED[n],
             unit="% of block efficiency",
             least=0.0,
         )
     ]
-    if n in PUBLISHED_TIME:
+    if n in PUBLISHED_TIME and timed:
         made.append(
             PAPER.claim(
-                f"Block verification emits more tokens per second than token verification at length {n}.",
+                f"Block verification emits more tokens per second than token verification, length {n}.",
                 timed,
-                over=sums,
+                num_prompts=num_prompts,
+                seconds=seconds,
                 published=PUBLISHED_TIME[n],
                 unit="% of tokens per second",
                 least=0.0,
@@ -112,31 +102,22 @@ def _claims(n: int, reached: Estimate, timed: Estimate, sums: Sums) -> Sequence[
     return made
 
 
-def run(setting: Setting) -> list[dict[str, Any]]:
-    """Measure and write; returns the claims."""
-
-    def work(file: TextIO, progress: Progress) -> Findings:
-        bench = Bench(setting)
-        jobs = bench.jobs(bench.questions(setting.num_prompts))
-        return findings(Sums(bench.measure("measured", METHODS, jobs, file, progress)))
-
-    return record(setting, "block_gain", work)
+INQUIRY = Inquiry(recipe="block_gain", methods=METHODS, findings=findings)
 
 
 def main(
-    out: Out,
-    target: Target = None,
-    draft: Draft = EMBEDDED_DRAFT,
-    prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 40,
-    seeds: Seeds = 4,
-    max_new_tokens: Tokens = 64,
-    threads: Threads = 2,
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 40,
+    seeds: options.Seeds = 8,
+    max_new_tokens: options.MaxNewTokens = 96,
+    threads: options.Threads = 2,
+    dtype: options.Dtype = "float32",
+    timed: options.Timed = None,
+    clock: options.Clock = False,
 ) -> None:
     """Measure what block verification gains over token verification."""
-    given = dict(locals())
-    finish(lambda: run(Setting(**given)))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
+    INQUIRY.run(Setting(**given), timed=timed, clock=clock)

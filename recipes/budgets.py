@@ -1,6 +1,6 @@
 """Block efficiency of chains and trees at equal numbers of verified nodes (RSD, traversal verification, SpecTr).
 
-`python -m recipes.budgets --out DIR` gives every method budgets of 6, 10, 14, 21 and 30 nodes. Where a budget allows
+`python -m recipes budgets --out DIR` gives every method budgets of 6, 10, 14, 21 and 30 nodes. Where a budget allows
 several shapes, the one with the highest block efficiency on a pilot of other prompts is taken. Verifiers that can judge
 the same trees get the same shape. Independent paths share nodes where they begin alike, so that fewer are verified than
 drawn; the table has the number.
@@ -8,36 +8,32 @@ drawn; the table has the number.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TextIO
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import typer
-from rich.progress import Progress
 
-from outrider import InputError
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, gain
+from outrider.bench.figures import Figures
+from outrider.bench.folder import Folder, folder
+from outrider.bench.judging import SLOTS, about, count_until_clear
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.step_seconds import StepSeconds
+from outrider.bench.trial import Bench, Method, Setting
+from outrider.bench.workload import PROMPTS, Question
 from outrider.load import EMBEDDED_DRAFT
-from recipes.evidence import Claim, Estimate, Paper, Sums, gain
-from recipes.report import Curve, Findings, Panel, finish, record, table
-from recipes.trial import (
-    PROMPTS,
-    Bench,
-    Draft,
-    Method,
-    NumPrompts,
-    Out,
-    Prompts,
-    Seeds,
-    Setting,
-    Target,
-    Threads,
-    Tokens,
-)
+from outrider.types import InputError
+from recipes import options
 
 RSD = Paper(name="Jeon et al. 2024, RSD", url="https://arxiv.org/abs/2402.14160")
 TRAVERSAL = Paper(name="Weng et al. 2025, traversal verification", url="https://arxiv.org/abs/2505.12398")
 SPECTR = Paper(name="Sun et al. 2023, SpecTr", url="https://arxiv.org/abs/2310.15141")
 BUDGETS = (6, 10, 14, 21, 30)
-PILOT_PROMPTS = 2
+PILOT_PROMPTS = 8
+QUICK = {"num_prompts": 4, "seeds": 1, "max_new_tokens": 16, "budgets": "6,10", "pilot_prompts": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +145,7 @@ def method(family: Family, verifier: str, shape: Shape, budget: int, temperature
         length=f"fixed:{shape.depth}",
         temperature=temperature,
         deepest=budget,
+        control=shape.depth,
         labels={"way": family.names[verifier], "budget": budget, "shape": shape.name},
     )
 
@@ -159,38 +156,41 @@ def candidates(family: Family, budget: int, temperature: float) -> list[Method]:
     return [replace(m, name=f"{m.name} {m.labels['shape']}") for m in made]
 
 
-def findings(sums: Sums, methods: Sequence[Method], budgets: Sequence[int], families: Sequence[Family]) -> Findings:
+def findings(
+    figures: Figures, methods: Sequence[Method], budgets: Sequence[int], families: Sequence[Family]
+) -> Findings:
     """Tables, panels and claims."""
+    timed = figures.timed(methods[0].name)
     lines = [
         [
             m.labels["budget"],
             m.labels["way"],
             m.labels["shape"],
-            Estimate.of(sums.ratio(m.name, "drafted", "steps")).text(".1f"),
-            Estimate.of(sums.efficiency(m.name)).text(),
-            Estimate.of(sums.ratio(m.name, "accepted", "drafted")).text(),
-            Estimate.of(sums.speed(m.name)).text(".1f"),
+            Estimate.of(figures.drafted(m.name)).text(".1f"),
+            Estimate.of(figures.efficiency(m.name)).text(),
+            Estimate.of(figures.acceptance(m.name)).text(),
+            Estimate.of(figures.speed(m.name)).text(".1f") if timed else "-",
         ]
         for m in sorted(methods, key=lambda m: m.labels["budget"])
     ]
     head = ("budget", "method", "shape", "nodes per step", "block efficiency", "acceptance", "tokens/s")
-    panels = [
-        Panel(
-            title=f"{title} at temperature {methods[0].temperature:g}",
-            x="budget (verified nodes per step, at most)",
-            y=y,
-            curves=[
-                Curve(label=way, x=budgets, y=[Estimate.of(of(f"{way} @{b}")) for b in budgets], dashed=f.chosen)
-                for f in families
-                for way in f.names.values()
-            ],
-        )
-        for title, y, of in (
-            ("Block efficiency", "tokens per step", sums.efficiency),
-            ("Speed", "tokens per second", sums.speed),
-        )
-    ]
-    return Findings(tables=[table(head, lines)], panels=panels, claims=claims(sums, budgets, methods[0].temperature))
+    panel = Panel(
+        title=f"Block efficiency at temperature {methods[0].temperature:g}",
+        x="budget (verified nodes per step, at most)",
+        y="tokens per step",
+        curves=[
+            Curve(
+                label=way,
+                x=budgets,
+                y=[Estimate.of(figures.efficiency(f"{way} @{b}")) for b in budgets],
+                dashed=f.chosen,
+            )
+            for f in families
+            for way in f.names.values()
+        ],
+    )
+    found = claims(figures, methods, budgets)
+    return Findings(tables=[Table(head=head, lines=lines)], panels=[panel], claims=found, columns=1)
 
 
 COMPARISONS = (
@@ -205,27 +205,55 @@ COMPARISONS = (
 """Paper, what is better, than what, by how many percent of block efficiency at temperature 1."""
 
 
-def claims(sums: Sums, budgets: Sequence[int], temperature: float) -> list[Claim]:
+def claims(figures: Figures, methods: Sequence[Method], budgets: Sequence[int]) -> list[Claim]:
     """Each comparison that was measured, as the geometric mean of the quotients at all budgets."""
-    made = []
+    made, known = [], {method.name for method in methods}
     for paper, better, worse, published in COMPARISONS:
         names = [(f"{better} @{b}", f"{worse} @{b}") for b in budgets]
-        if not all(name in sums.methods for pair in names for name in pair):
+        if not known.issuperset(name for pair in names for name in pair):
             continue
-        quotients = [sums.efficiency(a) / sums.efficiency(b) for a, b in names]
+        quotients = [figures.efficiency(a) / figures.efficiency(b) for a, b in names]
         ahead = sum(bool(q[0] >= 1) for q in quotients)
+        both = [name for pair in names for name in pair]
         made.append(
             paper.claim(
                 f"{better} emits more tokens per step than {worse} at equal budgets of nodes.",
                 gain(np.exp(np.mean(np.log(quotients), axis=0)), np.ones(len(quotients[0]))),
-                over=sums,
+                num_prompts=figures.sums.num_prompts,
+                seconds=figures.cost(*both),
+                rests_on=both,
                 published=published,
                 unit="% of block efficiency",
                 least=0.0,
-                note=f"temperature {temperature:g}, mean over budgets, ahead at {ahead} of {len(budgets)}",
+                note=f"temperature {methods[0].temperature:g}, mean over budgets, ahead at {ahead} of {len(budgets)}",
             )
         )
     return made
+
+
+def shaped(
+    bench: Bench,
+    place: Folder,
+    pilot: Sequence[Question],
+    budgets: Sequence[int],
+    temperature: float,
+    families: Sequence[Family],
+) -> list[Method]:
+    """All methods, each family in the shape that emits most tokens per step on the pilot's prompts."""
+    shapes = {(f.shapes, b): candidates(f, b, temperature) for f in families for b in budgets}
+    tried = [m for each in shapes.values() if len(each) > 1 for m in each]
+    seen = None
+    if tried:
+        jobs = [job for job in bench.batches(pilot) if job.seed == 0]
+        seen = Figures(tried, bench.count(place, tried, jobs, phase="pilot"))
+    chosen = []
+    for f in families:
+        for b in budgets:
+            own = shapes[f.shapes, b]
+            reached = [float(seen.efficiency(m.name)[0]) if seen and len(own) > 1 else 0.0 for m in own]
+            shape = f.shapes(b)[int(np.argmax(reached))]
+            chosen += [method(f, verifier, shape, b, temperature) for verifier in f.names]
+    return chosen
 
 
 def run(
@@ -234,56 +262,47 @@ def run(
     temperature: float = 1.0,
     pilot_prompts: int = PILOT_PROMPTS,
     families: Sequence[Family] = FAMILIES,
+    timed: Path | None = None,
 ) -> list[dict[str, Any]]:
-    """Choose shapes, measure and write; returns the claims."""
+    """Choose shapes, count and write; returns the claims."""
     if not budgets or not set(budgets) <= set(BUDGETS):
         given = ", ".join(map(str, budgets)) or "none"
         raise InputError(f"budgets must be some of {', '.join(map(str, BUDGETS))}, got {given}")
-
-    def work(file: TextIO, progress: Progress) -> Findings:
-        bench = Bench(setting)
+    times = None if timed is None else StepSeconds.read(timed)
+    more = {"budgets": list(budgets), "temperature": temperature, "pilot_prompts": pilot_prompts, "timed": timed}
+    with folder(setting.out, "budgets", {**vars(setting), **more}) as place:
+        bench = Bench(setting, max_slots=SLOTS)
         questions = bench.questions(setting.num_prompts)
-        pilot = bench.jobs(bench.questions(pilot_prompts, without=questions))
-        options = {(f.shapes, b): candidates(f, b, temperature) for f in families for b in budgets}
-        tried = [m for each in options.values() if len(each) > 1 for m in each]
-        seen = Sums(bench.measure("pilot", tried, pilot, file, progress), resamples=1) if tried else None
-        chosen = []
-        for f in families:
-            for b in budgets:
-                own = options[f.shapes, b]
-                reached = [float(seen.efficiency(m.name)[0]) if seen and len(own) > 1 else 0.0 for m in own]
-                shape = f.shapes(b)[int(np.argmax(reached))]
-                chosen += [method(f, verifier, shape, b, temperature) for verifier in f.names]
-        sums = Sums(bench.measure("measured", chosen, bench.jobs(questions), file, progress))
-        return findings(sums, chosen, budgets, families)
-
-    return record(setting, "budgets", work, budgets=list(budgets), temperature=temperature, pilot_prompts=pilot_prompts)
+        pilot = bench.questions(pilot_prompts, without=questions)
+        methods = shaped(bench, place, pilot, budgets, temperature, families)
+        rows = count_until_clear(
+            bench,
+            place,
+            methods,
+            bench.batches(questions),
+            lambda rows: claims(Figures(methods, rows), methods, budgets),
+        )
+        found = findings(Figures(methods, rows, times), methods, budgets, families)
+        return place.finish(replace(found, text=about(setting, times)))
 
 
 def main(
-    out: Out,
-    target: Target = None,
-    draft: Draft = EMBEDDED_DRAFT,
-    prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 12,
-    seeds: Seeds = 1,
-    max_new_tokens: Tokens = 64,
-    threads: Threads = 2,
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 32,
+    seeds: options.Seeds = 4,
+    max_new_tokens: options.MaxNewTokens = 96,
+    threads: options.Threads = 2,
+    dtype: options.Dtype = "float32",
+    timed: options.Timed = None,
     budgets: Annotated[str, typer.Option(help="Some of the budgets, with commas.")] = ",".join(map(str, BUDGETS)),
     temperature: Annotated[float, typer.Option(min=0, help="Of target and drafter.")] = 1.0,
     pilot_prompts: Annotated[int, typer.Option(min=1, help="Further prompts, for the pilot.")] = PILOT_PROMPTS,
 ) -> None:
     """Measure chains and trees at equal budgets of verified nodes."""
-    given = dict(locals())
-    if not all(part.strip().isdigit() for part in budgets.split(",")):
-        raise typer.BadParameter(f"--budgets must be whole numbers with commas between them, got {budgets!r}")
-    own = {
-        "budgets": sorted({int(part) for part in given.pop("budgets").split(",")}),
-        "temperature": given.pop("temperature"),
-        "pilot_prompts": given.pop("pilot_prompts"),
-    }
-    finish(lambda: run(Setting(**given), **own))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    own = ("timed", "budgets", "temperature", "pilot_prompts")
+    given = {name: value for name, value in locals().items() if name not in ("own", *own)}
+    chosen = options.whole_numbers("--budgets", budgets)
+    run(Setting(**given), chosen, temperature, pilot_prompts, timed=timed)

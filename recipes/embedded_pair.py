@@ -1,7 +1,7 @@
 """Make the embedded pair again from text: train the target, let it speak, distil the draft model from it.
 
 The text is JSON lines with `domain` and `text`, plain or gzipped. Each part is a function that returns what it made;
-`python -m recipes.embedded_pair --help` runs the parts one after another, with checkpoints, on a CPU.
+`python -m recipes embedded_pair` runs the parts one after another, with checkpoints, on a CPU.
 
 The draft model is wide and shallow, because a draft costs its depth (Yan et al. 2024,
 https://arxiv.org/abs/2402.01528).
@@ -24,7 +24,16 @@ from jaxtyping import Float, Int
 from rich import print
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from outrider.load import EMBEDDED_TARGET
 
 REPEATS = {"story": 3, "math": 3}
 """How often the documents of a domain are read; short stories and word problems teach the most per token."""
@@ -36,6 +45,7 @@ TARGET_SHAPE = {
     "num_attention_heads": 5,
     "num_key_value_heads": 1,
 }
+QUICK = {"target_minutes": 0.02, "speak_minutes": 0.02, "distil_minutes": 0.02, "shapes": "1x128"}
 DRAFT_SHAPES = {
     "1x128": {
         "hidden_size": 128,
@@ -61,7 +71,9 @@ DRAFT_SHAPES = {
 }
 
 
-def read_tokens(path: Path, tokenizer, repeats: dict[str, int] = REPEATS, seed: int = 0) -> Int[Tensor, " tokens"]:
+def read_tokens(
+    path: Path, tokenizer: PreTrainedTokenizerBase, repeats: dict[str, int] = REPEATS, seed: int = 0
+) -> Int[Tensor, " tokens"]:
     """All documents as one shuffled stream of token ids, each document after an end token."""
     opener = gzip.open if path.suffix == ".gz" else open
     with opener(path, "rt", encoding="utf-8") as lines:
@@ -73,7 +85,7 @@ def read_tokens(path: Path, tokenizer, repeats: dict[str, int] = REPEATS, seed: 
     return torch.tensor([token for document in encoded for token in (end, *document)], dtype=torch.int32)
 
 
-def llama(tokenizer, **shape: int) -> LlamaForCausalLM:
+def llama(tokenizer: PreTrainedTokenizerBase, **shape: int) -> LlamaForCausalLM:
     """A fresh Llama with tied embeddings over the tokenizer's vocabulary."""
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -178,7 +190,7 @@ def save(models: dict[str, PreTrainedModel], out: Path) -> None:
         fresh.rename(place)
 
 
-def train_target(tokens: Int[Tensor, " tokens"], tokenizer, minutes: float, out: Path) -> None:
+def train_target(tokens: Int[Tensor, " tokens"], tokenizer: PreTrainedTokenizerBase, minutes: float, out: Path) -> None:
     """Train the target from nothing on next-token cross-entropy; the figure printed is the loss in nats per token."""
     stream = windows(tokens, batch=16, length=513, seed=1)
 
@@ -228,7 +240,7 @@ def speak(
 
 def distil(
     target: PreTrainedModel,
-    tokenizer,
+    tokenizer: PreTrainedTokenizerBase,
     tokens: Int[Tensor, " tokens"],
     spoken: Int[Tensor, "rows 256"],
     shapes: dict[str, dict[str, int]],
@@ -264,8 +276,10 @@ def distil(
 
 def main(
     text: Annotated[Path, typer.Option(help="JSON lines with `domain` and `text`, plain or gzipped.")],
-    tokenizer: Annotated[Path, typer.Option(help="Directory with the tokenizer, or with target and tokenizer.")],
     out: Annotated[Path, typer.Option(help="Where target/, spoken.pt and the draft models are written.")],
+    tokenizer: Annotated[
+        Path, typer.Option(help="Directory with the tokenizer, or with target and tokenizer.")
+    ] = EMBEDDED_TARGET,
     target_minutes: Annotated[float, typer.Option(help="Train the target this long; 0 takes it from --tokenizer.")] = 0,
     speak_minutes: Annotated[float, typer.Option(help="Let the target speak this long; 0 takes spoken.pt.")] = 15,
     distil_minutes: Annotated[float, typer.Option(help="Distil the draft models this long.")] = 60,
@@ -283,7 +297,3 @@ def main(
     spoken = speak(target, tokens, speak_minutes, out / "spoken.pt") if speak_minutes else torch.load(out / "spoken.pt")
     chosen = {name: DRAFT_SHAPES[name] for name in shapes.split(",")}
     distil(target, vocabulary, tokens, spoken, chosen, distil_minutes, out)
-
-
-if __name__ == "__main__":
-    typer.run(main)

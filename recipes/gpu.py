@@ -1,35 +1,37 @@
 """On a GPU: identity in float32, and a step's profile, plain and as CUDA graphs, against the card's bandwidth.
 
-`python -m recipes.gpu --out DIR` first checks greedy identity of the embedded pair in float32 on the card, for a chain,
+`python -m recipes gpu --out DIR` first checks greedy identity of the embedded pair in float32 on the card, for a chain,
 a branching tree, PEARL on two streams, and compiled forwards. Then it steps a random Llama of about a billion
 parameters in bfloat16 with a draft model of one layer, alone and in a batch of 8, compiled and not. While a forward is
 bound by memory it cannot take less than reading the weights once, so forwards are given beside `weights / bandwidth`,
-with the bandwidth of the card measured by copying a large tensor. Writes `rows.jsonl`, `summary.json` and `table.md`.
-Without a GPU it says so and ends.
+with the bandwidth of the card measured by copying a large tensor. Without a GPU it says so and ends.
 """
 
-import json
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
-from rich.progress import Progress
 from transformers import PreTrainedModel
 
 import outrider
-from outrider import InputError, Sampling, Step
-from outrider.load import ASSETS
+from outrider.bench.bare import random_llama, seconds
+from outrider.bench.evidence import Estimate, Row
+from outrider.bench.folder import folder
+from outrider.bench.plot import Bars
+from outrider.bench.report import Findings, Table
+from outrider.bench.runs import PARTS
+from outrider.bench.turns import Turn
+from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.proof.identity import identity
-from recipes.record import circumstances, write
-from recipes.report import COLUMNS, table
-from recipes.speed import PARTS, Row, read_prompts
-from recipes.tree_cost import random_llama
-from recipes.trial import Out
+from outrider.types import InputError, Sampling, Step
+from recipes import options
 
 PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("chain", {}),
@@ -39,29 +41,20 @@ PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 """What must give the tokens of plain decoding."""
 GREEDY = Sampling(temperature=0.0, seed=0)
+QUICK = {"steps": 8}
 
 
 def bandwidth(device: torch.device, num_bytes: int = 1 << 30, rounds: int = 20) -> float:
     """Bytes per second that the card reads and writes, from copies of a large tensor; the best of several."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    spent = [timed(lambda: target.copy_(source), device) for _ in range(rounds)]
-    return 2 * num_bytes / min(spent)
-
-
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of a call, the card's work included."""
-    torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    call()
-    torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return 2 * num_bytes / min(seconds(lambda: target.copy_(source), device) for _ in range(rounds))
 
 
 def identities(num_prompts: int = 4, max_new_tokens: int = 48) -> list[dict[str, Any]]:
     """Greedy identity of the embedded pair in float32 on the card."""
     found = []
-    prompts = [prompt for _, _, prompt in read_prompts(ASSETS / "prompts.jsonl")[:num_prompts]]
+    prompts = [prompt for _, _, prompt in read_prompts(PROMPTS)[:num_prompts]]
     for name, parts in PAIRS:
         engine = outrider.load(dtype="float32", device="cuda", **parts)
         seen = identity(engine, [engine.encode(prompt) for prompt in prompts], max_new_tokens)
@@ -91,7 +84,7 @@ def profile(target: PreTrainedModel, draft: Path, *, batch: int, compile: bool, 
     rows: list[Row] = []
     for number in range(2 * steps):
         made: list[Step] = []
-        spent = timed(lambda sink=made.append: engine.step(sink), device)
+        spent = seconds(partial(engine.step, made.append), device)
         if number >= steps and len(made) == batch:
             parts = {part: getattr(made[0].timing, part) for part in PARTS}
             rows.append({"batch": batch, "compiled": compile, "number": number, "seconds": spent, **parts})
@@ -104,20 +97,16 @@ def summarise(rows: Sequence[Row], floor: float) -> list[dict[str, Any]]:
     for key in dict.fromkeys((row["batch"], row["compiled"]) for row in rows):
         some = [row for row in rows if (row["batch"], row["compiled"]) == key]
         middle = {name: statistics.median(row[name] for row in some) for name in ("seconds", *PARTS)}
-        found.append({"batch": key[0], "compiled": key[1], **middle, "target_over_floor": middle["target"] / floor})
+        low, high = (np.quantile([row["target"] for row in some], part) / floor for part in (0.25, 0.75))
+        over = {"target_over_floor": middle["target"] / floor, "low": float(low), "high": float(high)}
+        found.append({"batch": key[0], "compiled": key[1], **middle, **over})
     return found
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as tables."""
-    made = summary["circumstances"]
-    about = (
-        f"`python -m recipes.gpu`: {summary['card']}, {summary['bandwidth'] / 1e9:.0f} GB/s measured; torch "
-        f"{made['versions']['torch']}, outrider {made['versions']['outrider']} ({made['commit']}); {made['date']}. The "
-        f"target's weights are {summary['weight_bytes'] / 1e9:.2f} GB, {1e3 * summary['floor']:.2f} ms to read.\n"
-    )
-    same = table(("pair", "tokens", "holds", "differences"), [list(each.values()) for each in summary["identities"]])
-    steps = [
+def findings(summary: Mapping[str, Any]) -> Findings:
+    """The summary as tables and bars."""
+    same = [list(each.values()) for each in summary["identities"]]
+    lines = [
         [
             each["batch"],
             "CUDA graphs" if each["compiled"] else "plain",
@@ -126,11 +115,44 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         ]
         for each in summary["steps"]
     ]
-    head = ("batch", "forwards", "step ms", *PARTS, "target over floor")
-    return "\n".join([about, "## Identity in float32\n", same, "## Steps\n", table(head, steps)])
+    names = [f"batch of {each['batch']}{', CUDA graphs' if each['compiled'] else ''}" for each in summary["steps"]]
+    over = [Estimate(value=e["target_over_floor"], low=e["low"], high=e["high"]) for e in summary["steps"]]
+    text = (
+        f"{summary['card']}, {summary['bandwidth'] / 1e9:.0f} GB/s measured. The target's weights are "
+        f"{summary['weight_bytes'] / 1e9:.2f} GB, {1e3 * summary['floor']:.2f} ms to read."
+    )
+    return Findings(
+        tables=[
+            Table(title="Identity in float32", head=("pair", "tokens", "holds", "differences"), lines=same),
+            Table(title="Steps", head=("batch", "forwards", "step ms", *PARTS, "target over floor"), lines=lines),
+        ],
+        panels=[
+            Bars(
+                title="The target's forward",
+                x="times that reading the weights takes",
+                names=names,
+                groups={"over floor": over},
+            )
+        ],
+        text=text,
+        summary=summary,
+    )
 
 
-def run(out: Path, *, steps: int = 64, gamma: int = 5, layers: int = 16, hidden: int = 2048) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """How many requests step together, and whether as CUDA graphs."""
+
+    batch: int
+    compiled: bool
+
+    @property
+    def name(self) -> str:
+        """Unique among the cases."""
+        return f"batch of {self.batch}, {'compiled' if self.compiled else 'plain'}"
+
+
+def run(out: Path | None, *, steps: int = 64, gamma: int = 5, layers: int = 16, hidden: int = 2048) -> dict[str, Any]:
     """Measure and write; returns the summary.
 
     Raises:
@@ -140,47 +162,38 @@ def run(out: Path, *, steps: int = 64, gamma: int = 5, layers: int = 16, hidden:
         raise InputError("this recipe needs a CUDA device, and torch finds none here")
     given = dict(locals())
     device = torch.device("cuda")
-    out.mkdir(parents=True, exist_ok=True)
-    began = circumstances(given)
-    same = identities()
-    shape = {"hidden": hidden, "heads": hidden // 64, "kv_heads": max(1, hidden // 256)}
-    target = random_llama(layers=layers, **shape).to(device, torch.bfloat16)
-    rate = bandwidth(device)
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as place, Progress(*COLUMNS) as progress:
-        random_llama(layers=1, **shape).to(torch.bfloat16).save_pretrained(place)
-        task = progress.add_task("engines", total=4)
-        for compile in (False, True):
-            for batch in (1, 8):
-                rows += profile(target, Path(place), batch=batch, compile=compile, steps=steps, gamma=gamma)
-                progress.advance(task)
-    floor = weight_bytes(target) / rate
-    summary = {
-        "card": torch.cuda.get_device_name(device),
-        "bandwidth": rate,
-        "weight_bytes": weight_bytes(target),
-        "floor": floor,
-        "identities": same,
-        "steps": summarise(rows, floor),
-        "circumstances": began,
-    }
-    write(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(out / "table.md", to_markdown(summary))
-    return summary
+    with folder(out, "gpu", given) as place, tempfile.TemporaryDirectory() as draft:
+        same = identities()
+        shape = {"hidden": hidden, "heads": hidden // 64, "kv_heads": max(1, hidden // 256)}
+        target = random_llama(layers=layers, **shape).to(device)
+        random_llama(layers=1, **shape).save_pretrained(draft)
+        rate = bandwidth(device)
+
+        def stepped(turn: Turn[Case, Case]) -> Row:
+            batch, compiled = turn.way.batch, turn.way.compiled
+            each = profile(target, Path(draft), batch=batch, compile=compiled, steps=steps, gamma=gamma)
+            return {"each": each}
+
+        cases = [Case(batch=batch, compiled=compiled) for compiled in (False, True) for batch in (1, 8)]
+        made = place.take("engines", [Turn(round=0, way=case, job=case) for case in cases], stepped)
+        rows = [each for row in made for each in row["each"]]
+        floor = weight_bytes(target) / rate
+        summary = {
+            "card": torch.cuda.get_device_name(device),
+            "bandwidth": rate,
+            "weight_bytes": weight_bytes(target),
+            "floor": floor,
+            "identities": same,
+            "steps": summarise(rows, floor),
+        }
+        place.finish(findings(summary))
+        return summary
 
 
 def main(
-    out: Out,
+    out: options.Out = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each engine.")] = 64,
     gamma: Annotated[int, typer.Option(min=1, help="Length of the chains.")] = 5,
 ) -> None:
     """Check and measure on a GPU."""
-    try:
-        typer.echo(to_markdown(run(out, steps=steps, gamma=gamma)))
-    except InputError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    run(out, steps=steps, gamma=gamma)

@@ -1,33 +1,24 @@
 """Trees over per-position rows against the chain, by budget of nodes (DDTree).
 
-`python -m recipes.marginals --out DIR` drafts six deep, as a chain and as the best prefixes of a lattice of 4, 8, 16,
+`python -m recipes marginals --out DIR` drafts six deep, as a chain and as the best prefixes of a lattice of 4, 8, 16,
 32 and 64 nodes, at temperatures 0 and 1. The paper's rows are the marginals of a block-diffusion drafter; ours are the
 draft model's own rows along its likeliest chain, taken as if they did not depend on the branch. So a lattice here costs
-six draft calls a step, as the chain does, and beyond its first branch its rows are those of another context.
+six draft calls a step, as the chain does, and beyond its first branch its rows are those of another context. With
+`--timed DIR`, a folder that `--clock` wrote, tokens per second are compared too.
 """
 
-from typing import Any, TextIO
+from collections.abc import Sequence
 
-import typer
-from rich.progress import Progress
-
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, gain
+from outrider.bench.figures import Figure, Figures, Samples
+from outrider.bench.judging import Inquiry
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.trial import Method, Setting
+from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
-from recipes.evidence import Claim, Estimate, Paper, Sums, gain
-from recipes.report import Curve, Findings, Panel, finish, record, table
-from recipes.trial import (
-    PROMPTS,
-    Bench,
-    Draft,
-    Method,
-    NumPrompts,
-    Out,
-    Prompts,
-    Seeds,
-    Setting,
-    Target,
-    Threads,
-    Tokens,
-)
+from recipes import options
 
 PAPER = Paper(name="Ringel and Romano 2026, DDTree", url="https://arxiv.org/abs/2604.12989")
 PUBLISHED = {0.0: (7.79, 10.73), 1.0: (6.46, 9.54)}
@@ -41,6 +32,7 @@ NOTE = (
     "rows of a draft model along its likeliest chain, not a block-diffusion drafter's marginals; "
     "the budget that is best on the other half of the prompts"
 )
+QUICK = {"num_prompts": 4, "seeds": 1, "max_new_tokens": 16}
 
 
 def name(budget: int | str, temperature: float) -> str:
@@ -57,34 +49,39 @@ METHODS = tuple(
         temperature=t,
         deepest=DEPTH,
         labels={"nodes": DEPTH if budget == CHAIN else budget},
+        control=DEPTH,
     )
     for t in TEMPERATURES
     for budget in (CHAIN, *BUDGETS)
 )
 
 
-def findings(sums: Sums) -> Findings:
+def findings(figures: Figures) -> Findings:
     """Tables, panels and claims."""
-    lines, panels, claims = [], [], []
+    lines: list[Sequence[object]] = []
+    claims = list[Claim]()
+    timed = figures.timed(name(CHAIN, 0.0))
+    wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
+    if timed:
+        wanted.append(("Speed", "tokens per second", figures.speed))
     for t in TEMPERATURES:
         chain = name(CHAIN, t)
         for budget in (CHAIN, *BUDGETS):
             own = name(budget, t)
-            gains = [] if budget == CHAIN else [gain(of(own), of(chain)) for of in (sums.efficiency, sums.speed)]
+            gains = ["" if budget == CHAIN else gain(of(own), of(chain)).text("+.1f") for _, _, of in wanted]
             lines.append(
                 [
                     own,
-                    Estimate.of(sums.ratio(own, "drafted", "steps")).text(".1f"),
-                    Estimate.of(sums.efficiency(own)).text(),
-                    Estimate.of(sums.speed(own)).text(".1f"),
-                    *([each.text("+.1f") for each in gains] or ["", ""]),
+                    Estimate.of(figures.drafted(own)).text(".1f"),
+                    Estimate.of(figures.efficiency(own)).text(),
+                    Estimate.of(figures.speed(own)).text(".1f") if timed else "-",
+                    *gains,
+                    *([] if timed else ["-"]),
                 ]
             )
-        claims += _claims(sums, t)
-    for title, y, of in (
-        ("Block efficiency", "tokens per step", sums.efficiency),
-        ("Speed", "tokens per second", sums.speed),
-    ):
+        claims += _claims(figures, t, timed)
+    panels = []
+    for title, y, of in wanted:
         curves = []
         for t in TEMPERATURES:
             trees = [Estimate.of(of(name(b, t))) for b in BUDGETS]
@@ -92,55 +89,50 @@ def findings(sums: Sums) -> Findings:
             curves.append(Curve(label=f"chain of {DEPTH}, T={t:g}", x=[DEPTH], y=[Estimate.of(of(name(CHAIN, t)))]))
         panels.append(Panel(title=title, x="verified nodes per step", y=y, curves=curves))
     head = ("method", "nodes per step", "block efficiency", "tokens/s", "gain in efficiency, %", "gain in tokens/s, %")
-    return Findings(tables=[table(head, lines)], panels=panels, claims=claims)
+    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims)
 
 
-def _claims(sums: Sums, t: float) -> list[Claim]:
+def _claims(figures: Figures, t: float, timed: bool) -> list[Claim]:
     """The best budget against the chain."""
-    made = []
-    for words, (over, under), pair, unit in (
-        ("step", ("free_tokens", "free_steps"), PUBLISHED[t], "% of block efficiency"),
-        ("second", ("tokens", "seconds"), PUBLISHED_SPEEDUP[t], "% of tokens per second"),
-    ):
-        made.append(
-            PAPER.claim(
-                f"A tree over per-position rows emits more tokens per {words} than the chain at temperature {t:g}.",
-                gain(sums.best(over, under, [name(b, t) for b in BUDGETS]), sums.ratio(name(CHAIN, t), over, under)),
-                over=sums,
-                published=round(100 * (pair[1] / pair[0] - 1), 1),
-                unit=unit,
-                least=0.0,
-                note=NOTE,
-            )
+    trees, chain = [name(b, t) for b in BUDGETS], name(CHAIN, t)
+
+    def claim(words: str, best: Samples, over: Samples, pair: tuple[float, float], unit: str) -> Claim:
+        return PAPER.claim(
+            f"A tree over per-position rows emits more tokens per {words} than the chain at temperature {t:g}.",
+            gain(best, over),
+            num_prompts=figures.sums.num_prompts,
+            seconds=figures.cost(*trees),
+            rests_on=trees,
+            published=round(100 * (pair[1] / pair[0] - 1), 1),
+            unit=unit,
+            least=0.0,
+            note=NOTE,
         )
+
+    best, over = figures.best_efficiency(trees), figures.efficiency(chain)
+    made = [claim("step", best, over, PUBLISHED[t], "% of block efficiency")]
+    if timed:
+        best, over = figures.best_speed(trees), figures.speed(chain)
+        made.append(claim("second", best, over, PUBLISHED_SPEEDUP[t], "% of tokens per second"))
     return made
 
 
-def run(setting: Setting) -> list[dict[str, Any]]:
-    """Measure and write; returns the claims."""
-
-    def work(file: TextIO, progress: Progress) -> Findings:
-        bench = Bench(setting)
-        jobs = bench.jobs(bench.questions(setting.num_prompts))
-        return findings(Sums(bench.measure("measured", METHODS, jobs, file, progress)))
-
-    return record(setting, "marginals", work)
+INQUIRY = Inquiry(recipe="marginals", methods=METHODS, findings=findings)
 
 
 def main(
-    out: Out,
-    target: Target = None,
-    draft: Draft = EMBEDDED_DRAFT,
-    prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 20,
-    seeds: Seeds = 2,
-    max_new_tokens: Tokens = 64,
-    threads: Threads = 2,
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 40,
+    seeds: options.Seeds = 4,
+    max_new_tokens: options.MaxNewTokens = 64,
+    threads: options.Threads = 2,
+    dtype: options.Dtype = "float32",
+    timed: options.Timed = None,
+    clock: options.Clock = False,
 ) -> None:
     """Measure what a tree over per-position rows gains over the chain."""
-    given = dict(locals())
-    finish(lambda: run(Setting(**given)))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
+    INQUIRY.run(Setting(**given), timed=timed, clock=clock)

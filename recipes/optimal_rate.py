@@ -1,34 +1,39 @@
 """How near the rules for several drafts come to the optimum at one node, by temperature (Hu et al. 2025).
 
-`python -m recipes.optimal_rate --out DIR` lets the target speak at temperatures 0.2 to 1.2, feeds its outputs to both
+`python -m recipes optimal_rate --out DIR` lets the target speak at temperatures 0.2 to 1.2, feeds its outputs to both
 models, and takes their rows at every second token. For n = 2 and 3 drafts from such a pair of rows it computes with
 which probability each rule accepts one of them, and with which the best rule could. No decoding is involved but the
-target's own; a row of `rows.jsonl` is one output, and holds the figures of all its positions.
+target's own; a row of `rows.jsonl` is one output, and holds the sums of the figures of all its positions.
 
 All figures are closed forms but recursive rejection of three drafts without replacement, which is the mean over the
-first draft that is refused; 16 of them, spread evenly over its law.
+first draft that is refused; 16 of them, spread evenly over its law from a start that is drawn anew at every position.
 """
 
-import json
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TextIO
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 import typer
 from jaxtyping import Float
-from rich.progress import Progress
 from torch import Tensor
 
-from outrider import Sampling
-from outrider.lm.protocol import LM, Segment
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.folder import Folder, folder
+from outrider.bench.judging import SLOTS
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.runs import Conditions, Job, on_engine
+from outrider.bench.texts import logits_along, rows_at
+from outrider.bench.trial import Bench, Setting
+from outrider.bench.turns import Turn, turns
+from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
-from outrider.sampling import Prefix, to_rows
 from outrider.theory import acceptance, optimum
-from recipes.evidence import Claim, Estimate, Paper, Sums, gain
-from recipes.report import Curve, Findings, Panel, finish, record, table
-from recipes.speed import Question
-from recipes.trial import PROMPTS, Bench, Draft, NumPrompts, Out, Prompts, Seeds, Setting, Target, Threads, Tokens
+from recipes import options
 
 PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org/abs/2502.18779")
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
@@ -39,25 +44,34 @@ FEW = 5.0
 """What stands for the paper's `a few percent`."""
 NEAR_PAPER = (0.6, 0.8)
 """Temperatures around the paper's 0.7."""
+QUICK = {"num_prompts": 4, "max_new_tokens": 6}
 
 Rows = Float[Tensor, "positions vocab"]
 Rule = Callable[[Rows, Rows, int], Float[Tensor, " positions"]]
 
 
-def without_replacement(p: Rows, q: Rows, n: int) -> Float[Tensor, " positions"]:
-    r"""Recursive rejection of n drafts without replacement: exact for two.
+def without_replacement(
+    p: Rows, q: Rows, n: int, starts: Float[Tensor, " positions"] | None = None
+) -> Float[Tensor, " positions"]:
+    r"""Recursive rejection of n drafts without replacement: exact for two, unbiased for three.
 
     The first draft passes with $\sum_x \min(p, q)$ and is refused at x with $(q - p)_+(x)$; after that, n - 1 drafts
-    from q without x face what is left of p.
+    from q without x face what is left of p. The mean over x is taken at 16 points that lie evenly over its law, behind
+    a start that is uniform (systematic sampling).
+
+    Args:
+        starts: Where the points begin, in [0, 1) of their distance, at every position; by default they are drawn.
     """
     if n <= 2:
         return acceptance.recursive_without_replacement(p, q, n)
+    if starts is None:
+        starts = torch.rand(len(p), dtype=p.dtype, generator=torch.Generator().manual_seed(len(p)))
     passed, over, left = torch.minimum(p, q).sum(-1), (q - p).clamp_min(0), (p - q).clamp_min(0)
     refused = over.sum(-1)
     found = passed.clone()
-    points = (torch.arange(REFUSED, dtype=p.dtype) + 0.5) / REFUSED
     for i in torch.nonzero(refused > 1e-12)[:, 0].tolist():
-        first = torch.searchsorted(over[i].cumsum(0), points * refused[i]).clamp_max(len(over[i]) - 1)
+        points = (torch.arange(REFUSED, dtype=p.dtype) + starts[i]) / REFUSED
+        first = torch.searchsorted(over[i].cumsum(0), points * refused[i], right=True).clamp_max(len(over[i]) - 1)
         rest = q[i].repeat(REFUSED, 1).scatter(1, first[:, None], 0)
         rest = rest[rest.sum(-1) > 0]
         rest = rest / rest.sum(-1, keepdim=True)
@@ -88,58 +102,52 @@ def key(rule: str, n: int) -> str:
     return f"{rule}, n={n}"
 
 
-@torch.inference_mode()
-def forced(lm: LM, question: Question, output: list[int]) -> Float[Tensor, "output vocab"]:
-    """A model's logits before each token of an output."""
-    slot = lm.open()
-    said = [*question.tokens, *output]
-    lm.extend([Segment(slot=slot, tokens=torch.tensor(said[: len(question.tokens) - 1]), logits="none")])
-    lm.commit({slot: range(len(question.tokens) - 1)})
-    logits = lm.extend([Segment(slot=slot, tokens=torch.tensor(said[len(question.tokens) - 1 : -1]))]).logits
-    lm.release(slot)
-    return logits.float().cpu()
+@dataclass(frozen=True, kw_only=True)
+class Heat:
+    """A temperature at which the target speaks."""
+
+    temperature: float
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        return f"T={self.temperature:g}"
 
 
-def rows_at(logits: Float[Tensor, "positions vocab"], temperature: float) -> Rows:
-    """Distributions at a temperature, in float64."""
-    owners = np.zeros(len(logits), dtype=np.int64)
-    return to_rows(logits.double(), owners, [Sampling(temperature=temperature)], lambda _: Prefix(prompt=[], output=[]))
+def figures(p: Rows, q: Rows) -> dict[str, float]:
+    """What every rule accepts, summed over positions."""
+    found = {key(rule, n): float(of(p, q, n).sum()) for rule, of in RULES.items() for n in DRAFTS}
+    return {"positions": len(p), "one draft": float(torch.minimum(p, q).sum()), **found}
 
 
-def measure(bench: Bench, every: int, file: TextIO, progress: Progress) -> list[dict[str, Any]]:
+def measure(bench: Bench, place: Folder, every: int) -> list[Row]:
     """One row per temperature, prompt and seed."""
-    plain = bench.first.plain()
-    target, drafter = bench.first.parts.target, bench.first.parts.drafter.lm
-    jobs = bench.jobs(bench.questions(bench.setting.num_prompts))
-    task = progress.add_task("outputs", total=len(jobs) * len(TEMPERATURES))
-    made = []
-    for job in jobs:
-        [question] = job.questions
-        for t in TEMPERATURES:
-            sampling = Sampling(temperature=t, seed=job.seed)
-            limit = bench.setting.max_new_tokens
-            [output] = plain.generate([list(question.tokens)], max_new_tokens=limit, sampling=sampling)
-            plain.rest()
-            p, q = (rows_at(forced(lm, question, output.tokens)[::every], t) for lm in (target, drafter))
-            figures = {key(rule, n): of(p, q, n).tolist() for rule, of in RULES.items() for n in DRAFTS}
-            made.append(
-                {
-                    "method": f"T={t:g}",
-                    "temperature": t,
-                    "prompt": question.id,
-                    "category": question.category,
-                    "seed": job.seed,
-                    "tokens": len(output.tokens),
-                    "seconds": output.seconds,
-                    "positions": len(p),
-                    "one draft": float(torch.minimum(p, q).sum()),
-                    **{name: sum(values) for name, values in figures.items()},
-                    "per_position": figures,
-                }
-            )
-            file.write(json.dumps(made[-1]) + "\n")
-            progress.advance(task)
-    return made
+    drafter: Any = bench.first.parts.drafter
+    models = (bench.first.parts.target, drafter.lm)
+    jobs = bench.batches(bench.questions(bench.setting.num_prompts))
+
+    def run(turn: Turn[Heat, Job]) -> Row:
+        heat, job, began = turn.way, turn.job, time.perf_counter()
+        conditions = Conditions(max_new_tokens=bench.setting.max_new_tokens, temperature=heat.temperature)
+        made = on_engine(bench.first, job, conditions)
+        each = []
+        for question, output in zip(job.questions, made.tokens, strict=True):
+            along = (logits_along(model, question.tokens, output)[::every] for model in models)
+            p, q = (rows_at(logits, heat.temperature) for logits in along)
+            head = {"prompt": question.id, "category": question.category, "tokens": len(output)}
+            each.append({**head, **figures(p, q)})
+        seconds = time.perf_counter() - began
+        return {
+            "method": heat.name,
+            "temperature": heat.temperature,
+            "seed": job.seed,
+            "seconds": seconds,
+            "each": each,
+        }
+
+    heats = [Heat(temperature=t) for t in TEMPERATURES]
+    rows = place.take("outputs", turns(heats, jobs), run)
+    return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
 
 
 def mean(sums: Sums, name: str, temperature: float) -> Float[np.ndarray, " samples"]:
@@ -147,9 +155,10 @@ def mean(sums: Sums, name: str, temperature: float) -> Float[np.ndarray, " sampl
     return sums.ratio(f"T={temperature:g}", name, "positions")
 
 
-def findings(sums: Sums) -> Findings:
+def findings(sums: Sums, seconds: float) -> Findings:
     """Tables, panels and claims."""
-    lines, panels = [], []
+    lines: list[Sequence[object]] = []
+    panels = []
     for n in DRAFTS:
         found = {rule: [Estimate.of(mean(sums, key(rule, n), t)) for t in TEMPERATURES] for rule in RULES}
         found["one draft"] = [Estimate.of(mean(sums, "one draft", t)) for t in TEMPERATURES]
@@ -161,22 +170,24 @@ def findings(sums: Sums) -> Findings:
             Panel(title=f"{n} drafts at one node", x="temperature", y="probability that one is accepted", curves=curves)
         )
     head = ("n", "rule", *(f"T={t:g}" for t in TEMPERATURES))
-    return Findings(tables=[table(head, lines)], panels=panels, claims=claims(sums))
+    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims(sums, seconds))
 
 
-def claims(sums: Sums) -> list[Claim]:
+def claims(sums: Sums, seconds: float) -> list[Claim]:
     """How far each rule falls short, which drafts are better, and whether the temperature works one way."""
     n = max(DRAFTS)
 
     def near(name: str) -> Float[np.ndarray, " samples"]:
-        return np.mean([mean(sums, key(name, n), t) for t in NEAR_PAPER], axis=0)
+        found: Float[np.ndarray, " samples"] = np.mean([mean(sums, key(name, n), t) for t in NEAR_PAPER], axis=0)
+        return found
 
     where = f"{n} drafts, mean of temperatures {' and '.join(map(str, NEAR_PAPER))}; the paper's is 0.7"
     made = [
         PAPER.claim(
             f"{rule[0].upper()}{rule[1:]} comes within {FEW:g} % of the {best}.",
             Estimate.of(100 * (1 - near(rule) / near(best))),
-            over=sums,
+            num_prompts=sums.num_prompts,
+            seconds=seconds,
             published="a few",
             unit="% below the optimum",
             most=FEW,
@@ -189,7 +200,8 @@ def claims(sums: Sums) -> list[Claim]:
         PAPER.claim(
             "Drafts without replacement have a higher optimum than independent ones.",
             gain(near("optimum without replacement"), near("optimum with replacement")),
-            over=sums,
+            num_prompts=sums.num_prompts,
+            seconds=seconds,
             published="better",
             unit="% of acceptance",
             least=0.0,
@@ -207,7 +219,8 @@ def claims(sums: Sums) -> list[Claim]:
         PAPER.claim(
             "Acceptance does not go one way with temperature.",
             Estimate.of(turns[sign, t]),
-            over=sums,
+            num_prompts=sums.num_prompts,
+            seconds=seconds,
             published="a turn near 0.9",
             unit="percentage points beyond both ends",
             least=0.0,
@@ -220,29 +233,24 @@ def claims(sums: Sums) -> list[Claim]:
 
 def run(setting: Setting, every: int = 2) -> list[dict[str, Any]]:
     """Measure and write; returns the claims."""
-
-    def work(file: TextIO, progress: Progress) -> Findings:
-        return findings(Sums(measure(Bench(setting), every, file, progress)))
-
-    return record(setting, "optimal_rate", work, every=every)
+    with folder(setting.out, "optimal_rate", {**vars(setting), "every": every}) as place:
+        rows = measure(Bench(setting, max_slots=SLOTS), place, every)
+        found = findings(Sums(rows), sum(row["seconds"] for row in place.rows))
+        return place.finish(replace(found, text=setting.about))
 
 
 def main(
-    out: Out,
-    target: Target = None,
-    draft: Draft = EMBEDDED_DRAFT,
-    prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 32,
-    seeds: Seeds = 1,
-    max_new_tokens: Tokens = 64,
-    threads: Threads = 2,
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 40,
+    seeds: options.Seeds = 1,
+    max_new_tokens: options.MaxNewTokens = 64,
+    threads: options.Threads = 2,
+    dtype: options.Dtype = "float32",
     every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2,
 ) -> None:
     """Compare rules for several drafts with the best rule there can be."""
-    given = dict(locals())
-    every = given.pop("every")
-    finish(lambda: run(Setting(**given), every))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given = {name: value for name, value in locals().items() if name != "every"}
+    run(Setting(**given), every)

@@ -1,6 +1,6 @@
 """What a step costs beyond its bare forwards, and plain decoding against transformers' own loop.
 
-`python -m recipes.overhead --out DIR` drafts chains of five with the embedded draft model, for the embedded target and
+`python -m recipes overhead --out DIR` drafts chains of five with the embedded draft model, for the embedded target and
 for the stand-in of 110 million parameters (`recipes.stand_in`), alone and in batches of 8. After each step of the
 engine the bare forwards of such a step are made: the plain model call, on prepared tensors of the very same shapes,
 behind a transformers cache as long as the engine's is in the middle of the run. So everything is timed side by side.
@@ -13,203 +13,34 @@ behind a transformers cache as long as the engine's is in the middle of the run.
 The bare forwards pay for transformers' cache, which is copied at every step, and not for the engine's.
 """
 
-import copy
-import json
 import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any, TextIO
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Annotated, Any
 
 import torch
 import typer
-from jaxtyping import Int
-from rich.progress import Progress
-from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
 
-import outrider
-from outrider import InputError, Sampling, Step
-from outrider.decoding.progress import PREFILL_CHUNK
-from outrider.lm.open import DTYPES, open_model, open_tokenizer
-from outrider.lm.packed import packed
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.bench.evidence import Estimate, Row, quartiles, spread
+from outrider.bench.folder import folder
+from outrider.bench.plot import Bars
+from outrider.bench.report import Findings, Table
+from outrider.bench.runs import PARTS
+from outrider.bench.turns import Turn
 from outrider.metrics import efficiency
-from recipes.record import circumstances, write
-from recipes.report import COLUMNS, table
-from recipes.speed import PARTS, Row, read_prompts, spread
-from recipes.stand_in import PARAMETERS, num_parameters, stand_in
-from recipes.trial import PROMPTS, Out, Threads
+from recipes import options
+from recipes.overhead_runs import GAMMA, PAIRS, Case, Models, Plan, decode, profile
+from recipes.stand_in import PARAMETERS, num_parameters
 
-GAMMA = 5
-GREEDY = Sampling(temperature=0, seed=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What is measured.
-
-    Attributes:
-        context: Tokens before the first measured step.
-        steps: Steps of each run.
-        repeats: Runs of steps, and rounds of decoding.
-        contexts: Prompt lengths for plain decoding.
-        new_tokens: Tokens of each run of plain decoding.
-    """
-
-    out: Path
-    batch_sizes: tuple[int, ...] = (1, 8)
-    context: int = 128
-    steps: int = 24
-    repeats: int = 5
-    contexts: tuple[int, ...] = (128, 900)
-    new_tokens: int = 48
-    parameters: int = PARAMETERS
-    dtype: str = "bfloat16"
-    threads: int = 2
-    compile: bool = False
-    prepack: bool = False
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise InputError(f"unknown dtype {self.dtype!r}; available: {', '.join(DTYPES)}")
-        for name in ("context", "steps", "repeats", "parameters", "threads"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be >= 1, got {getattr(self, name)}")
-        if self.new_tokens < 2:
-            raise InputError(f"new_tokens must be >= 2, got {self.new_tokens}")
-
-    def load(self, model: PreTrainedModel, **parts: Any) -> outrider.Engine:
-        """An engine, compiled or packed if that is asked for."""
-        return outrider.load(model, compile=self.compile, prepack=self.prepack, **parts)
-
-
-def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """How long a call takes, the device's work included."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - began
-
-
-class Bare:
-    """The plain call of a model over a batch, behind a context that stays as long as it is."""
-
-    def __init__(self, model: PreTrainedModel, context: Int[Tensor, "batch context"]) -> None:
-        self.model, self.context, self.cache = model, context, DynamicCache(config=model.config)
-        with torch.inference_mode():
-            model(context, past_key_values=self.cache, use_cache=True)
-
-    @torch.inference_mode()
-    def forward(self, width: int) -> float:
-        """Seconds of a forward over so many new tokens per row."""
-        tokens = self.context[:, :width].contiguous()
-        spent = seconds(lambda: self.model(tokens, past_key_values=self.cache, use_cache=True), self.model.device)
-        self.cache.crop(-width)
-        return spent
-
-
-def prompts_of(texts: Sequence[int], batch: int, size: int) -> list[list[int]]:
-    """So many different prompts of one length, from one long text."""
-    return [[texts[(37 * i + k) % len(texts)] for k in range(size)] for i in range(batch)]
-
-
-class Stepping:
-    """An engine over a batch that decodes on; one step at a time."""
-
-    def __init__(self, engine: outrider.Engine, prompts: Sequence[Sequence[int]], most: int) -> None:
-        self.engine = engine
-        self.ids = [engine.add(p, max_new_tokens=most, sampling=GREEDY, ignore_eos=True) for p in prompts]
-        self.made: list[Step] = []
-        while len(self.step()[1]) < len(self.ids):
-            pass
-
-    def step(self) -> tuple[float, list[Step]]:
-        """Seconds of a step, and what it did for each request."""
-        made: list[Step] = []
-        spent = seconds(lambda: self.engine.step(sink=made.append), self.engine.parts.target.device)
-        self.made = made
-        return spent, made
-
-    def end(self) -> None:
-        for id in self.ids:
-            self.engine.cancel(id)
-        self.engine.rest()
-
-
-def profile(plan: Plan, pair: str, batch: int, models: Sequence[PreTrainedModel], texts: Sequence[int]) -> list[Row]:
-    """Steps of the engine, each beside its bare forwards and steps of plain decoding; one row per step.
-
-    Args:
-        models: What `_models` gives.
-    """
-    target, bare_target, bare_draft = models
-    tokenizer = open_tokenizer(str(EMBEDDED_TARGET))
-    own = {"tokenizer": tokenizer, "max_slots": batch}
-    drafting = plan.load(target, drafter=f"model:path={EMBEDDED_DRAFT}", length=f"fixed:{GAMMA}", **own)
-    plains = {f"plain {pad}": plan.load(target, drafter="none", pad_to=pad, **own) for pad in (1, 2)}
-    prompts = prompts_of(texts, batch, plan.context)
-    # Those that are digested first decode while the others still are.
-    most = (plan.steps + 1 + batch * (1 + plan.context // PREFILL_CHUNK)) * (GAMMA + 1) + 1
-    middle = torch.tensor(prompts_of(texts, batch, plan.context + plan.steps)).to(target.device)
-    as_run = packed if plan.prepack else lambda model: model
-    bare = {"target": Bare(as_run(bare_target), middle), "draft": Bare(as_run(bare_draft), middle)}
-    rows: list[Row] = []
-    for repeat in range(plan.repeats + 1):
-        runs = {"step": Stepping(drafting, prompts, most)}
-        runs |= {name: Stepping(engine, prompts, most) for name, engine in plains.items()}
-        for number in range(plan.steps):
-            # After a full acceptance the draft model has two tokens to digest.
-            behind = 2 if any(s.num_accepted_tokens == GAMMA for s in runs["step"].made) else 1
-            spent, made = runs["step"].step()
-            row: Row = {"pair": pair, "batch": batch, "repeat": repeat, "number": number, "step": spent}
-            row |= {name: runs[name].step()[0] for name in plains}
-            row |= {"target 1": bare["target"].forward(1), "target": bare["target"].forward(GAMMA + 1)}
-            row |= {"draft 1": bare["draft"].forward(1), "draft first": bare["draft"].forward(behind)}
-            row["bare"] = row["target"] + row["draft first"] + (GAMMA - 1) * row["draft 1"]
-            row["tokens"] = sum(len(s.tokens) for s in made)
-            row |= {f"engine {part}": getattr(made[0].timing, part) for part in PARTS}
-            full = len(made) == batch and all(s.num_draft_tokens == GAMMA for s in made)
-            if repeat and full:
-                rows.append(row)
-        for run in runs.values():
-            run.end()
-    return rows
-
-
-def decode(
-    plan: Plan, pair: str, batch: int, size: int, models: Sequence[PreTrainedModel], texts: Sequence[int]
-) -> list[Row]:
-    """Runs of plain decoding and of transformers in turns, of one token and of many; one row per run."""
-    target, bare_target, _ = models
-    own = {"tokenizer": open_tokenizer(str(EMBEDDED_TARGET)), "max_slots": batch}
-    plains = {f"plain {pad}": plan.load(target, drafter="none", pad_to=pad, **own) for pad in (1, 2)}
-    prompts = prompts_of(texts, batch, size)
-    ids = torch.tensor(prompts).to(target.device)
-
-    def engine(name: str, count: int) -> None:
-        plains[name].generate(prompts, max_new_tokens=count, sampling=GREEDY, ignore_eos=True)
-        plains[name].rest()
-
-    def transformers(count: int) -> None:
-        law = {"do_sample": False, "max_new_tokens": count, "pad_token_id": 0}
-        bare_target.generate(ids, attention_mask=torch.ones_like(ids), **law)
-
-    rows: list[Row] = []
-    for round_ in range(plan.repeats + 1):
-        for count in (1, plan.new_tokens):
-            calls: dict[str, Callable[[], None]] = {name: lambda n=name, c=count: engine(n, c) for name in plains}
-            calls["transformers"] = lambda c=count: transformers(c)
-            for name, call in calls.items():
-                row: Row = {"pair": pair, "batch": batch, "context": size, "way": name, "tokens": count * batch}
-                row |= {"round": round_, "seconds": seconds(call, target.device)}
-                if round_:
-                    rows.append(row)
-    return rows
+QUICK = {
+    "batch_sizes": "1,2",
+    "context": 32,
+    "steps": 3,
+    "repeats": 1,
+    "contexts": "32",
+    "new_tokens": 4,
+    "parameters": 20_000_000,
+}
 
 
 def summary_of_steps(rows: Sequence[Row]) -> dict[str, Any]:
@@ -272,35 +103,20 @@ def summary_of_decoding(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as tables."""
+def findings(summary: Mapping[str, Any], about: str) -> Findings:
+    """The summary as tables and bars."""
 
     def ms(given: Mapping[str, float]) -> str:
-        return f"{1e3 * given['median']:.2f} [{1e3 * given['low']:.2f}, {1e3 * given['high']:.2f}]"
+        return quartiles(given, scale=1e3)
 
-    made = summary["circumstances"]
-    about = (
-        f"`python -m recipes.overhead`: {made['cpu']}, {made['threads']} threads, {made['arguments']['dtype']}"
-        f"{', compiled' if made['arguments']['compile'] else ''}"
-        f"{', packed' if made['arguments']['prepack'] else ''}; torch {made['versions']['torch']}, transformers "
-        f"{made['versions']['transformers']}, outrider {made['versions']['outrider']} ({made['commit']}"
-        f"{', with uncommitted changes' if made['uncommitted_changes'] else ''}); {made['date']}.\n"
-        "The stand-in's costs are synthetic: the embedded target with neurons added whose outputs count nothing. "
-        f"Parameters: {', '.join(f'{name} {count:,}' for name, count in summary['parameters'].items())}. Chains of "
-        f"{GAMMA}. Milliseconds: medians with quartiles.\n"
-    )
-    head = ("pair", "batch", "steps", "step", "bare", "bare target", "bare draft", "plain step")
-    head += ("overhead", "v", "c", "efficiency")
+    head = ["pair", "batch", "steps", "step", "bare", "bare target", "bare draft", "plain step"]
+    head += ["overhead", "v", "c", "efficiency"]
     lines = [
         [
             each["pair"],
             each["batch"],
             each["num_steps"],
-            ms(each["seconds"]["step"]),
-            ms(each["seconds"]["bare"]),
-            ms(each["seconds"]["target"]),
-            ms(each["seconds"]["draft 1"]),
-            ms(each["seconds"][each["plain"]]),
+            *(ms(each["seconds"][name]) for name in ("step", "bare", "target", "draft 1", each["plain"])),
             "{median:.1%} [{low:.1%}, {high:.1%}]".format(**each["overhead"]),
             f"{each['v']:.2f}",
             f"{each['c']:.3f}",
@@ -323,85 +139,75 @@ def to_markdown(summary: Mapping[str, Any]) -> str:
         ]
         for each in summary["decoding"]
     ]
-    columns = ("pair", "batch", "context", "plain pad_to=1", "plain pad_to=2", "transformers")
-    columns += ("ratio [quartiles of rounds]", "ratio after the first token")
-    return "\n".join(
-        [
-            about,
-            "## A step against its bare forwards\n",
-            table(head, lines),
-            "## Where the engine's own clock puts it\n",
-            table(("pair", "batch", *PARTS), inside),
-            "## Plain decoding against `model.generate`, tokens per second\n",
-            table(
-                columns,
-                rates,
+    columns = ["pair", "batch", "context", "plain pad_to=1", "plain pad_to=2", "transformers"]
+    columns += ["ratio [quartiles of rounds]", "ratio after the first token"]
+    over = [each["overhead"] for each in summary["steps"]]
+    bars = Bars(
+        title="What a step costs beyond its bare forwards",
+        x="% of the step",
+        names=[f"{each['pair']}, batch of {each['batch']}" for each in summary["steps"]],
+        groups={
+            "overhead": [Estimate(value=100 * o["median"], low=100 * o["low"], high=100 * o["high"]) for o in over]
+        },
+    )
+    return Findings(
+        tables=[
+            Table(title="A step against its bare forwards", head=head, lines=lines),
+            Table(title="Where the engine's own clock puts it", head=("pair", "batch", *PARTS), lines=inside),
+            Table(
+                title="Plain decoding against `model.generate`, tokens per second",
+                head=columns,
+                lines=rates,
             ),
-        ]
+        ],
+        panels=[bars],
+        text=about,
+        summary=summary,
     )
 
 
-def run(plan: Plan, pairs: Sequence[str] = ("embedded", "stand-in")) -> dict[str, Any]:
-    """Measure, write `rows.jsonl`, `summary.json` and `table.md`, and return the summary."""
+def about(plan: Plan, parameters: Mapping[str, int]) -> str:
+    """What was measured, and what is synthetic about it."""
+    how = "".join(f", {word}" for word, wanted in (("compiled", plan.compile), ("packed", plan.prepack)) if wanted)
+    counts = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
+    return (
+        f"{plan.dtype}{how}. The stand-in's costs are synthetic: the embedded target with neurons added whose outputs "
+        f"count nothing. Parameters: {counts}. Chains of {GAMMA}. Milliseconds: medians with quartiles."
+    )
+
+
+def run(plan: Plan, pairs: Sequence[str] = PAIRS) -> dict[str, Any]:
+    """Measure, write and return the summary."""
     torch.set_num_threads(plan.threads)
-    try:
-        plan.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot make the folder {plan.out}: {error.strerror}; give another with --out") from error
-    began = circumstances(vars(plan))
-    summary: dict[str, Any] = {"circumstances": began, "parameters": {}, "steps": [], "decoding": []}
-    fresh = plan.out / "rows.jsonl.new"
-    with fresh.open("w", encoding="utf-8") as file, Progress(*COLUMNS) as progress:
-        task = progress.add_task("measured", total=len(pairs) * len(plan.batch_sizes) * (1 + len(plan.contexts)))
+    steps: list[dict[str, Any]] = []
+    decoding: list[dict[str, Any]] = []
+    parameters: dict[str, int] = {}
+    with folder(plan.out, "overhead", {**asdict(plan), "pairs": pairs}) as place:
         for pair in pairs:
-            models = _models(plan, pair)
-            texts = _texts()
-            summary["parameters"][pair] = num_parameters(models[0])
-            for batch in plan.batch_sizes:
-                rows = profile(plan, pair, batch, models, texts)
-                if not rows:
-                    raise InputError("no step drafted a whole chain for every request; give more --steps")
-                _keep(file, "steps", rows)
-                summary["steps"].append(summary_of_steps(rows))
-                progress.advance(task)
-                for size in plan.contexts:
-                    rows = decode(plan, pair, batch, size, models, texts)
-                    _keep(file, "decoding", rows)
-                    summary["decoding"].append(summary_of_decoding(rows))
-                    progress.advance(task)
-    fresh.replace(plan.out / "rows.jsonl")
-    summary["ended"] = circumstances({})
-    write(plan.out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(plan.out / "table.md", to_markdown(summary))
-    return summary
+            models = Models.of(plan, pair)
+            parameters[pair] = num_parameters(models.target)
+            cases = [Case(pair=pair, batch=b, context=c) for b in plan.batch_sizes for c in (None, *plan.contexts)]
 
+            def one(turn: Turn[Case, Case], models: Models = models) -> Row:
+                case = turn.way
+                if case.context is None:
+                    return {"each": profile(plan, case, models)}
+                return {"each": decode(plan, case, case.context, models)}
 
-def _models(plan: Plan, pair: str) -> tuple[PreTrainedModel, ...]:
-    """The engines' target, and target and draft model of the bare calls; compiled engines get a target of their own."""
-    model = open_model(str(EMBEDDED_TARGET)) if pair == "embedded" else stand_in(plan.parameters)
-    draft = open_model(str(EMBEDDED_DRAFT), dtype=plan.dtype)
-    model = model.to(draft.device, DTYPES[plan.dtype])
-    bare = copy.deepcopy(model) if plan.compile else model
-    # All runs go on past end tokens; transformers has no option for that.
-    bare.generation_config.eos_token_id = None
-    return model, bare, draft
-
-
-def _texts() -> list[int]:
-    """One long text from the prompts that ship with the package."""
-    tokenizer = open_tokenizer(str(EMBEDDED_TARGET))
-    texts = [prompt for _, _, prompt in read_prompts(PROMPTS) if isinstance(prompt, str)]
-    return [token for text in texts for token in tokenizer(text)["input_ids"]]
-
-
-def _keep(file: TextIO, phase: str, rows: Sequence[Row]) -> None:
-    for row in rows:
-        file.write(json.dumps({"phase": phase, **row}) + "\n")
-    file.flush()
+            for row, case in zip(
+                place.take(pair, [Turn(round=0, way=case, job=case) for case in cases], one), cases, strict=True
+            ):
+                if case.context is None:
+                    steps.append(summary_of_steps(row["each"]))
+                else:
+                    decoding.append(summary_of_decoding(row["each"]))
+        summary = {"parameters": parameters, "steps": steps, "decoding": decoding}
+        place.finish(findings(summary, about(plan, parameters)))
+        return summary
 
 
 def main(
-    out: Out,
+    out: options.Out = None,
     batch_sizes: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,8",
     context: Annotated[int, typer.Option(help="Tokens before the first measured step.")] = 128,
     steps: Annotated[int, typer.Option(help="Steps of each run.")] = 24,
@@ -409,25 +215,17 @@ def main(
     contexts: Annotated[str, typer.Option(help="Prompt lengths for plain decoding, with commas.")] = "128,900",
     new_tokens: Annotated[int, typer.Option(help="Tokens of each run of plain decoding.")] = 48,
     parameters: Annotated[int, typer.Option(help="Of the stand-in.")] = PARAMETERS,
-    dtype: Annotated[str, typer.Option(help="What all models compute in.")] = "bfloat16",
-    threads: Threads = 2,
+    dtype: options.Dtype = "bfloat16",
+    threads: options.Threads = 2,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the engines.")] = False,
     prepack: Annotated[
         bool, typer.Option("--prepack", help="Pack the engines' weights, and the bare models'.")
     ] = False,
 ) -> None:
     """Measure what a step costs beyond its bare forwards, and plain decoding against transformers."""
-    given = dict(locals())
-    try:
-        for name in ("batch_sizes", "contexts"):
-            given[name] = tuple(int(part) for part in given[name].split(","))
-    except ValueError as error:
-        raise typer.BadParameter(f"--batch-sizes and --contexts must be whole numbers with commas: {error}") from error
-    try:
-        typer.echo(to_markdown(run(Plan(**given))))
-    except InputError as error:
-        raise typer.BadParameter(str(error)) from error
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given: dict[str, Any] = locals()
+    lists = {
+        "batch_sizes": options.whole_numbers("--batch-sizes", batch_sizes),
+        "contexts": options.whole_numbers("--contexts", contexts),
+    }
+    run(Plan(**given | lists))

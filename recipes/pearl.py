@@ -1,6 +1,6 @@
 """Drafting and verifying at once against drafting first and verifying then, and against neither (PEARL).
 
-`python -m recipes.pearl --out DIR` decodes at temperatures 0 and 1: plainly; in turn (`step`), with each length; and at
+`python -m recipes pearl --out DIR` decodes at temperatures 0 and 1: plainly; in turn (`step`), with each length; and at
 once (`pearl`), with the same lengths, on two clocks. The simulated clock counts the longer of both sides of a step, as
 if each had a device of its own and none waited for data from the other; the real one is that of two threads on this
 machine, one for each side. What drafts in turn or not at all may use both threads, and is measured with one thread too,
@@ -11,29 +11,22 @@ PEARL does not change, the digestion of the prompt, is left out, and with it the
 """
 
 from collections.abc import Sequence
-from typing import Any, TextIO
+from dataclasses import replace
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from jaxtyping import Float
-from rich.progress import Progress
 
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, Sums, gain
+from outrider.bench.folder import folder
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.trial import Bench, Method, Setting
+from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
-from recipes.evidence import Claim, Estimate, Paper, Sums, gain
-from recipes.report import Curve, Findings, Panel, finish, record, table
-from recipes.trial import (
-    PROMPTS,
-    Bench,
-    Draft,
-    Method,
-    NumPrompts,
-    Out,
-    Prompts,
-    Seeds,
-    Setting,
-    Target,
-    Tokens,
-)
+from recipes import options
 
 PAPER = Paper(name="Liu et al. 2024, PEARL", url="https://arxiv.org/abs/2408.11850")
 LENGTHS = (2, 3, 4, 6, 8)
@@ -49,6 +42,7 @@ WAYS = {
 """By name, how to decode, and with how many threads per side."""
 PLAIN = tuple(way for way, (decoding, _) in WAYS.items() if decoding == "plain")
 DRAFTING = tuple(way for way in WAYS if way not in PLAIN)
+QUICK = {"num_prompts": 1, "max_new_tokens": 20, "lengths": "2"}
 
 
 def name(way: str, length: int | None, temperature: float) -> str:
@@ -86,7 +80,8 @@ def best(sums: Sums, ways: Sequence[str], lengths: Sequence[int], t: float) -> F
 
 def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
     """Tables, panels and claims."""
-    lines, panels, claims, verdicts = [], [], [], []
+    lines: list[Sequence[object]] = []
+    panels, claims, verdicts = [], list[Claim](), []
     for t in TEMPERATURES:
         plain = best(sums, PLAIN, lengths, t)
         for way in WAYS:
@@ -117,20 +112,21 @@ def findings(sums: Sums, lengths: Sequence[int] = LENGTHS) -> Findings:
             )
         )
         claims += _claims(sums, lengths, t)
-        verdicts.append(verdict(sums, lengths, t))
+        verdicts.append(sentence(sums, lengths, t))
     head = ("method", "acceptance", "block efficiency", "tokens/s", "times the fastest plain decoding")
-    return Findings(tables=[table(head, lines), *verdicts], panels=panels, claims=claims)
+    tables = [Table(head=head, lines=lines), *(Table(text=text) for text in verdicts)]
+    return Findings(tables=tables, panels=panels, claims=claims)
 
 
-def verdict(sums: Sums, lengths: Sequence[int], t: float) -> str:
+def sentence(sums: Sums, lengths: Sequence[int], t: float) -> str:
     """Whether overlapping pays on this machine, in one sentence."""
     real = gain(
         best(sums, ("pearl, a thread each",), lengths, t), best(sums, ("step", "step, two threads"), lengths, t)
     )
-    said = "pays" if real.low > 0 else "does not pay" if real.high < 0 else "neither pays nor costs beyond noise"
+    verdict = "pays" if real.low > 0 else "does not pay" if real.high < 0 else "neither pays nor costs beyond noise"
     return (
-        f"At temperature {t:g}, overlapping in two threads of this machine {said}: {real.text('+.1f')} % of tokens per "
-        "second against drafting in turn with as many threads.\n"
+        f"At temperature {t:g}, overlapping in two threads of this machine {verdict}: {real.text('+.1f')} % of tokens "
+        "per second against drafting in turn with as many threads."
     )
 
 
@@ -138,14 +134,15 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
     def of(*ways: str) -> Float[np.ndarray, " samples"]:
         return best(sums, ways, lengths, t)
 
-    unit = "% of tokens per second"
+    unit, seconds = "% of tokens per second", float(sum(sums.get(method, "seconds")[0] for method in sums.methods))
     chosen = "for each the length that is best on the other half of the prompts"
     two = f"simulated clock of two devices of one thread each; {chosen}"
     return [
         PAPER.claim(
             f"PEARL is faster than drafting in turn at temperature {t:g}, with a device for each side.",
             gain(of("pearl, simulated"), of("step")),
-            over=sums,
+            num_prompts=sums.num_prompts,
+            seconds=seconds,
             published="up to 50" if t == 0 else None,
             unit=unit,
             least=0.0,
@@ -154,7 +151,8 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
         PAPER.claim(
             f"PEARL is faster than plain decoding at temperature {t:g}, with a device for each side.",
             gain(of("pearl, simulated"), of("plain")),
-            over=sums,
+            num_prompts=sums.num_prompts,
+            seconds=seconds,
             published="up to 343" if t == 0 else None,
             unit=unit,
             least=0.0,
@@ -163,7 +161,8 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
         PAPER.claim(
             f"PEARL is faster than drafting in turn at temperature {t:g}, in two threads of one machine.",
             gain(of("pearl, a thread each"), of("step", "step, two threads")),
-            over=sums,
+            num_prompts=sums.num_prompts,
+            seconds=seconds,
             published=None,
             unit=unit,
             least=0.0,
@@ -174,29 +173,24 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
 
 def run(setting: Setting, lengths: Sequence[int] = LENGTHS) -> list[dict[str, Any]]:
     """Measure and write; returns the claims."""
-
-    def work(file: TextIO, progress: Progress) -> Findings:
+    with folder(setting.out, "pearl", {**vars(setting), "lengths": list(lengths)}) as place:
         bench = Bench(setting)
         jobs = bench.jobs(bench.questions(setting.num_prompts))
-        rows = bench.measure("measured", methods(lengths), jobs, file, progress)
-        return findings(Sums(rows), lengths)
-
-    return record(setting, "pearl", work)
+        rows = bench.measure(place, "measured", methods(lengths), jobs)
+        found = findings(Sums(rows), lengths)
+        return place.finish(replace(found, text=setting.about))
 
 
 def main(
-    out: Out,
-    target: Target = None,
-    draft: Draft = EMBEDDED_DRAFT,
-    prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 16,
-    seeds: Seeds = 1,
-    max_new_tokens: Tokens = 64,
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 16,
+    seeds: options.Seeds = 1,
+    max_new_tokens: options.MaxNewTokens = 64,
+    lengths: Annotated[str, typer.Option(help="Draft lengths, with commas.")] = ",".join(map(str, LENGTHS)),
 ) -> None:
     """Measure drafting and verifying at once against in turn."""
-    given = dict(locals())
-    finish(lambda: run(Setting(**given)))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given = {name: value for name, value in locals().items() if name != "lengths"}
+    run(Setting(**given), options.whole_numbers("--lengths", lengths))

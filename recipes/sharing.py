@@ -1,46 +1,41 @@
 """Sharing a batch's verification budget by promise against sharing it evenly (TETRIS).
 
-`python -m recipes.sharing --out DIR` runs batches of 4, 8 and 16 requests at temperature 1: with k draft tokens for
-each request (`fixed:k`), and with k + 2 drafted for each and the k per request most promising of the whole batch
-verified (`tetris`), k from 2 to 5. The criterion is the one that keeps the target's law, not the published one. End
-tokens are ignored, so that every request is as long; a batch shrinks towards its end, where requests finish at
-different steps.
+`python -m recipes sharing --out DIR` runs batches of 4, 8 and 16 requests at temperature 1 with k + 2 tokens drafted
+for each request, and the k per request most promising of the whole batch verified (`tetris`), k from 2 to 5. What k
+draft tokens for each request (`fixed:k`) would take is computed on the same texts. The criterion is the one that keeps
+the target's law, not the published one. End tokens are ignored, so that every request is as long; a batch shrinks
+towards its end, where requests finish at different steps. With `--timed DIR`, a folder that `--clock` wrote, tokens per
+second are compared too.
 """
 
-from collections.abc import Sequence
-from typing import Any, TextIO
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-import typer
-from jaxtyping import Float
-from rich.progress import Progress
 
-from outrider import InputError
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, Row, gain
+from outrider.bench.figures import Figures
+from outrider.bench.folder import folder
+from outrider.bench.judging import about, count_until_clear, seconds_table
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.runs import Job
+from outrider.bench.step_seconds import StepSeconds
+from outrider.bench.trial import Bench, Method, Setting
+from outrider.bench.workload import PROMPTS, Question
 from outrider.load import EMBEDDED_DRAFT
-from recipes.evidence import Claim, Estimate, Paper, Sums, gain
-from recipes.report import Curve, Findings, Panel, finish, record, table
-from recipes.speed import Question, Row
-from recipes.trial import (
-    PROMPTS,
-    Bench,
-    Draft,
-    Job,
-    Method,
-    NumPrompts,
-    Out,
-    Prompts,
-    Seeds,
-    Setting,
-    Target,
-    Threads,
-    Tokens,
-)
+from outrider.types import InputError
+from recipes import options
 
 PAPER = Paper(name="Wu et al. 2025, TETRIS", url="https://arxiv.org/abs/2502.15197")
 BATCHES = (4, 8, 16)
 LENGTHS = (2, 3, 4, 5)
 EXTRA = 2
 POLICIES = {"fixed": "fixed:{k}", "tetris": f"tetris:num_speculative_tokens={{k}},extra={EXTRA}"}
+QUICK = {"num_prompts": 16, "seeds": 1, "max_new_tokens": 12}
 
 
 def name(policy: str, k: int) -> str:
@@ -51,7 +46,13 @@ def name(policy: str, k: int) -> str:
 def methods(policies: Sequence[str] = tuple(POLICIES), lengths: Sequence[int] = LENGTHS) -> list[Method]:
     """Both ways to share, for each number of verified tokens per request."""
     return [
-        Method(name=name(policy, k), length=POLICIES[policy].format(k=k), deepest=max(LENGTHS) + EXTRA, labels={"k": k})
+        Method(
+            name=name(policy, k),
+            length=POLICIES[policy].format(k=k),
+            deepest=max(LENGTHS) + EXTRA,
+            labels={"k": k},
+            control=k,
+        )
         for policy in policies
         for k in lengths
     ]
@@ -67,86 +68,83 @@ def batches(questions: Sequence[Question], size: int, seeds: int) -> list[Job]:
     return jobs
 
 
-def by_batch(rows: Sequence[Row]) -> dict[int, Sums]:
-    """Sums for each size of batch. What is resampled are the batches, each with its seed."""
-    return {
-        size: Sums([{**r, "prompt": f"{r['prompt']}/{r['seed']}", "seed": 0} for r in rows if r["requests"] == size])
-        for size in sorted({r["requests"] for r in rows})
-    }
-
-
-def worth(sums: Sums, method: str) -> Float[np.ndarray, " samples"]:
-    """Accepted tokens per verified draft token."""
-    return sums.ratio(method, "accepted", "drafted")
-
-
-def findings(tables: dict[int, Sums], policies: Sequence[str], lengths: Sequence[int]) -> Findings:
-    """Tables, panels and claims."""
-    lines, panels, claims = [], [], []
-    for size, sums in tables.items():
+def findings(tables: Mapping[int, Figures], policies: Sequence[str], lengths: Sequence[int]) -> Findings:
+    """Tables, panels and claims, by size of batch."""
+    lines: list[Sequence[object]] = []
+    panels, claims = [], list[Claim]()
+    for size, figures in tables.items():
+        timed = figures.timed(name(policies[0], lengths[0]))
         for own, k in ((name(policy, k), k) for policy in policies for k in lengths):
             lines.append(
                 [
                     size,
                     own,
-                    Estimate.of(sums.ratio(own, "drafted", "steps")).text(),
-                    Estimate.of(worth(sums, own)).text(),
-                    Estimate.of(sums.efficiency(own)).text(),
-                    Estimate.of(sums.speed(own)).text(".1f"),
-                    gain(sums.speed(own), sums.speed(name("fixed", k))).text("+.1f"),
+                    *(Estimate.of(of(own)).text() for of in (figures.drafted, figures.acceptance, figures.efficiency)),
+                    Estimate.of(figures.speed(own)).text(".1f") if timed else "-",
+                    gain(figures.speed(own), figures.speed(name("fixed", k))).text("+.1f") if timed else "-",
                 ]
             )
-        panels += [
+        panels.append(
             Panel(
-                title=f"{title}, batches of {size}",
+                title=f"Worth, batches of {size}",
                 x="verified draft tokens per request and step (k)",
-                y=y,
-                curves=[Curve(label=p, x=lengths, y=[Estimate.of(of(name(p, k))) for k in lengths]) for p in policies],
+                y="accepted per verified token",
+                curves=[
+                    Curve(label=p, x=lengths, y=[Estimate.of(figures.acceptance(name(p, k))) for k in lengths])
+                    for p in policies
+                ],
             )
-            for title, y, of in (
-                ("Speed", "tokens per second, all requests", sums.speed),
-                ("Worth", "accepted per verified token", lambda m, s=sums: worth(s, m)),
-            )
-        ]
-        if {"fixed", "tetris"} <= set(policies):
-            claims += _claims(size, sums, lengths)
+        )
+        claims += claims_of(size, figures, policies, lengths)
     head = (
         "batch",
         "method",
         "verified per step",
         "accepted per verified",
         "block efficiency",
-        "tokens/s",
+        "tokens/s of a request",
         "tokens/s over fixed at this k, %",
     )
-    return Findings(tables=[table(head, lines)], panels=panels, claims=claims)
+    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims)
 
 
-def _claims(size: int, sums: Sums, lengths: Sequence[int]) -> list[Claim]:
+def claims_of(size: int, figures: Figures, policies: Sequence[str], lengths: Sequence[int]) -> list[Claim]:
+    """Speed and worth in batches of one size."""
+    if not {"fixed", "tetris"} <= set(policies):
+        return []
     ours, even = ([name(policy, k) for k in lengths] for policy in ("tetris", "fixed"))
-    spread = [gain(sums.speed(a), sums.speed(b)).value for a, b in zip(ours, even, strict=True)]
-    worths = [np.mean([worth(sums, m) for m in names], axis=0) for names in (ours, even)]
-    return [
-        PAPER.claim(
-            f"TETRIS gives more tokens per second than the best even length, in batches of {size}.",
-            gain(*(sums.best("tokens", "seconds", names) for names in (ours, even))),
-            over=sums,
-            published="up to 5.25",
-            unit="% of tokens per second",
-            least=0.0,
-            note="for each the k that is best on the other half of the batches; "
-            f"at equal k from {min(spread):+.1f} % to {max(spread):+.1f} %",
-        ),
+    worths = [np.mean([figures.acceptance(m) for m in names], axis=0) for names in (ours, even)]
+    num_prompts, seconds = figures.sums.num_prompts, figures.cost(*ours)
+    made = [
         PAPER.claim(
             f"TETRIS accepts more of the tokens that it verifies than an even length, in batches of {size}.",
             gain(worths[0], worths[1]),
-            over=sums,
+            num_prompts=num_prompts,
+            seconds=seconds,
+            rests_on=ours,
             published=None,
             unit="% of accepted per verified token",
             least=0.0,
             note=f"mean over k of {lengths[0]} to {lengths[-1]}",
-        ),
+        )
     ]
+    if figures.timed(ours[0]):
+        spread = [gain(figures.speed(a), figures.speed(b)).value for a, b in zip(ours, even, strict=True)]
+        made.append(
+            PAPER.claim(
+                f"TETRIS gives more tokens per second than the best even length, in batches of {size}.",
+                gain(figures.best_speed(ours), figures.best_speed(even)),
+                num_prompts=num_prompts,
+                seconds=seconds,
+                rests_on=ours,
+                published="up to 5.25",
+                unit="% of tokens per second",
+                least=0.0,
+                note="for each the k that is best on the other half of the prompts; "
+                f"at equal k from {min(spread):+.1f} % to {max(spread):+.1f} %",
+            )
+        )
+    return made
 
 
 def run(
@@ -154,37 +152,47 @@ def run(
     policies: Sequence[str] = tuple(POLICIES),
     lengths: Sequence[int] = LENGTHS,
     sizes: Sequence[int] = BATCHES,
+    *,
+    timed: Path | None = None,
+    clock: bool = False,
 ) -> list[dict[str, Any]]:
-    """Measure and write; returns the claims."""
+    """Count or time, and write; returns the claims."""
     if setting.num_prompts < max(sizes):
         raise InputError(f"num_prompts must be >= {max(sizes)}, the largest batch, got {setting.num_prompts}")
-
-    def work(file: TextIO, progress: Progress) -> Findings:
+    ways = methods(policies, lengths)
+    times = {size: None if timed is None else StepSeconds.read(timed, size) for size in sizes}
+    with folder(setting.out, "sharing", {**vars(setting), "timed": timed, "clock": clock}) as place:
         bench = Bench(setting, max_slots=max(sizes), ignore_eos=True)
         questions = bench.questions(setting.num_prompts)
-        rows = []
-        for size in sizes:
-            jobs = batches(questions, size, setting.seeds)
-            rows += bench.measure(f"batches of {size}", methods(policies, lengths), jobs, file, progress)
-        return findings(by_batch(rows), policies, lengths)
+        jobs = {size: batches(questions, size, setting.seeds) for size in sizes}
+        if clock:
+            rows = {size: bench.measure(place, f"batches of {size}", ways, jobs[size]) for size in sizes}
+            tables = [replace(seconds_table(ways, own), title=f"Batches of {size}") for size, own in rows.items()]
+            return place.finish(Findings(tables=tables, text=setting.about))
 
-    return record(setting, "sharing", work)
+        found = {}
+        for size in sizes:
+
+            def judge(rows: Sequence[Row], size: int = size) -> Sequence[Claim]:
+                return claims_of(size, Figures(ways, rows, times[size]), policies, lengths)
+
+            found[size] = Figures(ways, count_until_clear(bench, place, ways, jobs[size], judge), times[size])
+        return place.finish(replace(findings(found, policies, lengths), text=about(setting, times[sizes[0]])))
 
 
 def main(
-    out: Out,
-    target: Target = None,
-    draft: Draft = EMBEDDED_DRAFT,
-    prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 32,
-    seeds: Seeds = 4,
-    max_new_tokens: Tokens = 32,
-    threads: Threads = 2,
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 32,
+    seeds: options.Seeds = 8,
+    max_new_tokens: options.MaxNewTokens = 64,
+    threads: options.Threads = 2,
+    dtype: options.Dtype = "float32",
+    timed: options.Timed = None,
+    clock: options.Clock = False,
 ) -> None:
     """Measure sharing a batch's budget by promise against sharing it evenly."""
-    given = dict(locals())
-    finish(lambda: run(Setting(**given)))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
+    run(Setting(**given), timed=timed, clock=clock)

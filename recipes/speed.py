@@ -1,116 +1,76 @@
-"""Measure how fast the embedded pair is: plain, speculative, and transformers' own assisted generation.
+"""How fast the embedded pair is: plain, speculative, and transformers' own assisted generation.
 
-All configurations take turns on every prompt in every round, in a shuffled order, so that a machine that grows slower
-or faster treats them alike. Only the run itself is timed: prompts are tokenised before, and no run finds the cache of
-an earlier one. The engine's runs include turning tokens into text, those of transformers do not.
+`python -m recipes speed --prompts PROMPTS.jsonl --out DIR` lets all configurations take turns on every prompt in every
+round. Only the run itself is timed: prompts are tokenised before, and no run finds the cache of an earlier one. The
+engine's runs include turning tokens into text, those of transformers do not. The draft length is the one that is
+fastest on a pilot of other prompts.
 
-`python -m recipes.speed --prompts PROMPTS.jsonl --out DIR` writes `rows.jsonl` (one line per run), `summary.json` and
-`summary.md`.
-
-A prompt's seconds are the median over the rounds (where sampled rounds differ in length: the median seconds per token,
-times the mean number of tokens); a configuration's tokens per second are the sum of tokens over the sum of these
-seconds. `plain` is the fastest of plain decoding with `pad_to` 1 and 2 and of transformers' `generate` on the same
-model, at each temperature.
+A prompt's seconds are the median over the rounds; a configuration's tokens per second are the sum of tokens over the
+sum of these seconds. `plain` is the fastest of plain decoding with `pad_to` 1 and 2 and of transformers' `generate` on
+the same model, at each temperature.
 """
 
-import hashlib
-import json
-import random
 import statistics
-import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 import outrider
-from outrider import InputError, Sampling
-from outrider.engine.prompts import Prompt
+from outrider.bench.bare import Bare
+from outrider.bench.evidence import Estimate, Row, spread
+from outrider.bench.folder import Folder, folder
+from outrider.bench.plot import Bars
+from outrider.bench.report import Findings, Table
+from outrider.bench.runs import PARTS, Conditions, Job, Run, Way, as_row, on_engine, on_transformers
+from outrider.bench.speedup import rate, speedup
+from outrider.bench.turns import Turn, turns
+from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.metrics import efficiency
-from recipes.record import circumstances, write
-
-Row = dict[str, Any]
-"""One run, as it stands in `rows.jsonl`."""
+from recipes import options
 
 PLAIN = ("plain pad_to=1", "plain pad_to=2", "transformers")
 SPECULATIVE = "speculative"
+TEMPERATURES = (0.0, 1.0)
+ASSISTED = (3, 5, 8)
+"""Tokens that transformers' assistant drafts."""
 NGRAM = 8
 REPEATING = 0.3
 """A prompt whose plain greedy output repeats more than this share of its 8-grams is reported apart."""
-PARTS = ("target", "drafter", "rows", "verify", "commit")
 CONTEXT = 150
 """Tokens in the cache of a bare forward."""
+BARE_REPEATS = 100
+QUICK = {"num_prompts": 2, "pilot_prompts": 1, "rounds": 1, "max_new_tokens": 16, "lengths": "3,4"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Question:
-    """A prompt: its name, its category and its token ids."""
+class Plan:
+    """What is measured.
 
-    id: str
-    category: str
-    tokens: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """What one run gave. Counts that are not known are None; the profile is in seconds."""
-
-    tokens: list[int]
-    seconds: float
-    num_steps: int
-    num_draft_tokens: int | None = None
-    num_accepted_tokens: int | None = None
-    profile: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Configuration:
-    """One way to decode: `go(prompt ids, seed)` runs it."""
-
-    name: str
-    temperature: float
-    go: Callable[[Sequence[int], int], Done]
-
-
-def read_prompts(path: Path) -> list[tuple[str, str, Prompt]]:
-    """Id, category and prompt of every line; turns become chat messages, the user first."""
-    found: list[tuple[str, str, Prompt]] = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        given = json.loads(line)
-        if "turns" in given:
-            roles = ("user", "assistant")
-            prompt: Prompt = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(given["turns"])]
-        else:
-            prompt = given["prompt"]
-        found.append((given["id"], given["category"], prompt))
-    return found
-
-
-def choose(questions: Sequence[Question], count: int, seed: int = 0) -> list[Question]:
-    """As many prompts of every category as of any other; where one has too few, the others fill up.
-
-    Which prompts of a category are taken depends on the seed and the file alone.
+    Attributes:
+        lengths: Fixed draft lengths that the pilot tries.
+        pilot_prompts: Further prompts, for the pilot alone.
+        seed: Of the choice and the order of prompts.
     """
-    piles: dict[str, list[Question]] = defaultdict(list)
-    for question in questions:
-        piles[question.category].append(question)
-    for category, pile in piles.items():
-        random.Random(f"{seed}/{category}").shuffle(pile)
-    chosen: list[Question] = []
-    while len(chosen) < count and any(piles.values()):
-        for category in sorted(piles):
-            if piles[category] and len(chosen) < count:
-                chosen.append(piles[category].pop(0))
-    return chosen
+
+    prompts: Path = PROMPTS
+    out: Path | None = None
+    num_prompts: int = 48
+    max_new_tokens: int = 128
+    rounds: int = 3
+    threads: int = 2
+    draft: Path = EMBEDDED_DRAFT
+    lengths: tuple[int, ...] = (3, 4, 5)
+    dtype: str = "bfloat16"
+    pilot_prompts: int = 8
+    seed: int = 0
 
 
 def repeat_share(tokens: Sequence[int], n: int = NGRAM) -> float:
@@ -119,223 +79,171 @@ def repeat_share(tokens: Sequence[int], n: int = NGRAM) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def engine_run(
-    engine: outrider.Engine, temperature: float, max_new_tokens: int
-) -> Callable[[Sequence[int], int], Done]:
-    """Runs of an engine, each from a cold cache."""
+def name_of(way: str, temperature: float) -> str:
+    """A method's name: the way at a temperature."""
+    return f"{way} T={temperature:g}"
 
-    def go(prompt: Sequence[int], seed: int) -> Done:
-        # A request that shares no token with the prompt takes the place of the slot that the last one left warm.
-        engine.generate([[_other(prompt)]], max_new_tokens=1)
-        sampling = Sampling(temperature=temperature, seed=seed)
-        began = time.perf_counter()
-        [output] = engine.generate([list(prompt)], max_new_tokens=max_new_tokens, sampling=sampling)
-        seconds = time.perf_counter() - began
-        profile = {part: sum(getattr(step.timing, part) for step in output.steps) for part in PARTS}
-        return Done(
-            tokens=output.tokens,
-            seconds=seconds,
-            num_steps=output.num_steps,
-            num_draft_tokens=output.num_draft_tokens,
-            num_accepted_tokens=output.num_accepted_tokens,
-            profile={**profile, "rest": seconds - sum(profile.values())},
+
+class Pair:
+    """The embedded target and a draft model, loaded once, in all ways to decode."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.tokenizer = open_tokenizer(str(EMBEDDED_TARGET))
+        self.target, self.draft = (
+            open_model(str(place), dtype=plan.dtype, device="cpu") for place in (EMBEDDED_TARGET, plan.draft)
+        )
+        self.plains = {name: self.load(drafter="none", pad_to=pad) for name, pad in zip(PLAIN[:2], (1, 2), strict=True)}
+        self.first = self.plains[PLAIN[0]]
+        drafter = f"model:path={plan.draft}"
+        self.drafting = {n: self.load(drafter=drafter, length=f"fixed:{n}") for n in plan.lengths}
+
+    def load(self, **parts: Any) -> outrider.Engine:
+        """An engine over the target."""
+        return outrider.load(self.target, tokenizer=self.tokenizer, **parts)
+
+    def engine_way(self, name: str, engine: outrider.Engine, temperature: float) -> Way:
+        """A way to decode with an engine."""
+        conditions = self.conditions(temperature)
+        return Way(
+            name=name_of(name, temperature),
+            temperature=temperature,
+            run=lambda job: on_engine(engine, job, conditions),
         )
 
-    return go
+    def transformers_way(self, name: str, temperature: float, **more: Any) -> Way:
+        """A way to decode with transformers' own `generate`."""
+        conditions, eos_ids = self.conditions(temperature), self.first.eos_ids
+        return Way(
+            name=name_of(name, temperature),
+            temperature=temperature,
+            run=lambda job: on_transformers(self.target, job, conditions, eos_ids=eos_ids, **more),
+        )
+
+    def conditions(self, temperature: float) -> Conditions:
+        """How every way does its jobs."""
+        return Conditions(max_new_tokens=self.plan.max_new_tokens, temperature=temperature)
+
+    def ways(self, lengths: Mapping[float, int]) -> list[Way]:
+        """All that are compared, with the draft length of each temperature."""
+        found = []
+        for t in TEMPERATURES:
+            found += [self.engine_way(name, plain, t) for name, plain in self.plains.items()]
+            found.append(self.transformers_way(PLAIN[2], t))
+            found.append(self.engine_way(SPECULATIVE, self.drafting[lengths[t]], t))
+        for n in ASSISTED:
+            own = {"assistant": self.draft, "num_assistant_tokens": n}
+            found.append(self.transformers_way(f"transformers assisted {n}", 0.0, **own))
+        lookup = self.transformers_way("transformers prompt lookup 5", 0.0, prompt_lookup_num_tokens=5)
+        return [*found, lookup]
 
 
-def transformers_run(
-    model: PreTrainedModel,
-    temperature: float,
-    max_new_tokens: int,
-    assistant: PreTrainedModel | None = None,
-    num_assistant_tokens: int = 0,
-    **options: object,
-) -> Callable[[Sequence[int], int], Done]:
-    """Runs of transformers' `generate`; a step is a forward of the target."""
-    law: dict[str, object] = {"do_sample": False}
-    if temperature:
-        law = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    if assistant is not None:
-        options = {**options, "assistant_model": assistant}
+def measure(place: Folder, phase: str, pair: Pair, ways: Sequence[Way], jobs: Sequence[Job], rounds: int) -> list[Row]:
+    """All ways on all prompts in all rounds; sampled runs have a seed of their own."""
+    for way in ways:
+        way.run(jobs[0])
 
-    @torch.inference_mode()
-    def generate(prompt: Sequence[int], limit: int) -> list[int]:
-        ids = torch.tensor([list(prompt)], device=model.device)
-        ending = {"pad_token_id": model.generation_config.pad_token_id, "max_new_tokens": limit}
-        said = model.generate(ids, attention_mask=torch.ones_like(ids), **law, **ending, **options)
-        return said[0, len(prompt) :].tolist()
+    def run(turn: Turn[Way, Job]) -> Row:
+        way, job = turn.way, turn.job
+        own = Job(questions=job.questions, seed=job.seed + turn.round * len(jobs) if way.temperature else job.seed)
+        made = way.run(own)
+        found = as_row(made, way.name.rpartition(" T=")[0], own, pair.conditions(way.temperature))
+        return {**found, "profile": profile_of(made), "repeat_share": repeat_share(made.tokens[0])}
 
-    def go(prompt: Sequence[int], seed: int) -> Done:
-        if assistant is not None:
-            assistant.generation_config.num_assistant_tokens = num_assistant_tokens
-            assistant.generation_config.num_assistant_tokens_schedule = "constant"
-            assistant.generation_config.assistant_confidence_threshold = 0
-        generate([_other(prompt)], 2)
-        torch.manual_seed(seed)
-        forwards = 0
-
-        def count(*_: object) -> None:
-            nonlocal forwards
-            forwards += 1
-
-        hook = model.register_forward_pre_hook(count)
-        began = time.perf_counter()
-        tokens = generate(prompt, max_new_tokens)
-        seconds = time.perf_counter() - began
-        hook.remove()
-        return Done(tokens=tokens, seconds=seconds, num_steps=forwards)
-
-    return go
+    return place.take(phase, turns(ways, jobs, rounds=rounds, seed=f"{pair.plan.seed}/{phase}"), run)
 
 
-def _other(prompt: Sequence[int]) -> int:
-    """A token id that the prompt does not begin with."""
-    return 1 if prompt[0] != 1 else 2
-
-
-def row(done: Done, configuration: Configuration, question: Question, **more: object) -> Row:
-    """A run as one line of `rows.jsonl`."""
-    return {
-        **more,
-        "configuration": configuration.name,
-        "temperature": configuration.temperature,
-        "prompt": question.id,
-        "category": question.category,
-        "prompt_tokens": len(question.tokens),
-        "tokens": len(done.tokens),
-        "seconds": done.seconds,
-        "num_steps": done.num_steps,
-        "num_draft_tokens": done.num_draft_tokens,
-        "num_accepted_tokens": done.num_accepted_tokens,
-        "profile": done.profile,
-        "repeat_share": repeat_share(done.tokens),
-        "digest": hashlib.sha256(json.dumps(done.tokens).encode()).hexdigest()[:16],
-    }
-
-
-def per_prompt(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
-    """Tokens and seconds of each prompt of one configuration, from all its rounds."""
-    runs: dict[str, list[Row]] = defaultdict(list)
-    for each in rows:
-        runs[each["prompt"]].append(each)
-    found = {}
-    for prompt, each in runs.items():
-        tokens = statistics.mean(run["tokens"] for run in each)
-        found[prompt] = (tokens, tokens * statistics.median(run["seconds"] / run["tokens"] for run in each))
-    return found
-
-
-def rate(rows: Sequence[Row]) -> float:
-    """Tokens per second of one configuration: sum of tokens over sum of each prompt's median seconds."""
-    pairs = per_prompt(rows).values()
-    return sum(tokens for tokens, _ in pairs) / sum(seconds for _, seconds in pairs)
-
-
-def only(rows: Sequence[Row], temperature: float, name: str) -> list[Row]:
-    """The rows of one configuration."""
-    return [each for each in rows if each["temperature"] == temperature and each["configuration"] == name]
-
-
-def compare(
-    rows: Sequence[Row], plain: Sequence[Row], prompts: Sequence[str], resamples: int = 2000, seed: int = 0
-) -> dict[str, float] | None:
-    """Speedup of rows over plain on some prompts, with a bootstrap 95 % interval over the prompts."""
-    if not prompts:
-        return None
-    ours, theirs = per_prompt(rows), per_prompt(plain)
-    table = np.array([[*ours[p], *theirs[p]] for p in prompts])
-
-    def ratio(sums: np.ndarray) -> np.ndarray:
-        return (sums[..., 0] / sums[..., 1]) / (sums[..., 2] / sums[..., 3])
-
-    picks = np.random.default_rng(seed).integers(0, len(prompts), (resamples, len(prompts)))
-    low, high = np.quantile(ratio(table[picks].sum(1)), [0.025, 0.975])
-    return {
-        "speedup": float(ratio(table.sum(0))),
-        "low": float(low),
-        "high": float(high),
-        "num_prompts": len(prompts),
-    }
+def profile_of(run: Run) -> dict[str, float]:
+    """Where the seconds of an engine's run went; `rest` holds chunks of prompts, admission and text."""
+    if not run.outputs:
+        return {}
+    steps = [step for output in run.outputs for step in output.steps]
+    parts = {part: sum(getattr(step.timing, part) for step in steps) for part in PARTS}
+    return {**parts, "rest": run.seconds - sum(parts.values())}
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """Figures of all measured rows: the plain baselines, the prompts that repeat themselves, one entry per way."""
     groups: dict[tuple[float, str], list[Row]] = defaultdict(list)
     for each in rows:
-        groups[each["temperature"], each["configuration"]].append(each)
+        groups[each["temperature"], each["method"]].append(each)
     temperatures = sorted({temperature for temperature, _ in groups})
     baselines = {t: max((n for n in PLAIN if (t, n) in groups), key=lambda n: rate(groups[t, n])) for t in temperatures}
     greedy = groups[temperatures[0], baselines[temperatures[0]]]
     prompts = sorted({each["prompt"] for each in rows})
     repeating = sorted({each["prompt"] for each in greedy if each["repeat_share"] > REPEATING})
-    others = [p for p in prompts if p not in repeating]
     entries = []
     for (temperature, name), runs in sorted(groups.items()):
         plain = groups[temperature, baselines[temperature]]
-        rounds = sorted({run["round"] for run in runs})
-        by_round = [[run for run in runs if run["round"] == r] for r in rounds]
-        drafted = sum(run["num_draft_tokens"] or 0 for run in runs)
-        seconds = sum(run["seconds"] for run in runs)
-        spent = {part: sum(run["profile"].get(part, 0.0) for run in runs) for part in (*PARTS, "rest")}
-        reference = {run["prompt"]: run["digest"] for run in groups.get((temperature, PLAIN[1]), [])}
-        same = [reference.get(run["prompt"]) == run["digest"] for run in runs]
+        reference = groups.get((temperature, PLAIN[1]), []) if temperature == 0 else []
         entries.append(
-            {
-                "configuration": name,
-                "temperature": temperature,
-                "num_runs": len(runs),
-                "tokens_per_second": rate(runs),
-                "tokens_per_second_by_round": [rate(each) for each in by_round],
-                "all": compare(runs, plain, prompts),
-                "without_repeating": compare(runs, plain, others),
-                "only_repeating": compare(runs, plain, repeating),
-                "by_category": {
-                    c: compare(runs, plain, sorted({run["prompt"] for run in runs if run["category"] == c}))
-                    for c in sorted({run["category"] for run in runs})
-                },
-                "block_efficiency": sum(run["tokens"] for run in runs) / sum(run["num_steps"] for run in runs),
-                "acceptance": sum(run["num_accepted_tokens"] for run in runs) / drafted if drafted else None,
-                "profile": {part: s / seconds for part, s in spent.items()} if any(spent.values()) else None,
-                "same_as_plain_pad_to_2": sum(same) / len(same) if reference and temperature == 0 else None,
-            }
+            {"method": name, "temperature": temperature, **entry(runs, plain, reference, prompts, repeating)}
         )
     return {
         "plain": {f"{t:g}": name for t, name in baselines.items()},
         "num_prompts": len(prompts),
         "repeating_prompts": repeating,
-        "configurations": entries,
+        "methods": entries,
     }
 
 
-@torch.inference_mode()
+def entry(
+    runs: Sequence[Row],
+    plain: Sequence[Row],
+    reference: Sequence[Row],
+    prompts: Sequence[str],
+    repeating: Sequence[str],
+) -> dict[str, Any]:
+    """Figures of one way at one temperature.
+
+    Args:
+        plain: Runs that its speedup is taken over.
+        reference: Runs whose outputs its own are compared with.
+    """
+
+    def over(chosen: Sequence[str]) -> dict[str, float] | None:
+        found = speedup(runs, plain, chosen)
+        if found is None:
+            return None
+        return {"speedup": found.value, "low": found.low, "high": found.high, "num_prompts": len(chosen)}
+
+    categories = sorted({run["category"] for run in runs})
+    drafted = sum(run["drafted"] or 0 for run in runs)
+    seconds = sum(run["seconds"] for run in runs)
+    spent = {part: sum(run["profile"].get(part, 0.0) for run in runs) for part in (*PARTS, "rest")}
+    digests = {run["prompt"]: run["digest"] for run in reference}
+    same = [digests.get(run["prompt"]) == run["digest"] for run in runs]
+    return {
+        "num_runs": len(runs),
+        "tokens_per_second": rate(runs),
+        "tokens_per_second_by_round": [
+            rate([run for run in runs if run["round"] == r]) for r in sorted({run["round"] for run in runs})
+        ],
+        "all": over(prompts),
+        "without_repeating": over([p for p in prompts if p not in repeating]),
+        "only_repeating": over(repeating),
+        "by_category": {c: over(sorted({run["prompt"] for run in runs if run["category"] == c})) for c in categories},
+        "block_efficiency": sum(run["tokens"] for run in runs) / sum(run["steps"] for run in runs),
+        "acceptance": sum(run["accepted"] for run in runs) / drafted if drafted else None,
+        "profile": {part: s / seconds for part, s in spent.items()} if any(spent.values()) else None,
+        "same_as_plain_pad_to_2": sum(same) / len(same) if digests else None,
+    }
+
+
 def bare_forwards(
-    target: PreTrainedModel, draft: PreTrainedModel, context: Sequence[int], gammas: Sequence[int], repeats: int = 100
+    target: PreTrainedModel, draft: PreTrainedModel, context: Sequence[int], gammas: Sequence[int]
 ) -> dict[str, list[float]]:
     """Seconds of bare forwards behind a context, taking turns: target with 1 and gamma + 1 tokens, draft with 1."""
     ids = torch.tensor([list(context)], device=target.device)
     cases = {"target 1": (target, 1), **{f"target {g + 1}": (target, g + 1) for g in gammas}, "draft 1": (draft, 1)}
-    caches = {}
-    for name, (model, _) in cases.items():
-        caches[name] = DynamicCache(config=model.config)
-        model(ids, past_key_values=caches[name], use_cache=True)
-    seconds: dict[str, list[float]] = {name: [] for name in cases}
-    for i in range(repeats + 5):
-        for name, (model, width) in cases.items():
-            given = ids[:, :width].contiguous()
-            began = time.perf_counter()
-            model(given, past_key_values=caches[name], use_cache=True)
-            spent = time.perf_counter() - began
-            caches[name].crop(-width)
+    bare = {name: Bare(model, ids) for name, (model, _) in cases.items()}
+    found: dict[str, list[float]] = {name: [] for name in cases}
+    for i in range(BARE_REPEATS + 5):
+        for name, (_, width) in cases.items():
+            spent = bare[name].forward(width)
             if i >= 5:
-                seconds[name].append(spent)
-    return seconds
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
-    return {"median": float(middle), "low": float(low), "high": float(high)}
+                found[name].append(spent)
+    return found
 
 
 def bare_summary(
@@ -347,18 +255,18 @@ def bare_summary(
     """Bare forwards, their ratios v and c, and how much of what they allow each temperature reaches."""
     both = {name: statistics.median([*before[name], *after[name]]) for name in before}
     reached = {}
-    for entry in entries:
-        if entry["configuration"] != SPECULATIVE:
+    for each in entries:
+        if each["method"] != SPECULATIVE:
             continue
-        gamma, block = gammas[entry["temperature"]], entry["block_efficiency"]
+        gamma, block = gammas[each["temperature"]], each["block_efficiency"]
         v, c = both[f"target {gamma + 1}"] / both["target 1"], both["draft 1"] / both["target 1"]
-        reached[f"{entry['temperature']:g}"] = {
+        reached[f"{each['temperature']:g}"] = {
             "gamma": gamma,
             "v": v,
             "c": c,
             "block_efficiency": block,
             "allowed_speedup": block / (v + c * gamma),
-            "efficiency": efficiency(entry["all"]["speedup"], block, v, c, gamma),
+            "efficiency": efficiency(each["all"]["speedup"], block, v, c, gamma),
         }
     return {
         "before": {name: spread(values) for name, values in before.items()},
@@ -367,211 +275,155 @@ def bare_summary(
     }
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as tables."""
+def _interval(given: Mapping[str, float] | None) -> str:
+    if given is None:
+        return "-"
+    return Estimate(value=given["speedup"], low=given["low"], high=given["high"]).text()
 
-    def ratio(given: Mapping[str, float] | None) -> str:
-        return "-" if given is None else f"{given['speedup']:.2f} [{given['low']:.2f}, {given['high']:.2f}]"
 
-    def number(value: float | None, form: str = ".2f") -> str:
-        return "-" if value is None else f"{value:{form}}"
-
-    made, repeating = summary["circumstances"], summary["repeating_prompts"]
-    arguments = made["arguments"]
-    lines = [
-        f"{made['cpu']}, {made['threads']} threads, {arguments['dtype']}; torch {made['versions']['torch']}, "
-        f"transformers {made['versions']['transformers']}, outrider {made['versions']['outrider']} "
-        f"({made['commit']}{', with uncommitted changes' if made['uncommitted_changes'] else ''}); {made['date']}.",
-        "",
-        f"{summary['num_prompts']} prompts ({', '.join(f'{n} {c}' for c, n in summary['categories'].items())}), "
-        f"{arguments['rounds']} rounds, up to {arguments['max_new_tokens']} tokens. {len(repeating)} prompts repeat "
-        f"more than {REPEATING:.0%} of their {NGRAM}-grams in plain greedy decoding. Plain is "
-        + ", ".join(f"`{name}` at T={t}" for t, name in summary["plain"].items())
-        + ". Intervals: 95 %, bootstrap over prompts.",
-        "",
-        "| configuration | T | tokens/s | rounds | speedup | without repeating | only repeating "
-        "| block efficiency | acceptance | same as plain |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for e in summary["configurations"]:
-        rounds = e["tokens_per_second_by_round"]
+def findings(summary: Mapping[str, Any]) -> Findings:
+    """The summary as tables and bars."""
+    head = ["configuration", "T", "tokens/s", "rounds", "speedup", "without repeating", "only repeating"]
+    head += ["block efficiency", "acceptance", "same as plain"]
+    lines = []
+    for e in summary["methods"]:
+        rounds, acceptance, same = e["tokens_per_second_by_round"], e["acceptance"], e["same_as_plain_pad_to_2"]
         lines.append(
-            f"| {e['configuration']} | {e['temperature']:g} | {e['tokens_per_second']:.1f} "
-            f"| {min(rounds):.1f} to {max(rounds):.1f} | {ratio(e['all'])} | {ratio(e['without_repeating'])} "
-            f"| {ratio(e['only_repeating'])} | {e['block_efficiency']:.2f} | {number(e['acceptance'])} "
-            f"| {number(e['same_as_plain_pad_to_2'], '.0%')} |"
+            [
+                e["method"],
+                f"{e['temperature']:g}",
+                f"{e['tokens_per_second']:.1f}",
+                f"{min(rounds):.1f} to {max(rounds):.1f}",
+                *(_interval(e[over]) for over in ("all", "without_repeating", "only_repeating")),
+                f"{e['block_efficiency']:.2f}",
+                "-" if acceptance is None else f"{acceptance:.2f}",
+                "-" if same is None else f"{same:.0%}",
+            ]
         )
-    lines += ["", f"| share of seconds | T | {' | '.join((*PARTS, 'rest'))} |", "|---|---|" + "---|" * (len(PARTS) + 1)]
-    for e in summary["configurations"]:
-        if e["profile"]:
-            shares = " | ".join(f"{e['profile'][part]:.1%}" for part in (*PARTS, "rest"))
-            lines.append(f"| {e['configuration']} | {e['temperature']:g} | {shares} |")
-    lines += [
-        "",
-        "`rest` holds chunks of prompts, admission and text; the last chunk of a prompt is in its first step.",
-        "",
+    shares = [
+        [e["method"], f"{e['temperature']:g}", *(f"{e['profile'][part]:.1%}" for part in (*PARTS, "rest"))]
+        for e in summary["methods"]
+        if e["profile"]
     ]
-    lines += ["| T | gamma | v | c | allowed by bare forwards | efficiency |", "|---|---|---|---|---|---|"]
-    for t, b in summary["bare"]["by_temperature"].items():
-        lines.append(
-            f"| {t} | {b['gamma']} | {b['v']:.3f} | {b['c']:.3f} | {b['allowed_speedup']:.2f} | {b['efficiency']:.1%} |"
-        )
-    pilot = summary["pilot"]
-    lines += ["", f"Lengths were picked on {pilot['num_prompts']} other prompts, by tokens/s:", ""]
+    reached = [
+        [t, b["gamma"], f"{b['v']:.3f}", f"{b['c']:.3f}", f"{b['allowed_speedup']:.2f}", f"{b['efficiency']:.1%}"]
+        for t, b in summary["bare"]["by_temperature"].items()
+    ]
+    tables = [
+        Table(head=head, lines=lines),
+        Table(
+            title="Where the seconds go",
+            text="`rest` holds chunks of prompts, admission and text; a prompt's last chunk is in its first step.",
+            head=("configuration", "T", *PARTS, "rest"),
+            lines=shares,
+        ),
+        Table(
+            title="What bare forwards allow",
+            head=("T", "gamma", "v", "c", "allowed by bare forwards", "efficiency"),
+            lines=reached,
+        ),
+        Table(title="Lengths", text=_lengths(summary["pilot"])),
+    ]
+    return Findings(tables=tables, panels=_bars(summary), text=_about(summary), summary=summary)
+
+
+def _lengths(pilot: Mapping[str, Any]) -> str:
+    """Which length was picked at each temperature."""
+    picked = []
     for t, rates in pilot["tokens_per_second"].items():
         tried = ", ".join(f"{length}: {value:.1f}" for length, value in rates.items())
-        lines.append(f"- T={t}: {pilot['lengths'][t]} (of {tried})")
-    return "\n".join(lines) + "\n"
+        picked.append(f"at T={t}: {pilot['lengths'][t]} (of {tried})")
+    return f"Picked on {pilot['num_prompts']} other prompts, by tokens/s; {'; '.join(picked)}."
 
 
-def run(
-    prompts: Path,
-    out: Path,
-    *,
-    num_prompts: int = 48,
-    max_new_tokens: int = 128,
-    rounds: int = 3,
-    threads: int = 2,
-    draft: Path = EMBEDDED_DRAFT,
-    lengths: Sequence[int] = (3, 4, 5),
-    dtype: str = "bfloat16",
-    pilot_prompts: int = 8,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Measure, write `rows.jsonl`, `summary.json` and `summary.md` to `out`, and return the summary."""
-    arguments = dict(locals())
-    torch.set_num_threads(threads)
-    out.mkdir(parents=True, exist_ok=True)
-    began = circumstances(arguments)
-    tokenizer = open_tokenizer(str(EMBEDDED_TARGET))
-    target = open_model(str(EMBEDDED_TARGET), dtype=dtype, device="cpu")
-    assistant = open_model(str(draft), dtype=dtype, device="cpu")
+def _about(summary: Mapping[str, Any]) -> str:
+    counts = ", ".join(f"{n} {c}" for c, n in summary["categories"].items())
+    plain = ", ".join(f"`{name}` at T={t}" for t, name in summary["plain"].items())
+    return (
+        f"{summary['num_prompts']} prompts ({counts}), {summary['rounds']} rounds, up to {summary['max_new_tokens']} "
+        f"tokens, {summary['dtype']}. {len(summary['repeating_prompts'])} prompts repeat more than {REPEATING:.0%} of "
+        f"their {NGRAM}-grams in plain greedy decoding. Plain is {plain}. Intervals: 95 %, bootstrap over prompts."
+    )
 
-    def engine(**parts: Any) -> outrider.Engine:
-        return outrider.load(target, tokenizer=tokenizer, **parts)
 
-    plains = {name: engine(drafter="none", pad_to=pad) for name, pad in zip(PLAIN, (1, 2), strict=False)}
-    drafting = {n: engine(drafter=f"model:path={draft}", length=f"fixed:{n}") for n in lengths}
-    longest = plains[PLAIN[0]].parts.target.max_context - max_new_tokens
-    everything = [
-        Question(id=id, category=category, tokens=tuple(plains[PLAIN[0]].encode(prompt)))
-        for id, category, prompt in read_prompts(prompts)
-    ]
-    fitting = [q for q in everything if 0 < len(q.tokens) <= longest]
-    chosen = choose(fitting, num_prompts, seed)
-    pilot = choose([q for q in fitting if q not in chosen], pilot_prompts, seed)
-    if not chosen or not pilot:
-        raise InputError(
-            f"{prompts} has {len(fitting)} prompts of at most {longest} tokens; {num_prompts} to measure and at least "
-            "one more for the pilot are needed; lower --num-prompts"
+def _bars(summary: Mapping[str, Any]) -> list[Bars]:
+    """Speedups of every configuration at each temperature."""
+    found = []
+    for t in sorted({e["temperature"] for e in summary["methods"]}):
+        own = [e for e in summary["methods"] if e["temperature"] == t]
+        over = [Estimate(value=e["all"]["speedup"], low=e["all"]["low"], high=e["all"]["high"]) for e in own]
+        names = [e["method"] for e in own]
+        found.append(Bars(title=f"Temperature {t:g}", x="speedup over plain", names=names, groups={"all": over}))
+    return found
+
+
+def run(plan: Plan) -> dict[str, Any]:
+    """Measure, write and return the summary."""
+    torch.set_num_threads(plan.threads)
+    with folder(plan.out, "speed", asdict(plan)) as place:
+        pair = Pair(plan)
+        longest = pair.first.parts.target.max_context - plan.max_new_tokens
+        chosen = questions(plan.prompts, plan.num_prompts, encode=pair.first.encode, longest=longest, seed=plan.seed)
+        pilot = questions(
+            plan.prompts,
+            plan.pilot_prompts,
+            encode=pair.first.encode,
+            longest=longest,
+            without=chosen,
+            seed=plan.seed,
         )
+        tried = measure_pilot(place, pair, pilot)
+        best = {t: max(rates, key=rates.__getitem__) for t, rates in tried.items()}
+        context = [token for question in pilot * CONTEXT for token in question.tokens][:CONTEXT]
+        bare = pair.target, pair.draft, context, sorted(set(best.values()))
+        before = bare_forwards(*bare)
+        rows = measure(place, "measured", pair, pair.ways(best), jobs_of(chosen), plan.rounds)
+        summary = summarise(rows)
+        summary |= {
+            "categories": {c: sum(q.category == c for q in chosen) for c in sorted({q.category for q in chosen})},
+            "pilot": {
+                "num_prompts": len(pilot),
+                "prompts": [question.id for question in pilot],
+                "tokens_per_second": {f"{t:g}": {str(n): r for n, r in rates.items()} for t, rates in tried.items()},
+                "lengths": {f"{t:g}": length for t, length in best.items()},
+            },
+            "bare": bare_summary(before, bare_forwards(*bare), best, summary["methods"]),
+            **{name: getattr(plan, name) for name in ("rounds", "max_new_tokens", "dtype")},
+        }
+        place.finish(findings(summary))
+        return summary
 
-    def speculative(length: int, temperature: float, name: str = SPECULATIVE) -> Configuration:
-        go = engine_run(drafting[length], temperature, max_new_tokens)
-        return Configuration(name=name, temperature=temperature, go=go)
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    fresh = out / "rows.jsonl.new"
-    rows: list[Row] = []
-    with fresh.open("w", encoding="utf-8") as file, Progress(*columns) as progress:
+def jobs_of(chosen: Sequence[Question]) -> list[Job]:
+    """Every prompt by itself, each with a seed of its own."""
+    return [Job(questions=(question,), seed=i) for i, question in enumerate(chosen)]
 
-        def measure(phase: str, ways: Sequence[Configuration], questions: Sequence[Question], rounds: int) -> list[Row]:
-            """All ways on all prompts in all rounds; prompts and ways are shuffled anew in each round."""
-            shuffle = random.Random(f"{seed}/{phase}").sample
-            task = progress.add_task(phase, total=rounds * len(questions) * len(ways))
-            made: list[Row] = []
-            for round_ in range(rounds):
-                for index in shuffle(range(len(questions)), len(questions)):
-                    for way in shuffle(ways, len(ways)):
-                        own = index + round_ * len(questions) if way.temperature else index
-                        done = way.go(questions[index].tokens, own)
-                        order = {"phase": phase, "order": len(made), "round": round_, "seed": own}
-                        made.append(row(done, way, questions[index], **order))
-                        file.write(json.dumps(made[-1]) + "\n")
-                        file.flush()
-                        progress.advance(task)
-            return made
 
-        candidates = [speculative(n, t, f"length {n}") for n in lengths for t in (0.0, 1.0)]
-        for way in candidates:
-            way.go(pilot[0].tokens, 0)
-        tried = measure("pilot", candidates, pilot, 2)
-        rates = {t: {n: rate(only(tried, t, f"length {n}")) for n in lengths} for t in (0.0, 1.0)}
-        best = {t: max(each, key=lambda n: each[n]) for t, each in rates.items()}
-        ways = []
-        for t in (0.0, 1.0):
-            for name, plain in plains.items():
-                go = engine_run(plain, t, max_new_tokens)
-                ways.append(Configuration(name=name, temperature=t, go=go))
-            go = transformers_run(target, t, max_new_tokens)
-            ways.append(Configuration(name=PLAIN[2], temperature=t, go=go))
-            ways.append(speculative(best[t], t))
-        for n in (3, 5, 8):
-            go = transformers_run(target, 0, max_new_tokens, assistant, n)
-            ways.append(Configuration(name=f"transformers assisted {n}", temperature=0.0, go=go))
-        go = transformers_run(target, 0, max_new_tokens, prompt_lookup_num_tokens=5)
-        ways.append(Configuration(name="transformers prompt lookup 5", temperature=0.0, go=go))
-        for way in ways:
-            way.go(pilot[0].tokens, 0)
-        context = [token for q in pilot * CONTEXT for token in q.tokens][:CONTEXT]
-        gammas = sorted(set(best.values()))
-        before = bare_forwards(target, assistant, context, gammas)
-        rows = measure("measured", ways, chosen, rounds)
-        after = bare_forwards(target, assistant, context, gammas)
-    fresh.replace(out / "rows.jsonl")
-    summary = summarise(rows)
-    summary |= {
-        "categories": {c: sum(q.category == c for q in chosen) for c in sorted({q.category for q in chosen})},
-        "prompts_left_out_as_too_long": len(everything) - len(fitting),
-        "pilot": {
-            "num_prompts": len(pilot),
-            "prompts": [q.id for q in pilot],
-            "tokens_per_second": {f"{t:g}": {str(n): value for n, value in each.items()} for t, each in rates.items()},
-            "lengths": {f"{t:g}": length for t, length in best.items()},
-        },
-        "bare": bare_summary(before, after, best, summary["configurations"]),
-        "circumstances": began,
-        "ended": circumstances({}),
+def measure_pilot(place: Folder, pair: Pair, pilot: Sequence[Question]) -> dict[float, dict[int, float]]:
+    """Tokens per second of every length at every temperature."""
+    ways = {
+        (t, n): pair.engine_way(f"length {n}", engine, t) for t in TEMPERATURES for n, engine in pair.drafting.items()
     }
-    write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(out / "summary.md", to_markdown(summary))
-    return summary
+    rows = measure(place, "pilot", pair, list(ways.values()), jobs_of(pilot), 2)
+    return {
+        t: {n: rate([r for r in rows if (r["temperature"], r["method"]) == (t, f"length {n}")]) for n in pair.drafting}
+        for t in TEMPERATURES
+    }
 
 
 def main(
-    prompts: Annotated[Path, typer.Option(help="JSON lines with `id`, `category`, and `prompt` or `turns`.")],
-    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl, summary.json and summary.md.")],
-    num_prompts: Annotated[int, typer.Option(min=1, help="How many prompts are measured.")] = 48,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per run.")] = 128,
-    rounds: Annotated[int, typer.Option(min=1, help="How often every run is repeated.")] = 3,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
-    draft: Annotated[Path, typer.Option(help="Directory of the draft model.")] = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    out: options.Out = None,
+    num_prompts: options.NumPrompts = 32,
+    max_new_tokens: options.MaxNewTokens = 128,
+    rounds: options.Rounds = 3,
+    threads: options.Threads = 2,
+    draft: options.Draft = EMBEDDED_DRAFT,
     lengths: Annotated[str, typer.Option(help="Fixed draft lengths that the pilot tries.")] = "3,4,5",
-    dtype: Annotated[str, typer.Option(help="What both models compute in.")] = "bfloat16",
+    dtype: options.Dtype = "bfloat16",
     pilot_prompts: Annotated[int, typer.Option(min=1, help="Further prompts, for the pilot alone.")] = 8,
     seed: Annotated[int, typer.Option(help="Of the choice and the order of prompts.")] = 0,
 ) -> None:
     """Measure the embedded pair's speed against plain decoding and against transformers."""
-    if not all(length.strip().isdigit() and int(length) for length in lengths.split(",")):
-        raise typer.BadParameter(f"--lengths must be whole numbers >= 1 with commas between them, got {lengths!r}")
-    try:
-        summary = run(
-            prompts,
-            out,
-            num_prompts=num_prompts,
-            max_new_tokens=max_new_tokens,
-            rounds=rounds,
-            threads=threads,
-            draft=draft,
-            lengths=sorted({int(length) for length in lengths.split(",")}),
-            dtype=dtype,
-            pilot_prompts=pilot_prompts,
-            seed=seed,
-        )
-    except (InputError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    typer.echo(to_markdown(summary))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given: dict[str, Any] = locals()
+    run(Plan(**given | {"lengths": options.whole_numbers("--lengths", lengths)}))

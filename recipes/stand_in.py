@@ -1,6 +1,6 @@
 """A target that says what the embedded one says and costs what a larger one costs, to measure drafting at its price.
 
-`python -m recipes.stand_in --out DIR` widens the feed-forward layers of the embedded target by neurons that compute
+`python -m recipes stand_in --out DIR` widens the feed-forward layers of the embedded target by neurons that compute
 like any others and whose outputs have the weight zero, until the model has 110 million parameters. Its logits are the
 embedded target's up to the order of sums, so the embedded draft model is accepted exactly as often; a forward costs
 what the added weights cost. The acceptance is real, the cost is synthetic: a trained model of this size would have more
@@ -15,11 +15,12 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
-from outrider import InputError
 from outrider.lm.open import open_model
 from outrider.load import EMBEDDED_TARGET
+from outrider.types import InputError
 
 PARAMETERS = 110_000_000
+QUICK = {"parameters": 20_000_000}
 WIDTHS = 64
 """Feed-forward layers are as wide as a multiple of this."""
 SPREAD = 0.02
@@ -95,13 +96,6 @@ def main(
     seed: Annotated[int, typer.Option(help="Of the added weights.")] = 0,
 ) -> None:
     """Write a model that says what the embedded target says and costs what a larger one costs."""
-    try:
-        build(out, parameters, seed)
-    except InputError as error:
-        raise typer.BadParameter(str(error)) from error
+    build(out, parameters, seed)
     made = open_model(str(out), device="cpu")
     typer.echo(f"{out}: {num_parameters(made):,} parameters, feed-forward layers of {made.config.intermediate_size}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

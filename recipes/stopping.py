@@ -1,33 +1,23 @@
 """Rules that stop drafting by entropy against every static length (AdaEDL, SVIP).
 
-`python -m recipes.stopping --out DIR` drafts chains for the block verifier at temperatures 0 and 1: of each length from
-1 to 16, and as long as `adaedl` and `svip` see fit, at most 16. The best static length for one half of the
-prompts is the one that was best on the other half.
+`python -m recipes stopping --out DIR` drafts chains for the block verifier at temperatures 0 and 1: as long as `adaedl`
+and `svip` see fit, at most 16 tokens. What static lengths of 1 to 16 would take is computed on the same texts. The
+claims are about tokens per second: `--timed DIR` names a folder that `--clock` wrote, where all of them take turns. The
+best static length for one half of the prompts is the one that was best on the other half.
 """
 
 from collections.abc import Sequence
-from typing import Any, TextIO
 
-import typer
-from rich.progress import Progress
-
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, gain
+from outrider.bench.figures import Figure, Figures
+from outrider.bench.judging import Inquiry
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.trial import Method, Setting
+from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
-from recipes.evidence import Claim, Estimate, Paper, Sums, gain
-from recipes.report import Curve, Findings, Panel, finish, record, table
-from recipes.trial import (
-    PROMPTS,
-    Bench,
-    Draft,
-    Method,
-    NumPrompts,
-    Out,
-    Prompts,
-    Seeds,
-    Setting,
-    Target,
-    Threads,
-    Tokens,
-)
+from recipes import options
 
 ADAEDL = Paper(name="Agrawal et al. 2024, AdaEDL", url="https://arxiv.org/abs/2410.18351")
 SVIP = Paper(name="Zhang et al. 2024, SVIP", url="https://arxiv.org/abs/2411.18462")
@@ -37,12 +27,20 @@ STOPPERS = {
     "adaedl": f"adaedl:num_speculative_tokens={LONGEST}",
     "svip": f"svip:num_speculative_tokens={LONGEST}",
 }
+PUBLISHED = {"adaedl": (ADAEDL, "10 to 57"), "svip": (SVIP, None)}
 TEMPERATURES = (0.0, 1.0)
+UNIT = "% of tokens per second"
+QUICK = {"num_prompts": 4, "seeds": 1, "max_new_tokens": 24}
 
 
 def name(length: int | str, temperature: float) -> str:
     """A method's name."""
     return f"{length if isinstance(length, str) else f'fixed {length}'} T={temperature:g}"
+
+
+def ways(lengths: Sequence[int], stoppers: Sequence[str]) -> list[int | str]:
+    """Static lengths, then rules."""
+    return [*lengths, *stoppers]
 
 
 def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> list[Method]:
@@ -55,124 +53,121 @@ def methods(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(ST
             deepest=LONGEST,
         )
         for t in TEMPERATURES
-        for length in (*lengths, *stoppers)
+        for length in ways(lengths, stoppers)
     ]
 
 
-def findings(sums: Sums, lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> Findings:
+def findings(figures: Figures, lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> Findings:
     """Tables, panels and claims."""
-    lines, panels, claims = [], [], []
+    lines: list[Sequence[object]] = []
+    panels, claims = [], list[Claim]()
+    timed = figures.timed(name(lengths[0], TEMPERATURES[0]))
     for t in TEMPERATURES:
-        best = sums.best("tokens", "seconds", [name(n, t) for n in lengths])
-        for length in (*lengths, *stoppers):
+        best = figures.best_speed([name(n, t) for n in lengths]) if timed else None
+        for length in ways(lengths, stoppers):
             own = name(length, t)
             lines.append(
                 [
                     own,
-                    *(Estimate.of(sums.ratio(own, field, "steps")).text() for field in ("drafted", "accepted")),
-                    Estimate.of(sums.ratio(own, "accepted", "drafted")).text(),
-                    Estimate.of(sums.efficiency(own)).text(),
-                    Estimate.of(sums.speed(own)).text(".1f"),
-                    gain(sums.speed(own), best).text("+.1f"),
+                    *(Estimate.of(of(own)).text() for of in (figures.drafted, figures.efficiency, figures.acceptance)),
+                    Estimate.of(figures.speed(own)).text(".1f") if timed else "-",
+                    "-" if best is None else gain(figures.speed(own), best).text("+.1f"),
                 ]
             )
-        for title, y, of in (
-            ("Speed", "tokens per second", sums.speed),
-            ("Block efficiency", "tokens per step", sums.efficiency),
-        ):
-            static = [Estimate.of(of(name(n, t))) for n in lengths]
-            curves = [Curve(label="static", x=lengths, y=static)]
-            for stopper in stoppers:
-                own = name(stopper, t)
-                drafted = float(sums.ratio(own, "drafted", "steps")[0])
-                curves.append(Curve(label=stopper, x=[drafted], y=[Estimate.of(of(own))]))
-            panels.append(Panel(title=f"{title} at temperature {t:g}", x="drafted tokens per step", y=y, curves=curves))
-        claims += _claims(sums, t, lengths, stoppers)
+        panels += _panels(figures, t, lengths, stoppers, timed)
+        claims += _claims(figures, t, lengths, stoppers) if timed else []
     head = (
         "method",
         "drafted per step",
-        "accepted per step",
-        "acceptance",
         "block efficiency",
+        "acceptance",
         "tokens/s",
         "tokens/s over the best static length, %",
     )
-    return Findings(tables=[table(head, lines)], panels=panels, claims=claims)
+    return Findings(tables=[Table(head=head, lines=lines)], panels=panels, claims=claims)
 
 
-def _claims(sums: Sums, t: float, lengths: Sequence[int], stoppers: Sequence[str]) -> list[Claim]:
-    speeds = [sums.speed(name(n, t)) for n in lengths]
-    best = sums.best("tokens", "seconds", [name(n, t) for n in lengths])
-    mean = sum(speeds) / len(speeds)
-    unit, made = "% of tokens per second", []
-    for paper, stopper, published in ((ADAEDL, "adaedl", "10 to 57"), (SVIP, "svip", None)):
-        if stopper not in stoppers:
-            continue
-        own = sums.speed(name(stopper, t))
-        spread = [gain(own, speed).value for speed in speeds]
+def _panels(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequence[str], timed: bool) -> list[Panel]:
+    wanted: list[tuple[str, str, Figure]] = [("Block efficiency", "tokens per step", figures.efficiency)]
+    if timed:
+        wanted.append(("Speed", "tokens per second", figures.speed))
+    panels = []
+    for title, y, of in wanted:
+        curves = [Curve(label="static", x=lengths, y=[Estimate.of(of(name(n, t))) for n in lengths])]
+        for stopper in stoppers:
+            own = name(stopper, t)
+            curves.append(Curve(label=stopper, x=[float(figures.drafted(own)[0])], y=[Estimate.of(of(own))]))
+        panels.append(Panel(title=f"{title} at temperature {t:g}", x="drafted tokens per step", y=y, curves=curves))
+    return panels
+
+
+def _claims(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequence[str]) -> list[Claim]:
+    static = [name(n, t) for n in lengths]
+    speeds = [figures.speed(method) for method in static]
+    best, mean = figures.best_speed(static), sum(speeds[1:], speeds[0]) / len(speeds)
+    made = []
+    for stopper in stoppers:
+        own, (paper, published) = name(stopper, t), PUBLISHED[stopper]
+        spread = [gain(figures.speed(own), speed).value for speed in speeds]
         over = f"over single lengths from {min(spread):+.1f} % to {max(spread):+.1f} %"
-        made += [
-            paper.claim(
-                f"{stopper} is faster than the mean static length of 1 to {LONGEST} at temperature {t:g}.",
-                gain(own, mean),
-                over=sums,
-                published=published,
-                unit=unit,
-                least=0.0,
-                note=over,
-            ),
-            paper.claim(
-                f"{stopper} is faster than the best static length at temperature {t:g}.",
-                gain(own, best),
-                over=sums,
-                published=published,
-                unit=unit,
-                least=0.0,
-                note="the static length that is best on the other half of the prompts",
-            ),
-        ]
+        chosen = "the static length that is best on the other half of the prompts"
+        for words, others, note in (
+            (f"the mean static length of 1 to {LONGEST}", mean, over),
+            ("the best static length", best, chosen),
+        ):
+            made.append(
+                paper.claim(
+                    f"{stopper} is faster than {words} at temperature {t:g}.",
+                    gain(figures.speed(own), others),
+                    num_prompts=figures.sums.num_prompts,
+                    seconds=figures.cost(own),
+                    rests_on=[own],
+                    published=published,
+                    unit=UNIT,
+                    least=0.0,
+                    note=note,
+                )
+            )
     if {"adaedl", "svip"} <= set(stoppers):
+        both = [name(stopper, t) for stopper in ("adaedl", "svip")]
         made.append(
             ADAEDL.claim(
                 f"adaedl is faster than svip, another rule that needs no training, at temperature {t:g}.",
-                gain(sums.speed(name("adaedl", t)), sums.speed(name("svip", t))),
-                over=sums,
+                gain(figures.speed(both[0]), figures.speed(both[1])),
+                num_prompts=figures.sums.num_prompts,
+                seconds=figures.cost(*both),
+                rests_on=both,
                 published="up to 10",
-                unit=unit,
+                unit=UNIT,
                 least=0.0,
             )
         )
     return made
 
 
-def run(
-    setting: Setting, lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)
-) -> list[dict[str, Any]]:
-    """Measure and write; returns the claims."""
-
-    def work(file: TextIO, progress: Progress) -> Findings:
-        bench = Bench(setting)
-        jobs = bench.jobs(bench.questions(setting.num_prompts))
-        rows = bench.measure("measured", methods(lengths, stoppers), jobs, file, progress)
-        return findings(Sums(rows), lengths, stoppers)
-
-    return record(setting, "stopping", work)
+def inquiry(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(STOPPERS)) -> Inquiry:
+    """Some static lengths and some rules."""
+    return Inquiry(
+        recipe="stopping",
+        methods=methods(lengths, stoppers),
+        findings=lambda figures: findings(figures, lengths, stoppers),
+        lengths=[name(n, t) for t in TEMPERATURES for n in lengths],
+    )
 
 
 def main(
-    out: Out,
-    target: Target = None,
-    draft: Draft = EMBEDDED_DRAFT,
-    prompts: Prompts = PROMPTS,
-    num_prompts: NumPrompts = 16,
-    seeds: Seeds = 1,
-    max_new_tokens: Tokens = 64,
-    threads: Threads = 2,
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = EMBEDDED_DRAFT,
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 40,
+    seeds: options.Seeds = 4,
+    max_new_tokens: options.MaxNewTokens = 96,
+    threads: options.Threads = 2,
+    dtype: options.Dtype = "float32",
+    timed: options.Timed = None,
+    clock: options.Clock = False,
 ) -> None:
     """Measure stopping rules against every static length."""
-    given = dict(locals())
-    finish(lambda: run(Setting(**given)))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
+    inquiry().run(Setting(**given), timed=timed, clock=clock)

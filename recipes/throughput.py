@@ -1,36 +1,34 @@
 """Tokens per second of a full engine: more requests than slots, so that whoever ends makes room for the next.
 
-`python -m recipes.throughput --out DIR` sends the shipped prompts through engines over the embedded pair with 1 and
+`python -m recipes throughput --out DIR` sends the shipped prompts through engines over the embedded pair with 1 and
 with 8 slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A batch of
-fixed size would be judged by its slowest request; here slots never wait for each other. Writes `rows.jsonl`,
-`summary.json` and `table.md`.
+fixed size would be judged by its slowest request; here slots never wait for each other.
 """
 
-import json
-import random
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
-from rich.progress import Progress
 
 import outrider
-from outrider import InputError, Sampling
+from outrider.bench.evidence import Estimate, Row
+from outrider.bench.folder import folder
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.runs import Conditions, Job, on_engine
+from outrider.bench.turns import Turn, turns
+from outrider.bench.workload import PROMPTS, Question, read_prompts
 from outrider.engine.engine import Engine
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from recipes.record import circumstances, write
-from recipes.report import COLUMNS, table
-from recipes.speed import Row, read_prompts
-from recipes.trial import PROMPTS, Out, Threads
+from recipes import options
 
 SLOTS = (1, 8)
 LENGTHS = (0, 2, 3, 4, 5)
 """Drafted tokens per step; 0 decodes plainly."""
-GREEDY = Sampling(temperature=0.0, seed=0)
+QUICK = {"num_prompts": 8, "max_new_tokens": 8, "rounds": 1}
 
 
 def name_of(length: int) -> str:
@@ -38,12 +36,28 @@ def name_of(length: int) -> str:
     return f"chain of {length}" if length else "plain"
 
 
-def engine_of(length: int, slots: int, target: str) -> Engine:
-    """An engine over the pair; plain ones run blocks of one column, which is faster here."""
-    if length == 0:
-        return outrider.load(target, drafter="none", max_slots=slots, pad_to=1)
-    drafter = f"model:path={EMBEDDED_DRAFT}"
-    return outrider.load(target, drafter=drafter, length=f"fixed:{length}", max_slots=slots)
+@dataclass(frozen=True, kw_only=True)
+class Full:
+    """An engine with so many slots that drafts so many tokens; plain ones run blocks of one column."""
+
+    slots: int
+    length: int
+    engine: Engine
+
+    @property
+    def name(self) -> str:
+        """Unique among the engines."""
+        return f"{name_of(self.length)}, {self.slots} slots"
+
+    @classmethod
+    def of(cls, slots: int, length: int, target: str) -> "Full":
+        """Over the embedded pair, or another target."""
+        if length == 0:
+            engine = outrider.load(target, drafter="none", max_slots=slots, pad_to=1)
+        else:
+            drafter = f"model:path={EMBEDDED_DRAFT}"
+            engine = outrider.load(target, drafter=drafter, length=f"fixed:{length}", max_slots=slots)
+        return cls(slots=slots, length=length, engine=engine)
 
 
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -65,80 +79,72 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as a table."""
-    made = summary["circumstances"]
-    about = (
-        f"`python -m recipes.throughput`: {made['cpu']}, {made['threads']} threads, torch {made['versions']['torch']}, "
-        f"outrider {made['versions']['outrider']} ({made['commit']}); {made['date']}. Medians over rounds; the ratio "
-        "to plain decoding with its extremes.\n"
-    )
-    lines = [
-        [e["slots"], e["way"], f"{e['rate']:.0f}", "{:.2f} [{:.2f}, {:.2f}]".format(e["over_plain"], *e["spread"])]
-        for e in summary["entries"]
+def findings(entries: Sequence[dict[str, Any]]) -> Findings:
+    """The summary as a table and a panel."""
+    over = [Estimate(value=e["over_plain"], low=e["spread"][0], high=e["spread"][1]) for e in entries]
+    lines = [[e["slots"], e["way"], f"{e['rate']:.0f}", o.text()] for e, o in zip(entries, over, strict=True)]
+    curves = [
+        Curve(
+            label=f"{slots} slots",
+            x=LENGTHS,
+            y=[next(o for e, o in zip(entries, over, strict=True) if _is(e, slots, n)) for n in LENGTHS],
+        )
+        for slots in sorted({e["slots"] for e in entries})
     ]
-    return about + "\n" + table(("slots", "way", "tokens/s", "over plain"), lines)
+    panel = Panel(title="Full engines", x="drafted tokens per step", y="tokens per second over plain", curves=curves)
+    table = Table(head=("slots", "way", "tokens/s", "over plain"), lines=lines)
+    text = "Medians over rounds; the ratio to plain decoding of the same round with its extremes."
+    return Findings(tables=[table], panels=[panel], text=text, summary={"entries": list(entries)}, columns=1)
+
+
+def _is(entry: dict[str, Any], slots: int, length: int) -> bool:
+    return (entry["slots"], entry["way"]) == (slots, name_of(length))
 
 
 def run(
-    out: Path,
+    out: Path | None,
     *,
     num_prompts: int = 40,
     max_new_tokens: int = 96,
     rounds: int = 3,
     threads: int = 2,
     target: str = str(EMBEDDED_TARGET),
-) -> dict[str, Any]:
-    """Measure and write; returns the summary."""
+) -> list[dict[str, Any]]:
+    """Measure and write; returns an entry per number of slots and way."""
     given = {**locals(), "target": Path(target).name}
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        began = circumstances(given)
-        engines = {(slots, n): engine_of(n, slots, target) for slots in SLOTS for n in LENGTHS}
-        some = next(iter(engines.values()))
-        prompts = [some.encode(prompt) for _, _, prompt in read_prompts(PROMPTS)[:num_prompts]]
-        rows: list[Row] = []
-        with Progress(*COLUMNS) as progress:
-            task = progress.add_task("runs", total=(rounds + 1) * len(engines))
-            for round_ in range(-1, rounds):
-                for slots, n in random.Random(round_).sample(list(engines), len(engines)):
-                    engine = engines[slots, n]
-                    start = time.perf_counter()
-                    outputs = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=GREEDY, ignore_eos=True)
-                    seconds = time.perf_counter() - start
-                    engine.rest()
-                    progress.advance(task)
-                    if round_ >= 0:
-                        tokens = sum(len(output.tokens) for output in outputs)
-                        rows.append(
-                            {"slots": slots, "way": name_of(n), "round": round_, "tokens": tokens, "seconds": seconds}
-                        )
-    finally:
-        torch.set_num_threads(before)
-    rows.sort(key=lambda row: (row["slots"], row["way"] != name_of(0), row["way"], row["round"]))
-    summary = {"entries": summarise(rows), "circumstances": began}
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(out / "table.md", to_markdown(summary))
-    return summary
+    with folder(out, "throughput", given) as place:
+        engines = [Full.of(slots, n, target) for slots in SLOTS for n in LENGTHS]
+        encode = engines[0].engine.encode
+        asked = tuple(
+            Question(id=id, category=category, tokens=tuple(encode(prompt)))
+            for id, category, prompt in read_prompts(PROMPTS)[:num_prompts]
+        )
+        job = Job(questions=asked)
+        conditions = Conditions(max_new_tokens=max_new_tokens, temperature=0.0, ignore_eos=True)
+        warm = place.progress.add_task("warm-up", total=len(engines))
+        for full in engines:
+            on_engine(full.engine, job, conditions)
+            place.progress.advance(warm)
+
+        def full_run(turn: Turn[Full, Job]) -> Row:
+            made = on_engine(turn.way.engine, turn.job, conditions)
+            tokens = made.num_tokens
+            return {"slots": turn.way.slots, "way": name_of(turn.way.length), "tokens": tokens, "seconds": made.seconds}
+
+        rows = place.take("measured", turns(engines, [job], rounds=rounds), full_run)
+        rows = sorted(rows, key=lambda row: (row["slots"], row["way"] != name_of(0), row["way"], row["round"]))
+        entries = summarise(rows)
+        place.finish(findings(entries))
+        return entries
 
 
 def main(
-    out: Out,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests.")] = 40,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each.")] = 96,
-    rounds: Annotated[int, typer.Option(min=1, help="How often every way is run.")] = 3,
-    threads: Threads = 2,
+    out: options.Out = None,
+    num_prompts: options.NumPrompts = 40,
+    max_new_tokens: options.MaxNewTokens = 96,
+    rounds: options.Rounds = 3,
+    threads: options.Threads = 2,
 ) -> None:
     """Measure the throughput of full engines."""
-    try:
-        summary = run(out, num_prompts=num_prompts, max_new_tokens=max_new_tokens, rounds=rounds, threads=threads)
-    except InputError as error:
-        raise typer.BadParameter(str(error)) from error
-    typer.echo(to_markdown(summary))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    run(out, num_prompts=num_prompts, max_new_tokens=max_new_tokens, rounds=rounds, threads=threads)

@@ -5,16 +5,13 @@ prepared tensors behind a context in its cache, takes turns with every verifier 
 are grown by each verifier's own kind of tree from a guesser that knows the target's logits up to some noise; rows are
 float32 and either nearly flat ("random": logits are standard normal) or "peaked" (Zipf-like, about 2 nats).
 
-`python -m recipes.verify_cost --out DIR` writes `rows.jsonl` (one line per timing), `summary.json`, `table.md` and
-`plot.svg`. A share is the seconds of `to_rows` and `verify` over those of the forward of the same round; its median
-and quartiles are over the rounds.
+`python -m recipes verify_cost --out DIR` writes one row per timing. A share is the seconds of `to_rows` and `verify`
+over those of the forward of the same round; its median and quartiles are over the rounds.
 """
 
-import json
-import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -22,12 +19,16 @@ from typing import Annotated, Any, Literal, cast
 import numpy as np
 import torch
 import typer
-from jaxtyping import Float
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from outrider import InputError, Sampling
+from outrider.bench.bare import Bare, random_llama
+from outrider.bench.evidence import Estimate, Row, quartiles, spread
+from outrider.bench.folder import Folder, folder
+from outrider.bench.plot import Bars
+from outrider.bench.report import Findings, Table
+from outrider.bench.turns import Turn, turns
 from outrider.catalog import make
 from outrider.catalog import rows as catalog_rows
 from outrider.dice import PhiloxDice
@@ -35,13 +36,10 @@ from outrider.lengths.fixed import FixedLength
 from outrider.sampling import to_rows
 from outrider.trees.grow import grow
 from outrider.trees.protocol import Tree
-from outrider.types import Draft, Frontier, Guess, Request, Running
+from outrider.types import Draft, Frontier, Guess, InputError, Request, Running, Sampling
 from outrider.verifiers.protocol import Verifier
-from recipes.record import circumstances, write
-from recipes.speed import spread
+from recipes import options
 
-Row = dict[str, Any]
-"""One timing, as it stands in `rows.jsonl`."""
 Kind = Literal["random", "peaked"]
 
 KINDS: tuple[Kind, ...] = ("random", "peaked")
@@ -49,6 +47,7 @@ ZIPF = 1.75
 """Exponent of the peaked rows."""
 NOISE = 0.3
 """Standard deviation of a guess around the target's logit."""
+QUICK = {"vocab": 4096, "hidden": 128, "layers": 2, "context": 16, "batches": "1,2", "rounds": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,13 +100,15 @@ class Near:
     logits: Float[Tensor, "requests nodes vocab"]
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        """What follows the roots."""
         slots = np.array([state.slot for state in states])
         return self._guess(slots, np.zeros_like(slots))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        """What follows other nodes."""
         return self._guess(np.array([states[owner].slot for owner in frontier.owners]), frontier.nodes)
 
-    def _guess(self, slots: np.ndarray, nodes: np.ndarray) -> Guess:
+    def _guess(self, slots: Int[np.ndarray, " n"], nodes: Int[np.ndarray, " n"]) -> Guess:
         here = self.logits[torch.from_numpy(slots), torch.from_numpy(nodes % self.logits.shape[1])]
         return Guess(logits=here.add_(torch.randn(here.shape), alpha=NOISE))
 
@@ -126,7 +127,7 @@ def draft_of(near: Near, tree: str, depth: int, sampling: Sampling) -> Draft:
     states = []
     for slot in range(count):
         request = Request(id=str(slot), prompt=(1,), max_new_tokens=depth + 1, sampling=sampling)
-        states.append(Running(request=request, tokens=[1], slot=slot, drafter=None, length_state=length.open()))
+        states.append(Running(request=request, tokens=[1], slot=slot, drafter=None))
     dice = PhiloxDice(seeds=list(range(count)), steps=[0] * count)
     return grow(near, cast(Tree, make("tree", tree)), length, states, [depth] * count, dice, torch.device("cpu"))
 
@@ -134,43 +135,23 @@ def draft_of(near: Near, tree: str, depth: int, sampling: Sampling) -> Draft:
 def big_llama(vocab: int, hidden: int, layers: int) -> PreTrainedModel:
     """A random Llama in bfloat16 with the proportions of a 1B model."""
     heads = max(hidden // 64, 1)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 4, 1),
-        max_position_embeddings=4096,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
+    return random_llama(
+        vocab=vocab,
+        hidden=hidden,
+        layers=layers,
+        heads=heads,
+        kv_heads=max(heads // 4, 1),
+        intermediate=4 * hidden,
+        context=4096,
     )
-    torch.manual_seed(0)
-    usual = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        return LlamaForCausalLM(config).eval()
-    finally:
-        torch.set_default_dtype(usual)
 
 
 def bare_forward(model: PreTrainedModel, requests: int, nodes: int, context: int) -> Callable[[], float]:
     """A call that times the model's forward of `nodes` tokens per request behind `context` tokens of each."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (requests, max(context, nodes)), generator=generator)
-    cache = DynamicCache(config=model.config)
-    if context:
-        model(ids[:, :context], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    given = ids[:, :nodes].contiguous()
-
-    def go() -> float:
-        began = time.perf_counter()
-        model(given, past_key_values=cache, use_cache=True)
-        spent = time.perf_counter() - began
-        cache.crop(-nodes)
-        return spent
-
-    return go
+    bare = Bare(model, ids, context)
+    return lambda: bare.forward(nodes)
 
 
 def verifying(case: Case, near: Near, draft: Draft, sampling: Sampling) -> Callable[[int], Row]:
@@ -202,7 +183,43 @@ def verifying(case: Case, near: Near, draft: Draft, sampling: Sampling) -> Calla
     return go
 
 
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The forward, or a verification: given the number of the round, its row."""
+
+    name: str
+    go: Callable[[int], Row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Circumstance:
+    """For how many requests, on which rows, at which settings everything is timed."""
+
+    requests: int
+    kind: Kind
+    sampling: str
+
+    @property
+    def name(self) -> str:
+        """Unique among the circumstances."""
+        return f"{self.requests} requests, {self.kind} logits, {self.sampling}"
+
+
+def calls(near: Near, sampling: Sampling, forward: Callable[[], float], depth: int | None, seed: int) -> list[Call]:
+    """The forward, and every case on a draft of its own kind of tree."""
+    cases = known_cases()
+    torch.manual_seed(seed)
+    shapes = {(c.tree, min(c.depth, depth or c.depth)) for c in cases}
+    drafts = {shape: draft_of(near, *shape, sampling) for shape in sorted(shapes)}
+    found = [Call(name="forward", go=lambda _: {"forward_seconds": forward()})]
+    for case in cases:
+        draft = drafts[case.tree, min(case.depth, depth or case.depth)]
+        found.append(Call(name=f"{case.verifier} on {case.tree}", go=verifying(case, near, draft, sampling)))
+    return found
+
+
 def measure(
+    place: Folder,
     model: PreTrainedModel,
     *,
     vocab: int,
@@ -212,26 +229,25 @@ def measure(
     rounds: int,
     depth: int | None = None,
     seed: int = 0,
-) -> Iterator[Row]:
-    """All timings; `depth` makes every tree that shallow. A first round is thrown away."""
-    cases = known_cases()
+) -> list[Row]:
+    """All timings, after one of each that is thrown away; `depth` makes every tree that shallow."""
+    rows: list[Row] = []
     for requests in batches:
         forward = bare_forward(model, requests, nodes, context)
         for kind in KINDS:
             near = Near(logits=target_logits(kind, requests * nodes, vocab).view(requests, nodes, vocab))
             for name, sampling in SAMPLINGS.items():
-                torch.manual_seed(seed)
-                shapes = {(c.tree, min(c.depth, depth or c.depth)) for c in cases}
-                drafts = {shape: draft_of(near, *shape, sampling) for shape in sorted(shapes)}
-                ways = [verifying(c, near, drafts[c.tree, min(c.depth, depth or c.depth)], sampling) for c in cases]
-                shuffle = random.Random(f"{seed}/{requests}/{kind}/{name}").shuffle
-                for round_ in range(-1, rounds):
-                    order: list[Callable[[int], Row] | None] = [None, *ways]
-                    shuffle(order)
-                    for way in order:
-                        row = {"forward_seconds": forward()} if way is None else way(round_ + 1)
-                        if round_ >= 0:
-                            yield {"requests": requests, "kind": kind, "sampling": name, "round": round_, **row}
+                where = Circumstance(requests=requests, kind=kind, sampling=name)
+                ways = calls(near, sampling, forward, depth, seed)
+                for way in ways:
+                    way.go(0)
+
+                def timed(turn: Turn[Call, Circumstance]) -> Row:
+                    return {**vars(turn.job), **turn.way.go(turn.round + 1)}
+
+                todo = turns(ways, [where], rounds=rounds, seed=f"{seed}/{where.name}")
+                rows += place.take("timings", todo, timed, quiet=True)
+    return rows
 
 
 def count_timings(batches: int, rounds: int) -> int:
@@ -270,67 +286,61 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return sorted(entries, key=lambda e: (e["verifier"], e["tree"], e["requests"], e["sampling"], e["kind"]))
 
 
-def to_markdown(summary: Mapping[str, Any]) -> str:
-    """The summary as a table."""
-    made = summary["circumstances"]
-    given = made["arguments"]
-    lines = [
-        f"{made['cpu']}, {made['threads']} threads, load {made['load_average'][0]:.1f} to "
-        f"{summary['ended']['load_average'][0]:.1f}; torch {made['versions']['torch']}, transformers "
-        f"{made['versions']['transformers']}, outrider {made['versions']['outrider']} "
-        f"({made['commit']}{', with uncommitted changes' if made['uncommitted_changes'] else ''}); {made['date']}.",
-        "",
-        f"Target: Llama of {summary['num_parameters'] / 1e9:.2f}B random parameters in bfloat16, {given['nodes']} "
-        f"tokens per request behind {given['context']}; vocabulary {given['vocab']}, rows in float32, "
-        f"{given['rounds']} rounds. "
-        "Shares are of the forward; median [quartiles].",
-        "",
-        "| verifier | tree | nodes | requests | sampling | logits | rows ms | verify ms | forward ms | share |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for e in summary["entries"]:
+def findings(entries: Sequence[Mapping[str, Any]], about: str) -> Findings:
+    """The summary as a table and bars."""
+    head = (
+        "verifier",
+        "tree",
+        "nodes",
+        "requests",
+        "sampling",
+        "logits",
+        "rows ms",
+        "verify ms",
+        "forward ms",
+        "share, %",
+    )
+    lines = []
+    for e in entries:
         rows, verify, forward = (e[f"{part}_seconds"]["median"] * 1e3 for part in ("rows", "verify", "forward"))
-        share = e["share"]
-        lines.append(
-            f"| {e['verifier']} | {e['tree']} | {e['nodes']:.0f} | {e['requests']} | {e['sampling']} | {e['kind']} "
-            f"| {rows:.1f} | {verify:.1f} | {forward:.0f} "
-            f"| {share['median']:.2%} [{share['low']:.2%}, {share['high']:.2%}] |"
-        )
-    return "\n".join(lines) + "\n"
+        place = [e["verifier"], e["tree"], f"{e['nodes']:.0f}", e["requests"], e["sampling"], e["kind"]]
+        lines.append([*place, f"{rows:.1f}", f"{verify:.1f}", f"{forward:.0f}", quartiles(e["share"], scale=100)])
+    return Findings(
+        tables=[Table(head=head, lines=lines)],
+        panels=bars(entries),
+        text=about,
+        summary={"entries": list(entries)},
+    )
 
 
-def plot(entries: Sequence[Mapping[str, Any]], place: Path) -> None:
-    """Shares as bars, one panel per batch size and sampling."""
-    from matplotlib.figure import Figure
-
-    panels = sorted({(e["requests"], e["sampling"]) for e in entries})
+def bars(entries: Sequence[Mapping[str, Any]]) -> list[Bars]:
+    """Shares of the forward, one panel per batch size and sampling."""
+    found = []
     names = sorted({(e["verifier"], e["tree"].partition(":")[0]) for e in entries})
-    figure = Figure(figsize=(4 * len(panels), 1.5 + 0.4 * len(names)), layout="constrained")
-    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axis, (requests, sampling) in zip(axes, panels, strict=True):
-        for i, kind in enumerate(KINDS):
-            found = {
+    for requests, sampling in sorted({(e["requests"], e["sampling"]) for e in entries}):
+        groups: dict[str, Sequence[Estimate]] = {}
+        for kind in KINDS:
+            shares = {
                 (e["verifier"], e["tree"].partition(":")[0]): e["share"]
                 for e in entries
                 if (e["requests"], e["sampling"], e["kind"]) == (requests, sampling, kind)
             }
-            middle = np.array([found[name]["median"] for name in names]) * 100
-            low = middle - np.array([found[name]["low"] for name in names]) * 100
-            high = np.array([found[name]["high"] for name in names]) * 100 - middle
-            heights = np.arange(len(names)) + 0.4 * i - 0.2
-            axis.barh(heights, middle, 0.38, xerr=np.stack([low, high]), label=f"{kind} logits")
-        axis.set_title(f"{requests} request{'s' if requests > 1 else ''}, {sampling}", fontsize=9)
-        axis.set_xlabel("% of the target's forward")
-        axis.set_yticks(np.arange(len(names)), [f"{verifier} on {tree}" for verifier, tree in names])
-    axes[0].legend(fontsize=8)
-    fresh = place.with_name(f"{place.name}.new")
-    figure.savefig(fresh, format="svg")
-    fresh.replace(place)
+            groups[f"{kind} logits"] = [
+                Estimate(**{end: 100 * shares[name][part] for end, part in ENDS.items()}) for name in names
+            ]
+        title = f"{requests} request{'s' if requests > 1 else ''}, {sampling}"
+        labels = [f"{verifier} on {tree}" for verifier, tree in names]
+        found.append(Bars(title=title, x="% of the target's forward", names=labels, groups=groups))
+    return found
+
+
+ENDS = {"value": "median", "low": "low", "high": "high"}
+"""What an estimate calls the parts of a spread."""
 
 
 @torch.inference_mode()
 def run(
-    out: Path,
+    out: Path | None,
     *,
     vocab: int = 131072,
     hidden: int = 2048,
@@ -342,83 +352,47 @@ def run(
     depth: int | None = None,
     threads: int = 2,
     seed: int = 0,
-) -> dict[str, Any]:
-    """Measure, write `rows.jsonl`, `summary.json`, `table.md` and `plot.svg` to `out`, and return the summary."""
-    arguments = {name: list(v) if name == "batches" else v for name, v in locals().items()}
-    before = torch.get_num_threads()
+) -> list[dict[str, Any]]:
+    """Measure, write and return an entry per verifier, tree, batch, kind of rows and sampling."""
+    arguments = {name: list(value) if name == "batches" else value for name, value in locals().items()}
+    if hidden % 64:
+        raise InputError(f"hidden must be a multiple of 64, got {hidden}")
     torch.set_num_threads(threads)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        began = circumstances(arguments)
+    with folder(out, "verify_cost", arguments) as place:
         model = big_llama(vocab, hidden, layers)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        fresh = out / "rows.jsonl.new"
-        rows: list[Row] = []
-        with fresh.open("w", encoding="utf-8") as file, Progress(*columns) as progress:
-            task = progress.add_task("timings", total=count_timings(len(batches), rounds))
-            for row in measure(
-                model,
-                vocab=vocab,
-                nodes=nodes,
-                context=context,
-                batches=batches,
-                rounds=rounds,
-                depth=depth,
-                seed=seed,
-            ):
-                rows.append(row)
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                progress.advance(task)
-        fresh.replace(out / "rows.jsonl")
-        summary = {
-            "entries": summarise(rows),
-            "num_parameters": model.num_parameters(),
-            "circumstances": began,
-            "ended": circumstances({}),
-        }
-    finally:
-        torch.set_num_threads(before)
-    write(out / "summary.json", json.dumps(summary, indent=2) + "\n")
-    write(out / "table.md", to_markdown(summary))
-    plot(summary["entries"], out / "plot.svg")
-    return summary
+        rows = measure(
+            place,
+            model,
+            vocab=vocab,
+            nodes=nodes,
+            context=context,
+            batches=batches,
+            rounds=rounds,
+            depth=depth,
+            seed=seed,
+        )
+        entries = summarise(rows)
+        about = (
+            f"Target: Llama of {model.num_parameters() / 1e9:.2f}B random parameters in bfloat16, {nodes} tokens per "
+            f"request behind {context}; vocabulary {vocab}, rows in float32, {rounds} rounds. Shares are of the "
+            "forward; median [quartiles]."
+        )
+        place.finish(findings(entries, about))
+        return entries
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl, summary.json, table.md and plot.svg.")],
+    out: options.Out = None,
     vocab: Annotated[int, typer.Option(min=2, help="Size of the vocabulary.")] = 131072,
     hidden: Annotated[int, typer.Option(min=64, help="Width of the target, a multiple of 64.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the target.")] = 16,
     nodes: Annotated[int, typer.Option(min=1, help="Tokens per request in the forward.")] = 64,
     context: Annotated[int, typer.Option(min=0, help="Tokens of each request in the cache.")] = 128,
     batches: Annotated[str, typer.Option(help="Numbers of requests, with commas between them.")] = "1,8",
-    rounds: Annotated[int, typer.Option(min=1, help="Timings of everything.")] = 7,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
+    rounds: options.Rounds = 7,
+    threads: options.Threads = 2,
     seed: Annotated[int, typer.Option(help="Of drafts and orders.")] = 0,
 ) -> None:
     """Measure target rows and verifiers against the forward of a 1B target."""
-    if not all(batch.strip().isdigit() and int(batch) for batch in batches.split(",")):
-        raise typer.BadParameter(f"--batches must be whole numbers >= 1 with commas between them, got {batches!r}")
-    if hidden % 64:
-        raise typer.BadParameter(f"--hidden must be a multiple of 64, got {hidden}")
-    try:
-        summary = run(
-            out,
-            vocab=vocab,
-            hidden=hidden,
-            layers=layers,
-            nodes=nodes,
-            context=context,
-            batches=sorted({int(batch) for batch in batches.split(",")}),
-            rounds=rounds,
-            threads=threads,
-            seed=seed,
-        )
-    except (InputError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    typer.echo(to_markdown(summary))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    given: dict[str, Any] = locals()
+    run(**given | {"batches": options.whole_numbers("--batches", batches)})

@@ -1,10 +1,10 @@
-"""Every causal LM architecture of transformers as a target, tiny and random: does what is accepted give exactly what
-`model.generate` gives, and is the rest refused with a reason?
+"""Every causal LM architecture of transformers as a target, tiny and random: exact, or refused with a reason?
 
-`python -m recipes.zoo` builds one model per architecture (`recipes/tiny.py`) and variant, in float64 and in a process
-of its own, and compares greedy outputs with transformers' own: chains and branching trees from a draft model that
-agrees often, for three prompts of different lengths at once, and for each alone. Writes `rows.jsonl`, in which rows
-that are there already are not made again, and the page `docs/architectures.md`.
+`python -m recipes zoo --out DIR --page FILE` builds one model per architecture (`recipes/tiny.py`) and variant, in
+float64 and in a process of its own, and compares greedy outputs with what `model.generate` gives: chains and branching
+trees from a draft model that agrees often, for three prompts of different lengths at once, and for each alone. Writes
+`DIR/rows.jsonl`, in which rows that are there already are not made again, and a page. With `measurements/architectures`
+and `docs/architectures.md` it goes on where the published page ended.
 """
 
 import json
@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import torch
 import typer
+from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedConfig, PreTrainedModel, logging
 
+from outrider.bench.folder import read_rows, write
+from outrider.bench.report import table
 from outrider.catalog import make
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
@@ -32,20 +35,20 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import as_lm
 from outrider.lm.support import refusal
+from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
-from recipes.record import write
-from recipes.report import table
+from outrider.verifiers.protocol import Verifier
 from recipes.tiny import MODEL_TYPES, VOCAB, Float64, noisy, tiny_config, tiny_model
 
 ROOT = Path(__file__).parent.parent
 NUM_TOKENS = 16
 SEEDS, VARIOUS = 4, 6
 WAYS = {"chains": ("chain", "block"), "trees": ("gumbel:branching=2x2x1", "recursive")}
-ROWS = ROOT / "docs/measurements/architectures"
+ROWS = ROOT / "measurements/architectures"
 PAGE = """# Every architecture
 
 What `AutoModelForCausalLM` of transformers {transformers} opens, as a target: tiny random models in float64, greedy,
-from `python -m recipes.zoo`. *chains* and *trees*: outputs with drafts of a draft model are exactly what the model
+from `python -m recipes zoo`. *chains* and *trees*: outputs with drafts of a draft model are exactly what the model
 says when it reads the whole text anew for every token, which is what `model.generate` says where nothing else is
 remarked. *batch*: three prompts of different lengths at once say what each says alone. Prompts and outputs are longer
 than every window. *also* lists settings that were changed, each by itself, with the same result: the other attention
@@ -59,6 +62,7 @@ all gave anything else than the model itself. What the rows mean for families of
 
 """
 GREEDY = Sampling(temperature=0.0, seed=0)
+QUICK = {"only": "llama"}
 
 
 def prompts() -> list[list[int]]:
@@ -93,15 +97,18 @@ def read(model: PreTrainedModel, prompt: Sequence[int], said: Sequence[int]) -> 
 
 def talkative(config: PreTrainedConfig, attention: str | None) -> tuple[PreTrainedModel, list[list[int]]]:
     """A random model that says various things, if one of a few does; and what `generate` makes it say."""
-    best: tuple[int, PreTrainedModel, list[list[int]]] | None = None
+    best: tuple[PreTrainedModel, list[list[int]]] | None = None
+    most = 0
     for seed in range(SEEDS):
         model = tiny_model(config, attention=attention, seed=seed)
         said = [generated(model, prompt) for prompt in prompts()]
-        if best is None or len(set(chain(*said))) > best[0]:
-            best = len(set(chain(*said))), model, said
-        if best[0] > VARIOUS:
+        if best is None or len(set(chain(*said))) > most:
+            most, best = len(set(chain(*said))), (model, said)
+        if most > VARIOUS:
             break
-    return best[1], best[2]
+    if best is None:
+        raise ValueError("no seed was tried")
+    return best
 
 
 def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
@@ -140,8 +147,8 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
         parts = Parts(
             target=target,
             drafter=drafter,
-            tree=make("tree", tree),
-            verifier=make("verifier", rule),
+            tree=cast(Tree, make("tree", tree)),
+            verifier=cast(Verifier, make("verifier", rule)),
             length=FixedLength(num_speculative_tokens=3),
             decoding=StepDecoding(),
         )
@@ -194,7 +201,7 @@ def _windows(config: PreTrainedConfig) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "sliding_window"):
         return {}
-    mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+    mixed: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"] * 2}
     typed = set(getattr(text, "layer_types", None) or ()) <= {"sliding_attention", "full_attention"}
     return {"sliding_window": 6} | (mixed if hasattr(text, "layer_types") and typed else {})
 
@@ -206,7 +213,7 @@ def _tied(config: PreTrainedConfig) -> dict[str, Any]:
 def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
     """Half of each head turned, slowly; per layer type where these have settings of their own."""
     given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    new = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    new: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     nested = {kind: {**p, **new} for kind, p in given.items() if isinstance(p, dict)}
     return {"rope_parameters": nested or {**given, **new}} if given else {}
 
@@ -225,7 +232,7 @@ def _scaled(config: PreTrainedConfig) -> dict[str, Any]:
         "logits_soft_cap": 2.0,
     }
     known = config.get_text_config(decoder=True).to_dict()
-    eager = {"attn_implementation": "eager"} if "attn_logit_softcapping" in known else {}
+    eager: dict[str, Any] = {"attn_implementation": "eager"} if "attn_logit_softcapping" in known else {}
     return eager | {name: value for name, value in values.items() if name in known}
 
 
@@ -259,11 +266,6 @@ def tasks(rows: Sequence[Mapping[str, Any]], names: Sequence[str], plain: bool) 
         for name, base in bases.items():
             if variant not in ("", base["attention"]) and (name, variant) not in done and changes(configs[name]):
                 yield name, variant
-
-
-def read_rows(place: Path) -> list[dict[str, Any]]:
-    """The rows of earlier runs."""
-    return [json.loads(line) for line in place.read_text(encoding="utf-8").splitlines()]
 
 
 def _remark(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
@@ -301,18 +303,21 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory for rows.jsonl.")] = ROWS,
-    page: Annotated[Path, typer.Option(help="The page that is written from them.")] = ROOT / "docs/architectures.md",
+    out: Annotated[Path | None, typer.Option(help="Folder for rows.jsonl; without it nothing is written.")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page to write.")] = None,
     only: Annotated[str, typer.Option(help="Model types, separated by commas; all by default.")] = "",
     seconds: Annotated[float, typer.Option(help="Most time per model.")] = 180.0,
 ) -> None:
     """Judge every architecture, first as it is, then with other settings."""
     logging.set_verbosity_error()
-    out.mkdir(parents=True, exist_ok=True)
-    place = out / "rows.jsonl"
-    rows = read_rows(place) if place.exists() else []
     names = only.split(",") if only else MODEL_TYPES
-    with Progress() as progress, place.open("a", encoding="utf-8") as file:
+    if unknown := sorted(set(names) - set(MODEL_TYPES)):
+        raise InputError(f"unknown model type {unknown[0]!r}; available: {', '.join(MODEL_TYPES)}")
+    place = None if out is None else out / "rows.jsonl"
+    rows = [] if place is None else read_rows(place)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+    with Progress(console=Console(stderr=True)) as progress:
         for plain in (True, False):
             for name, variant in progress.track(
                 list(tasks(rows, names, plain)), description="as they are" if plain else "variants"
@@ -320,9 +325,11 @@ def main(
                 row = {"model_type": name, "variant": variant, "transformers": version("transformers")}
                 row |= apart({"model_type": name, "variant": variant}, seconds)
                 rows.append(row)
-                print(json.dumps(row), file=file, flush=True)
-    write(page, markdown(rows))
-
-
-if __name__ == "__main__":
-    typer.run(main)
+                if place is not None:
+                    with place.open("a", encoding="utf-8") as file:
+                        file.write(json.dumps(row) + "\n")
+    text = markdown([row for row in rows if row["model_type"] in names])
+    if page is None:
+        typer.echo(text)
+    else:
+        write(page, text)

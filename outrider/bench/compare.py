@@ -1,22 +1,23 @@
 """Speculative against plain decoding of the same prompts, side by side: medians of interleaved runs."""
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
-
+from outrider.bench.runs import Conditions, Job, Run, Way, on_engine, on_transformers
+from outrider.bench.turns import turns
+from outrider.bench.workload import Question
 from outrider.engine.engine import Engine
-from outrider.engine.output import Output
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
 from outrider.types import Sampling
 
+SPECULATIVE = "speculative"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class TimedRun:
     """One timed pass over all prompts."""
 
     configuration: str
@@ -25,20 +26,15 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens of all outputs over the seconds of the pass."""
         return self.tokens / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What the runs say.
+    """What the runs say."""
 
-    Attributes:
-        outputs: Of the first speculative run.
-        runs: Every timed run.
-    """
-
-    outputs: list[Output]
-    runs: list[Run]
+    runs: list[TimedRun]
 
     def median(self, configuration: str) -> float:
         """Median tokens per second."""
@@ -47,11 +43,12 @@ class Comparison:
     @property
     def plain(self) -> str:
         """The fastest of the configurations that draft nothing."""
-        return max({r.configuration for r in self.runs if r.configuration != "speculative"}, key=self.median)
+        return max({r.configuration for r in self.runs if r.configuration != SPECULATIVE}, key=self.median)
 
     @property
     def speedup(self) -> float:
-        return self.median("speculative") / self.median(self.plain)
+        """Speculative over plain tokens per second."""
+        return self.median(SPECULATIVE) / self.median(self.plain)
 
 
 def compare(
@@ -63,66 +60,55 @@ def compare(
     rounds: int = 3,
     progress: Callable[[], None] | None = None,
 ) -> Comparison:
-    """Decode with the drafter, without it, and with transformers' generate, in turn, `rounds` times after a warm-up.
+    """Decode with the drafter, without it, and with transformers' generate, in turns, `rounds` times after a warm-up.
 
     Prefill is part of every run and nothing is kept warm between runs. Where padding single tokens to two columns is
     on, plain decoding is also timed without it.
+
+    Args:
+        progress: Called after the warm-up and after each round.
     """
+    conditions = Conditions(max_new_tokens=max_new_tokens, temperature=sampling.temperature, sampling=sampling)
+    asked = [Question(id=str(i), category="", tokens=tuple(prompt)) for i, prompt in enumerate(prompts)]
+    job = Job(questions=tuple(asked), seed=sampling.seed or 0)
+    ways = _ways(engine, conditions, len(prompts))
+    runs: list[TimedRun] = []
+    for way in ways:
+        way.run(job)
+    for turn in turns(ways, [job], rounds=rounds):
+        if progress is not None and turn.round * len(ways) == len(runs):
+            progress()
+        made = turn.way.run(turn.job)
+        runs.append(TimedRun(configuration=turn.way.name, tokens=made.num_tokens, seconds=made.seconds))
+    if progress is not None:
+        progress()
+    return Comparison(runs=runs)
+
+
+def _ways(engine: Engine, conditions: Conditions, num_prompts: int) -> list[Way]:
+    """The drafter, plain decoding in its forms, and transformers where it too takes one prompt after another."""
     target = engine.parts.target
     if not isinstance(target, LanguageModel | RecurrentModel):
         raise TypeError("only a real language model can be timed")
-    padding = target.pad_to
-    paddings = sorted({1, padding})
-    outputs: list[Output] = []
-    runs: list[Run] = []
-    for round_ in range(rounds + 1):
-        began = time.perf_counter()
-        made = engine.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
-        timed = [_run("speculative", sum(len(output.tokens) for output in made), began)]
-        engine.rest()
-        plain = engine.plain()
-        for columns in paddings:
-            target.pad_to = columns
-            began = time.perf_counter()
-            plain_outputs = plain.generate(prompts, max_new_tokens=max_new_tokens, sampling=sampling)
-            timed.append(_run(f"plain, {columns} columns", sum(len(o.tokens) for o in plain_outputs), began))
-            plain.rest()
-        target.pad_to = padding
-        if engine.max_slots == 1 or len(prompts) == 1:
-            timed.append(_transformers(engine, target, prompts, max_new_tokens, sampling))
-        if round_ > 0:
-            runs += timed
-        outputs = outputs or made
-        if progress is not None:
-            progress()
-    return Comparison(outputs=outputs, runs=runs)
 
+    def way(name: str, run: Callable[[Job], Run]) -> Way:
+        return Way(name=name, temperature=conditions.temperature, run=run)
 
-def _run(configuration: str, tokens: int, began: float) -> Run:
-    return Run(configuration=configuration, tokens=tokens, seconds=time.perf_counter() - began)
+    def plain(columns: int, job: Job) -> Run:
+        return on_engine(engine.plain(), job, conditions, columns=columns)
 
+    def transformers(job: Job) -> Run:
+        # One prompt after another.
+        made = []
+        for question in job.questions:
+            room = min(conditions.max_new_tokens, target.max_context - len(question.tokens))
+            alone, own = Job(questions=(question,), seed=job.seed), replace(conditions, max_new_tokens=room)
+            made.append(on_transformers(target.model, alone, own, eos_ids=engine.eos_ids))
+        return Run(tokens=[tokens for run in made for tokens in run.tokens], seconds=sum(run.seconds for run in made))
 
-def _transformers(
-    engine: Engine,
-    target: LanguageModel | RecurrentModel,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling,
-) -> Run:
-    """transformers' own loop, one prompt after another."""
-    tokens = 0
-    options: dict[str, Any] = {"do_sample": False}
-    if sampling.temperature > 0:
-        options = {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k or None}
-    began = time.perf_counter()
-    for prompt in prompts:
-        ids = torch.tensor([list(prompt)]).to(target.device)
-        said = target.model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=min(max_new_tokens, target.max_context - len(prompt)),
-            eos_token_id=sorted(engine.eos_ids) or None,
-            **options,
-        )
-        tokens += said.shape[1] - ids.shape[1]
-    return _run("transformers generate", tokens, began)
+    found = [way(SPECULATIVE, lambda job: on_engine(engine, job, conditions))]
+    for columns in sorted({1, target.pad_to}):
+        found.append(way(f"plain, {columns} columns", partial(plain, columns)))
+    if engine.max_slots == 1 or num_prompts == 1:
+        found.append(way("transformers generate", transformers))
+    return found

@@ -2,19 +2,17 @@
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float
-from torch import Tensor
 
+from outrider.decoding.protocol import Cycle
 from outrider.decoding.step import StepDecoding
-from outrider.dice import Dice
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree
-from outrider.types import Draft, InputError, Sampling, Verdict
+from outrider.types import InputError, Sampling
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 
@@ -120,38 +118,32 @@ def _chains(engine: Engine, length: int) -> Engine:
     return Engine(parts, eos_ids=frozenset(), max_slots=engine.max_slots)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Ranks:
-    """Recursive rejection that notes which of the root's children was accepted; -1 for none."""
-
-    width: int
-    seen: list[int] = field(default_factory=list)
-
-    def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        verdict = RecursiveVerifier().verify(draft, target_rows, dice)
-        for request in range(draft.num_requests):
-            if draft.num_draft_tokens(request) == self.width:
-                first = int(verdict.paths[request, 0])
-                self.seen.append(first - int(draft.offsets[request]) - 1 if first >= 0 else -1)
-        return verdict
-
-
 def measure_acceptance(
     engine: Engine, prompts: Sequence[Sequence[int]], *, width: int = 4, max_new_tokens: int = 64, seed: int = 0
 ) -> list[float]:
     """How often the 1st, 2nd, ... child drawn without replacement is the accepted one, at temperature 1."""
-    ranks = _Ranks(width=width)
+    seen: list[int] = []
+
+    def watch(cycle: Cycle) -> None:
+        """Note which of the root's children was accepted, -1 for none, where there were as many as asked for."""
+        draft = cycle.draft
+        for request in range(draft.num_requests):
+            if draft.num_draft_tokens(request) == width:
+                first = int(cycle.verdict.paths[request, 0])
+                seen.append(first - int(draft.offsets[request]) - 1 if first >= 0 else -1)
+
     parts = replace(
         engine.parts,
         tree=GumbelTree(branching=(width,)),
-        verifier=ranks,
+        verifier=RecursiveVerifier(),
         length=FixedLength(num_speculative_tokens=1),
         decoding=StepDecoding(),
     )
     recorded = Engine(parts, eos_ids=engine.eos_ids, max_slots=engine.max_slots)
+    recorded.watch = watch
     samplings = [Sampling(temperature=1.0, seed=seed + i) for i in range(len(prompts))]
     recorded.generate(prompts, max_new_tokens=max_new_tokens, sampling=samplings)
     recorded.rest()
-    if not ranks.seen:
+    if not seen:
         raise InputError("no step drafted as many children as asked for; give longer outputs")
-    return (np.bincount(np.array(ranks.seen) + 1, minlength=width + 1)[1:] / len(ranks.seen)).tolist()
+    return (np.bincount(np.array(seen) + 1, minlength=width + 1)[1:] / len(seen)).tolist()

@@ -1,6 +1,8 @@
 """The recipes that test published claims: whole runs of tiny size, statistics by hand, configurations that parse."""
 
+import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +10,10 @@ import pytest
 import torch
 
 from outrider import InputError, catalog
-from recipes import block_gain, block_trace, budgets, claims, marginals, pearl, sharing, stopping
-from recipes.evidence import Estimate, Paper, Sums, gain
-from recipes.speed import Question, Row
-from recipes.trial import PROMPTS, Bench, Method, Setting
+from outrider.bench.trial import Bench, Method, Setting
+from outrider.bench.workload import PROMPTS, Question
+from outrider.theory import acceptance
+from recipes import block_gain, block_trace, budgets, claims, marginals, optimal_rate, pearl, sharing, stopping
 
 METHODS = {
     "block_gain": block_gain.METHODS,
@@ -21,11 +23,8 @@ METHODS = {
     "sharing": sharing.methods(),
     "stopping": stopping.methods(),
 }
-FILES = {"rows.jsonl", "table.md", "plot.svg", "claims.json", "circumstances.json"}
-
-
-def made(method: str, prompt: str, tokens: int, steps: int, seed: int = 0) -> Row:
-    return {"method": method, "prompt": prompt, "seed": seed, "tokens": tokens, "steps": steps}
+PHASES = ("pilot", "counted")
+FILES = {"rows.jsonl", "table.md", "plot.svg", "claims.json", "circumstances.json", "report.html"}
 
 
 def known(family: catalog.Family, text: str) -> None:
@@ -49,44 +48,6 @@ def test_names_of_methods_are_unique():
         assert len({m.name for m in methods}) == len(methods)
 
 
-def test_sums_are_plain_sums_and_resamples_are_shared_by_all_methods():
-    rows = [made(m, p, tokens * scale, 10) for m, scale in (("a", 1), ("b", 2)) for p, tokens in (("x", 10), ("y", 40))]
-    sums = Sums(rows)
-    assert sums.get("a", "tokens")[0] == 50
-    assert set(sums.get("a", "tokens")) == {20, 50, 80}
-    assert gain(sums.ratio("b", "tokens", "steps"), sums.ratio("a", "tokens", "steps")) == Estimate(
-        value=100.0, low=100.0, high=100.0
-    )
-
-
-def test_seeds_are_resampled_within_prompts():
-    rows = [made("a", "x", tokens, 1, seed) for seed, tokens in enumerate((0, 3))]
-    assert set(Sums(rows).get("a", "tokens")) == {0, 3, 6}
-
-
-def test_the_interval_of_a_mean_is_the_one_that_theory_gives():
-    values = np.random.default_rng(0).normal(5, 2, 200)
-    rows = [made("a", str(i), value, 1) for i, value in enumerate(values)]
-    found = Estimate.of(Sums(rows).ratio("a", "tokens", "steps"))
-    half = 1.96 * values.std() / np.sqrt(200)
-    assert found.value == pytest.approx(values.mean())
-    assert found.high - found.low == pytest.approx(2 * half, rel=0.1)
-
-
-def test_rows_that_are_not_complete_are_refused():
-    with pytest.raises(InputError, match="not complete"):
-        Sums([made("a", "x", 1, 1), made("b", "y", 1, 1)])
-
-
-@pytest.mark.parametrize(("low", "high", "holds"), [(0.1, 2, True), (-2, -0.1, False), (-1, 1, None)])
-def test_a_claim_holds_only_with_its_whole_interval_and_enough_prompts(low, high, holds):
-    paper, ours = Paper(name="", url=""), Estimate(value=0, low=low, high=high)
-    for prompts in (8, 7):
-        sums = Sums([made("a", str(i), 1, 1) for i in range(prompts)])
-        found = paper.claim("", ours, over=sums, published=1, unit="", least=0)
-        assert found.holds is (holds if prompts == 8 else None)
-
-
 def test_block_efficiency_leaves_out_steps_that_the_end_cuts(tmp_path):
     bench = Bench(Setting(out=tmp_path, max_new_tokens=16, threads=1))
     [job] = bench.jobs(bench.questions(1))
@@ -104,17 +65,26 @@ def test_block_efficiency_leaves_out_steps_that_the_end_cuts(tmp_path):
 
 
 def test_block_gain_writes_its_folder(tmp_path):
-    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=9, threads=1)
-    found = block_gain.run(setting)
-    assert {path.name for path in setting.out.iterdir()} == FILES
-    assert json.loads((setting.out / "claims.json").read_text()) == json.loads(json.dumps(found))
+    setting = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=40, threads=1)
+    assert block_gain.INQUIRY.run(setting, clock=True) == []
+    assert {path.name for path in setting.out.iterdir()} == FILES - {"claims.json", "plot.svg"}
     rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(block_gain.METHODS)
     assert all(sum(row["drafted_per_position"]) == row["drafted"] for row in rows)
+    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=9, threads=1)
+    found = block_gain.INQUIRY.run(setting, timed=tmp_path / "clock")
+    assert {path.name for path in setting.out.iterdir()} == FILES
+    assert json.loads((setting.out / "claims.json").read_text()) == json.loads(json.dumps(found))
+    assert len(found) == len(block_gain.PUBLISHED) + len(block_gain.PUBLISHED_TIME)
     assert all(claim["holds"] is None for claim in found)
-    page = claims.page([claims.read(setting.out)] * 2)
-    assert page.count("| Block verification emits") == 2 * len(found)
-    assert f"undecided: {2 * len(found)}" in page
+    other = claims.read(setting.out)
+    other["circumstances"] = {
+        **other["circumstances"],
+        "arguments": {**other["circumstances"]["arguments"], "draft": "b"},
+    }
+    page = claims.page([claims.read(setting.out), other])
+    assert page.count("| Block verification emits") == len(found)
+    assert f"| **all** | 0 | 0 | {2 * len(found)} |" in page
 
 
 @pytest.mark.parametrize(
@@ -127,13 +97,13 @@ def test_prompts_that_cannot_be_read_are_one_sentence_and_leave_nothing(tmp_path
         given.write_text(text)
     setting = Setting(out=tmp_path / "run", prompts=given, threads=1)
     with pytest.raises(InputError, match=sentence):
-        block_gain.run(setting)
+        block_gain.INQUIRY.run(setting)
     assert not setting.out.exists()
 
 
 def test_more_prompts_than_there_are_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"40 prompts of at most .* 41 are needed"):
-        block_gain.run(Setting(out=tmp_path / "run", prompts=PROMPTS, num_prompts=41, threads=1))
+        block_gain.INQUIRY.run(Setting(out=tmp_path / "run", prompts=PROMPTS, num_prompts=41, threads=1))
 
 
 def nodes(shape: budgets.Shape) -> int:
@@ -169,10 +139,10 @@ def test_budgets_writes_its_folder(tmp_path):
     budgets.run(setting, budgets=(6,), pilot_prompts=1, families=budgets.FAMILIES[:2])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {path.name for path in tmp_path.iterdir()} == FILES
-    assert not {r["prompt"] for r in rows if r["phase"] == "pilot"} & {
-        r["prompt"] for r in rows if r["phase"] == "measured"
-    }
-    measured = {r["way"]: r for r in rows if r["phase"] == "measured"}
+    prompts = {phase: {e["prompt"] for r in rows if r["phase"] == phase for e in r["each"]} for phase in PHASES}
+    assert len(prompts["pilot"]) == len(prompts["counted"]) == 1
+    assert not prompts["pilot"] & prompts["counted"]
+    measured = {r["way"]: r for r in rows if r["phase"] == "counted"}
     assert measured["RSD-C"]["tree"] == measured["RSD-C tree, traversal"]["tree"]
 
 
@@ -182,10 +152,12 @@ def test_budgets_refuses_one_that_it_has_no_shapes_for(tmp_path):
 
 
 def test_stopping_compares_with_the_best_static_length(tmp_path):
-    setting = Setting(out=tmp_path, num_prompts=1, max_new_tokens=17, threads=1)
+    timing = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=40, threads=1)
+    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=17, threads=1)
     stoppers = [name for name in stopping.STOPPERS if name in catalog.rows("length")]
-    found = stopping.run(setting, lengths=(1, 3), stoppers=stoppers)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    stopping.inquiry(lengths=(1, 3), stoppers=stoppers).run(timing, clock=True)
+    found = stopping.inquiry(lengths=(1, 3), stoppers=stoppers).run(setting, timed=tmp_path / "clock")
+    assert {path.name for path in setting.out.iterdir()} == FILES
     assert len(found) == 2 * {0: 0, 2: 5}[len(stoppers)]
 
 
@@ -202,10 +174,13 @@ def test_batches_hold_each_prompt_once_per_seed():
 def test_sharing_runs_whole_batches(tmp_path):
     setting = Setting(out=tmp_path, num_prompts=2, max_new_tokens=8, threads=1)
     policies = [name for name, text in sharing.POLICIES.items() if text.split(":")[0] in catalog.rows("length")]
-    sharing.run(setting, policies=policies, lengths=(2,), sizes=(2,))
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    sharing.run(replace(setting, out=tmp_path / "clock"), policies=policies, lengths=(2,), sizes=(2,), clock=True)
+    rows = [json.loads(line) for line in (tmp_path / "clock" / "rows.jsonl").read_text().splitlines()]
     assert all(row["requests"] == 2 and row["tokens"] == 16 and row["iterations"] < row["steps"] for row in rows)
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    sharing.run(replace(setting, out=tmp_path / "run"), policies=policies, lengths=(2,), sizes=(2,))
+    counted = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    assert all([each["tokens"] for each in row["each"]] == [8, 8] for row in counted)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES
 
 
 def test_sharing_refuses_fewer_prompts_than_a_batch(tmp_path):
@@ -215,8 +190,11 @@ def test_sharing_refuses_fewer_prompts_than_a_batch(tmp_path):
 
 def test_marginals_writes_its_folder(tmp_path):
     known("tree", "lattice")
-    found = marginals.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1))
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    timing = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=30, threads=1)
+    marginals.INQUIRY.run(timing, clock=True)
+    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=8, threads=1)
+    found = marginals.INQUIRY.run(setting, timed=tmp_path / "clock")
+    assert {path.name for path in setting.out.iterdir()} == FILES
     assert [claim["paper_value"] for claim in found] == [37.7, 35.3, 47.7, 44.5]
 
 
@@ -233,14 +211,6 @@ def test_pearl_measures_both_clocks_and_says_whether_overlapping_pays(tmp_path):
     assert (tmp_path / "table.md").read_text().count("overlapping in two threads of this machine") == 2
 
 
-def test_the_best_of_several_methods_is_chosen_on_the_other_half_of_the_prompts():
-    rows = [made(m, p, tokens, 1) for m, p, tokens in (("a", "x", 1), ("a", "y", 4), ("b", "x", 3), ("b", "y", 3))]
-    best = Sums(rows).best("tokens", "steps", ["a", "b"])
-    assert best[0] == 2
-    better = [made(m, str(p), tokens, 1) for m, tokens in (("a", 1), ("b", 2)) for p in range(20)]
-    assert (Sums(better).best("tokens", "steps", ["a", "b"]) == 2).all()
-
-
 def test_a_reason_is_the_longest_that_fits(monkeypatch):
     monkeypatch.setattr(claims, "REASONS", {"A": "short", "A tree": "long"})
     assert claims.reason("A tree is better.") == "long"
@@ -253,23 +223,33 @@ def test_a_folder_without_claims_is_refused(tmp_path):
 
 
 def test_three_drafts_without_replacement_are_near_the_exact_figure():
-    acceptance = pytest.importorskip("outrider.theory.acceptance")
-    from recipes.optimal_rate import without_replacement
-
     torch.manual_seed(0)
     p, q = (torch.randn(6, 12, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
     exact = acceptance.recursive_without_replacement(p, q, 3)
-    assert (without_replacement(p, q, 3) - exact).abs().max() < 0.02
+    assert (optimal_rate.without_replacement(p, q, 3) - exact).abs().max() < 0.02
+
+
+def test_three_drafts_without_replacement_are_exact_in_the_mean_over_where_the_points_begin():
+    p, q = (torch.randn(4, 6, dtype=torch.float64).mul(1.5).softmax(-1) for _ in range(2))
+    exact = acceptance.recursive_without_replacement(p, q, 3)
+    for i in range(len(p)):
+        # Between two of these starts the same drafts are taken.
+        over = (q[i] - p[i]).clamp_min(0).cumsum(0)
+        points = optimal_rate.REFUSED * over / over[-1]
+        edges = torch.cat([torch.tensor([0.0, 1.0]), (points % 1).double()]).unique()
+        mean = sum(
+            float(b - a)
+            * float(optimal_rate.without_replacement(p[i : i + 1], q[i : i + 1], 3, ((a + b) / 2)[None])[0])
+            for a, b in itertools.pairwise(edges)
+        )
+        assert mean == pytest.approx(float(exact[i]), abs=1e-12)
 
 
 def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
-    pytest.importorskip("outrider.theory.acceptance")
-    from recipes import optimal_rate
-
     optimal_rate.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=3, threads=1), every=2)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(optimal_rate.TEMPERATURES)
-    for row in rows:
+    for row in [each for made in rows for each in made["each"]]:
         for rule in ("recursive with replacement", "K-SEQ"):
             for n in optimal_rate.DRAFTS:
                 best = row[optimal_rate.key(optimal_rate.OPTIMUM[rule], n)]
@@ -280,7 +260,8 @@ def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
 def test_a_trace_orders_the_rules_on_every_prompt(tmp_path):
     setting = Setting(out=tmp_path / "run", num_prompts=2, max_new_tokens=24, threads=1)
     block_trace.run(setting)
-    rows = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    made = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
+    rows = [each for row in made for each in row["each"]]
     assert len(rows) == 2 * 10
     by = {(row["prompt"], row["method"]): row for row in rows if row["method"] != block_trace.OWN}
     assert len(by) == 2 * 9

@@ -11,13 +11,13 @@ from recipes import tree_cost, verify_cost
 
 
 def test_verifying_is_timed_for_every_known_case(tmp_path):
-    summary = verify_cost.run(
+    entries = verify_cost.run(
         tmp_path, vocab=64, hidden=64, layers=1, nodes=8, context=4, batches=(1, 2), rounds=2, depth=2, threads=1
     )
     cases = {(c.verifier, c.tree) for c in verify_cost.known_cases()}
     assert {"token", "block", "match"} <= {verifier for verifier, _ in cases}
-    assert {(e["verifier"], e["tree"]) for e in summary["entries"]} == cases
-    assert len(summary["entries"]) == len(cases) * 2 * 2 * 2
+    assert {(e["verifier"], e["tree"]) for e in entries} == cases
+    assert len(entries) == len(cases) * 2 * 2 * 2
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert len(lines) == verify_cost.count_timings(2, 2)
     assert (tmp_path / "table.md").read_text().count("| token | chain |") == 8
@@ -52,8 +52,8 @@ def test_a_share_is_of_the_forward_of_its_own_round():
 
 def test_trees_are_timed_against_bare_forwards(tmp_path):
     model = tree_cost.random_llama(hidden=32, layers=1, heads=4, kv_heads=2, vocab=64, context=64)
-    summary = tree_cost.run(tmp_path, {"tiny": model}, contexts=(8,), sizes=(1, 3), rounds=2, threads=1)
-    assert [(e["nodes"], e["tree"]) for e in summary["entries"]] == [(n, t) for n in (1, 3) for t in tree_cost.TREES]
+    entries = tree_cost.run(tmp_path, {"tiny": model}, contexts=(8,), sizes=(1, 3), rounds=2, threads=1)
+    assert [(e["nodes"], e["tree"]) for e in entries] == [(n, t) for n in (1, 3) for t in tree_cost.TREES]
     lines = (tmp_path / "rows.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 2 * (len(tree_cost.TREES) + 2)
     assert all(json.loads(line)["seconds"] > 0 for line in lines)

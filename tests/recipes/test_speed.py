@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from recipes.speed import Question, Row, bare_summary, choose, read_prompts, repeat_share, summarise, to_markdown
+from outrider.bench.evidence import Row
+from outrider.bench.workload import Question, choose, read_prompts
+from recipes.speed import bare_summary, findings, repeat_share, summarise
 
 COUNTS = {"story": 32, "dialogue": 60, "math": 116, "python": 6}
 
@@ -59,16 +61,16 @@ def test_share_of_ngrams_that_stood_before(tokens, share):
 def made(name: str, prompt: str, seconds: list[float], steps: int, repeat: float = 0.0, **more: object) -> list[Row]:
     return [
         {
-            "configuration": name,
+            "method": name,
             "temperature": 0.0,
             "prompt": prompt,
             "category": prompt[:1],
             "round": i,
             "tokens": 100,
             "seconds": s,
-            "num_steps": steps,
-            "num_draft_tokens": 0,
-            "num_accepted_tokens": 0,
+            "steps": steps,
+            "drafted": 0,
+            "accepted": 0,
             "profile": {},
             "repeat_share": repeat,
             "digest": "same",
@@ -80,7 +82,7 @@ def made(name: str, prompt: str, seconds: list[float], steps: int, repeat: float
 
 def hand_made() -> list[Row]:
     profile = {"target": 0.25, "drafter": 0.125, "rest": 0.125}
-    drafts = {"num_draft_tokens": 200, "num_accepted_tokens": 60, "profile": profile}
+    drafts = {"drafted": 200, "accepted": 60, "profile": profile}
     return [
         *made("plain pad_to=1", "a", [1.0, 9.0, 1.0], 100),
         *made("plain pad_to=1", "b", [3.0, 3.0, 3.0], 100, repeat=0.5),
@@ -95,7 +97,7 @@ def test_summary_is_the_one_computed_by_hand():
     summary = summarise(hand_made())
     assert summary["plain"] == {"0": "plain pad_to=1"}
     assert summary["repeating_prompts"] == ["b"]
-    entries = {e["configuration"]: e for e in summary["configurations"]}
+    entries = {e["method"]: e for e in summary["methods"]}
     ours = entries["speculative"]
     assert ours["tokens_per_second"] == pytest.approx(200 / 1.0)
     assert ours["all"]["speedup"] == pytest.approx(4.0)
@@ -114,16 +116,16 @@ def test_summary_is_the_one_computed_by_hand():
 def test_rounds_of_unequal_length_count_by_seconds_per_token():
     rows = hand_made()
     for row in rows:
-        if row["configuration"] == "speculative" and row["round"] == 1:
+        if row["method"] == "speculative" and row["round"] == 1:
             row["tokens"], row["seconds"] = 200, row["seconds"] * 2
-    entry = next(e for e in summarise(rows)["configurations"] if e["configuration"] == "speculative")
+    entry = next(e for e in summarise(rows)["methods"] if e["method"] == "speculative")
     assert entry["all"]["speedup"] == pytest.approx(4.0)
 
 
 def test_efficiency_divides_by_what_bare_forwards_allow():
     summary = summarise(hand_made())
     bare = {"target 1": [1.0, 1.0], "target 5": [1.2, 1.2], "draft 1": [0.1, 0.1]}
-    found = bare_summary(bare, bare, {0.0: 4}, summary["configurations"])["by_temperature"]["0"]
+    found = bare_summary(bare, bare, {0.0: 4}, summary["methods"])["by_temperature"]["0"]
     assert (found["v"], found["c"]) == pytest.approx((1.2, 0.1))
     assert found["allowed_speedup"] == pytest.approx(600 / 225 / 1.6)
     assert found["efficiency"] == pytest.approx(4.0 / (600 / 225 / 1.6))
@@ -132,11 +134,11 @@ def test_efficiency_divides_by_what_bare_forwards_allow():
 def test_table_has_a_line_per_configuration():
     summary = summarise(hand_made())
     bare = {"target 1": [1.0], "target 5": [1.2], "draft 1": [0.1]}
-    summary["bare"] = bare_summary(bare, bare, {0.0: 4}, summary["configurations"])
+    summary["bare"] = bare_summary(bare, bare, {0.0: 4}, summary["methods"])
     summary["categories"] = {"a": 1, "b": 1}
     summary["pilot"] = {"num_prompts": 1, "tokens_per_second": {"0": {"4": 9.0}}, "lengths": {"0": 4}}
-    summary["circumstances"] = {
-        "arguments": {"rounds": 3, "max_new_tokens": 100, "dtype": "bfloat16"},
+    summary |= {"rounds": 3, "max_new_tokens": 100, "dtype": "bfloat16"}
+    made = {
         "commit": "abc",
         "uncommitted_changes": False,
         "versions": {"torch": "1", "transformers": "2", "outrider": "3"},
@@ -144,4 +146,4 @@ def test_table_has_a_line_per_configuration():
         "threads": 2,
         "date": "today",
     }
-    assert "| speculative | 0 | 200.0 |" in to_markdown(summary)
+    assert "| speculative | 0 | 200.0 |" in findings(summary).markdown("speed", made)

@@ -10,10 +10,10 @@ import torch
 import outrider
 from outrider import InputError, Sampling, catalog
 from outrider.bench.costs import Costs
+from outrider.bench.trial import Setting
 from outrider.lm.open import open_model
 from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from recipes import overhead, stand_in, stand_in_speed
-from recipes.trial import Setting
+from recipes import overhead, overhead_runs, stand_in, stand_in_speed
 
 TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."
 
@@ -65,7 +65,7 @@ def own_cache(tmp_path, monkeypatch):
 def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
     # One layer, which the test can afford, drafts for itself.
     setting = Setting(out=tmp_path / "out", target=str(EMBEDDED_DRAFT), num_prompts=2, max_new_tokens=6, threads=1)
-    text = stand_in_speed.run(
+    found = stand_in_speed.run(
         setting,
         rounds=2,
         batch_sizes=(1, 2),
@@ -76,8 +76,11 @@ def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
         costs=Costs(draft=0.2, token=0.02),
     )
     rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
-    names = {row["way"] for row in rows}
-    assert names == {*(way.name for way in stand_in_speed.PLAIN), "chain of 2", "planned chain", "suffix"}
+    text = found.markdown(
+        "stand_in_speed", json.loads((setting.out / "circumstances.json").read_text())["circumstances"]
+    )
+    names = {row["method"] for row in rows}
+    assert names == {*(kind.name for kind in stand_in_speed.PLAIN), "chain of 2", "planned chain", "suffix"}
     assert len(rows) == 2 * (2 + 1) * len(names)
     assert {row["tokens"] for row in rows} == {6, 12}
     # Greedy in float32: all ways say the same.
@@ -87,8 +90,8 @@ def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
     assert text.count("| suffix | ") == 2
     for name in names - {"transformers"}:
         seconds = [
-            statistics.median(row["seconds"] for row in rows if row["way"] == name and row["prompt"] == prompt)
-            for prompt in {row["prompt"] for row in rows if row["batch"] == 1}
+            statistics.median(row["seconds"] for row in rows if row["method"] == name and row["prompt"] == prompt)
+            for prompt in {row["prompt"] for row in rows if row["requests"] == 1}
         ]
         assert f"| {name} | {12 / sum(seconds):.1f} |" in text
     assert (setting.out / "plot.svg").stat().st_size > 1000
@@ -107,13 +110,13 @@ def test_a_batch_larger_than_the_prompts_is_refused(tmp_path):
 
 
 def test_every_way_is_one_that_the_catalog_reads():
-    for way in stand_in_speed.ways(Costs(draft=0.1, token=0.01)):
-        catalog.make("tree", way.tree)
-        catalog.make("length", way.length)
+    for kind in stand_in_speed.kinds(Costs(draft=0.1, token=0.01)):
+        catalog.make("tree", kind.tree)
+        catalog.make("length", kind.length)
 
 
 def test_overhead_is_what_the_rows_say(tmp_path):
-    plan = overhead.Plan(
+    plan = overhead_runs.Plan(
         out=tmp_path / "out",
         batch_sizes=(1, 2),
         context=16,
@@ -125,19 +128,22 @@ def test_overhead_is_what_the_rows_say(tmp_path):
         threads=1,
     )
     summary = overhead.run(plan, pairs=("stand-in",))
-    rows = [json.loads(line) for line in (plan.out / "rows.jsonl").read_text().splitlines()]
+    made = [json.loads(line) for line in (plan.out / "rows.jsonl").read_text().splitlines()]
+    steps, decoding = (
+        [r for row in made if ("steps" in row["turn"]) == wanted for r in row["each"]] for wanted in (1, 0)
+    )
     assert [each["batch"] for each in summary["steps"]] == [1, 2]
     for each in summary["steps"]:
-        own = [row for row in rows if row["phase"] == "steps" and row["batch"] == each["batch"]]
+        own = [row for row in steps if row["batch"] == each["batch"]]
         assert 0 < len(own) <= 3
         middle = statistics.median(1 - row["bare"] / row["step"] for row in own)
         assert each["overhead"]["median"] == pytest.approx(middle)
-        calls = each["v"] + each["c"] * overhead.GAMMA
+        calls = each["v"] + each["c"] * overhead_runs.GAMMA
         plain = each["seconds"][each["plain"]]["median"] / each["seconds"]["step"]["median"]
         assert each["efficiency"] == pytest.approx(plain * calls)
     [one, two] = summary["decoding"]
     assert (one["batch"], two["batch"]) == (1, 2)
-    timed = [row for row in rows if row["phase"] == "decoding" and row["batch"] == 2]
+    timed = [row for row in decoding if row["batch"] == 2]
     assert len(timed) == 2 * 3
     many = [row["seconds"] for row in timed if row["way"] == "transformers" and row["tokens"] == 6]
     assert two["tokens_per_second"]["transformers"] == pytest.approx(6 / statistics.median(many))
@@ -147,6 +153,6 @@ def test_overhead_is_what_the_rows_say(tmp_path):
 def test_compiling_is_refused_where_engines_cannot_be_compiled(tmp_path):
     if "compile" not in inspect.signature(outrider.load).parameters:
         with pytest.raises(InputError, match="cannot be compiled"):
-            overhead.Plan(out=tmp_path, compile=True)
+            overhead_runs.Plan(out=tmp_path, compile=True)
     with pytest.raises(InputError, match="new_tokens must be >= 2, got 1"):
-        overhead.Plan(out=tmp_path, new_tokens=1)
+        overhead_runs.Plan(out=tmp_path, new_tokens=1)

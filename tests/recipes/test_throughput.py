@@ -8,12 +8,12 @@ from recipes import throughput
 
 
 def test_every_way_is_run_with_few_and_many_slots(tmp_path):
-    summary = throughput.run(tmp_path, num_prompts=3, max_new_tokens=4, rounds=1, threads=1)
+    entries = throughput.run(tmp_path, num_prompts=3, max_new_tokens=4, rounds=1, threads=1)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     ways = {(slots, throughput.name_of(n)) for slots in throughput.SLOTS for n in throughput.LENGTHS}
     assert {(row["slots"], row["way"]) for row in rows} == ways
     assert all(row["tokens"] == 3 * 4 for row in rows)
-    assert len(summary["entries"]) == len(ways)
+    assert len(entries) == len(ways)
 
 
 def test_ratios_are_to_plain_decoding_of_the_same_round():

@@ -1,15 +1,18 @@
 """Architectures: those that needed something of their own are right, and the page says what is so now."""
 
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
+from outrider.bench.folder import read_rows
 from outrider.lm.support import refusal
 from recipes import zoo
 from recipes.tiny import MODEL_TYPES, Float64, tiny_config
 
-ROWS = zoo.read_rows(zoo.ROWS / "rows.jsonl")
-PAGE = (zoo.ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent.parent
+ROWS = read_rows(ROOT / "measurements" / "architectures" / "rows.jsonl")
+PAGE = (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8")
 SAME_VERSION = pytest.mark.skipif(
     {row["transformers"] for row in ROWS} != {version("transformers")},
     reason="the page was made with another version of transformers",

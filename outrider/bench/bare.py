@@ -1,0 +1,86 @@
+"""Bare forwards: the plain call of a transformers model on prepared tensors, which everything else is read against."""
+
+import time
+from collections.abc import Callable
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """How long a call takes, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+class Bare:
+    """Forwards of a model over a batch, behind a context that stays as long as it is.
+
+    Args:
+        ids: Tokens of each row; the first `context` are the context, and a forward is over the first ones too.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], context: int | None = None) -> None:
+        self.model, self.ids, self.cache = model, ids, DynamicCache(config=model.config)
+        self.context = ids.shape[1] if context is None else context
+        if self.context:
+            with torch.inference_mode():
+                model(ids[:, : self.context], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+
+    def forward(self, width: int) -> float:
+        """Seconds of a forward over so many new tokens per row."""
+        return self._timed(width, {})
+
+    def masked(self, width: int) -> float:
+        """The same with an explicit causal mask and positions."""
+        columns = torch.arange(self.context + width)
+        mask = (columns <= torch.arange(self.context, self.context + width)[:, None])[None, None]
+        positions = torch.arange(self.context, self.context + width)[None]
+        device = self.ids.device
+        return self._timed(width, {"attention_mask": mask.to(device), "position_ids": positions.to(device)})
+
+    @torch.inference_mode()
+    def _timed(self, width: int, options: dict[str, Tensor]) -> float:
+        tokens = self.ids[:, :width].contiguous()
+        call = lambda: self.model(tokens, past_key_values=self.cache, use_cache=True, **options)  # noqa: E731
+        spent = seconds(call, self.model.device)
+        self.cache.crop(-width)
+        return spent
+
+
+def random_llama(
+    *,
+    hidden: int = 768,
+    layers: int = 12,
+    heads: int = 12,
+    kv_heads: int = 4,
+    intermediate: int | None = None,
+    vocab: int = 32000,
+    context: int = 2048,
+) -> PreTrainedModel:
+    """A Llama with random weights in bfloat16; by default about 110M parameters."""
+    config = LlamaConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        intermediate_size=hidden * 19 // 6 if intermediate is None else intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    torch.manual_seed(0)
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return LlamaForCausalLM(config).eval()
+    finally:
+        torch.set_default_dtype(usual)

@@ -1,0 +1,130 @@
+"""Runs that count steps: what a way to decode emits per step, which no clock has a part in."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.evidence import Row
+from outrider.bench.expected import acceptance, expected_accepted
+from outrider.bench.runs import Conditions, Job
+from outrider.bench.texts import log_ratios
+from outrider.decoding.protocol import Cycle
+from outrider.engine.engine import Engine
+from outrider.theory.coverage import Rule, coverage
+from outrider.types import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A chain of a fixed length under a rule, for which texts alone say how many steps they take.
+
+    Attributes:
+        deepest: Steps count that begin with room for as many draft tokens.
+    """
+
+    rule: Rule
+    length: int
+    deepest: int
+
+    @property
+    def name(self) -> str:
+        """As rows have it."""
+        return f"{self.rule} {self.length}, room {self.deepest}"
+
+
+@dataclass(kw_only=True)
+class Tally:
+    """Counts over the steps of a request; those that begin with room for a whole draft are free.
+
+    Attributes:
+        expected: Tokens that the rule was expected to accept in all steps, given their drafts.
+        free_tokens: Tokens that the free steps emitted.
+    """
+
+    output: list[int] = field(default_factory=list)
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    expected: float = 0.0
+    free_tokens: int = 0
+    free_steps: int = 0
+    free_drafted: int = 0
+
+    def add(self, step: Step, expected: float, room_until: int) -> None:
+        """Add a step; it is free if the output had fewer than `room_until` tokens."""
+        free = len(self.output) < room_until
+        self.output += step.tokens
+        self.steps += 1
+        self.drafted += step.num_draft_tokens
+        self.accepted += step.num_accepted_tokens
+        self.expected += expected
+        self.free_tokens += free * len(step.tokens)
+        self.free_steps += free
+        self.free_drafted += free * step.num_draft_tokens
+
+
+def tally(engine: Engine, job: Job, conditions: Conditions, deepest: int) -> list[Tally]:
+    """Run a job and count the steps of each of its requests.
+
+    Args:
+        deepest: Deepest draft of all that it is compared with: a step that begins with room for it is free.
+    """
+    expected: dict[str, float] = {}
+
+    def watch(cycle: Cycle) -> None:
+        chances = acceptance(engine.parts.verifier, cycle.draft, cycle.rows)
+        known = cycle.verdict.num_accepted if chances is None else expected_accepted(cycle.draft, chances)
+        expected.update(zip([state.request.id for state in cycle.states], known.tolist(), strict=True))
+
+    engine.rest()
+    engine.watch = watch
+    try:
+        ids = [
+            engine.add(
+                prompt,
+                max_new_tokens=conditions.max_new_tokens,
+                sampling=sampling,
+                ignore_eos=conditions.ignore_eos,
+            )
+            for prompt, sampling in zip(job.prompts, conditions.samplings(job), strict=True)
+        ]
+        tallies = {id: Tally() for id in ids}
+        while engine.busy:
+            made: list[Step] = []
+            engine.step(sink=made.append)
+            for step in made:
+                tallies[step.request].add(step, expected[step.request], conditions.max_new_tokens - deepest)
+    finally:
+        engine.watch = None
+        engine.rest()
+    return list(tallies.values())
+
+
+def covered(
+    engine: Engine, prompt: Sequence[int], output: Sequence[int], conditions: Conditions, chains: Sequence[Chain]
+) -> dict[str, list[float]]:
+    """Expected steps of chains on an output, and the tokens that these emit; by the chain's name.
+
+    Args:
+        engine: Its target said the output, however it drafted; its drafter is a draft model.
+    """
+    draft: Any = engine.parts.drafter
+    ratios = log_ratios(engine.parts.target, draft.lm, prompt, output, conditions.temperature)
+    ended = not conditions.ignore_eos and output[-1] in engine.eos_ids
+    found = {}
+    for chain in chains:
+        before = conditions.max_new_tokens - chain.deepest
+        made = coverage(ratios, chain.length, chain.rule, before=before, ended=ended)
+        found[chain.name] = [made.steps, made.tokens]
+    return found
+
+
+def rows_of(engine: Engine, job: Job, conditions: Conditions, *, deepest: int, chains: Sequence[Chain]) -> list[Row]:
+    """Of each request of a job the counts of its steps, and what chains would take for the same text."""
+    found = []
+    for question, made in zip(job.questions, tally(engine, job, conditions, deepest), strict=True):
+        counts = {name: value for name, value in vars(made).items() if name != "output"}
+        texts = covered(engine, question.tokens, made.output, conditions, chains)
+        head = {"prompt": question.id, "category": question.category, "tokens": len(made.output)}
+        found.append({**head, **counts, "chains": texts})
+    return found

@@ -1,0 +1,176 @@
+"""The folder that a measurement writes: rows as they come, then tables, plots, claims and circumstances, never half."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from outrider.bench.circumstances import circumstances, shown
+from outrider.bench.evidence import Row
+from outrider.bench.report import Findings
+from outrider.bench.turns import Named, Turn
+from outrider.types import InputError
+
+COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+W = TypeVar("W", bound=Named)
+J = TypeVar("J", bound=Named)
+
+
+def write(place: Path, text: str) -> None:
+    """Write a file under a temporary name, then rename it."""
+    fresh = place.with_name(f"{place.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(place)
+
+
+def read_rows(place: Path) -> list[Row]:
+    """The rows of a file; a last line that was cut off is left out."""
+    if not place.exists():
+        return []
+    lines = place.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def read_record(place: Path) -> dict[str, Any]:
+    """The circumstances of the run that a folder holds."""
+    try:
+        found: dict[str, Any] = json.loads((place / "circumstances.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{place} is not the folder of a run: {error}") from error
+    return found
+
+
+class Folder:
+    """What one run of a recipe leaves behind; made by `folder`.
+
+    Nothing is written before the first row. A run that was cut off goes on where it stopped: a turn whose row is there
+    is not taken again.
+
+    Attributes:
+        place: Where it is; None keeps the rows in memory.
+        rows: All rows, those of an earlier run first.
+        progress: For what the recipe does besides.
+    """
+
+    def __init__(self, place: Path | None, recipe: str, arguments: Mapping[str, object], progress: Progress) -> None:
+        self.place, self.recipe, self.progress = place, recipe, progress
+        self.rows: list[Row] = []
+        self._record: dict[str, Any] = {"recipe": recipe, "circumstances": circumstances(arguments), "resumed": []}
+        self._now: dict[str, Any] | None = None
+        self._begun = False
+        if place is not None:
+            self._resume(place)
+
+    def _resume(self, place: Path) -> None:
+        """Take over the rows of an earlier run with the same arguments."""
+        if place.exists() and not place.is_dir():
+            raise InputError(f"cannot make the folder {place}: there is a file of this name; give another with --out")
+        if not (place / "circumstances.json").exists():
+            if (place / "rows.jsonl").exists():
+                raise InputError(f"{place} has rows of an unknown run; give another folder with --out")
+            return
+        earlier = read_record(place)
+        ours, theirs = (_settled(each["circumstances"]["arguments"]) for each in (self._record, earlier))
+        if (self.recipe, ours) != (earlier["recipe"], theirs):
+            changed = sorted(n for n in {*ours, *theirs} if ours.get(n) != theirs.get(n)) or ["recipe"]
+            raise InputError(f"{place} has rows of a run with another {', '.join(changed)}; give another with --out")
+        self._now = self._record["circumstances"]
+        self.rows = read_rows(place / "rows.jsonl")
+        self._record = {"resumed": [], **earlier}
+        self._record["circumstances"]["arguments"] = self._now["arguments"]
+
+    @property
+    def made(self) -> Mapping[str, Any]:
+        """Under what the first row came about."""
+        found: Mapping[str, Any] = self._record["circumstances"]
+        return found
+
+    def add(self, row: Row) -> Row:
+        """Keep a row, and write it."""
+        if self.place is not None:
+            self._begin(self.place)
+            if self._now is not None:
+                self._record["resumed"].append(self._now)
+                write(self.place / "circumstances.json", json.dumps(self._record, indent=2) + "\n")
+                self._now = None
+            with (self.place / "rows.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        self.rows.append(row)
+        return row
+
+    def _begin(self, place: Path) -> None:
+        if self._begun:
+            return
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make the folder {place}: {error.strerror}; give another with --out") from error
+        # Without the line that was cut off.
+        write(place / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
+        write(place / "circumstances.json", json.dumps(self._record, indent=2) + "\n")
+        self._begun = True
+
+    def take(
+        self, phase: str, turns: Iterable[Turn[W, J]], run: Callable[[Turn[W, J]], Row], *, quiet: bool = False
+    ) -> list[Row]:
+        """Take turns, and return the rows of all of them; those that an earlier run has taken are not taken again.
+
+        Args:
+            phase: Named in the rows.
+            run: Does a turn; what it returns is the row.
+        """
+        todo = list(turns)
+        have = {row["turn"]: row for row in self.rows if row.get("phase") == phase}
+        task = self.progress.add_task(phase, total=len(todo), visible=not quiet)
+        found = []
+        for turn in todo:
+            row = have.get(turn.name)
+            if row is None:
+                head = {"phase": phase, "turn": turn.name, "order": len(self.rows), "round": turn.round}
+                row = self.add({**head, **run(turn)})
+            found.append(row)
+            self.progress.advance(task)
+        return found
+
+    def finish(self, findings: Findings) -> list[dict[str, Any]]:
+        """Write what was found, print it, and return the claims as `claims.json` has them."""
+        claims = [asdict(claim) for claim in findings.claims]
+        if self.place is not None:
+            self._begin(self.place)
+            self._record["ended"] = circumstances({})
+            record = json.dumps(self._record, indent=2)
+            first = json.dumps(self.rows[0], indent=2) if self.rows else "none"
+            page = findings.html(self.recipe, self.made, count=len(self.rows), first=first, circumstances=record)
+            files = {
+                "table.md": findings.markdown(self.recipe, self.made),
+                "report.html": page,
+                "claims.json": json.dumps(claims, indent=2) + "\n" if claims else "",
+                "plot.svg": findings.plot(),
+                "summary.json": "" if findings.summary is None else json.dumps(findings.summary, indent=2) + "\n",
+                "circumstances.json": record + "\n",
+            }
+            for name, text in files.items():
+                if text:
+                    write(self.place / name, text)
+        self.progress.stop()
+        Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.made), markup=False)
+        return claims
+
+
+def _settled(arguments: Mapping[str, object]) -> dict[str, object]:
+    """What must be the same for a run to go on: more seeds or rounds may be asked for, in another folder."""
+    return {name: value for name, value in arguments.items() if name not in ("out", "seeds", "rounds")}
+
+
+@contextmanager
+def folder(place: Path | None, recipe: str, arguments: Mapping[str, object]) -> Iterator[Folder]:
+    """A folder for the time of a recipe's run, with a progress bar."""
+    given = {name: shown(value) for name, value in arguments.items()}
+    with Progress(*COLUMNS, console=Console(stderr=True)) as progress:
+        yield Folder(place, recipe, given, progress)

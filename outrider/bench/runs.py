@@ -1,0 +1,276 @@
+"""One timed run of prompts, by an engine or by transformers' own loop, and the row that it leaves."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from outrider.bench.evidence import Row
+from outrider.bench.workload import Question
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
+from outrider.types import Sampling
+
+PARTS = ("target", "drafter", "rows", "verify", "commit")
+"""What the profile of a run names, of the parts of a step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Prompts that run together, and their seed."""
+
+    questions: tuple[Question, ...]
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """Unique among the jobs of a measurement."""
+        return f"{self.prompt}, seed {self.seed}"
+
+    @property
+    def prompt(self) -> str:
+        """The names of all prompts."""
+        return "+".join(question.id for question in self.questions)
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Token ids of all prompts."""
+        return [list(question.tokens) for question in self.questions]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """How a job is to be done, whoever does it.
+
+    Attributes:
+        max_new_tokens: Most tokens of each output.
+        ignore_eos: Whether outputs go on behind end tokens, so that all are as long.
+        sampling: Settings besides the temperature and the seed.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    ignore_eos: bool = False
+    sampling: Sampling = field(default_factory=Sampling)
+
+    def samplings(self, job: Job) -> list[Sampling]:
+        """One for each prompt: the i-th is drawn with 1000 times the job's seed and i."""
+        seeds = [1000 * job.seed + i for i in range(len(job.questions))]
+        return [replace(self.sampling, temperature=self.temperature, seed=seed) for seed in seeds]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run gave.
+
+    Attributes:
+        tokens: Output of each prompt.
+        seconds: Of the whole run, from a cold cache, prompts included.
+        forwards: Calls of the target; None where an engine counted steps.
+        outputs: What an engine says of each prompt; none of transformers' own loop.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    seconds: float
+    forwards: int | None = None
+    outputs: Sequence[Output] = field(default=(), repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(map(len, self.tokens))
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal outputs."""
+        text = json.dumps([list(tokens) for tokens in self.tokens])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def on_engine(engine: Engine, job: Job, conditions: Conditions, *, columns: int | None = None) -> Run:
+    """Run a job on an engine, from a cold cache.
+
+    Args:
+        columns: Fewest columns of the target's forwards during the run; None leaves them.
+    """
+    target: Any = engine.parts.target
+    padded = target.pad_to
+    engine.rest()
+    target.pad_to = padded if columns is None else columns
+    try:
+        began = time.perf_counter()
+        outputs = engine.generate(
+            job.prompts,
+            max_new_tokens=conditions.max_new_tokens,
+            sampling=conditions.samplings(job),
+            ignore_eos=conditions.ignore_eos,
+        )
+        seconds = time.perf_counter() - began
+        engine.rest()
+    finally:
+        target.pad_to = padded
+    return Run(tokens=[output.tokens for output in outputs], seconds=seconds, outputs=outputs)
+
+
+@torch.inference_mode()
+def on_transformers(
+    model: PreTrainedModel,
+    job: Job,
+    conditions: Conditions,
+    *,
+    eos_ids: frozenset[int] = frozenset(),
+    assistant: PreTrainedModel | None = None,
+    num_assistant_tokens: int = 0,
+    prompt_lookup_num_tokens: int | None = None,
+) -> Run:
+    """Run a job by `model.generate`, its prompts as one padded batch.
+
+    Args:
+        eos_ids: Token ids that end an output, unless they are ignored.
+        assistant: A draft model for transformers' own assisted generation, which drafts `num_assistant_tokens` tokens.
+        prompt_lookup_num_tokens: Tokens that transformers' own prompt lookup drafts.
+    """
+    prompts = job.prompts
+    longest = max(map(len, prompts))
+    pad = model.generation_config.pad_token_id or 0
+    missing = [longest - len(prompt) for prompt in prompts]
+    ids = torch.tensor([[pad] * n + prompt for n, prompt in zip(missing, prompts, strict=True)], device=model.device)
+    mask = torch.tensor([[0] * n + [1] * (longest - n) for n in missing], device=model.device)
+    ending = sorted(eos_ids) if eos_ids and not conditions.ignore_eos else None
+    options = {
+        **law(conditions.temperature, conditions.sampling),
+        "max_new_tokens": conditions.max_new_tokens,
+        "pad_token_id": pad,
+    }
+    if assistant is not None:
+        settings = assistant.generation_config
+        settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = num_assistant_tokens, "constant"
+        settings.assistant_confidence_threshold = 0
+        options["assistant_model"] = assistant
+    if prompt_lookup_num_tokens is not None:
+        options["prompt_lookup_num_tokens"] = prompt_lookup_num_tokens
+    torch.manual_seed(job.seed)
+    forwards = 0
+
+    def count(*_: object) -> None:
+        nonlocal forwards
+        forwards += 1
+
+    usual, model.generation_config.eos_token_id = model.generation_config.eos_token_id, ending
+    hook = model.register_forward_pre_hook(count)
+    try:
+        began = time.perf_counter()
+        said = model.generate(ids, attention_mask=mask, **options)
+        seconds = time.perf_counter() - began
+    finally:
+        hook.remove()
+        model.generation_config.eos_token_id = usual
+    tokens = [_ended(each, ending or ()) for each in said[:, longest:].tolist()]
+    return Run(tokens=tokens, seconds=seconds, forwards=forwards)
+
+
+def law(temperature: float, sampling: Sampling | None = None) -> dict[str, Any]:
+    """What `model.generate` must be told to draw as an engine does; by default from the model's own distribution."""
+    if temperature == 0:
+        return {"do_sample": False}
+    cut = sampling or Sampling()
+    return {"do_sample": True, "temperature": temperature, "top_k": cut.top_k, "top_p": cut.top_p}
+
+
+def _ended(tokens: list[int], eos_ids: Sequence[int]) -> list[int]:
+    """An output up to its ending token, which a padded batch pads behind."""
+    ends = [i for i, token in enumerate(tokens) if token in eos_ids]
+    return tokens[: ends[0] + 1] if ends else tokens
+
+
+def as_row(
+    run: Run,
+    method: str,
+    job: Job,
+    conditions: Conditions,
+    *,
+    deepest: int = 0,
+    labels: Mapping[str, Any] | None = None,
+) -> Row:
+    """A run as a line of `rows.jsonl`; counts are summed over its requests, iterations and seconds are the run's.
+
+    `seconds` are the whole run's, prefill included; `stepping` those of its steps on their own clock, which a simulated
+    one is too, without those that are a request's first one, which may digest a prompt; `stepped` are the tokens of the
+    same steps, and `profile` parts them. `free_tokens` and `free_steps` count the steps that began with room for
+    `deepest` draft tokens. What transformers does not tell is None.
+    """
+    alone = len(job.questions) == 1
+    found: Row = {
+        "method": method,
+        **(labels or {}),
+        "temperature": conditions.temperature,
+        "prompt": job.prompt,
+        "category": job.questions[0].category if alone else "several",
+        "seed": job.seed,
+        "requests": len(job.questions),
+        "prompt_tokens": sum(len(question.tokens) for question in job.questions),
+        "tokens": run.num_tokens,
+        "steps": None if run.forwards is None else run.forwards * len(job.questions),
+        "drafted": None,
+        "accepted": None,
+        "seconds": run.seconds,
+        "profile": {},
+        "digest": run.digest,
+    }
+    return found | (_of_steps(run.outputs, conditions.max_new_tokens - deepest) if run.outputs else {})
+
+
+def _of_steps(outputs: Sequence[Output], free_until: int) -> Row:
+    """What the engine's steps say."""
+    steps = [step for output in outputs for step in output.steps]
+    timings = {id(step.timing): step.timing for step in steps}.values()
+    first = {id(output.steps[0].timing) for output in outputs if output.steps}
+    later = [timing for timing in timings if id(timing) not in first]
+    free = [count for output in outputs for count in _free(output, free_until)]
+    deepest = max((len(output.accepted_per_position) for output in outputs), default=0)
+    return {
+        "steps": len(steps),
+        "iterations": len(timings),
+        "drafted": sum(output.num_draft_tokens for output in outputs),
+        "accepted": sum(output.num_accepted_tokens for output in outputs),
+        "free_tokens": sum(free),
+        "free_steps": len(free),
+        "stepping": sum(timing.total for timing in later),
+        "stepped": sum(len(step.tokens) for step in steps if id(step.timing) not in first),
+        "later_steps": sum(id(step.timing) not in first for step in steps),
+        "profile": {part: sum(getattr(timing, part) for timing in later) for part in PARTS},
+        "accepted_per_position": [
+            sum(output.accepted_per_position[i] for output in outputs if len(output.accepted_per_position) > i)
+            for i in range(deepest)
+        ],
+    }
+
+
+def drafted_per_position(outputs: Sequence[Output]) -> list[int]:
+    """How often a chain had a draft token at depth 1, 2, ..."""
+    drafted = [step.num_draft_tokens for output in outputs for step in output.steps]
+    return [sum(count > i for count in drafted) for i in range(max(drafted, default=0))]
+
+
+def _free(output: Output, before: int) -> list[int]:
+    """Tokens of each step that began before the output had as many tokens."""
+    counts, emitted = [], 0
+    for step in output.steps:
+        if emitted < before:
+            counts.append(len(step.tokens))
+        emitted += len(step.tokens)
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to decode at a temperature, and how it runs a job."""
+
+    name: str
+    temperature: float
+    run: Callable[[Job], Run]

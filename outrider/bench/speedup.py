@@ -1,0 +1,43 @@
+"""How much faster one way to decode is than another, from runs in turns that were repeated."""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+
+from outrider.bench.evidence import Estimate, Row, Sums
+
+
+def per_prompt(rows: Sequence[Row]) -> dict[str, tuple[float, float]]:
+    """Tokens and seconds of each prompt of one way, from all its rounds.
+
+    Seconds are the median over the rounds; where sampled rounds differ in length, the median seconds per token, times
+    the mean number of tokens.
+    """
+    runs: dict[str, list[Row]] = defaultdict(list)
+    for each in rows:
+        runs[each["prompt"]].append(each)
+    found = {}
+    for prompt, own in runs.items():
+        tokens = statistics.mean(run["tokens"] for run in own)
+        found[prompt] = (tokens, tokens * statistics.median(run["seconds"] / run["tokens"] for run in own))
+    return found
+
+
+def rate(rows: Sequence[Row]) -> float:
+    """Tokens per second of one way: sum of tokens over sum of each prompt's median seconds."""
+    pairs = per_prompt(rows).values()
+    return sum(tokens for tokens, _ in pairs) / sum(seconds for _, seconds in pairs)
+
+
+def speedup(rows: Sequence[Row], plain: Sequence[Row], prompts: Sequence[str]) -> Estimate | None:
+    """Speedup of rows over plain on some prompts, resampled; None without prompts."""
+    if not prompts:
+        return None
+    category = {each["prompt"]: each.get("category", "") for each in rows}
+    table = [
+        {"method": name, "prompt": p, "category": category[p], "seed": 0, "tokens": own[p][0], "seconds": own[p][1]}
+        for name, own in (("ours", per_prompt(rows)), ("plain", per_prompt(plain)))
+        for p in prompts
+    ]
+    sums = Sums(table)
+    return Estimate.of(sums.speed("ours") / sums.speed("plain"))

@@ -1,0 +1,48 @@
+"""The rows of a pair along texts that are there already."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.lm.protocol import LM, Segment
+from outrider.sampling import Prefix, to_rows
+from outrider.types import Sampling
+
+
+@torch.inference_mode()
+def logits_along(lm: LM, prompt: Sequence[int], output: Sequence[int]) -> Float[Tensor, "output vocab"]:
+    """A model's logits before each token of an output, in float32 on the host."""
+    slot = lm.open()
+    try:
+        told = [*prompt, *output]
+        if before := len(prompt) - 1:
+            lm.extend([Segment(slot=slot, tokens=torch.tensor(told[:before]).to(lm.device), logits="none")])
+            lm.commit({slot: range(before)})
+        logits = lm.extend([Segment(slot=slot, tokens=torch.tensor(told[before:-1]).to(lm.device))]).logits
+        lm.commit({slot: []})
+    finally:
+        lm.release(slot)
+    return logits.float().cpu()
+
+
+def rows_at(logits: Float[Tensor, "positions vocab"], temperature: float) -> Float[Tensor, "positions vocab"]:
+    """Distributions at a temperature, in float64."""
+    owners = np.zeros(len(logits), dtype=np.int64)
+    return to_rows(logits.double(), owners, [Sampling(temperature=temperature)], lambda _: Prefix(prompt=[], output=[]))
+
+
+def log_ratios(
+    target: LM, draft: LM, prompt: Sequence[int], output: Sequence[int], temperature: float
+) -> Float[np.ndarray, " output"]:
+    r"""$\log p(y) / q(y)$ of each token of an output that the target said; inf where the draft model rules it out."""
+    said = torch.tensor(output)[:, None]
+    q = rows_at(logits_along(draft, prompt, output), temperature).gather(1, said)[:, 0].numpy()
+    # What a greedy target said is its own argmax, whatever the last bits of another forward are.
+    p = np.ones_like(q)
+    if temperature > 0:
+        p = rows_at(logits_along(target, prompt, output), temperature).gather(1, said)[:, 0].numpy()
+    with np.errstate(divide="ignore"):
+        return np.log(p) - np.log(q)

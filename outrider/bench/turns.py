@@ -1,0 +1,55 @@
+"""Ways and jobs that take turns, so that a machine that grows slower or faster treats all ways alike."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+
+@runtime_checkable
+class Named(Protocol):
+    """What has a name, such as a way to decode or a prompt."""
+
+    @property
+    def name(self) -> str:
+        """Unique among its kind in a measurement."""
+        ...
+
+
+W = TypeVar("W", bound=Named)
+J = TypeVar("J", bound=Named)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn(Generic[W, J]):
+    """One run: a way does a job, for the `round`-th time."""
+
+    round: int
+    way: W
+    job: J
+
+    @property
+    def name(self) -> str:
+        """Unique within a phase of a measurement."""
+        return f"{self.way.name} | {self.job.name} | {self.round}"
+
+
+def turns(ways: Sequence[W], jobs: Sequence[J], *, rounds: int = 1, seed: int | str = 0) -> Iterator[Turn[W, J]]:
+    """Every way does every job in every round; jobs and ways come in an order that is shuffled anew.
+
+    All ways do one job before any does the next, so that what is compared was done within moments.
+
+    Example:
+        >>> from types import SimpleNamespace as Thing
+        >>> ways, jobs = ([Thing(name=name) for name in names] for names in ("ab", "xyz"))
+        >>> len(list(turns(ways, jobs, rounds=2)))
+        12
+    """
+    for things, what in ((ways, "ways"), (jobs, "jobs")):
+        if len({thing.name for thing in things}) < len(things):
+            raise ValueError(f"two {what} have one name")
+    sample = random.Random(seed).sample
+    for round_ in range(rounds):
+        for job in sample(list(jobs), len(jobs)):
+            for way in sample(list(ways), len(ways)):
+                yield Turn(round=round_, way=way, job=job)

@@ -1,0 +1,95 @@
+"""How many steps a given text takes: the expectation over drafts and coins, from the rows along the text alone."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float
+
+from outrider.types import InputError
+
+Rule = Literal["token", "block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Coverage:
+    """Expectations over all ways in which steps can emit one text.
+
+    Attributes:
+        steps: Steps that begin before the bound.
+        tokens: Tokens that these emit.
+    """
+
+    steps: float
+    tokens: float
+
+
+def survival(log_ratios: Float[np.ndarray, " gamma"], rule: Rule) -> Float[np.ndarray, " bounds"]:
+    r"""Chance that a step accepts at least 0, 1, ..., $\gamma$ tokens, given that what it emits is the text.
+
+    A chain drafts the text's next tokens $y_1 \ldots y_i$ with probability $\prod q_j(y_j)$, the rule accepts them with
+    $w_i$, and the target says them with $\prod p_j(y_j)$. With $S_i = \sum_{j \le i} \log p_j(y_j) / q_j(y_j)$ the
+    chance is therefore
+
+    - token verification: $\prod_{j \le i} \min(1, q_j / p_j)$,
+    - block verification: $\exp(-\max_{0 \le k \le i} S_k)$.
+
+    Example:
+        >>> ratios = np.log([2.0, 0.5])
+        >>> survival(ratios, "token").tolist(), survival(ratios, "block").tolist()
+        ([1.0, 0.5, 0.5], [1.0, 0.5, 0.5])
+    """
+    if rule == "token":
+        return np.exp(-np.concatenate([[0.0], np.cumsum(np.maximum(log_ratios, 0))]))
+    return np.exp(-np.maximum.accumulate(np.concatenate([[0.0], np.cumsum(log_ratios)])))
+
+
+def coverage(
+    log_ratios: Float[np.ndarray, " text"], gamma: int, rule: Rule, *, before: int | None = None, ended: bool = False
+) -> Coverage:
+    r"""Expected steps that a text takes with chains of $\gamma$ tokens under a rule that keeps the target's law.
+
+    Whatever is drafted and accepted, a lossless rule emits texts with the target's law. So the steps of a run can be
+    counted on a text that the target said by itself, with the probability that a step begins at each place. Nothing is
+    drafted and no coin is thrown: the mean over texts is the mean over runs, with less noise, and lengths and rules can
+    be compared on the same texts. Block efficiency is the quotient of the sums of `tokens` and `steps` over texts.
+
+    A step at place s ends after i + 1 tokens with probability $u_i - u_{i+1}$, u being `survival` from s on, and after
+    $\gamma + 1$ with $u_\gamma$; the next one begins there.
+
+    Args:
+        log_ratios: $\log p(y) / q(y)$ of each token of the text, p being the target's row and q the drafter's after the
+            tokens before it. inf is a token that the drafter rules out.
+        before: Steps are counted that begin at one of the text's first so many places: by default all that have room
+            for a whole draft, so that none is cut.
+        ended: Whether the text's last token ended it, so that no step goes on behind it.
+
+    Raises:
+        InputError: gamma is below 1, or a step could begin so late that the text does not show what it emits.
+
+    Example:
+        >>> coverage(np.zeros(5), 1, "token"), coverage(np.full(3, np.inf), 2, "block", before=1)
+        (Coverage(steps=2.0, tokens=4.0), Coverage(steps=1.0, tokens=1.0))
+
+    References:
+        Leviathan et al. 2023. https://arxiv.org/abs/2211.17192
+        Sun et al. 2024, block verification. https://arxiv.org/abs/2403.10444
+    """
+    length = len(log_ratios)
+    bound = length - gamma if before is None and not ended else length if before is None else before
+    if gamma < 1:
+        raise InputError(f"gamma must be >= 1, got {gamma}")
+    if not ended and bound + gamma > length:
+        raise InputError(
+            f"a text of {length} tokens shows steps of {gamma} draft tokens that begin before {length - gamma}, "
+            f"got before={bound}"
+        )
+    bound = min(bound, length)
+    begun = np.zeros(length + gamma + 2)
+    begun[0] = 1.0
+    for place in range(bound):
+        lasts = survival(log_ratios[place : place + gamma], rule)
+        ends = np.append(-np.diff(lasts), lasts[-1])
+        begun[place + 1 : place + 1 + len(ends)] += begun[place] * ends
+    places = np.minimum(np.arange(len(begun)), length)
+    return Coverage(steps=float(begun[:bound].sum()), tokens=float(begun[bound:] @ places[bound:]))

@@ -1,0 +1,63 @@
+"""One entry point for all recipes: they are listed, and each has a quick form of options that it knows."""
+
+import importlib
+import inspect
+
+import pytest
+
+from recipes.__main__ import main, recipes, with_quick
+
+NAMES = list(recipes())
+
+
+def test_recipes_are_listed_with_a_line_each(capsys):
+    main([])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == NAMES
+    assert {"speed", "regression", "claims", "zoo"} <= set(NAMES)
+    assert all(len(line) > 30 for line in lines)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recipe_has_a_quick_form_and_writes_only_when_asked(name):
+    module = importlib.import_module(f"recipes.{name}")
+    quick = inspect.signature(with_quick(module.main, module.QUICK, True)).parameters
+    for option, value in module.QUICK.items():
+        assert quick[option].default == value
+    out = inspect.signature(module.main).parameters["out"].default
+    # What a recipe makes is a folder of models, or its results, which nobody gets unasked.
+    assert out is None or (out is inspect.Parameter.empty and name in ("stand_in", "embedded_pair"))
+
+
+def test_options_that_are_given_count_before_those_of_the_quick_form(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["throughput", "--quick", "--num-prompts", "0"])
+    assert ended.value.code == 2
+    assert "--num-prompts" in capsys.readouterr().err
+
+
+def test_a_quick_form_of_unknown_options_is_a_mistake():
+    with pytest.raises(TypeError, match="gives nonsense, which are no options"):
+        with_quick(lambda out=None: None, {"nonsense": 1}, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["sped"], "unknown recipe 'sped'; available: block_gain"),
+        (["gpu"], "needs a CUDA device"),
+        (["stopping", "--draft", "/no/such"], "is not a model's directory"),
+        (["sharing", "--num-prompts", "2"], "num_prompts must be >= 16"),
+        (["speed", "--lengths", "3,x"], "--lengths must be whole numbers"),
+        (["stand_in_speed", "--temperatures", "warm"], "--temperatures must be numbers"),
+        (["memory", "--requests", "1"], "warmup must be <= the number of requests"),
+        (["zoo", "--only", "nonesuch"], "unknown model type 'nonesuch'"),
+        (["claims", "--measurements", "/no/such"], "no folder of /no/such has claims"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_wrong_input_gets_one_sentence(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
