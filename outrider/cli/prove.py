@@ -19,6 +19,7 @@ from outrider.proof.statistics import Samples
 from outrider.setup import Setup
 from outrider.types import InputError
 
+
 def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int, as_json: bool) -> None:
     """Prove a pair and print what was found. Exit status 1 if anything fails."""
     if num_draws < 0:

@@ -31,6 +31,7 @@ class Proof:
 
     @property
     def exact_law(self) -> bool:
+        """Whether the enumerated law is the target's, up to rounding."""
         return self.law_error < LAW_BOUND
 
     @property

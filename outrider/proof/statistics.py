@@ -60,6 +60,7 @@ class Samples:
 
     @property
     def verdict(self) -> Literal["fits", "differs", "inconclusive"]:
+        """What the samples say: they fit, they differ, or they were too few or too much alike to say."""
         if self.test.p_value <= P_BOUND:
             return "differs"
         return "inconclusive" if self.doubt else "fits"
