@@ -71,12 +71,13 @@ def without_replacement(
     found = passed.clone()
     for i in torch.nonzero(refused > 1e-12)[:, 0].tolist():
         points = (torch.arange(REFUSED, dtype=p.dtype) + starts[i]) / REFUSED
-        first = torch.searchsorted(over[i].cumsum(0), points * refused[i], right=True).clamp_max(len(over[i]) - 1)
-        rest = q[i].repeat(REFUSED, 1).scatter(1, first[:, None], 0)
-        rest = rest[rest.sum(-1) > 0]
-        rest = rest / rest.sum(-1, keepdim=True)
+        refusals = torch.searchsorted(over[i].cumsum(0), points * refused[i], right=True).clamp_max(len(over[i]) - 1)
+        first, counts = refusals.unique(return_counts=True)
+        rest = q[i].repeat(len(first), 1).scatter(1, first[:, None], 0)
+        possible = rest.sum(-1) > 0
+        rest, counts = rest[possible] / rest[possible].sum(-1, keepdim=True), counts[possible]
         again = without_replacement((left[i] / left[i].sum()).repeat(len(rest), 1), rest, n - 1)
-        found[i] += refused[i] * again.sum() / REFUSED
+        found[i] += refused[i] * (again * counts).sum() / REFUSED
     return found
 
 

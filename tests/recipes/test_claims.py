@@ -271,3 +271,9 @@ def test_a_trace_orders_the_rules_on_every_prompt(tmp_path):
         if rule == "token":
             others = [by[prompt, f"{name} {length}"]["free_tokens"] for name in ("block", "bound")]
             assert row["free_tokens"] <= others[0] <= others[1]
+
+
+def test_families_of_trees_are_read_by_name_and_unknown_ones_are_refused():
+    assert budgets.chosen_families(",".join(f.name for f in budgets.FAMILIES)) == list(budgets.FAMILIES)
+    with pytest.raises(InputError, match="some of chain, gumbel, beam, iid, top_plus_one, dynamic, opt, got 'oak'"):
+        budgets.chosen_families("oak")
