@@ -306,8 +306,9 @@ def run(
             bench.batches(questions),
             lambda rows: claims(Figures(methods, rows), methods, budgets),
         )
-        found = findings(Figures(methods, rows, times), methods, budgets, families)
-        return place.finish(replace(found, text=about(setting, times)))
+        figures = Figures(methods, rows, times)
+        found = findings(figures, methods, budgets, families)
+        return place.finish(replace(found, text=about(setting, times, figures.sums.num_prompts)))
 
 
 def main(
@@ -325,6 +326,7 @@ def main(
     temperature: Annotated[float, typer.Option(min=0, help="Of target and drafter.")] = 1.0,
     pilot_prompts: Annotated[int, typer.Option(min=1, help="Further prompts, for the pilot.")] = PILOT_PROMPTS,
     families: Annotated[str, typer.Option(help="Some kinds of trees, with commas.")] = ALL_FAMILIES,
+    as_is: options.AsIs = False,
 ) -> None:
     """Measure chains and trees at equal budgets of verified nodes."""
     own = ("timed", "budgets", "temperature", "pilot_prompts", "families")

@@ -218,7 +218,7 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
     sign, t = max(turns, key=lambda turn: turns[turn][0])
     made.append(
         PAPER.claim(
-            "Acceptance does not go one way with temperature.",
+            "Acceptance turns as the temperature rises.",
             Estimate.of(turns[sign, t]),
             num_prompts=sums.num_prompts,
             seconds=seconds,

@@ -36,6 +36,7 @@ class Setting:
         seeds: How many seeds each prompt is run with.
         max_new_tokens: Most tokens per request.
         dtype: What the models compute in; `auto` is the weights' own.
+        as_is: Count no further steps; judge by the prompts that all methods have done in the folder `out`.
     """
 
     out: Path | None = None
@@ -47,6 +48,7 @@ class Setting:
     max_new_tokens: int = 64
     threads: int = 2
     dtype: str = "auto"
+    as_is: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "seeds", "max_new_tokens", "threads"):
@@ -244,7 +246,9 @@ class Bench:
             labels = {**method.parts, **method.labels, "temperature": method.temperature, "seed": turn.job.seed}
             return {"method": method.name, **labels, "seconds": time.perf_counter() - began, "each": each}
 
-        return folder.take(phase, turns(run, jobs, seed=f"{phase}, seed {jobs[0].seed}"), counted)
+        todo = turns(run, jobs, seed=f"{phase}, seed {jobs[0].seed}")
+        rows = folder.take(phase, todo, counted, as_is=self.setting.as_is)
+        return _whole_jobs(rows, len(run)) if self.setting.as_is else rows
 
     def batches(self, questions: Sequence[Question], size: int | None = None) -> list[Job]:
         """Prompts in batches as large as there are slots, with every seed."""
@@ -262,3 +266,11 @@ class Bench:
                 raise InputError(
                     f"max_new_tokens must be > {method.deepest}, the deepest draft, got {self.setting.max_new_tokens}"
                 )
+
+
+def _whole_jobs(rows: Sequence[Row], num_methods: int) -> list[Row]:
+    """The rows of the jobs that all methods have done."""
+    jobs: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        jobs.setdefault(tuple(each["prompt"] for each in row["each"]), []).append(row)
+    return [row for own in jobs.values() if len(own) == num_methods for row in own]

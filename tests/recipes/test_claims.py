@@ -277,3 +277,24 @@ def test_families_of_trees_are_read_by_name_and_unknown_ones_are_refused():
     assert budgets.chosen_families(",".join(f.name for f in budgets.FAMILIES)) == list(budgets.FAMILIES)
     with pytest.raises(InputError, match="some of chain, gumbel, beam, iid, top_plus_one, dynamic, opt, got 'oak'"):
         budgets.chosen_families("oak")
+
+
+def test_a_run_that_was_cut_off_is_judged_as_it_is(tmp_path):
+    """By the prompts that all methods have done, without another turn."""
+    setting = Setting(out=tmp_path, num_prompts=9, max_new_tokens=20, threads=1)
+    inquiry = stopping.inquiry(lengths=(1, 3), stoppers=("svip",))
+    inquiry.run(setting)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    kept = "".join(lines[:3])
+    whole = {each["prompt"] for line in lines[:2] for each in json.loads(line)["each"]}
+    assert 0 < len(whole) < 9
+    (tmp_path / "rows.jsonl").write_text(kept)
+    inquiry.run(replace(setting, as_is=True))
+    assert (tmp_path / "rows.jsonl").read_text() == kept
+    assert f"prompts: {len(whole)}" in (tmp_path / "table.md").read_text()
+
+
+def test_nothing_is_judged_of_no_whole_prompt(tmp_path):
+    with pytest.raises(InputError, match="no prompt that all methods have done"):
+        stopping.inquiry(lengths=(1, 3)).run(Setting(out=tmp_path, max_new_tokens=20, threads=1, as_is=True))
