@@ -28,11 +28,12 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Conditions, Job, on_engine
 from outrider.bench.texts import logits_along, rows_at
-from outrider.bench.trial import Bench, Setting
+from outrider.bench.trial import Bench, Setting, whole_jobs
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
 from outrider.theory import acceptance, optimum
+from outrider.types import InputError
 from recipes import options
 
 PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org/abs/2502.18779")
@@ -147,7 +148,9 @@ def measure(bench: Bench, place: Folder, every: int) -> list[Row]:
         }
 
     heats = [Heat(temperature=t) for t in TEMPERATURES]
-    rows = place.take("outputs", turns(heats, jobs), run)
+    rows = whole_jobs(place.take("outputs", turns(heats, jobs), run, as_is=bench.setting.as_is), len(heats))
+    if not rows:
+        raise InputError(f"{place.place} has no prompt that spoke at all temperatures; leave out --as-is")
     return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
 
 
@@ -236,8 +239,9 @@ def run(setting: Setting, every: int = 2) -> list[dict[str, Any]]:
     """Measure and write; returns the claims."""
     with folder(setting.out, "optimal_rate", {**vars(setting), "every": every}) as place:
         rows = measure(Bench(setting, max_slots=SLOTS), place, every)
-        found = findings(Sums(rows), sum(row["seconds"] for row in place.rows))
-        return place.finish(replace(found, text=setting.about))
+        sums = Sums(rows)
+        found = findings(sums, sum(row["seconds"] for row in place.rows))
+        return place.finish(replace(found, text=replace(setting, num_prompts=sums.num_prompts).about))
 
 
 def main(
@@ -251,6 +255,7 @@ def main(
     threads: options.Threads = 2,
     dtype: options.Dtype = "float32",
     every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2,
+    as_is: options.AsIs = False,
 ) -> None:
     """Compare rules for several drafts with the best rule there can be."""
     given = {name: value for name, value in locals().items() if name != "every"}

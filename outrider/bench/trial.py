@@ -248,7 +248,7 @@ class Bench:
 
         todo = turns(run, jobs, seed=f"{phase}, seed {jobs[0].seed}")
         rows = folder.take(phase, todo, counted, as_is=self.setting.as_is)
-        return _whole_jobs(rows, len(run)) if self.setting.as_is else rows
+        return whole_jobs(rows, len(run)) if self.setting.as_is else rows
 
     def batches(self, questions: Sequence[Question], size: int | None = None) -> list[Job]:
         """Prompts in batches as large as there are slots, with every seed."""
@@ -268,9 +268,9 @@ class Bench:
                 )
 
 
-def _whole_jobs(rows: Sequence[Row], num_methods: int) -> list[Row]:
+def whole_jobs(rows: Sequence[Row], num_methods: int) -> list[Row]:
     """The rows of the jobs that all methods have done."""
-    jobs: dict[tuple[str, ...], list[Row]] = {}
+    jobs: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
-        jobs.setdefault(tuple(each["prompt"] for each in row["each"]), []).append(row)
+        jobs.setdefault((row["seed"], *(each["prompt"] for each in row["each"])), []).append(row)
     return [row for own in jobs.values() if len(own) == num_methods for row in own]
