@@ -1,7 +1,7 @@
 """The folder that a measurement writes: rows as they come, then tables, plots, claims and circumstances, never half."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -150,6 +150,12 @@ class Folder:
             self.progress.advance(task)
         return found
 
+    def keep(self, name: str, rows: Sequence[Row]) -> None:
+        """Write further rows under a name, numbers with six digits."""
+        if self.place is not None:
+            self._begin(self.place)
+            write(self.place / name, "".join(json.dumps(_rounded(row)) + "\n" for row in rows))
+
     def finish(self, findings: Findings) -> list[dict[str, Any]]:
         """Write what was found, print it, and return the claims as `claims.json` has them."""
         claims = [asdict(claim) for claim in findings.claims]
@@ -173,6 +179,10 @@ class Folder:
         self.progress.stop()
         Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.made), markup=False)
         return claims
+
+
+def _rounded(row: Row) -> Row:
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
 
 
 def _settled(arguments: Mapping[str, object]) -> dict[str, object]:

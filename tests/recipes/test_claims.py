@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider import InputError, catalog
+from outrider.bench.evidence import Sums
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
 from outrider.theory import acceptance
@@ -138,12 +139,17 @@ def test_budgets_writes_its_folder(tmp_path):
     setting = Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1)
     budgets.run(setting, budgets=(6,), pilot_prompts=1, families=budgets.FAMILIES[:2])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"sums.jsonl"}
     prompts = {phase: {e["prompt"] for r in rows if r["phase"] == phase for e in r["each"]} for phase in PHASES}
     assert len(prompts["pilot"]) == len(prompts["counted"]) == 1
     assert not prompts["pilot"] & prompts["counted"]
     measured = {r["way"]: r for r in rows if r["phase"] == "counted"}
     assert measured["RSD-C"]["tree"] == measured["RSD-C tree, traversal"]["tree"]
+    sums = Sums([json.loads(line) for line in (tmp_path / "sums.jsonl").read_text().splitlines()])
+    for way, row in measured.items():
+        [each] = row["each"]
+        expected = each["free_tokens"] / each["free_steps"]
+        assert sums.ratio(f"{way} @6", "tokens", "steps")[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_budgets_refuses_one_that_it_has_no_shapes_for(tmp_path):
