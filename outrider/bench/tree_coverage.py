@@ -211,6 +211,13 @@ class Said:
     starts: Float[np.ndarray, " places"]
     ended: bool = False
 
+    @property
+    def log_ratios(self) -> Float[np.ndarray, " places"]:
+        r"""$\log p(y) / q(y)$ of each token; inf where the draft model rules it out."""
+        at = np.arange(len(self.tokens)), np.array(self.tokens)
+        with np.errstate(divide="ignore"):
+            return np.log(self.p[at]) - np.log(self.q[at])
+
     @cached_property
     def _known(self) -> dict[object, list[Chances]]:
         return {}

@@ -11,6 +11,7 @@ import torch
 
 from outrider import InputError, catalog
 from outrider.bench.evidence import Sums
+from outrider.bench.tree_coverage import Branches, Paths
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
 from outrider.theory import acceptance
@@ -304,3 +305,17 @@ def test_a_run_that_was_cut_off_is_judged_as_it_is(tmp_path):
 def test_nothing_is_judged_of_no_whole_prompt(tmp_path):
     with pytest.raises(InputError, match="no prompt that all methods have done"):
         stopping.inquiry(lengths=(1, 3)).run(Setting(out=tmp_path, max_new_tokens=20, threads=1, as_is=True))
+
+
+def test_trees_whose_steps_texts_tell_are_those_that_rules_judge_node_by_node():
+    told = {m.labels["way"]: m.told for m in METHODS["budgets"] if m.labels["budget"] == 6}
+    assert [way for way, tree in told.items() if tree is not None] == ["RSD-C", "SpecInfer"]
+    families = {f.name: f for f in budgets.FAMILIES}
+    for verifier, name in families["iid"].names.items():
+        made = budgets.method(families["iid"], verifier, budgets.iid(14)[0], 14, 1.0)
+        assert made.told == Paths(count=2, depth=7, rule=verifier), name
+    assert replace(made, temperature=0.0).told is None
+    assert budgets.method(families["gumbel"], "traversal", budgets.gumbel(6)[0], 6, 1.0).told is None
+    assert budgets.method(families["gumbel"], "recursive", budgets.gumbel(14)[1], 14, 1.0).told == Branches(
+        counts=(2, 2, 1, 1)
+    )
