@@ -246,7 +246,8 @@ def claims(figures: Figures, methods: Sequence[Method], budgets: Sequence[int]) 
                 published=published,
                 unit="% of block efficiency",
                 least=0.0,
-                note=f"temperature {methods[0].temperature:g}, mean over budgets, ahead at {ahead} of {len(budgets)}",
+                note=f"temperature {methods[0].temperature:g}; mean over budgets of {', '.join(map(str, budgets))} nodes; "
+                f"ahead at {ahead} of {len(budgets)}",
             )
         )
     return made
