@@ -229,6 +229,7 @@ COMPARISONS = (
 def claims(figures: Figures, methods: Sequence[Method], budgets: Sequence[int]) -> list[Claim]:
     """Each comparison that was measured, as the geometric mean of the quotients at all budgets."""
     made, known = [], {method.name for method in methods}
+    sizes = ", ".join(map(str, budgets))
     for paper, better, worse, published in COMPARISONS:
         names = [(f"{better} @{b}", f"{worse} @{b}") for b in budgets]
         if not known.issuperset(name for pair in names for name in pair):
@@ -246,7 +247,7 @@ def claims(figures: Figures, methods: Sequence[Method], budgets: Sequence[int]) 
                 published=published,
                 unit="% of block efficiency",
                 least=0.0,
-                note=f"temperature {methods[0].temperature:g}; mean over budgets of {', '.join(map(str, budgets))} nodes; "
+                note=f"temperature {methods[0].temperature:g}; mean over budgets of {sizes} nodes; "
                 f"ahead at {ahead} of {len(budgets)}",
             )
         )

@@ -68,7 +68,6 @@ Each claim is judged on two pairs: the embedded target with the draft model that
 pair*), and with `recipes/small_draft` (*small pair*). Cells have our figure and its 95 % interval, in percent of the
 gain that the claim speaks of, unless its remark says otherwise. **yes**: the whole interval is on the claim's side.
 **no**: the whole interval is on the other side. That says nothing about the papers' own models.
-
 """
 HOURS = """## Undecided claims
 
@@ -260,6 +259,13 @@ def summary(made: Sequence[Line]) -> str:
     return table(("paper", "yes", "no", "undecided"), body)
 
 
+def total(made: Sequence[Line]) -> str:
+    """How many verdicts there are of each kind."""
+    every = [claim for line in made for claim in line.found.values()]
+    yes, no, open_ = counts(every)
+    return f"{len(made)} claims, {len(every)} verdicts: {yes} yes, {no} no, {open_} undecided."
+
+
 def undecided(made: Sequence[Line]) -> str:
     """The hours that each undecided claim would take, and all of them."""
     said, left = [], list[float]()
@@ -272,8 +278,8 @@ def undecided(made: Sequence[Line]) -> str:
     if not said:
         return "There are none.\n"
     short_ones = [value for value in left if value < LONG]
-    total = f"All that would take less than {LONG:g} hours together: {hours(sum(short_ones))} hours."
-    return "\n".join([*said, "", total, ""])
+    together = f"Together {hours(sum(short_ones))} hours, without those that would take more than {LONG:g}."
+    return "\n".join([*said, "", together, ""])
 
 
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
@@ -283,7 +289,7 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
     about = [described(run) for run in runs]
     return "\n".join(
         [
-            f"{HEAD}{overview(made, pairs)}",
+            f"{HEAD}{total(made)}\n\n{overview(made, pairs)}",
             f"## Remarks\n\n{remarks(made)}\n",
             f"{HOURS}{undecided(made)}",
             f"## Verdicts, by paper\n\n{summary(made)}",

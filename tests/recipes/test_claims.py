@@ -319,3 +319,54 @@ def test_trees_whose_steps_texts_tell_are_those_that_rules_judge_node_by_node():
     assert budgets.method(families["gumbel"], "recursive", budgets.gumbel(14)[1], 14, 1.0).told == Branches(
         counts=(2, 2, 1, 1)
     )
+
+
+def judged(draft: str, *own: dict[str, object], timed: str | None = None) -> dict[str, object]:
+    """A run as the page reads it."""
+    arguments = {
+        "draft": draft,
+        "timed": timed,
+        "num_prompts": 9,
+        "prompts": "p.jsonl",
+        "seeds": 1,
+        "max_new_tokens": 8,
+    }
+    made = {"arguments": arguments, "uncommitted_changes": False, "cpu": "c", "threads": 1, "commit": "abc"}
+    made |= {"versions": {"torch": "2"}, "date": "2026-11-21"}
+    return {"recipe": "r", "circumstances": made, "claims": list(own), "folder": Path("measurements/x")}
+
+
+def claim_of(claim: str, holds: bool | None, hours: float | None = None, **more: object) -> dict[str, object]:
+    """A claim as `claims.json` has it."""
+    given = {"paper": "A et al. 2024, P", "url": "https://p", "paper_value": 3.46, "unit": "% of tokens per second"}
+    given |= {"our_value": 5.58, "interval": (-0.5, 6.0), "note": "", "num_prompts": 9}
+    return {**given, "claim": claim, "holds": holds, "hours": hours, **more}
+
+
+def test_the_page_begins_with_a_line_per_claim_that_has_both_pairs_beside_each_other():
+    shared = {"note": "same; ahead at 1"}
+    first = judged("d/draft", claim_of("A is faster.", True, **shared), claim_of("B is faster.", None, 2.0), timed="t")
+    second = judged("recipes/small_draft", claim_of("A is faster.", False, note="same; ahead at 2"), timed="t")
+    page = claims.page([first, second])
+    table = page[: page.index("## ")]
+    assert "2 claims, 3 verdicts: 1 yes, 1 no, 1 undecided." in table
+    assert "| paper |  | claim | paper's | embedded pair | small pair | verdicts |" in table
+    assert "| [P](https://p) | 1 | A is faster | 3.46 | 5.6 [-0.5, 6.0] | 5.6 [-0.5, 6.0] | **yes** / **no** |" in table
+    assert "|  | 2 | B is faster | 3.46 | 5.6 [-0.5, 6.0] | - | **undecided** / - |" in table
+    counted = "counted steps over measured seconds of a step"
+    assert f"- **1**: Same; embedded pair: ahead at 1; small pair: ahead at 2; {counted}." in page
+    assert f"- **2**: {counted.capitalize()}." in page
+
+
+def test_every_undecided_claim_has_its_hours_and_those_that_nobody_will_measure_are_not_added():
+    found = [claim_of(f"{i} is faster.", None, h) for i, h in enumerate((2.0, 0.5, 1e6, None))]
+    page = claims.page([judged("d/draft", *found)])
+    left = page[page.index("## Undecided") : page.index("## Verdicts")]
+    for line in ("- **1** 0 is faster: 2.0 (", "- **3** 2 is faster: > 1000 (", "- **4** 3 is faster: not known ("):
+        assert line in left
+    assert "Together 2.5 hours, without those that would take more than 1000." in left
+
+
+def test_a_unit_that_is_no_gain_is_named_in_the_remark_and_claims_of_one_remark_share_it():
+    found = [claim_of(f"{i} is near.", True, unit="% below the optimum", note="n") for i in range(2)]
+    assert "- **1, 2**: The figures are % below the optimum; n." in claims.page([judged("d/draft", *found)])
