@@ -21,6 +21,8 @@ from jaxtyping import AbstractArray, jaxtyped
 Checked = TypeVar("Checked")
 CONFIGURATION = BeartypeConf(is_pep484_tower=True)
 """Ints are welcome where floats are asked for."""
+NAME = "__shapes_checked__"
+"""What a module calls `checked`; a name that no module has for itself."""
 ONE_CALL = jaxtyped("context")
 """Within it, axes of one name have one size; calls within calls have sizes of their own."""
 
@@ -57,12 +59,12 @@ class _Decorating(ast.NodeTransformer):
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
         self.generic_visit(node)
-        node.decorator_list.append(ast.Name("_checked", ast.Load()))
+        node.decorator_list.append(ast.Name(NAME, ast.Load()))
         return node
 
     def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
         self.generic_visit(node)
-        node.decorator_list.insert(0, ast.Name("_checked", ast.Load()))
+        node.decorator_list.insert(0, ast.Name(NAME, ast.Load()))
         return node
 
 
@@ -74,7 +76,7 @@ class _Loader(SourceFileLoader):
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["_checked"] = checked
+        vars(module)[NAME] = checked
         super().exec_module(module)
 
 
