@@ -17,10 +17,11 @@ from outrider.bench.agreement import LEAST_TEXT, Agreement
 from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
 from outrider.cli.opened import opened
 from outrider.cli.prompts import read_file
+from outrider.drafters.protocol import UnboundModel
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
 from outrider.lm.capabilities import capabilities
-from outrider.lm.open import as_device, as_dtype, open_config, open_tokenizer
+from outrider.lm.open import as_device, as_dtype, open_config
 from outrider.load import ASSETS
 from outrider.setup import Setup
 from outrider.types import InputError
@@ -84,16 +85,10 @@ def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
     config = open_config(str(setup.target), revision=setup.revision, trust_remote_code=setup.trust_remote_code)
     side = Side(config=config, tokenizer=tokenizer_of(setup))
     given = None if drafter is None else catalog.make("drafter", drafter)
-    path, revision = getattr(given, "path", None), getattr(given, "revision", None)
-    return Diagnosis(
-        capabilities=capabilities(config),
-        drafter=drafter,
-        aspects=None if path is None else compare_sides(side, _side(path, revision)),
-    )
-
-
-def _side(path: str, revision: str | None) -> Side:
-    return Side(config=open_config(path, revision=revision), tokenizer=open_tokenizer(path, revision=revision))
+    aspects = None
+    if isinstance(given, UnboundModel):
+        aspects = compare_sides(side, Side(config=given.read_config(), tokenizer=given.read_tokenizer()))
+    return Diagnosis(capabilities=capabilities(config), drafter=drafter, aspects=aspects)
 
 
 def _encoded(engine: Engine, prompt: Prompt) -> list[int]:

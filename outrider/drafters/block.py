@@ -49,6 +49,8 @@ class BlockDrafter(Drafter):
         DFlash 2026. https://arxiv.org/abs/2602.06036
     """
 
+    rows: ClassVar[Rows] = "marginal"
+    context_pure: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = True
 
     lm: HeadLM
@@ -56,14 +58,6 @@ class BlockDrafter(Drafter):
     mask_id: int
     from_anchor: bool = False
     short_list: ShortList | None = None
-
-    @property
-    def rows(self) -> Rows:
-        return "marginal"
-
-    @property
-    def context_pure(self) -> bool:
-        return False
 
     @property
     def max_context(self) -> int | None:

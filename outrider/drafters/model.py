@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
 from outrider.lm.anatomy import Anatomy
-from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
+from outrider.lm.open import as_lm, logit_width, open_config, open_model, open_tokenizer
 from outrider.lm.packed import packable
 from outrider.lm.protocol import LM, Segment
 from outrider.lm.tabular import TabularLM, random_rows
@@ -56,20 +56,14 @@ class ModelDrafter(Drafter):
             the draft model lacks are never guessed.
     """
 
+    rows: ClassVar[Rows] = "sampled"
+    context_pure: ClassVar[bool] = True
     keeps_cache: ClassVar[bool] = True
     trainer: ClassVar[str | None] = "distill"
     exports: ClassVar[tuple[str, ...]] = ("draft_model",)
 
     lm: LM
     vocab_size: int | None = None
-
-    @property
-    def rows(self) -> Rows:
-        return "sampled"
-
-    @property
-    def context_pure(self) -> bool:
-        return True
 
     @property
     def max_context(self) -> int | None:
@@ -188,6 +182,12 @@ class ModelPath:
     revision: str | None = None
     max_context: int | None = None
 
+    def read_config(self) -> PreTrainedConfig:
+        return open_config(self.path, revision=self.revision)
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return open_tokenizer(self.path, revision=self.revision)
+
     def bind(self, surroundings: Surroundings) -> ModelDrafter:
         """Load the draft model; one with another vocabulary is translated, as far as the two have tokens in common."""
         model = open_model(
@@ -197,7 +197,7 @@ class ModelPath:
             revision=self.revision,
         )
         width = logit_width(model)
-        words = shared_words(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
+        words = shared_words(self.path, self.read_tokenizer(), width, surroundings)
         lm = as_lm(
             model,
             max_slots=surroundings.max_slots,

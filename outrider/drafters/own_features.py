@@ -69,18 +69,12 @@ class OwnFeatures(Drafter):
         Li et al. 2024, EAGLE. https://arxiv.org/abs/2401.15077
     """
 
+    rows: ClassVar[Rows] = "sampled"
+    context_pure: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = True
 
     lm: HeadLM
     short_list: ShortList | None = None
-
-    @property
-    def rows(self) -> Rows:
-        return "sampled"
-
-    @property
-    def context_pure(self) -> bool:
-        return False
 
     @property
     def max_context(self) -> int | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.lm.ends import Ends
 from outrider.lm.protocol import LM, Readable
@@ -65,18 +65,15 @@ class Drafter(Protocol):
         modules: The modules that it guesses with, by name: a change of their weights is a change of the drafter.
         chains_only: Why it cannot grow a branching tree, as a whole sentence's end; None where it can.
         keeps_cache: Whether it keeps keys and values, or the like, of every request.
-        trainer: The name under which `outrider train` trains it; None where there is nothing to train.
-        exports: The formats of other engines in which its checkpoints can be written.
+        trainer: The name of the method that trains it; None where there is nothing to train.
+        exports: The formats of other engines that fit its checkpoints.
     """
 
+    rows: ClassVar[Rows]
+    context_pure: ClassVar[bool]
     keeps_cache: ClassVar[bool] = False
     trainer: ClassVar[str | None] = None
     exports: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def rows(self) -> Rows: ...
-    @property
-    def context_pure(self) -> bool: ...
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -247,4 +244,19 @@ class Unbound(Protocol):
 
     def bind(self, surroundings: Surroundings) -> Drafter:
         """The drafter itself. Raises InputError where it does not fit the target."""
+        ...
+
+
+@runtime_checkable
+class UnboundModel(Unbound, Protocol):
+    """A drafter as it is written down that is a language model by itself. Its files can be compared with the target's
+    before any weights are loaded.
+    """
+
+    def read_config(self) -> PreTrainedConfig:
+        """The model's config. Raises InputError where it cannot be read."""
+        ...
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer beside the model; None where there is none."""
         ...

@@ -1,6 +1,7 @@
 """What drafters share that read nothing but tokens."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.drafters.protocol import Drafter, Rows
 
@@ -15,10 +16,5 @@ class TokenOnly(Drafter):
     what was emitted, and a point draft gives a token that it did not propose the probability 0, so the target stands.
     """
 
-    @property
-    def rows(self) -> Rows:
-        return "point"
-
-    @property
-    def context_pure(self) -> bool:
-        return True
+    rows: ClassVar[Rows] = "point"
+    context_pure: ClassVar[bool] = True

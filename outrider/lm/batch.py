@@ -91,11 +91,6 @@ class Batch:
         return len(self.segments) == 1 and int(self.counts[0]) == self.width
 
     @property
-    def full(self) -> bool:
-        """Whether no row is padded and all logits are wanted."""
-        return all(s.num_wanted == self.width for s in self.segments)
-
-    @property
     def digests_only(self) -> bool:
         """Whether no logits are wanted."""
         return all(s.num_wanted == 0 for s in self.segments)
