@@ -31,8 +31,8 @@ class Traits:
         """The traits of a class of drafters.
 
         Args:
-            make: The class of a drafter, or of a drafter as it is written down: then the traits are those of the class
-                that its `bind` returns by its annotation.
+            make: The class of a drafter, or of an unbound drafter. The traits of an unbound drafter are those of the
+                class that its `bind` returns, by its annotation.
 
         Raises:
             TypeError: The class is neither.

@@ -1,4 +1,4 @@
-"""What people ask of an engine, checked: settings for several prompts, constraints, and what a request may be."""
+"""Checks of what people ask of an engine: requests, constraints, settings for several prompts."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ Setting = TypeVar("Setting")
 
 
 def check(request: Request, target: LM, *, has_tokenizer: bool) -> None:
-    """Raise InputError where a target cannot run a request."""
+    """Raise InputError if the target cannot run the request."""
     longest, width = target.max_context, target.vocab_size
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
@@ -48,7 +48,7 @@ def bound(
     vocab_size: int,
     eos_ids: frozenset[int],
 ) -> Constraint:
-    """A constraint on tokens. Raises InputError where the object is none, or a grammar cannot be kept."""
+    """The constraint on tokens. Raises InputError for another object, or for a grammar that cannot be enforced."""
     if isinstance(constraint, Grammar):
         return constraint.bind(tokenizer, vocab_size, eos_ids)
     if not isinstance(constraint, Constraint):
