@@ -125,7 +125,7 @@ class Engine:
 
     @alone
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Chat messages go through the tokenizer's chat template, with the prompt for an answer."""
+        """Token ids of a prompt. Chat messages go through the tokenizer's chat template, which opens the answer."""
         return encode(prompt, self.tokenizer)
 
     @alone

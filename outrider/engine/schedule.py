@@ -160,7 +160,7 @@ class Schedule:
         self._deliver(Update(id=seat.request.id, tokens=[], text="", output=output))
 
     def _finish(self, seat: Seat, reason: FinishReason) -> Output:
-        """End a request. Its slot stays allocated until another request needs it, for a prompt with the same beginning."""
+        """End a request. Its slot stays warm for a prompt with the same beginning."""
         del self.seats[seat.request.id]
         self._admission.leave(seat)
         seat.ending.finish()
