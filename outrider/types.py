@@ -373,7 +373,7 @@ class Verdict:
 @dataclass(kw_only=True)
 class Timing:
     """Seconds of one iteration of the loop, shared by the steps of all its requests. Filled in during the step.
-`overlap` is the time during which drafter and target ran at once. The total counts it once.
+    `overlap` is the time during which drafter and target ran at once. The total counts it once.
     """
 
     target: float = 0.0

@@ -89,7 +89,7 @@ class PearlDecoding:
         watch: Watch | None = None,
     ) -> list[Step]:
         """One pre-verify or post-verify of every request, as `Decoding.step` says. All prompts must be prefilled. One
-dice can serve both threads, because the target's thread draws nothing while the drafter's thread drafts.
+        dice can serve both threads, because the target's thread draws nothing while the drafter's thread drafts.
         """
         clock = Clock(self._now)
         drafters, verifiers = (dice or step_dice(states) for _ in range(2))
@@ -304,7 +304,7 @@ def _rows_of(blocks: Sequence[Ahead], device: torch.device) -> Ahead:
 
 def _with_leaves(judged: Draft, rows: Float[Tensor, "read vocab"]) -> Float[Tensor, "nodes vocab"]:
     """The target's rows, with a placeholder at the last token of each chain, which the target did not run on. The
-placeholder is one-hot, so that drawing the bonus token costs no random number. The bonus token is not used.
+    placeholder is one-hot, so that drawing the bonus token costs no random number. The bonus token is not used.
     """
     read = np.ones(len(judged.depths), dtype=bool)
     read[judged.offsets[1:] - 1] = np.diff(judged.offsets) == 1

@@ -54,8 +54,8 @@ class HeadState:
 class OwnFeatures(Drafter):
     r"""Guess by a head that reads pairs of a token and the feature of the position before it.
 
-    After the target has read $x_0 \ldots x_n$, its features $f_0 \ldots f_n$ are known, and $x_{n+1}$ is the anchor. The
-    head reads the pairs $(x_{t+1}, f_t)$, the anchor's last, and guesses the next token. For a draft token the head
+    After the target has read $x_0 \ldots x_n$, its features $f_0 \ldots f_n$ are known, and $x_{n+1}$ is the anchor.
+    The head reads the pairs $(x_{t+1}, f_t)$, the anchor's last, and guesses the next token. For a draft token the head
     reads its own returned feature instead of the target's. Committed positions are always read with the target's
     features, so no draft token stays in the head's cache.
 

@@ -129,8 +129,8 @@ class Drafter(Protocol):
         return
 
     def needs(self, state: object, length: int) -> int:
-        """The first position, at most `length`, whose hidden state the drafter must observe again if another text reuses
-        the first `length` tokens of `state`'s text. Called before `reuse` or `fork`; changes nothing.
+        """The first position, at most `length`, whose hidden state the drafter must observe again if another text
+        reuses the first `length` tokens of `state`'s text. Called before `reuse` or `fork`; changes nothing.
         """
         return 0 if self.taps else length
 
