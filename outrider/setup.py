@@ -27,51 +27,51 @@ else:
 
 @dataclass(frozen=True)
 class Setup:
-    """The options of `outrider.load`, of the command line and of every other way to make an engine. The descriptions
-    are also the help of the command line, without what they say about Python.
+    """The options of `outrider.load`, of the command line and of every other way to make an engine.
 
-        Attributes:
-            target: Directory or hub id of the target. By default the pair that ships with Outrider. In Python also a loaded
-                model.
-            drafter: The drafter, as `name:key=value,...`; `outrider methods` lists all. By default `suffix`; for the pair
-                that ships with Outrider, its draft model. In Python also an object.
-            tree: How drafts grow. In Python also an object.
-            verifier: Which draft tokens are accepted. By default the lossless verifier that accepts most of the tree's
-                drafts. In
-                Python also an object.
-            length: When to stop drafting. By default `fixed:5`, for the shipped pair `fixed:4`. In Python also an object.
-            decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
-            allow_lossy: Allow verifiers and length policies that do not keep the target's law.
-            tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
-                tokenizer.
-            vocab_size: Number of token ids that can be drawn. By default all ids up to the tokenizer's last one.
-            max_slots: Most requests at once. By default 8; in `chat` 1; inside transformers the batch size, at most 64.
-            max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
-            max_prefill_tokens: Most prompt tokens that one step prefills, over all requests.
-            device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
-            dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
-            device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
-            quantization_config: How transformers quantises the target when it loads it, as JSON, such as
-                `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. In Python also transformers' object.
-            attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.
-            revision: Branch, tag or commit of the target's hub id.
-            trust_remote_code: Allow transformers to run code that comes with the target.
-            pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a single token uses other
-                kernels than a block and would differ in the last bits; otherwise 1.
-            compile: Compile the forwards of target and draft model. The first forwards take long. The weights must not
-                change afterwards.
-            prepack: Run copies of the linear layers that are laid out for the CPU's kernels. The results are the same bits;
-                the copies need the memory of a second set of weights. By default on for bfloat16 models that Outrider loads
-                and that take less than a quarter of free memory. The weights must not change afterwards.
+    The descriptions are also the help of the command line, without what they say about Python.
 
-        Raises:
-            InputError: A value of the wrong kind.
+    Attributes:
+        target: Directory or hub id of the target. By default the pair that ships with Outrider. In Python also a loaded
+            model.
+        drafter: The drafter, as `name:key=value,...`; `outrider methods` lists all. By default `suffix`; for the pair
+            that ships with Outrider, its draft model. In Python also an object.
+        tree: How drafts grow. In Python also an object.
+        verifier: Which draft tokens are accepted. By default the lossless verifier that accepts most of the tree's
+            drafts. In Python also an object.
+        length: When to stop drafting. By default `fixed:5`, for the shipped pair `fixed:4`. In Python also an object.
+        decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
+        allow_lossy: Allow verifiers and length policies that do not keep the target's law.
+        tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
+            tokenizer.
+        vocab_size: Number of token ids that can be drawn. By default all ids up to the tokenizer's last one.
+        max_slots: Most requests at once. By default 8; in `chat` 1; inside transformers the batch size, at most 64.
+        max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
+        max_prefill_tokens: Most prompt tokens that one step prefills, over all requests.
+        device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
+        dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
+        device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
+        quantization_config: How transformers quantises the target when it loads it, as JSON, such as
+            `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. In Python also transformers' object.
+        attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.
+        revision: Branch, tag or commit of the target's hub id.
+        trust_remote_code: Allow transformers to run code that comes with the target.
+        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a single token uses other
+            kernels than a block and would differ in the last bits; otherwise 1.
+        compile: Compile the forwards of target and draft model. The first forwards take long. The weights must not
+            change afterwards.
+        prepack: Run copies of the linear layers that are laid out for the CPU's kernels. The results are the same bits;
+            the copies need the memory of a second set of weights. By default on for bfloat16 models that Outrider loads
+            and that take less than a quarter of free memory. The weights must not change afterwards.
 
-        Example:
-            >>> Setup.of({"drafter": "ngram", "max_slots": "many"})
-            Traceback (most recent call last):
-            ...
-            outrider.inputs.InputError: max_slots must be a whole number, got 'many'
+    Raises:
+        InputError: A value of the wrong kind.
+
+    Example:
+        >>> Setup.of({"drafter": "ngram", "max_slots": "many"})
+        Traceback (most recent call last):
+        ...
+        outrider.inputs.InputError: max_slots must be a whole number, got 'many'
     """
 
     target: str | os.PathLike[str] | PreTrainedModel | None = None

@@ -372,8 +372,10 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Timing:
-    """Seconds of one iteration of the loop, shared by the steps of all its requests. Filled in during the step.
-    `overlap` is the time during which drafter and target ran at once. The total counts it once.
+    """Seconds of one iteration of the loop, shared by the steps of all its requests.
+
+    Filled in during the step. `overlap` is the time during which drafter and target ran at once. The total counts it
+    once.
     """
 
     target: float = 0.0

@@ -44,8 +44,8 @@ class PearlDecoding:
     """Draft and verify at once. With one device for each, a step takes as long as the slower of the two.
 
     The two threads share nothing that changes: only the drafter's thread uses drafter states, each thread has its own
-    dice, and both caches are rolled back after both have ended. All draws are keyed by request, step, purpose and
-    node, so both clocks give the same tokens.
+    dice, and both caches are rolled back after both have ended. All draws are keyed by request, step, purpose and node,
+    so both clocks give the same tokens.
 
     Attributes:
         num_speculative_tokens: Tokens drafted per step, at least two. None takes the named length policy; without one
@@ -88,8 +88,10 @@ class PearlDecoding:
         keep: Keep | None = None,
         watch: Watch | None = None,
     ) -> list[Step]:
-        """One pre-verify or post-verify of every request, as `Decoding.step` says. All prompts must be prefilled. One
-        dice can serve both threads, because the target's thread draws nothing while the drafter's thread drafts.
+        """One pre-verify or post-verify of every request, as `Decoding.step` says.
+
+        All prompts must be prefilled. One dice can serve both threads, because the target's thread draws nothing while
+        the drafter's thread drafts.
         """
         clock = Clock(self._now)
         drafters, verifiers = (dice or step_dice(states) for _ in range(2))
@@ -303,8 +305,9 @@ def _rows_of(blocks: Sequence[Ahead], device: torch.device) -> Ahead:
 
 
 def _with_leaves(judged: Draft, rows: Float[Tensor, "read vocab"]) -> Float[Tensor, "nodes vocab"]:
-    """The target's rows, with a placeholder at the last token of each chain, which the target did not run on. The
-    placeholder is one-hot, so that drawing the bonus token costs no random number. The bonus token is not used.
+    """The target's rows, with a placeholder at the last token of each chain, which the target did not run on.
+
+    The placeholder is one-hot, so that drawing the bonus token costs no random number. The bonus token is not used.
     """
     read = np.ones(len(judged.depths), dtype=bool)
     read[judged.offsets[1:] - 1] = np.diff(judged.offsets) == 1

@@ -12,7 +12,7 @@ from outrider.types import InputError, Step
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedState:
-    """Decayed counts of accepted tokens and of tested tokens. A rejected token is tested; the tokens behind it are not."""
+    """Decayed counts of accepted and of tested tokens. A rejected token is tested; the tokens behind it are not."""
 
     accepted: float
     tested: float

@@ -54,5 +54,5 @@ class BatchPolicy(Protocol):
         ...
 
     def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]:
-        """How many draft tokens of each request to verify. `notes` is -inf where a request has no token at that depth."""
+        """How many draft tokens of each request to verify. `notes` is -inf where a request has no token."""
         ...

@@ -21,8 +21,8 @@ class TetrisLength:
     A token's value estimates the chance that it and all tokens before it are accepted. The criterion `predictable` is
     $\min_{k \le j} (\sum_{l<k} \log q(x_l) + \log \hat a_k)$ with $\hat a$ the largest probability of the row, which
     does not read the token itself. So whether a token is verified does not depend on which token it is. The published
-    criterion, `original`, is $\sum_{l \le j} \log q(x_l)$: it drops drawn tokens because of their own probability
-    and is not lossless above temperature 0.
+    criterion, `original`, is $\sum_{l \le j} \log q(x_l)$: it drops drawn tokens because of their own probability and
+    is not lossless above temperature 0.
 
     A request's draws do not depend on the other requests, but the number of tokens that are verified does. So a seed
     repeats an output only in the same batch.

@@ -1,4 +1,4 @@
-"""The growth loop: the drafter guesses, the tree chooses children, the length policy stops; then the draft is packed."""
+"""The growth loop: the drafter guesses, the tree chooses children, the length policy stops. Then the draft is packed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

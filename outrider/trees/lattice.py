@@ -14,10 +14,11 @@ from outrider.types import InputError, Structure
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeTree:
-    """Take one row per position, and keep the `num_nodes` prefixes with the largest product of probabilities. A drafter
-    of marginals has one row per position. Any other drafter gives the rows along its own likeliest path. A prefix is
-    never likelier than its parent, so the best prefixes form a tree, and those of one depth are among the best
-    `num_nodes` of that depth.
+    """Take one row per position, and keep the `num_nodes` prefixes with the largest product of probabilities.
+
+    A drafter of marginals has one row per position. Any other drafter gives the rows along its own likeliest path. A
+    prefix is never likelier than its parent, so the best prefixes form a tree, and those of one depth are among the
+    best `num_nodes` of that depth.
 
     References:
         Ringel and Romano 2026, DDTree. https://arxiv.org/abs/2604.12989

@@ -16,9 +16,10 @@ from outrider.types import Draft, InputError, Verdict
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Decides which nodes of a draft are accepted, for all requests of a batch at once. Immutable. Rows over the
-    vocabulary stay on the device. The probabilities of single tokens are copied to the host once, and the walk along the
-    tree runs there.
+    """Decides which nodes of a draft are accepted, for all requests of a batch at once.
+
+    Immutable. Rows over the vocabulary stay on the device. The probabilities of single tokens are copied to the host
+    once, and the walk along the tree runs there.
     """
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:

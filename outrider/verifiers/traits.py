@@ -29,16 +29,17 @@ EVERY: frozenset[Kind] = frozenset(get_args(Kind))
 
 
 class StatedVerifier:
-    """The base of verifiers, with their traits. The refusal matrix, the docs and the tests read these. A subclass sets
-    `kinds`, and the other traits where they differ. A verifier that carries something from step to step has
-    `verify_carrying`.
+    """The base of verifiers, with their traits.
 
-        Attributes:
-            kinds: The kinds of draft for which the verifier keeps the target's law; for a lossy verifier, the kinds that it
-                can verify. A verifier with no kinds is refused.
-            lossy: Whether the output's law differs from the target's.
-            needs_one_length: Whether it keeps the law only if all drafts have the same length.
-            needs_pure_rows: Whether it keeps the law only if the draft's rows depend on the tokens alone.
+    The refusal matrix, the docs and the tests read these. A subclass sets `kinds`, and the other traits where they
+    differ. A verifier that carries something from step to step has `verify_carrying`.
+
+    Attributes:
+        kinds: The kinds of draft for which the verifier keeps the target's law; for a lossy verifier, the kinds that it
+            can verify. A verifier with no kinds is refused.
+        lossy: Whether the output's law differs from the target's.
+        needs_one_length: Whether it keeps the law only if all drafts have the same length.
+        needs_pure_rows: Whether it keeps the law only if the draft's rows depend on the tokens alone.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset()

@@ -27,8 +27,8 @@ class TraversalVerifier(StatedVerifier):
     Every node has a weight: 1 at the root, and $w(x) = \min(1, w(v) P_v(x)/Q_v(x))$ for a child x of v, at first with
     $P = p$ and $Q = q$. The coin of a node without children succeeds with probability w. A dropped node changes its
     parent: with $R = (w(v) P_v - Q_v)_+$ and $S = \sum R$, the weight becomes $S/(S + 1 - w(v))$, $P_v = R/S$, and
-    $Q_v(x) = 0$. The root needs no coin. The next token is drawn from the $P$ of the accepted
-    node. On a chain this is block verification.
+    $Q_v(x) = 0$. The root needs no coin. The next token is drawn from the $P$ of the accepted node. On a chain this is
+    block verification.
 
     The weights depend on the tree only, not on outcomes. So they are computed on the device, for some requests at a
     time, and copied to the host once. The coins are thrown there.
