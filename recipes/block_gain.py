@@ -1,8 +1,8 @@
-"""What block verification gains over token verification on chains, by length (Sun et al. 2024).
+"""The gain of block verification over token verification on chains, by length (Sun et al. 2024).
 
-`python -m recipes block_gain --out DIR` lets the target speak at temperature 1 and computes on its texts how many steps
-both rules are expected to take with chains of 4, 6 and 8 tokens (`outrider.theory.coverage`). The gain is a quotient of
-block efficiencies. With `--timed DIR`, a folder that `--clock` wrote, it is one of tokens per second too.
+`python -m recipes block_gain --out DIR` lets the target write texts at temperature 1, and computes the expected number
+of steps of both verifiers on them with chains of 4, 6 and 8 tokens (`outrider.theory.coverage`). The gain is a quotient
+of block efficiencies. With `--timed DIR`, a folder that `--clock` wrote, it is one of tokens per second too.
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""Tokens per second of a full engine: more requests than slots, so that whoever ends makes room for the next.
+"""Tokens per second of a full engine: more requests than slots, so that each ended request makes room for the next.
 
 `python -m recipes throughput --out DIR` sends the shipped prompts through engines over the embedded pair with 1 and
-with 8 slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A batch of
-fixed size would be judged by its slowest request; here slots never wait for each other.
+with 8 slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A fixed batch
+would wait for its slowest request; here slots never wait for each other.
 """
 
 import statistics

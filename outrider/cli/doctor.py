@@ -1,4 +1,4 @@
-"""outrider doctor: what a target can do here, whether a drafter suits it, and what the drafter is worth."""
+"""outrider doctor: what works with a target, how well a drafter fits it, and the speedup to expect here."""
 
 import json
 import math
@@ -31,13 +31,13 @@ TEXT = ASSETS / "prompts.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
         gamma: Length of the drafts.
         temperature: Of target and drafter.
-        num_tokens: Most tokens of text that are read.
-        rounds: How often costs are timed; 0 leaves them out.
+        num_tokens: Most tokens of text to read.
+        rounds: How often to time costs; 0 skips them.
     """
 
     gamma: int
@@ -58,11 +58,11 @@ class Plan:
 
 
 def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> None:
-    """Look at a target and a drafter, measure them, and print what was found."""
+    """Examine a target and a drafter, measure them, and print the findings."""
     as_dtype(setup.dtype)
     as_device(setup.device)
     if text is not None and setup.target is not None and setup.drafter is None:
-        raise InputError("a text is what drafters are measured on; give --drafter too, or leave out --text")
+        raise InputError("--text is for measuring a drafter; give --drafter too, or leave out --text")
     chosen = completed(setup).drafter if setup.target is None else setup.drafter
     found = _looked_at(completed(setup), None if chosen is None else str(chosen))
     if chosen is not None:
@@ -81,7 +81,7 @@ def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> Non
 
 
 def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
-    """What configs and tokenizers say; no weights are loaded."""
+    """Findings from configs and tokenizers; loads no weights."""
     config = open_config(str(setup.target), revision=setup.revision, trust_remote_code=setup.trust_remote_code)
     side = Side(config=config, tokenizer=tokenizer_of(setup))
     given = None if drafter is None else catalog.make("drafter", drafter)
@@ -92,7 +92,7 @@ def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
 
 
 def _encoded(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; without a chat template, of what its messages say."""
+    """Token ids of a prompt. Without a chat template, messages are joined as plain text."""
     if isinstance(prompt, str) or engine.tokenizer is None or engine.tokenizer.chat_template is not None:
         return engine.encode(prompt)
     return engine.encode("\n".join(str(each["content"]) for each in prompt if isinstance(each, Mapping)))
@@ -128,7 +128,7 @@ def _measured(
 
 
 def _some(texts: Sequence[Sequence[int]], num_tokens: int, engine: Engine) -> list[list[int]]:
-    """Texts in an order of chance until there are enough tokens, none longer than the contexts allow."""
+    """Random texts until there are enough tokens; none longer than the contexts allow."""
     limits = [engine.parts.target.max_context, engine.parts.drafter.max_context or engine.parts.target.max_context]
     longest = min(limits) - 1
     chosen: list[list[int]] = []

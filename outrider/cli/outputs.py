@@ -1,4 +1,4 @@
-"""Outputs as JSON lines: what a record holds, and a file of records that a later run goes on with."""
+"""Outputs as JSON lines: the fields of a record, and a file of records that a later run can continue."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,18 @@ from outrider.inputs import InputError
 from outrider.types import Step, Timing
 
 PARTS = ("target", "drafter", "rows", "verify", "commit", "replay", "rest", "overlap")
-"""Parts of a step's time; `overlap` is what lay beside another and counts once."""
+"""Parts of a step's time. `overlap` is the time during which two parts ran at once; it counts once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One output that is asked for.
+    """One output to make.
 
     Attributes:
         prompt_index: Number of its prompt, from 0.
         sample_index: Number among the outputs of that prompt, from 0.
         index: Number among all outputs.
-        request: Stands for its prompt and settings; another request has another one.
+        request: A name that differs for every other prompt or setting.
     """
 
     prompt_index: int
@@ -54,11 +54,11 @@ FIELDS = (
     "seconds",
     "tokens_per_second",
 )
-"""What every record says of its output."""
+"""Fields of every record."""
 
 
 def profile(steps: Sequence[Step]) -> dict[str, Any]:
-    """Where the time of some steps went: how many iterations they were, and milliseconds per iteration and part."""
+    """Number of iterations, and milliseconds per iteration for each part of the time."""
     timings: list[Timing] = list({id(step.timing): step.timing for step in steps}.values())
     count = max(1, len(timings))
     spent = {part: 1000 * sum(getattr(timing, part) for timing in timings) / count for part in PARTS}
@@ -75,7 +75,7 @@ class OutputFile:
         """Which of the outputs that are asked for the file holds, by index. A half-written last line is cut off.
 
         Raises:
-            InputError: The file holds something else, or outputs of other requests.
+            InputError: The file holds other lines, or outputs of other requests.
         """
         if not self.path.is_file():
             return set()

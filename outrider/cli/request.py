@@ -1,4 +1,4 @@
-"""What a command line says of its requests: how outputs are drawn, where they end, what they must be."""
+"""Options of requests: how outputs are drawn, where they end, which grammar they follow."""
 
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -29,11 +29,11 @@ ENDING = ("max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How outputs are drawn and where they end. None is what the model's generation config says, or nothing.
+    """Options of requests. None takes the value of the model's generation config, or no setting.
 
     Attributes:
         max_new_tokens: Most tokens of an output. By default 128, in `chat` 256.
-        min_tokens: An output of fewer tokens does not end by an end token.
+        min_tokens: Fewest tokens before an output may end by an end token.
         temperature: Divides the logits; 0 is greedy. By default what the model's generation config says.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the likeliest tokens up to this mass, in (0, 1].
@@ -44,10 +44,10 @@ class RequestOptions:
         seed: Makes the draws repeatable, 0 .. 2**64 - 1.
         stop: End before this text; may be given several times.
         stop_token_ids: End with this token; may be given several times.
-        ignore_eos: Go on behind the end tokens of the model.
-        json_schema: Say JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
-        regex: Say what this regular expression matches.
-        grammar: Say what this file's EBNF grammar (GBNF, rule `root`) describes.
+        ignore_eos: Continue after the model's end tokens.
+        json_schema: Output JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
+        regex: Output text that matches this regular expression.
+        grammar: Output text of this file's EBNF grammar (GBNF, rule `root`).
     """
 
     max_new_tokens: int | None = None
@@ -72,7 +72,7 @@ class RequestOptions:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
     def sampling(self, usual: "Sampling") -> "Sampling":
-        """The usual settings with what was given in their place."""
+        """The default settings, overridden by the given options."""
         from dataclasses import replace
 
         return replace(usual, **{name: value for name, value in self.given().items() if name in DRAWING})
@@ -82,7 +82,7 @@ class RequestOptions:
         return {name: value for name, value in self.given().items() if name in ENDING}
 
     def constraint(self) -> "Grammar | None":
-        """What the outputs must be, if anything was said about it."""
+        """The constraint on outputs, if one was given."""
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)

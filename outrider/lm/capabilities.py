@@ -84,7 +84,7 @@ def _recurrent(anatomy: Anatomy) -> list[Capability]:
         Capability(
             feature="prefix reuse",
             supported=True,
-            reason="a prompt that continues the last text digests what is new; one that leaves it starts anew",
+            reason="a prompt that continues the last text prefills only its new tokens; any other prompt starts anew",
         ),
         Capability(feature="compile", supported=False, reason="segments have as many lengths as drafts do"),
     ]

@@ -1,4 +1,4 @@
-"""The growth loop: the drafter guesses, the tree chooses children, the length policy stops. Then the draft is packed."""
+"""The growth loop: the drafter guesses, the tree chooses children, the length policy stops; then pack the draft."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,7 +177,7 @@ def grow(
 
 
 def _own(sampling: Sampling, structure: Structure) -> Sampling:
-    """The drafter's sampling settings: the request's. For a branching drawn tree a greedy request uses temperature 1."""
+    """The drafter's sampling: the request's. For a branching drawn tree, a greedy request uses temperature 1."""
     if sampling.temperature > 0 or structure in ("chain", "deterministic"):
         return sampling
     return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)

@@ -102,7 +102,7 @@ class Walk:
 def coins(
     walk: Walk, children: Brood, chances: Float[np.ndarray, "active most"], dice: Dice
 ) -> Int[np.ndarray, " active"]:
-    """Try each active request's children in order. Returns the first accepted child, or -1. Draws stop at acceptance."""
+    """Try each active request's children in order, until one is accepted. Returns that child, or -1."""
     found = np.full(len(walk.active), -1)
     for k in range(chances.shape[1]):
         asked = np.flatnonzero((found < 0) & (children.nodes[:, k] >= 0))
