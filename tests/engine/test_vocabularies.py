@@ -180,7 +180,7 @@ def test_vocabularies_with_too_little_in_common_are_refused_with_the_number(tmp_
 def test_without_a_tokenizer_widths_must_agree(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="64 token ids and the target 8192, and there are no two tokenizers"):
+    with pytest.raises(InputError, match="64 token ids and the target 8192, and without both tokenizers"):
         outrider.load(drafter=f"model:path={tmp_path}")
 
 
