@@ -287,25 +287,6 @@ def name_of(component: object) -> str:
     return type(component).__name__ if row is None else row.name
 
 
-def variant_of(component: object) -> str:
-    """The name of an object with those of its fields that are words and differ from the defaults. Numbers are left out.
-
-    Example:
-        >>> variant_of(TetrisLength(extra=5)), variant_of(TetrisLength(criterion="original"))
-        ('tetris', 'tetris:criterion=original')
-    """
-    kind: type = type(component)
-    if all(row.make is not kind for row in ROWS):
-        return name_of(component)
-    hints, values = typing.get_type_hints(kind), vars(component)
-    words = [
-        f"{field.name}={values[field.name]}"
-        for field in dataclasses.fields(kind)
-        if typing.get_origin(hints[field.name]) is Literal and values[field.name] != field.default
-    ]
-    return ":".join([name_of(component), *([",".join(words)] if words else [])])
-
-
 def make(family: Family, text: str) -> object:
     """The object of `name:key=value,key=value`. A first value without a key sets the first field.
 

@@ -21,8 +21,8 @@ from jaxtyping import AbstractArray, jaxtyped
 Checked = TypeVar("Checked")
 CONFIGURATION = BeartypeConf(is_pep484_tower=True)
 """Ints are welcome where floats are asked for."""
-NAME = "__shapes_checked__"
-"""What a module calls `checked`; a name that no module has for itself."""
+NAME = "_checked_by_tests"
+"""What `checked` is called within the package's modules; none of them may have a name like it."""
 ONE_CALL = jaxtyped("context")
 """Within it, axes of one name have one size; calls within calls have sizes of their own."""
 

@@ -124,7 +124,7 @@ def tiny_llama() -> LlamaForCausalLM:
         ({"tree": 5}, "tree must be a name of the catalog or a part of that family, got 5"),
         ({"drafter": ChainTree()}, "drafter must be a name of the catalog or a part of that family, got ChainTree()"),
         ({"decoding": "pearl:3", "length": "fixed:3"}, "both length and pearl's num_speculative_tokens say how long"),
-        ({"length": "tetris:criterion=original"}, "length 'tetris:criterion=original' drops drawn tokens because"),
+        ({"length": "tetris:criterion=original"}, "length 'tetris' is lossy: it drops drawn tokens because"),
     ],
     ids=str,
 )
