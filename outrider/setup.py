@@ -142,17 +142,20 @@ class Setup:
         """Write the setup to a file that `read` understands. The old file stays until the new one is complete.
 
         Raises:
-            InputError: A value that a file cannot hold, such as a loaded model.
+            InputError: A value that a file cannot hold, such as a loaded model, or the file cannot be written.
         """
         written = self.written()
         text = json.dumps(written, indent=2) + "\n" if file.suffix == ".json" else _toml(written)
-        file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(file)
-        finally:
-            fresh.unlink(missing_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                fresh.write_text(text, encoding="utf-8")
+                fresh.replace(file)
+            finally:
+                fresh.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
 
 TABLE = Mapping[str, Any]

@@ -3,7 +3,7 @@
 import functools
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
@@ -20,8 +20,9 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
-from outrider.engine.requests import bound, check, nth, one_each
+from outrider.engine.requests import bound, check, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
+from outrider.inputs import whole
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
 from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
@@ -135,7 +136,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         logprobs: int | None = None,
@@ -148,7 +149,7 @@ class Engine:
         Args:
             max_new_tokens: Most tokens to emit.
             sampling: How tokens are drawn; by default the engine's settings.
-            stop: Strings that end the output; the text ends before them.
+            stop: One or several strings that end the output; the text ends before them.
             stop_token_ids: Tokens that end the output, beside the model's own.
             min_tokens: Before so many tokens no ending token comes, and no stop string counts.
             logprobs: Which log-probabilities to record: None none, 0 those of the output's tokens, k those of the k
@@ -164,8 +165,9 @@ class Engine:
                 prompt=tuple(self.encode(prompt)),
                 max_new_tokens=max_new_tokens,
                 sampling=sampling or self.sampling,
-                eos_ids=(frozenset() if ignore_eos else self.eos_ids) | frozenset(stop_token_ids),
-                stop=tuple(stop),
+                eos_ids=(frozenset() if ignore_eos else self.eos_ids)
+                | tokens("stop_token_ids", stop_token_ids, self.parts.target.vocab_size),
+                stop=texts(stop),
                 min_tokens=min_tokens,
                 logprobs=logprobs,
             )
@@ -229,12 +231,12 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
         n: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         logprobs: int | None = None,
@@ -257,8 +259,7 @@ class Engine:
             errors: What ends a request by an error is raised, and the others are cancelled; or it is returned in the
                 request's output, and the others go on.
         """
-        if isinstance(prompts, str):
-            raise InputError("prompts must be a list; for one prompt give [prompt]")
+        prompts, n = listed(prompts), whole("n", n)
         if n < 1:
             raise InputError(f"n must be >= 1, got {n}")
         if errors not in ("raise", "return"):

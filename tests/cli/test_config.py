@@ -53,6 +53,14 @@ def test_a_wrong_file_is_one_sentence(monkeypatch, capsys, tmp_path, command, te
     assert (status, out, sentence in err, err.count("\n")) == (2, "", True, 1), err
 
 
+@pytest.mark.parametrize("place", ["", "file/setup.toml"])
+def test_a_setup_that_cannot_be_saved_is_one_sentence(monkeypatch, capsys, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    status, out, err = run(monkeypatch, capsys, "generate", "--prompt", "a", "--save-config", str(tmp_path / place))
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith(f"error: {tmp_path / place} cannot be written: "), err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
