@@ -16,6 +16,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+DRAWS = 1000
+"""Outputs that `prove` draws where no number is named: enough to see a wrong residual."""
 MEASURED = ("tree", "verifier", "length", "decoding", "allow_lossy")
 """Options that `doctor` has no use for: it measures chains, for every rule and length."""
 
@@ -102,7 +104,7 @@ def chat(
 @with_options()
 def prove(
     setup: Setup,
-    num_draws: Annotated[int, typer.Option(help="Outputs to draw for the chi-square test; 0 leaves it out.")] = 1000,
+    num_draws: Annotated[int, typer.Option(help="Outputs to draw for the chi-square test; 0 leaves it out.")] = DRAWS,
     temperature: Annotated[
         float | None,
         typer.Option(help="Temperature of the chi-square test; by default one at which it can tell outputs apart."),

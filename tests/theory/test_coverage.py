@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from outrider import InputError
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
@@ -43,6 +44,7 @@ def enumerated(target: Row, draft: Row, gamma: int, rule: str, before: int) -> t
         tree=ChainTree(),
         verifier=RULES[rule],
         length=FixedLength(num_speculative_tokens=gamma),
+        decoding=StepDecoding(),
     )
     after = [law(parts, [0], count, horizon=before).emitted for count in range(before + 1)]
     steps = sum(mass for emitted in after for output, mass in emitted.items() if len(output) < before)
