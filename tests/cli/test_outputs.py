@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 import outrider
 from outrider import InputError
 from outrider.cli.outputs import OutputFile, Wanted
+from outrider.cli.request import DRAWING
 from outrider.drafters.model import ModelDrafter
 from tests.cli.runs import run, start
 
@@ -185,6 +186,18 @@ def test_log_probabilities_are_recorded(monkeypatch, capsys, tmp_path):
         assert (len(top), max(top, key=top.get)) == (2, str(token))
         assert top[str(token)] == pytest.approx(logprob)
     assert records(file) == [likeliest]
+
+
+def test_a_bias_forbids_a_token(monkeypatch, capsys):
+    given = ["generate", "--prompt", "Once", "--max-new-tokens", "3", "--temperature", "0", "--json"]
+    first = json.loads(run(monkeypatch, capsys, *given)[1])["tokens"][0]
+    forbidden = json.loads(run(monkeypatch, capsys, *given, "--logit-bias", f'{{"{first}": -Infinity}}')[1])["tokens"]
+    assert first not in forbidden
+
+
+def test_every_way_of_drawing_has_an_option():
+    # Processors are Python's own objects.
+    assert set(DRAWING) == {field.name for field in fields(outrider.Sampling)} - {"processors"}
 
 
 def test_where_an_output_ends_can_be_said(monkeypatch, capsys):
