@@ -99,6 +99,8 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
             raise InputError(f"there is no tokenizer in {setup.tokenizer}; give a directory or a hub id that has one")
         return found
     if setup.tokenizer is not None:
+        if not isinstance(setup.tokenizer, PreTrainedTokenizerBase):
+            raise InputError(f"tokenizer must be a directory, a hub id or a tokenizer, got {setup.tokenizer!r}")
         return setup.tokenizer
     if isinstance(setup.target, str):
         return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)

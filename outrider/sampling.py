@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.processors import Processor, is_blind
-from outrider.types import Sampling
+from outrider.types import InputError, Sampling
 
 FIRST_LOOK = 256
 """How many of the most likely tokens top-p looks at first, in vocabularies below `WIDE`; in wider ones that is slower
@@ -210,8 +210,20 @@ def _adjust(
         ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
         scores = scores.index_add(0, ids, scores.new_tensor(list(sampling.logit_bias.values())))
     for processor in processors:
-        scores = processor(seen[None], scores[None])[0]
+        scores = _processed(processor, seen, scores)
     return scores
+
+
+def _processed(
+    processor: Processor, seen: Int[Tensor, " seen"], scores: Float[Tensor, " vocab"]
+) -> Float[Tensor, " vocab"]:
+    """What a processor makes of one row. Raises InputError where that is no row of the same tokens."""
+    made = processor(seen[None], scores[None])
+    if not isinstance(made, Tensor) or made.shape != (1, len(scores)):
+        name = getattr(processor, "__name__", type(processor).__name__)
+        shape = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else repr(made)
+        raise InputError(f"the logits processor {name} must return scores of shape (1, {len(scores)}), got {shape}")
+    return made[0]
 
 
 @dataclass(frozen=True, kw_only=True)

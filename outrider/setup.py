@@ -120,12 +120,13 @@ class Setup:
         return {name: _written(name, value) for name, value in self.given().items()}
 
     @classmethod
-    def read(cls, file: Path) -> "Setup":
+    def read(cls, file: str | os.PathLike[str]) -> "Setup":
         """The setup that a file holds: TOML, or JSON where the name ends in `.json`.
 
         Raises:
             InputError: The file does not exist, cannot be read, or holds an unknown option.
         """
+        file = Path(file)
         text = text_of(file, "configuration", "a TOML or JSON file of options")
         try:
             options = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
@@ -138,21 +139,24 @@ class Setup:
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
 
-    def save(self, file: Path) -> None:
+    def save(self, file: str | os.PathLike[str]) -> None:
         """Write the setup to a file that `read` understands. The old file stays until the new one is complete.
 
         Raises:
-            InputError: A value that a file cannot hold, such as a loaded model.
+            InputError: A value that a file cannot hold, such as a loaded model, or the file cannot be written.
         """
-        written = self.written()
+        file, written = Path(file), self.written()
         text = json.dumps(written, indent=2) + "\n" if file.suffix == ".json" else _toml(written)
-        file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(file)
-        finally:
-            fresh.unlink(missing_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                fresh.write_text(text, encoding="utf-8")
+                fresh.replace(file)
+            finally:
+                fresh.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
 
 TABLE = Mapping[str, Any]

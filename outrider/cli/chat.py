@@ -141,7 +141,10 @@ def _value(name: str, text: str, hint: object) -> object:
 def _turn_markers(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """The special token with which the template begins the user's next turn, if there is one. An answer ends there."""
     talk = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    ends, goes_on = (list(tokenizer.apply_chat_template(talk[:n], return_dict=False)) for n in (2, 3))
+    try:
+        ends, goes_on = (list(tokenizer.apply_chat_template(talk[:n], return_dict=False)) for n in (2, 3))
+    except Exception as error:
+        raise InputError(f"the target's chat template makes no prompt of a conversation: {error}") from error
     following = goes_on[len(ends) :]
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     same = goes_on[: len(ends)] == ends

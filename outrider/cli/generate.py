@@ -141,7 +141,9 @@ def run(task: Task) -> None:
     prompts = entries(task.texts, task.file)
     wanted = task.wanted(prompts)
     if task.output is not None:
-        held = OutputFile(path=task.output).held(wanted)
+        file = OutputFile(path=task.output)
+        file.check()
+        held = file.held(wanted)
         if held:
             print(f"{len(held)} of {len(wanted)} outputs are in {task.output} already", file=sys.stderr)
         wanted = [each for each in wanted if each.index not in held]
@@ -179,6 +181,10 @@ def _stream(engine: Engine, entry: Entry, made: Run) -> None:
         count = 0 if output is None else len(output.tokens)
         print(f"\ninterrupted after {count} tokens", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    except Exception:
+        # What is said of it begins a line of its own.
+        print(flush=True)
+        raise
     print()
     made.outputs.append(output)
 

@@ -94,6 +94,18 @@ class OutputFile:
                 found |= {same.index} if same is not None else set()
         return found
 
+    def check(self) -> None:
+        """Raise InputError where the file cannot be written, before there is an output to write."""
+        fresh = not self.path.exists()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab"):
+                pass
+            if fresh:
+                self.path.unlink()
+        except OSError as error:
+            raise InputError(f"the output file {self.path} cannot be written: {error.strerror}") from error
+
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record."""
         self.path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,6 @@
 """Options of requests: how outputs are drawn, where they end, which grammar they follow."""
 
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ DRAWING = (
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
+    "logit_bias",
     "seed",
 )
 """Options that are fields of `Sampling`."""
@@ -41,6 +43,7 @@ class RequestOptions:
         repetition_penalty: Above 1 discourages tokens of prompt and output.
         frequency_penalty: Subtracted once per occurrence in the output.
         presence_penalty: Subtracted once if in the output.
+        logit_bias: Added to the logits of tokens, as JSON by token id, such as `{"15": -2.5}`; -Infinity forbids one.
         seed: Makes the draws repeatable, 0 .. 2**64 - 1.
         stop: End before this text; may be given several times.
         stop_token_ids: End with this token; may be given several times.
@@ -59,6 +62,7 @@ class RequestOptions:
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    logit_bias: str | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -75,7 +79,10 @@ class RequestOptions:
         """The default settings, overridden by the given options."""
         from dataclasses import replace
 
-        return replace(usual, **{name: value for name, value in self.given().items() if name in DRAWING})
+        given: dict[str, Any] = {name: value for name, value in self.given().items() if name in DRAWING}
+        if self.logit_bias is not None:
+            given["logit_bias"] = _biases(self.logit_bias)
+        return replace(usual, **given)
 
     def ending(self) -> dict[str, Any]:
         """Arguments of `Engine.add` that were given."""
@@ -98,3 +105,12 @@ class RequestOptions:
         if self.grammar is not None:
             return ebnf(text_of(self.grammar, "grammar", "a file"))
         return regex(self.regex or "")
+
+
+def _biases(text: str) -> dict[int, float]:
+    """Biases by token id, of a JSON object, whose keys are texts."""
+    try:
+        return {int(token): float(bias) for token, bias in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        wanted = """a JSON object of token ids and numbers, such as '{"15": -2.5}'"""
+        raise InputError(f"logit_bias must be {wanted}, got {text!r}") from error

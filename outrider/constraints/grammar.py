@@ -231,7 +231,9 @@ def _compiler(
     try:
         import xgrammar
     except ImportError as error:
-        raise InputError("grammars need xgrammar; install it with `pip install outrider[grammar]`") from error
+        raise InputError(
+            "grammars need xgrammar; `pip install xgrammar` installs it, and so does `pip install outrider[grammar]`"
+        ) from error
     try:
         read = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(eos_ids))
     except (ValueError, RuntimeError) as error:

@@ -3,7 +3,7 @@
 import functools
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
@@ -20,8 +20,9 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
-from outrider.engine.requests import bound, check, nth, one_each
+from outrider.engine.requests import bound, check, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
+from outrider.inputs import whole
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
 from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
@@ -135,7 +136,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         logprobs: int | None = None,
@@ -148,7 +149,7 @@ class Engine:
         Args:
             max_new_tokens: Most tokens to emit.
             sampling: How tokens are drawn; by default the engine's settings.
-            stop: Strings that end the output; the text ends before them.
+            stop: One or several strings that end the output; the text ends before them.
             stop_token_ids: Tokens that end the output, besides the model's own end tokens.
             min_tokens: Fewest tokens before an end token may come or a stop string counts.
             logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those
@@ -164,8 +165,9 @@ class Engine:
                 prompt=tuple(self.encode(prompt)),
                 max_new_tokens=max_new_tokens,
                 sampling=sampling or self.sampling,
-                eos_ids=(frozenset() if ignore_eos else self.eos_ids) | frozenset(stop_token_ids),
-                stop=tuple(stop),
+                eos_ids=(frozenset() if ignore_eos else self.eos_ids)
+                | tokens("stop_token_ids", stop_token_ids, self.parts.target.vocab_size),
+                stop=texts(stop),
                 min_tokens=min_tokens,
                 logprobs=logprobs,
             )
@@ -230,12 +232,12 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
         n: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         logprobs: int | None = None,
@@ -258,8 +260,7 @@ class Engine:
             errors: `raise` raises the error that ends a request and cancels the other requests. `return` puts the error
                 into the request's output, and the other requests continue.
         """
-        if isinstance(prompts, str):
-            raise InputError("prompts must be a list; for one prompt give [prompt]")
+        prompts, n = listed(prompts), whole("n", n)
         if n < 1:
             raise InputError(f"n must be >= 1, got {n}")
         if errors not in ("raise", "return"):

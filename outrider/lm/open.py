@@ -199,8 +199,8 @@ def open_config(path: str, *, revision: str | None = None, trust_remote_code: bo
 def open_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer beside a model; None if the directory has none."""
-    _exists(path)
+    """The tokenizer beside a model, or in a directory that holds nothing else; None if the directory has none."""
+    _exists(path, what="tokenizer")
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         return None
     try:
@@ -209,11 +209,11 @@ def open_tokenizer(
         raise InputError(f"cannot load a tokenizer from {path}: {reason_of(error)}") from error
 
 
-def _exists(path: str) -> None:
+def _exists(path: str, what: str = "model") -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or len(path) > LONGEST_ID or not path
     if looks_local and not os.path.isdir(os.path.expanduser(path)):
         raise InputError(
-            f"there is no directory {path or repr(path)}; give a model's directory or a hub id such as org/name"
+            f"there is no directory {path or repr(path)}; give a {what}'s directory or a hub id such as org/name"
         )
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+    if what == "model" and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise InputError(f"{path} is not a model's directory: it has no config.json")

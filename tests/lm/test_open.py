@@ -130,6 +130,12 @@ def test_a_tokenizer_can_be_named(sound):
         outrider.load(sound, tokenizer=str(sound))
 
 
+def test_a_directory_may_hold_a_tokenizer_alone(sound, tmp_path):
+    open_tokenizer(str(EMBEDDED_TARGET)).save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert len(outrider.load(sound, tokenizer=tmp_path).tokenizer) == 8192
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
