@@ -117,6 +117,7 @@ def main(
     dtype: options.Dtype = "float32",
     timed: options.Timed = None,
     clock: options.Clock = False,
+    as_is: options.AsIs = False,
 ) -> None:
     """Measure what block verification gains over token verification."""
     given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}

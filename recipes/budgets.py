@@ -4,6 +4,9 @@
 several shapes, the one with the highest block efficiency on a pilot of other prompts is taken. Verifiers that can judge
 the same trees get the same shape. Independent paths share nodes where they begin alike, so that fewer are verified than
 drawn; the table has the number.
+
+A row holds what every chain would take for every text. What the figures add up, the means over the seeds of each
+prompt, stands in `sums.jsonl`, which is a tenth as long.
 """
 
 from collections.abc import Callable, Sequence
@@ -120,20 +123,38 @@ class Family:
         chosen: Whether the trees are chosen rather than drawn; an extra in the plot.
     """
 
+    name: str
     shapes: Callable[[int], list[Shape]]
     names: dict[str, str]
     chosen: bool = False
 
 
 FAMILIES = (
-    Family(shapes=chain, names={"token": "chain, token", "block": "chain, block"}),
-    Family(shapes=gumbel, names={"recursive": "RSD-C", "traversal": "RSD-C tree, traversal"}),
-    Family(shapes=beam, names={"recursive": "RSD-S", "traversal": "RSD-S tree, traversal"}),
-    Family(shapes=iid, names={"recursive": "SpecInfer", "kseq": "SpecTr (K-SEQ)"}),
-    Family(shapes=top_plus_one, names={"top_plus_one": "top plus one"}),
-    Family(shapes=dynamic, names={"match": "dynamic (EAGLE-2)"}, chosen=True),
-    Family(shapes=opt, names={"match": "OPT-Tree"}, chosen=True),
+    Family(name="chain", shapes=chain, names={"token": "chain, token", "block": "chain, block"}),
+    Family(name="gumbel", shapes=gumbel, names={"recursive": "RSD-C", "traversal": "RSD-C tree, traversal"}),
+    Family(name="beam", shapes=beam, names={"recursive": "RSD-S", "traversal": "RSD-S tree, traversal"}),
+    Family(name="iid", shapes=iid, names={"recursive": "SpecInfer", "kseq": "SpecTr (K-SEQ)"}),
+    Family(name="top_plus_one", shapes=top_plus_one, names={"top_plus_one": "top plus one"}),
+    Family(name="dynamic", shapes=dynamic, names={"match": "dynamic (EAGLE-2)"}, chosen=True),
+    Family(name="opt", shapes=opt, names={"match": "OPT-Tree"}, chosen=True),
 )
+
+
+ALL_FAMILIES = ",".join(family.name for family in FAMILIES)
+
+
+def chosen_families(text: str) -> list[Family]:
+    """Families by name, with commas between them.
+
+    Example:
+        >>> [family.name for family in chosen_families("iid,chain")]
+        ['chain', 'iid']
+    """
+    names = {name.strip() for name in text.split(",")}
+    known = [family.name for family in FAMILIES]
+    if not names <= set(known):
+        raise InputError(f"families must be some of {', '.join(known)}, got {text!r}")
+    return [family for family in FAMILIES if family.name in names]
 
 
 def method(family: Family, verifier: str, shape: Shape, budget: int, temperature: float) -> Method:
@@ -269,7 +290,13 @@ def run(
         given = ", ".join(map(str, budgets)) or "none"
         raise InputError(f"budgets must be some of {', '.join(map(str, BUDGETS))}, got {given}")
     times = None if timed is None else StepSeconds.read(timed)
-    more = {"budgets": list(budgets), "temperature": temperature, "pilot_prompts": pilot_prompts, "timed": timed}
+    more = {
+        "budgets": list(budgets),
+        "temperature": temperature,
+        "pilot_prompts": pilot_prompts,
+        "families": [family.name for family in families],
+        "timed": timed,
+    }
     with folder(setting.out, "budgets", {**vars(setting), **more}) as place:
         bench = Bench(setting, max_slots=SLOTS)
         questions = bench.questions(setting.num_prompts)
@@ -282,8 +309,10 @@ def run(
             bench.batches(questions),
             lambda rows: claims(Figures(methods, rows), methods, budgets),
         )
-        found = findings(Figures(methods, rows, times), methods, budgets, families)
-        return place.finish(replace(found, text=about(setting, times)))
+        figures = Figures(methods, rows, times)
+        place.keep("sums.jsonl", figures.rows)
+        found = findings(figures, methods, budgets, families)
+        return place.finish(replace(found, text=about(setting, times, figures.sums.num_prompts)))
 
 
 def main(
@@ -300,9 +329,11 @@ def main(
     budgets: Annotated[str, typer.Option(help="Some of the budgets, with commas.")] = ",".join(map(str, BUDGETS)),
     temperature: Annotated[float, typer.Option(min=0, help="Of target and drafter.")] = 1.0,
     pilot_prompts: Annotated[int, typer.Option(min=1, help="Further prompts, for the pilot.")] = PILOT_PROMPTS,
+    families: Annotated[str, typer.Option(help="Some kinds of trees, with commas.")] = ALL_FAMILIES,
+    as_is: options.AsIs = False,
 ) -> None:
     """Measure chains and trees at equal budgets of verified nodes."""
-    own = ("timed", "budgets", "temperature", "pilot_prompts")
+    own = ("timed", "budgets", "temperature", "pilot_prompts", "families")
     given = {name: value for name, value in locals().items() if name not in ("own", *own)}
     chosen = options.whole_numbers("--budgets", budgets)
-    run(Setting(**given), chosen, temperature, pilot_prompts, timed=timed)
+    run(Setting(**given), chosen, temperature, pilot_prompts, chosen_families(families), timed=timed)

@@ -15,25 +15,66 @@ from typing import Annotated, Any
 import typer
 
 from outrider.bench.circumstances import ROOT
-from outrider.bench.claims import FOREVER
 from outrider.bench.folder import read_record, write
 from outrider.bench.report import table
 from outrider.types import InputError
 
 MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}
+PAIRS = {"draft": "embedded pair", "small_draft": "small pair"}
+"""What the page calls a pair, by the name of its draft model."""
+GAIN = "% of "
+"""How a unit begins whose figures are gains in percent, which the page does not repeat for every claim."""
+PER_SECOND = "% of tokens per second"
+LONG = 1000.0
+"""Hours that nobody will measure."""
 QUICK: dict[str, object] = {}
 
-REASONS: dict[str, str] = {}
+REASONS: dict[str, str] = {
+    "A lattice emits more tokens per step than a chain, temperature 1": (
+        "a node is accepted only where the target draws it, and behind another branch than the likeliest the rows "
+        "belong to another context; at temperature 1 the target leaves the likeliest chain early"
+    ),
+    "A lattice emits more tokens per second": (
+        "a lattice pays one draft forward per depth, as the chain does, where the paper's drafter makes one in all; "
+        "64 nodes cost a target of 16M parameters on a CPU more than they cost on an accelerator"
+    ),
+    "adaedl is faster than": (
+        "AdaEDL's threshold moves by at most 0.001 a step, and an output of 96 tokens has some fifty steps, so that it "
+        "stays where it began; the paper tunes where it begins"
+    ),
+    "svip is faster than the best": "the threshold is the paper's; on these pairs it drafts little more than one token",
+    "RSD-C emits more tokens per step than SpecInfer": (
+        "the shapes that were tried for RSD-C are less deep than SpecInfer's paths"
+    ),
+    "SpecTr (K-SEQ) emits more tokens": "the paper's figure is for eight paths of eight tokens, 64 nodes against 8",
+    "TETRIS is faster": (
+        "every request drafts two tokens more than it may verify; here a draft forward costs a sixth of the target's "
+        "and verifying more tokens costs little, so that there is hardly a budget to share; the paper verifies on "
+        "targets of 33B to 405B parameters"
+    ),
+    "TETRIS accepts more": (
+        "the criterion is the lossless one, which may not look at the token that it judges; the paper's own does"
+    ),
+    "PEARL is faster than drafting in turn, two threads": (
+        "half of a forward of models this small is Python, which two threads of one process take turns at; the paper "
+        "has a device per model"
+    ),
+}
 """Why a figure differs from the paper's, by how the claim begins; the longest beginning that fits is taken."""
 HEAD = """# Published claims, tested
 
-Each sentence is judged on two small pairs: the embedded target with the draft model that ships with the package, and
-with a second, smaller one. It holds (**yes**) if the whole 95 % interval is on its side, does not (**no**) if the whole
-interval is on the other, and is **undecided** otherwise. That says nothing of the papers' own models. *Hours* is how
-long this machine would have to go on, with one core, until the interval of an undecided claim left the bound out, if
-the figure stayed what it is. The page is written by `python -m recipes claims`; how the figures are taken stands below
-the table, and the raw rows lie in each run's folder.
+Each claim is judged on two pairs: the embedded target with the draft model that ships with the package (*embedded
+pair*), and with `recipes/small_draft` (*small pair*). Cells have our figure and its 95 % interval, in percent of the
+gain that the claim speaks of, unless its remark says otherwise. **yes**: the whole interval is on the claim's side.
+**no**: the whole interval is on the other side. That says nothing about the papers' own models.
+
+"""
+HOURS = """## Undecided claims
+
+How long one core of this machine would have to measure until the interval leaves the bound out, if the figure stays
+what it is: an interval narrows with the square root of the time. The machine did other work while steps were counted,
+so that the hours are rather too many than too few.
 
 """
 METHOD = """## How the figures are taken
@@ -50,6 +91,8 @@ every claim about them, or until the seeds are used up.
 left out. The seconds are those of timed runs, in which all methods took turns on a prompt: medians over prompts, each
 run divided by how much slower than usual all methods were on its prompt (`outrider.bench.step_seconds`). They were
 timed once, at the commits that stand at the end of this page.
+
+The page is written by `python -m recipes claims`.
 
 """
 
@@ -76,7 +119,11 @@ def number(value: float | str | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A claim, with what was found on each pair; by the pair's draft model."""
+    """A claim, with what was found on each pair; by the pair's draft model.
+
+    Attributes:
+        found: Claims as `claims.json` has them, and whether their steps were counted apart from the clock.
+    """
 
     claim: str
     paper: str
@@ -91,7 +138,9 @@ def lines(runs: Sequence[Mapping[str, Any]]) -> list[Line]:
     papers: dict[str, dict[str, dict[str, Mapping[str, Any]]]] = {}
     for run in runs:
         for claim in run["claims"]:
-            papers.setdefault(claim["paper"], {}).setdefault(claim["claim"], {})[draft_of(run)] = claim
+            counted = bool(run["circumstances"]["arguments"].get("timed"))
+            found = {**claim, "counted": counted}
+            papers.setdefault(claim["paper"], {}).setdefault(claim["claim"], {})[draft_of(run)] = found
     made = []
     for claims in papers.values():
         for sentence, found in claims.items():
@@ -114,22 +163,36 @@ def draft_of(run: Mapping[str, Any]) -> str:
     return Path(run["circumstances"]["arguments"]["draft"]).name
 
 
-def cell(claim: Mapping[str, Any] | None) -> str:
-    """A verdict with its figure; hours where it is undecided."""
+def pair_of(draft: str) -> str:
+    """What the page calls the pair with a draft model."""
+    return PAIRS.get(draft, f"with `{draft}`")
+
+
+def figure(claim: Mapping[str, Any] | None) -> str:
+    """A figure with its interval; a dash where there is none.
+
+    Example:
+        >>> figure({"our_value": 5.584, "interval": (0.043, 16.187)})
+        '5.6 [0.04, 16.2]'
+    """
     if claim is None:
         return "-"
-    low, high = claim["interval"]
-    text = f"**{VERDICTS[claim['holds']]}** {claim['our_value']:.3g} [{low:.3g}, {high:.3g}]"
-    return text if claim["holds"] is not None else f"{text}, {hours(claim.get('hours'))}"
+    middle, low, high = (f"{x:.1f}" if abs(x) >= 0.1 else f"{x:.2f}" for x in (claim["our_value"], *claim["interval"]))
+    return f"{middle} [{low}, {high}]"
+
+
+def verdict(claim: Mapping[str, Any] | None) -> str:
+    """A verdict in a word; a dash where there is none."""
+    return "-" if claim is None else f"**{VERDICTS[claim['holds']]}**"
 
 
 def hours(value: float | None) -> str:
     """How much longer; whole hours, or tenths of few."""
     if value is None:
-        return "hours not known"
-    if value >= FOREVER / 1000:
-        return "> 1000 h"
-    return f"{value:.1f} h" if value < 10 else f"{value:.0f} h"
+        return "not known"
+    if value >= LONG:
+        return f"> {LONG:g}"
+    return f"{max(value, 0.1):.1f}" if value < 10 else f"{value:.0f}"
 
 
 def counts(claims: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -138,30 +201,92 @@ def counts(claims: Sequence[Mapping[str, Any]]) -> list[str]:
     return [str(holds.count(verdict)) for verdict in VERDICTS]
 
 
+def remark(line: Line) -> str:
+    """What is to be said of a claim besides its figures: what holds of all pairs first, then what differs."""
+    parts = {pair: list(filter(None, claim["note"].split("; "))) for pair, claim in line.found.items()}
+    shared = [part for part in next(iter(parts.values())) if all(part in own for own in parts.values())]
+    made = [] if line.unit.startswith(GAIN) else [f"the figures are {line.unit}"]
+    made += shared
+    for pair, own in parts.items():
+        if rest := [part for part in own if part not in shared]:
+            made.append(f"{pair_of(pair)}: {', '.join(rest)}")
+    if line.unit == PER_SECOND and any(claim["counted"] for claim in line.found.values()):
+        made.append("counted steps over measured seconds of a step")
+    return "; ".join(filter(None, [*made, reason(line.claim)]))
+
+
+def remarks(made: Sequence[Line]) -> str:
+    """What is to be said of claims, by their numbers; claims of which the same is to be said share a line."""
+    numbers: dict[str, list[str]] = {}
+    for i, line in enumerate(made, 1):
+        if text := remark(line):
+            numbers.setdefault(text, []).append(str(i))
+    return "\n".join(f"- **{', '.join(own)}**: {text[0].upper()}{text[1:]}." for text, own in numbers.items())
+
+
+def short(paper: str) -> str:
+    """What a paper is called in the table: the method.
+
+    Example:
+        >>> short("Weng et al. 2025, traversal verification")
+        'traversal verification'
+    """
+    return paper.rpartition(", ")[2]
+
+
+def overview(made: Sequence[Line], pairs: Sequence[str]) -> str:
+    """The claims, by paper, with the figures and the verdicts on both pairs."""
+    body = []
+    before = None
+    for i, line in enumerate(made, 1):
+        own = [line.found.get(pair) for pair in pairs]
+        paper = "" if line.paper == before else f"[{short(line.paper)}]({line.url})"
+        before = line.paper
+        verdicts = " / ".join(map(verdict, own))
+        body.append([paper, i, line.claim.rstrip("."), number(line.published), *map(figure, own), verdicts])
+    return table(("paper", "", "claim", "paper's", *map(pair_of, pairs), "verdicts"), body)
+
+
+def summary(made: Sequence[Line]) -> str:
+    """How many claims of each paper hold, do not, and are undecided, over all pairs."""
+    body = []
+    for paper, url in dict.fromkeys((line.paper, line.url) for line in made):
+        body.append(
+            [f"[{paper}]({url})", *counts([c for line in made if line.paper == paper for c in line.found.values()])]
+        )
+    body.append(["**all**", *counts([claim for line in made for claim in line.found.values()])])
+    return table(("paper", "yes", "no", "undecided"), body)
+
+
+def undecided(made: Sequence[Line]) -> str:
+    """The hours that each undecided claim would take, and all of them."""
+    said, left = [], list[float]()
+    for i, line in enumerate(made, 1):
+        own = {pair: claim.get("hours") for pair, claim in line.found.items() if claim["holds"] is None}
+        left += [value for value in own.values() if value is not None]
+        if own:
+            each = ", ".join(f"{hours(value)} ({pair_of(pair)})" for pair, value in own.items())
+            said.append(f"- **{i}** {line.claim.rstrip('.')}: {each}")
+    if not said:
+        return "There are none.\n"
+    short_ones = [value for value in left if value < LONG]
+    total = f"All that would take less than {LONG:g} hours together: {hours(sum(short_ones))} hours."
+    return "\n".join([*said, "", total, ""])
+
+
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """The page."""
     made = lines(runs)
     pairs = list(dict.fromkeys(draft_of(run) for run in runs))
-    papers = dict.fromkeys((line.paper, line.url) for line in made)
-    overview = []
-    for paper, url in papers:
-        own = [claim for line in made if line.paper == paper for claim in line.found.values()]
-        overview.append([f"[{paper}]({url})", *counts(own)])
-    everything = [claim for line in made for claim in line.found.values()]
-    overview.append(["**all**", *counts(everything)])
-    body = []
-    remarks = []
-    for i, line in enumerate(made, 1):
-        cells = [cell(line.found.get(pair)) for pair in pairs]
-        body.append([i, line.claim, number(line.published), line.unit, *cells])
-        notes = dict.fromkeys(filter(None, [*(each["note"] for each in line.found.values()), reason(line.claim)]))
-        if notes:
-            remarks.append(f"{i}. {'; '.join(notes)}.")
-    head = ("", "claim", "paper", "unit", *(f"with `{pair}`" for pair in pairs))
     about = [described(run) for run in runs]
-    return (
-        f"{HEAD}{table(('paper', 'yes', 'no', 'undecided'), overview)}\n## Claims\n\n{table(head, body)}\n{METHOD}"
-        f"## Remarks, by claim\n\n{chr(10).join(remarks)}\n\n## Runs\n\n{chr(10).join(about)}\n"
+    return "\n".join(
+        [
+            f"{HEAD}{overview(made, pairs)}",
+            f"## Remarks\n\n{remarks(made)}\n",
+            f"{HOURS}{undecided(made)}",
+            f"## Verdicts, by paper\n\n{summary(made)}",
+            f"{METHOD}## Runs\n\n{chr(10).join(about)}\n",
+        ]
     )
 
 
@@ -171,8 +296,9 @@ def described(run: Mapping[str, Any]) -> str:
     changed = " with uncommitted changes" if made["uncommitted_changes"] else ""
     where = Path(run["folder"])
     place = where.relative_to(ROOT) if where.is_absolute() and where.is_relative_to(ROOT) else where
+    num_prompts = max(claim.get("num_prompts", 0) for claim in run["claims"]) or given["num_prompts"]
     text = (
-        f"- [{place}](../{place}/table.md): `{run['recipe']}`, prompts: {given['num_prompts']} of "
+        f"- [{place}](../{place}/table.md): `{run['recipe']}`, prompts: {num_prompts} of "
         f"`{Path(given['prompts']).name}`, seeds: at most {given['seeds']}, tokens: at most {given['max_new_tokens']}; "
         f"{made['cpu']}, {made['threads']} threads, torch {made['versions']['torch']}, commit "
         f"{str(made['commit'])[:10]}{changed}, {made['date'][:10]}"

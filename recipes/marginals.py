@@ -98,7 +98,7 @@ def _claims(figures: Figures, t: float, timed: bool) -> list[Claim]:
 
     def claim(words: str, best: Samples, over: Samples, pair: tuple[float, float], unit: str) -> Claim:
         return PAPER.claim(
-            f"A tree over per-position rows emits more tokens per {words} than the chain at temperature {t:g}.",
+            f"A lattice emits more tokens per {words} than a chain, temperature {t:g}.",
             gain(best, over),
             num_prompts=figures.sums.num_prompts,
             seconds=figures.cost(*trees),
@@ -132,6 +132,7 @@ def main(
     dtype: options.Dtype = "float32",
     timed: options.Timed = None,
     clock: options.Clock = False,
+    as_is: options.AsIs = False,
 ) -> None:
     """Measure what a tree over per-position rows gains over the chain."""
     given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}

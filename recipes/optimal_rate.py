@@ -28,11 +28,12 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Conditions, Job, on_engine
 from outrider.bench.texts import logits_along, rows_at
-from outrider.bench.trial import Bench, Setting
+from outrider.bench.trial import Bench, Setting, whole_jobs
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
 from outrider.theory import acceptance, optimum
+from outrider.types import InputError
 from recipes import options
 
 PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org/abs/2502.18779")
@@ -71,12 +72,13 @@ def without_replacement(
     found = passed.clone()
     for i in torch.nonzero(refused > 1e-12)[:, 0].tolist():
         points = (torch.arange(REFUSED, dtype=p.dtype) + starts[i]) / REFUSED
-        first = torch.searchsorted(over[i].cumsum(0), points * refused[i], right=True).clamp_max(len(over[i]) - 1)
-        rest = q[i].repeat(REFUSED, 1).scatter(1, first[:, None], 0)
-        rest = rest[rest.sum(-1) > 0]
-        rest = rest / rest.sum(-1, keepdim=True)
+        refusals = torch.searchsorted(over[i].cumsum(0), points * refused[i], right=True).clamp_max(len(over[i]) - 1)
+        first, counts = refusals.unique(return_counts=True)
+        rest = q[i].repeat(len(first), 1).scatter(1, first[:, None], 0)
+        possible = rest.sum(-1) > 0
+        rest, counts = rest[possible] / rest[possible].sum(-1, keepdim=True), counts[possible]
         again = without_replacement((left[i] / left[i].sum()).repeat(len(rest), 1), rest, n - 1)
-        found[i] += refused[i] * again.sum() / REFUSED
+        found[i] += refused[i] * (again * counts).sum() / REFUSED
     return found
 
 
@@ -146,7 +148,9 @@ def measure(bench: Bench, place: Folder, every: int) -> list[Row]:
         }
 
     heats = [Heat(temperature=t) for t in TEMPERATURES]
-    rows = place.take("outputs", turns(heats, jobs), run)
+    rows = whole_jobs(place.take("outputs", turns(heats, jobs), run, as_is=bench.setting.as_is), len(heats))
+    if not rows:
+        raise InputError(f"{place.place} has no prompt that spoke at all temperatures; leave out --as-is")
     return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
 
 
@@ -217,7 +221,7 @@ def claims(sums: Sums, seconds: float) -> list[Claim]:
     sign, t = max(turns, key=lambda turn: turns[turn][0])
     made.append(
         PAPER.claim(
-            "Acceptance does not go one way with temperature.",
+            "Acceptance turns as the temperature rises.",
             Estimate.of(turns[sign, t]),
             num_prompts=sums.num_prompts,
             seconds=seconds,
@@ -235,8 +239,9 @@ def run(setting: Setting, every: int = 2) -> list[dict[str, Any]]:
     """Measure and write; returns the claims."""
     with folder(setting.out, "optimal_rate", {**vars(setting), "every": every}) as place:
         rows = measure(Bench(setting, max_slots=SLOTS), place, every)
-        found = findings(Sums(rows), sum(row["seconds"] for row in place.rows))
-        return place.finish(replace(found, text=setting.about))
+        sums = Sums(rows)
+        found = findings(sums, sum(row["seconds"] for row in place.rows))
+        return place.finish(replace(found, text=replace(setting, num_prompts=sums.num_prompts).about))
 
 
 def main(
@@ -250,6 +255,7 @@ def main(
     threads: options.Threads = 2,
     dtype: options.Dtype = "float32",
     every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2,
+    as_is: options.AsIs = False,
 ) -> None:
     """Compare rules for several drafts with the best rule there can be."""
     given = {name: value for name, value in locals().items() if name != "every"}

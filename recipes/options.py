@@ -22,6 +22,9 @@ Dtype = Annotated[str, typer.Option(help="What the models compute in; auto is th
 Clock = Annotated[
     bool, typer.Option("--clock", help="Time steps instead of counting them, one request at a time; wants quiet.")
 ]
+AsIs = Annotated[
+    bool, typer.Option("--as-is", help="Run nothing more: judge by the prompts that all methods have done.")
+]
 Timed = Annotated[
     Path | None, typer.Option(help="Folder that --clock wrote; without it nothing is said of tokens per second.")
 ]

@@ -139,7 +139,7 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
     two = f"simulated clock of two devices of one thread each; {chosen}"
     return [
         PAPER.claim(
-            f"PEARL is faster than drafting in turn at temperature {t:g}, with a device for each side.",
+            f"PEARL is faster than drafting in turn, two devices, temperature {t:g}.",
             gain(of("pearl, simulated"), of("step")),
             num_prompts=sums.num_prompts,
             seconds=seconds,
@@ -149,7 +149,7 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
             note=two,
         ),
         PAPER.claim(
-            f"PEARL is faster than plain decoding at temperature {t:g}, with a device for each side.",
+            f"PEARL is faster than plain decoding, two devices, temperature {t:g}.",
             gain(of("pearl, simulated"), of("plain")),
             num_prompts=sums.num_prompts,
             seconds=seconds,
@@ -159,7 +159,7 @@ def _claims(sums: Sums, lengths: Sequence[int], t: float) -> list[Claim]:
             note=two,
         ),
         PAPER.claim(
-            f"PEARL is faster than drafting in turn at temperature {t:g}, in two threads of one machine.",
+            f"PEARL is faster than drafting in turn, two threads, temperature {t:g}.",
             gain(of("pearl, a thread each"), of("step", "step, two threads")),
             num_prompts=sums.num_prompts,
             seconds=seconds,

@@ -117,7 +117,7 @@ def claims_of(size: int, figures: Figures, policies: Sequence[str], lengths: Seq
     num_prompts, seconds = figures.sums.num_prompts, figures.cost(*ours)
     made = [
         PAPER.claim(
-            f"TETRIS accepts more of the tokens that it verifies than an even length, in batches of {size}.",
+            f"TETRIS accepts more of what it verifies than an even length, batches of {size}.",
             gain(worths[0], worths[1]),
             num_prompts=num_prompts,
             seconds=seconds,
@@ -132,7 +132,7 @@ def claims_of(size: int, figures: Figures, policies: Sequence[str], lengths: Seq
         spread = [gain(figures.speed(a), figures.speed(b)).value for a, b in zip(ours, even, strict=True)]
         made.append(
             PAPER.claim(
-                f"TETRIS gives more tokens per second than the best even length, in batches of {size}.",
+                f"TETRIS is faster than the best even length, batches of {size}.",
                 gain(figures.best_speed(ours), figures.best_speed(even)),
                 num_prompts=num_prompts,
                 seconds=seconds,
@@ -177,7 +177,8 @@ def run(
                 return claims_of(size, Figures(ways, rows, times[size]), policies, lengths)
 
             found[size] = Figures(ways, count_until_clear(bench, place, ways, jobs[size], judge), times[size])
-        return place.finish(replace(findings(found, policies, lengths), text=about(setting, times[sizes[0]])))
+        text = about(setting, times[sizes[0]], found[sizes[0]].sums.num_prompts)
+        return place.finish(replace(findings(found, policies, lengths), text=text))
 
 
 def main(
@@ -192,6 +193,7 @@ def main(
     dtype: options.Dtype = "float32",
     timed: options.Timed = None,
     clock: options.Clock = False,
+    as_is: options.AsIs = False,
 ) -> None:
     """Measure sharing a batch's budget by promise against sharing it evenly."""
     given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}

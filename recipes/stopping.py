@@ -112,12 +112,12 @@ def _claims(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequen
         over = f"over single lengths from {min(spread):+.1f} % to {max(spread):+.1f} %"
         chosen = "the static length that is best on the other half of the prompts"
         for words, others, note in (
-            (f"the mean static length of 1 to {LONGEST}", mean, over),
+            (f"the mean of the static lengths 1 to {LONGEST}", mean, over),
             ("the best static length", best, chosen),
         ):
             made.append(
                 paper.claim(
-                    f"{stopper} is faster than {words} at temperature {t:g}.",
+                    f"{stopper} is faster than {words}, temperature {t:g}.",
                     gain(figures.speed(own), others),
                     num_prompts=figures.sums.num_prompts,
                     seconds=figures.cost(own),
@@ -132,7 +132,7 @@ def _claims(figures: Figures, t: float, lengths: Sequence[int], stoppers: Sequen
         both = [name(stopper, t) for stopper in ("adaedl", "svip")]
         made.append(
             ADAEDL.claim(
-                f"adaedl is faster than svip, another rule that needs no training, at temperature {t:g}.",
+                f"adaedl is faster than svip, temperature {t:g}.",
                 gain(figures.speed(both[0]), figures.speed(both[1])),
                 num_prompts=figures.sums.num_prompts,
                 seconds=figures.cost(*both),
@@ -167,6 +167,7 @@ def main(
     dtype: options.Dtype = "float32",
     timed: options.Timed = None,
     clock: options.Clock = False,
+    as_is: options.AsIs = False,
 ) -> None:
     """Measure stopping rules against every static length."""
     given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}

@@ -25,6 +25,7 @@ class Claim:
             leave the bound out, if the figure stayed what it is; None where that is not known.
         rests_on: Names of the methods that are compared.
         clear: Whether an interval twice as wide would leave the bound out too.
+        num_prompts: How many prompts ours is taken from.
     """
 
     claim: str
@@ -39,6 +40,7 @@ class Claim:
     hours: float | None = None
     rests_on: tuple[str, ...] = ()
     clear: bool = False
+    num_prompts: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,7 @@ class Paper:
             note=note,
             hours=hours,
             rests_on=tuple(rests_on),
+            num_prompts=num_prompts,
             clear=holds is not None and bound is not None and times_away(ours, bound) > 2,
         )
 

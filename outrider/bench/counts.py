@@ -4,10 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from jaxtyping import Float
+
 from outrider.bench.evidence import Row
 from outrider.bench.expected import acceptance, expected_accepted
-from outrider.bench.runs import Conditions, Job
-from outrider.bench.texts import log_ratios
+from outrider.bench.runs import Conditions, Job, on_engine
+from outrider.bench.texts import log_ratios, logits_along, rows_at
+from outrider.bench.tree_coverage import DraftedTree, Said
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
 from outrider.theory.coverage import Rule, coverage
@@ -110,12 +114,59 @@ def covered(
     """
     draft: Any = engine.parts.drafter
     ratios = log_ratios(engine.parts.target, draft.lm, prompt, output, conditions.temperature)
-    ended = not conditions.ignore_eos and output[-1] in engine.eos_ids
+    return by_chains(ratios, conditions, chains, ended=_ended(engine, output, conditions))
+
+
+def _ended(engine: Engine, output: Sequence[int], conditions: Conditions) -> bool:
+    return not conditions.ignore_eos and output[-1] in engine.eos_ids
+
+
+def by_chains(
+    ratios: Float[np.ndarray, " text"], conditions: Conditions, chains: Sequence[Chain], *, ended: bool
+) -> dict[str, list[float]]:
+    """The same from the log ratios of the output's tokens."""
     found = {}
     for chain in chains:
         before = conditions.max_new_tokens - chain.deepest
         made = coverage(ratios, chain.length, chain.rule, before=before, ended=ended)
         found[chain.name] = [made.steps, made.tokens]
+    return found
+
+
+def listen(engine: Engine, job: Job, conditions: Conditions) -> list[Said]:
+    """Let the target say a text for each prompt of a job, however the engine drafts, and take both models' rows."""
+    draft: Any = engine.parts.drafter
+    made = on_engine(engine, job, conditions)
+    found = []
+    for i, (question, output) in enumerate(zip(job.questions, made.tokens, strict=True)):
+        p, q = (
+            rows_at(logits_along(model, question.tokens, output), conditions.temperature).numpy()
+            for model in (engine.parts.target, draft.lm)
+        )
+        starts = np.random.default_rng([job.seed, i]).random(len(output))
+        ended = _ended(engine, output, conditions)
+        found.append(Said(tokens=tuple(output), p=p, q=q, starts=starts, ended=ended))
+    return found
+
+
+def rows_told(
+    texts: Sequence[Said], job: Job, conditions: Conditions, tree: DraftedTree, *, deepest: int, chains: Sequence[Chain]
+) -> list[Row]:
+    """Of each text of a job the steps and tokens that trees are expected to take, and what chains would take."""
+    found = []
+    for question, text in zip(job.questions, texts, strict=True):
+        made = text.covered(tree, conditions.max_new_tokens - deepest)
+        found.append(
+            {
+                "prompt": question.id,
+                "category": question.category,
+                "tokens": len(text.tokens),
+                "free_tokens": made.tokens,
+                "free_steps": made.steps,
+                "free_drafted": made.steps * tree.num_nodes,
+                "chains": by_chains(text.log_ratios, conditions, chains, ended=text.ended),
+            }
+        )
     return found
 
 

@@ -33,6 +33,9 @@ class Figures:
         times: Seconds per step; None says nothing of time.
         lengths: Methods whose drafts differ in nothing but their length: they tell what one more draft token takes, so
             that timed steps that drafted more or fewer tokens than counted ones can be compared with them.
+
+    Attributes:
+        rows: What `sums` adds up: per prompt the mean over its seeds of each method, and of each chain on all texts.
     """
 
     def __init__(
@@ -45,7 +48,8 @@ class Figures:
         self._methods = {method.name: method for method in methods}
         self.times = times
         self._slope = times.slope(lengths) if times is not None and lengths else None
-        self.sums = Sums(_by_prompt(self._methods, rows))
+        self.rows = _by_prompt(self._methods, rows)
+        self.sums = Sums(self.rows)
         self.counting: dict[str, float] = defaultdict(float)
         for row in rows:
             self.counting[row["method"]] += row["seconds"]

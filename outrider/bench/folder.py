@@ -1,7 +1,7 @@
 """The folder that a measurement writes: rows as they come, then tables, plots, claims and circumstances, never half."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +17,9 @@ from outrider.bench.turns import Named, Turn
 from outrider.types import InputError
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+
+AMOUNTS = ("out", "seeds", "rounds", "families", "as_is")
+"""Arguments on which no row depends, only which rows there are."""
 
 W = TypeVar("W", bound=Named)
 J = TypeVar("J", bound=Named)
@@ -117,13 +120,20 @@ class Folder:
         self._begun = True
 
     def take(
-        self, phase: str, turns: Iterable[Turn[W, J]], run: Callable[[Turn[W, J]], Row], *, quiet: bool = False
+        self,
+        phase: str,
+        turns: Iterable[Turn[W, J]],
+        run: Callable[[Turn[W, J]], Row],
+        *,
+        quiet: bool = False,
+        as_is: bool = False,
     ) -> list[Row]:
         """Take turns, and return the rows of all of them; those that an earlier run has taken are not taken again.
 
         Args:
             phase: Named in the rows.
             run: Does a turn; what it returns is the row.
+            as_is: Take no turn, and return the rows that are there.
         """
         todo = list(turns)
         have = {row["turn"]: row for row in self.rows if row.get("phase") == phase}
@@ -131,12 +141,20 @@ class Folder:
         found = []
         for turn in todo:
             row = have.get(turn.name)
+            if row is None and as_is:
+                continue
             if row is None:
                 head = {"phase": phase, "turn": turn.name, "order": len(self.rows), "round": turn.round}
                 row = self.add({**head, **run(turn)})
             found.append(row)
             self.progress.advance(task)
         return found
+
+    def keep(self, name: str, rows: Sequence[Row]) -> None:
+        """Write further rows under a name, numbers with six digits."""
+        if self.place is not None:
+            self._begin(self.place)
+            write(self.place / name, "".join(json.dumps(_rounded(row)) + "\n" for row in rows))
 
     def finish(self, findings: Findings) -> list[dict[str, Any]]:
         """Write what was found, print it, and return the claims as `claims.json` has them."""
@@ -163,9 +181,13 @@ class Folder:
         return claims
 
 
+def _rounded(row: Row) -> Row:
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in row.items()}
+
+
 def _settled(arguments: Mapping[str, object]) -> dict[str, object]:
-    """What must be the same for a run to go on: more seeds or rounds may be asked for, in another folder."""
-    return {name: value for name, value in arguments.items() if name not in ("out", "seeds", "rounds")}
+    """What must be the same for a run to go on: more or less may be asked for, in another folder."""
+    return {name: value for name, value in arguments.items() if name not in AMOUNTS}
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Job
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
+from outrider.types import InputError
 
 SLOTS = 8
 """Requests at once while steps are counted; a request's draws do not depend on the others."""
@@ -53,7 +54,8 @@ class Inquiry:
             rows = count_until_clear(
                 bench, place, self.methods, bench.batches(questions), lambda rows: self.findings(figures(rows)).claims
             )
-            return place.finish(replace(self.findings(figures(rows)), text=about(setting, times)))
+            made = figures(rows)
+            return place.finish(replace(self.findings(made), text=about(setting, times, made.sums.num_prompts)))
 
     def _time(self, setting: Setting) -> list[dict[str, Any]]:
         """All methods take turns on every prompt."""
@@ -81,18 +83,21 @@ def count_until_clear(
     for seed in sorted({job.seed for job in jobs}):
         if run:
             rows += bench.count(place, run, [job for job in jobs if job.seed == seed], compared=methods)
+        if not rows:
+            raise InputError(f"{place.place} has no prompt that all methods have done; leave out --as-is")
         open_ = {name for claim in judge(rows) if not claim.clear for name in claim.rests_on}
         run = [method for method in methods if method.name in open_ and not method.repeats]
     return rows
 
 
-def about(setting: Setting, times: StepSeconds | None) -> str:
-    """What was counted, and where times come from."""
+def about(setting: Setting, times: StepSeconds | None, num_prompts: int) -> str:
+    """What was counted, on how many prompts, and where times come from."""
+    counted = replace(setting, num_prompts=num_prompts).about
     if times is None:
-        return setting.about
+        return counted
     made = times.made
     return (
-        f"{setting.about} Seconds of a step: {made['cpu']}, {made['threads']} threads, commit "
+        f"{counted} Seconds of a step: {made['cpu']}, {made['threads']} threads, commit "
         f"{str(made['commit'])[:10]}, {made['date'][:10]}."
     )
 

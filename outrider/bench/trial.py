@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from outrider import catalog
-from outrider.bench.counts import Chain, rows_of
+from outrider.bench.counts import Chain, listen, rows_of, rows_told
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, as_row, drafted_per_position, on_engine
+from outrider.bench.tree_coverage import Branches, DraftedTree, Paths, Said
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.drafters.model import ModelPath
@@ -23,6 +24,8 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.load import EMBEDDED_DRAFT, load
 from outrider.theory.coverage import Rule
+from outrider.trees.gumbel import GumbelTree
+from outrider.trees.iid import IidTree
 from outrider.types import InputError
 
 
@@ -36,6 +39,7 @@ class Setting:
         seeds: How many seeds each prompt is run with.
         max_new_tokens: Most tokens per request.
         dtype: What the models compute in; `auto` is the weights' own.
+        as_is: Count no further steps; judge by the prompts that all methods have done in the folder `out`.
     """
 
     out: Path | None = None
@@ -47,6 +51,7 @@ class Setting:
     max_new_tokens: int = 64
     threads: int = 2
     dtype: str = "auto"
+    as_is: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "seeds", "max_new_tokens", "threads"):
@@ -103,6 +108,19 @@ class Method:
         return Chain(rule=rule, length=length.num_speculative_tokens, deepest=self.deepest)
 
     @property
+    def told(self) -> DraftedTree | None:
+        """The trees that it drafts, if texts alone tell how many steps they take."""
+        tree, length = catalog.make("tree", self.tree), catalog.make("length", self.length)
+        if self.decoding != "step" or self.temperature == 0 or not isinstance(length, FixedLength):
+            return None
+        depth = length.num_speculative_tokens
+        if isinstance(tree, GumbelTree) and self.verifier == "recursive":
+            return Branches(counts=tree.branching[:depth])
+        if isinstance(tree, IidTree) and not tree.dedup and self.verifier in ("recursive", "kseq"):
+            return Paths(count=tree.num_paths, depth=depth, rule="kseq" if self.verifier == "kseq" else "recursive")
+        return None
+
+    @property
     def repeats(self) -> bool:
         """Whether every seed gives the same run: nothing is drawn."""
         tree: Any = catalog.make("tree", self.tree)
@@ -128,6 +146,7 @@ class Bench:
         drafter = ModelPath(path=str(setting.draft))
         self.first = load(setting.target, drafter=drafter, max_slots=max_slots, dtype=setting.dtype)
         self._engines: dict[tuple[str, ...], Engine] = {}
+        self._heard: tuple[tuple[str, float], list[Said]] | None = None
 
     def engine(self, method: Method) -> Engine:
         """The engine of a method."""
@@ -214,6 +233,8 @@ class Bench:
     ) -> list[Row]:
         """The steps of methods on all jobs; those of chains of a fixed length are read off the texts of the others.
 
+        Trees whose steps texts alone tell are not run either: the target says a text for all of them.
+
         A row is a method's run of a job: its `each` has the counts of every request, and for every chain that is
         compared the steps that it would take for the request's text.
 
@@ -233,18 +254,26 @@ class Bench:
                     chains.setdefault(method.temperature, {})[chain.name] = chain
 
         def counted(turn: Turn[Method, Job]) -> Row:
-            method, began = turn.way, time.perf_counter()
-            each = rows_of(
-                self.engine(method),
-                turn.job,
-                self.conditions(method),
-                deepest=method.deepest,
-                chains=list(chains[method.temperature].values()),
-            )
-            labels = {**method.parts, **method.labels, "temperature": method.temperature, "seed": turn.job.seed}
+            method, job, began = turn.way, turn.job, time.perf_counter()
+            conditions, own = self.conditions(method), list(chains[method.temperature].values())
+            if method.told is None:
+                each = rows_of(self.engine(method), job, conditions, deepest=method.deepest, chains=own)
+            else:
+                texts = self._texts(job, conditions)
+                each = rows_told(texts, job, conditions, method.told, deepest=method.deepest, chains=own)
+            labels = {**method.parts, **method.labels, "temperature": method.temperature, "seed": job.seed}
             return {"method": method.name, **labels, "seconds": time.perf_counter() - began, "each": each}
 
-        return folder.take(phase, turns(run, jobs, seed=f"{phase}, seed {jobs[0].seed}"), counted)
+        todo = turns(run, jobs, seed=f"{phase}, seed {jobs[0].seed}")
+        rows = folder.take(phase, todo, counted, as_is=self.setting.as_is)
+        return whole_jobs(rows, len(run)) if self.setting.as_is else rows
+
+    def _texts(self, job: Job, conditions: Conditions) -> list[Said]:
+        """What the target says; kept for the methods that take the next turns on the job."""
+        key = job.name, conditions.temperature
+        if self._heard is None or self._heard[0] != key:
+            self._heard = key, listen(self.first, job, conditions)
+        return self._heard[1]
 
     def batches(self, questions: Sequence[Question], size: int | None = None) -> list[Job]:
         """Prompts in batches as large as there are slots, with every seed."""
@@ -262,3 +291,11 @@ class Bench:
                 raise InputError(
                     f"max_new_tokens must be > {method.deepest}, the deepest draft, got {self.setting.max_new_tokens}"
                 )
+
+
+def whole_jobs(rows: Sequence[Row], num_methods: int) -> list[Row]:
+    """The rows of the jobs that all methods have done."""
+    jobs: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        jobs.setdefault((row["seed"], *(each["prompt"] for each in row["each"])), []).append(row)
+    return [row for own in jobs.values() if len(own) == num_methods for row in own]

@@ -1,5 +1,6 @@
 """How many steps a given text takes: the expectation over drafts and coins, from the rows along the text alone."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -84,11 +85,20 @@ def coverage(
             f"a text of {length} tokens shows steps of {gamma} draft tokens that begin before {length - gamma}, "
             f"got before={bound}"
         )
-    bound = min(bound, length)
-    begun = np.zeros(length + gamma + 2)
+    places = range(min(bound, length))
+    return expected([survival(log_ratios[place : place + gamma], rule) for place in places], length)
+
+
+def expected(survivals: Sequence[Float[np.ndarray, " bounds"]], length: int) -> Coverage:
+    """Steps of a text, and the tokens that they emit, from `survival` at each place where a step may begin.
+
+    Args:
+        length: Of the text.
+    """
+    bound = len(survivals)
+    begun = np.zeros(length + max(map(len, survivals), default=1) + 1)
     begun[0] = 1.0
-    for place in range(bound):
-        lasts = survival(log_ratios[place : place + gamma], rule)
+    for place, lasts in enumerate(survivals):
         ends = np.append(-np.diff(lasts), lasts[-1])
         begun[place + 1 : place + 1 + len(ends)] += begun[place] * ends
     places = np.minimum(np.arange(len(begun)), length)

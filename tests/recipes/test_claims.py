@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from outrider import InputError, catalog
+from outrider.bench.evidence import Sums
+from outrider.bench.tree_coverage import Branches, Paths
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
 from outrider.theory import acceptance
@@ -138,12 +140,17 @@ def test_budgets_writes_its_folder(tmp_path):
     setting = Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1)
     budgets.run(setting, budgets=(6,), pilot_prompts=1, families=budgets.FAMILIES[:2])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    assert {path.name for path in tmp_path.iterdir()} == FILES
+    assert {path.name for path in tmp_path.iterdir()} == FILES | {"sums.jsonl"}
     prompts = {phase: {e["prompt"] for r in rows if r["phase"] == phase for e in r["each"]} for phase in PHASES}
     assert len(prompts["pilot"]) == len(prompts["counted"]) == 1
     assert not prompts["pilot"] & prompts["counted"]
     measured = {r["way"]: r for r in rows if r["phase"] == "counted"}
     assert measured["RSD-C"]["tree"] == measured["RSD-C tree, traversal"]["tree"]
+    sums = Sums([json.loads(line) for line in (tmp_path / "sums.jsonl").read_text().splitlines()])
+    for way, row in measured.items():
+        [each] = row["each"]
+        expected = each["free_tokens"] / each["free_steps"]
+        assert sums.ratio(f"{way} @6", "tokens", "steps")[0] == pytest.approx(expected, rel=1e-5)
 
 
 def test_budgets_refuses_one_that_it_has_no_shapes_for(tmp_path):
@@ -271,3 +278,44 @@ def test_a_trace_orders_the_rules_on_every_prompt(tmp_path):
         if rule == "token":
             others = [by[prompt, f"{name} {length}"]["free_tokens"] for name in ("block", "bound")]
             assert row["free_tokens"] <= others[0] <= others[1]
+
+
+def test_families_of_trees_are_read_by_name_and_unknown_ones_are_refused():
+    assert budgets.chosen_families(",".join(f.name for f in budgets.FAMILIES)) == list(budgets.FAMILIES)
+    with pytest.raises(InputError, match="some of chain, gumbel, beam, iid, top_plus_one, dynamic, opt, got 'oak'"):
+        budgets.chosen_families("oak")
+
+
+def test_a_run_that_was_cut_off_is_judged_as_it_is(tmp_path):
+    """By the prompts that all methods have done, without another turn."""
+    setting = Setting(out=tmp_path, num_prompts=9, max_new_tokens=20, threads=1)
+    inquiry = stopping.inquiry(lengths=(1, 3), stoppers=("svip",))
+    inquiry.run(setting)
+    lines = (tmp_path / "rows.jsonl").read_text().splitlines(keepends=True)
+    assert len(lines) == 4
+    kept = "".join(lines[:3])
+    whole = {each["prompt"] for line in lines[:2] for each in json.loads(line)["each"]}
+    assert 0 < len(whole) < 9
+    (tmp_path / "rows.jsonl").write_text(kept)
+    inquiry.run(replace(setting, as_is=True))
+    assert (tmp_path / "rows.jsonl").read_text() == kept
+    assert f"prompts: {len(whole)}" in (tmp_path / "table.md").read_text()
+
+
+def test_nothing_is_judged_of_no_whole_prompt(tmp_path):
+    with pytest.raises(InputError, match="no prompt that all methods have done"):
+        stopping.inquiry(lengths=(1, 3)).run(Setting(out=tmp_path, max_new_tokens=20, threads=1, as_is=True))
+
+
+def test_trees_whose_steps_texts_tell_are_those_that_rules_judge_node_by_node():
+    told = {m.labels["way"]: m.told for m in METHODS["budgets"] if m.labels["budget"] == 6}
+    assert [way for way, tree in told.items() if tree is not None] == ["RSD-C", "SpecInfer"]
+    families = {f.name: f for f in budgets.FAMILIES}
+    for verifier, name in families["iid"].names.items():
+        made = budgets.method(families["iid"], verifier, budgets.iid(14)[0], 14, 1.0)
+        assert made.told == Paths(count=2, depth=7, rule=verifier), name
+    assert replace(made, temperature=0.0).told is None
+    assert budgets.method(families["gumbel"], "traversal", budgets.gumbel(6)[0], 6, 1.0).told is None
+    assert budgets.method(families["gumbel"], "recursive", budgets.gumbel(14)[1], 14, 1.0).told == Branches(
+        counts=(2, 2, 1, 1)
+    )

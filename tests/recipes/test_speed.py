@@ -6,7 +6,8 @@ import pytest
 
 from outrider.bench.evidence import Row
 from outrider.bench.workload import Question, choose, read_prompts
-from recipes.speed import bare_summary, findings, repeat_share, summarise
+from recipes.speed import bare_summary, findings, summarise
+from recipes.speed_runs import repeat_share
 
 COUNTS = {"story": 32, "dialogue": 60, "math": 116, "python": 6}
 
