@@ -172,7 +172,9 @@ def test_vocabularies_with_too_little_in_common_are_refused_with_the_number(tmp_
     own = outrider.load(drafter="none")
     few = byte_level(257, text="")
     place = saved(tmp_path, tiny(few, 1, 0), few)
-    with pytest.raises(InputError, match=r"257 of the target's 8192 tokens \(3\.1%\).*at least 5% of them, or suffix"):
+    with pytest.raises(
+        InputError, match=r"257 of the target's 8192 tokens \(3\.1%\).*at least 5% of them, or drafter suffix"
+    ):
         outrider.load(drafter=f"model:path={place}")
     assert own.tokenizer is not None
 
