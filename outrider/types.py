@@ -3,13 +3,14 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.constraint import Constraint
 from outrider.inputs import InputError as InputError
 from outrider.inputs import number, whole
 from outrider.processors import STATEFUL, Processor, is_blind
@@ -19,36 +20,6 @@ LARGEST_SEED = 2**64 - 1
 
 Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic"]
 """How the children of a node were made, which is what a verifier may assume about them."""
-
-
-@runtime_checkable
-class Constraint(Protocol):
-    """Which tokens may come next, given the output so far: a grammar, or any automaton over tokens. Immutable.
-
-    Masks are packed, 32 tokens to a word, as `outrider.sampling.pack` makes them: a bit is 1 where the token may come.
-    """
-
-    def open(self) -> object:
-        """State of a new request, before its first token. It may change in place, but only `commit` may change the
-        masks.
-        """
-        ...
-
-    def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
-        """The tokens that may follow each node of a draft, as packed masks on the host.
-
-        At least one token must be allowed after every node that is itself allowed. After all other nodes, and after an
-        end token, any row is fine; all ones is best.
-
-        Args:
-            tokens: Token of each node; node 0 is the root, whose token is the newest committed one.
-            parents: Number of each node's parent, -1 for the root; parents come first.
-        """
-        ...
-
-    def commit(self, state: object, tokens: Sequence[int]) -> None:
-        """Take in emitted tokens, in order."""
-        ...
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")

@@ -12,8 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.constraint import Constraint
 from outrider.constraints.schema import check_pattern, check_schema
-from outrider.types import Constraint, InputError
+from outrider.types import InputError
 
 if TYPE_CHECKING:
     import xgrammar

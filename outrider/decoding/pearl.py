@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.constraint import Constraint
 from outrider.constraints.masks import follow
 from outrider.decoding import drafting
 from outrider.decoding.both import at_once, in_turn
@@ -33,7 +34,7 @@ from outrider.dice import Dice
 from outrider.drafters.protocol import Observed
 from outrider.lengths.fixed import FixedLength
 from outrider.sampling import without_law
-from outrider.types import Ahead, Constraint, Draft, InputError, Request, Running, Sampling, Step, Timing
+from outrider.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 
 LONGEST = 16
 """Longest draft that the measurement can choose."""

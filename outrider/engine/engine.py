@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from outrider.constraint import Constraint
 from outrider.constraints.grammar import Grammar
 from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.decoding.protocol import Parts, Watch
@@ -25,7 +26,7 @@ from outrider.engine.schedule import Schedule
 from outrider.inputs import whole
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
-from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
+from outrider.types import InputError, Request, Running, Sampling, Step
 from outrider.verifiers.match import MatchVerifier
 
 Sink = Callable[[Step], None]

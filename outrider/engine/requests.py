@@ -8,11 +8,12 @@ from typing import TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from outrider.constraint import Constraint
 from outrider.constraints.grammar import Grammar
 from outrider.engine.prompts import Prompt
 from outrider.inputs import whole
 from outrider.lm.protocol import LM
-from outrider.types import Constraint, InputError, Request, Sampling
+from outrider.types import InputError, Request, Sampling
 
 Setting = TypeVar("Setting")
 
