@@ -81,8 +81,8 @@ def test_the_page_of_methods_is_what_the_catalog_says():
     assert (ROOT / "docs" / "methods.md").read_text(encoding="utf-8") == markdown()
 
 
-def test_the_readme_names_every_file_of_the_package():
-    tree = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_rooms_names_every_file_of_the_package():
+    tree = (ROOT / "docs" / "data-flow.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "outrider").iterdir()):
         if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__"):
-            assert path.name in tree, path.name
+            assert f"`{path.name}{'/' if path.is_dir() else ''}`" in tree, path.name
