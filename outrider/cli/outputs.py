@@ -12,6 +12,8 @@ from outrider.types import Step, Timing
 
 PARTS = ("target", "drafter", "rows", "verify", "commit", "replay", "rest", "overlap")
 """Parts of a step's time. `overlap` is the time during which two parts ran at once; it counts once."""
+BEGINNING = b'{"index": '
+"""How every record begins in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +81,10 @@ class OutputFile:
         """
         if not self.path.is_file():
             return set()
-        self._repair()
         asked = {(each.prompt_index, each.sample_index): each for each in wanted}
         found: set[int] = set()
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").split("\n"), 1):
+        *lines, last = self.path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines if _is_half(last) else [*lines, last], 1):
             if line.strip():
                 record = self._record(line, number)
                 same = asked.get((record["prompt_index"], record["sample_index"]))
@@ -92,6 +94,7 @@ class OutputFile:
                         "prompts and settings that it was written with"
                     )
                 found |= {same.index} if same is not None else set()
+        self._repair(last)
         return found
 
     def check(self) -> None:
@@ -112,26 +115,36 @@ class OutputFile:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _record(self, line: str, number: int) -> dict[str, Any]:
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             match json.loads(line):
                 case {"prompt_index": int(), "sample_index": int(), "request": str()} as record:
                     return record
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             pass
         raise InputError(f"line {number} of {self.path} is no output of `outrider generate`; give another file")
 
-    def _repair(self) -> None:
-        """End the last line, or cut it off where it is not a whole object."""
-        content = self.path.read_bytes()
-        last = content.rpartition(b"\n")[2]
-        if not last:
-            return
-        try:
-            json.loads(last)
-        except ValueError:
+    def _repair(self, last: bytes) -> None:
+        """End the last line, or cut it off where it is half an object."""
+        if _is_half(last):
             with self.path.open("r+b") as file:
-                file.truncate(len(content) - len(last))
-        else:
+                file.truncate(self.path.stat().st_size - len(last))
+        elif last:
             with self.path.open("ab") as file:
                 file.write(b"\n")
+
+
+def _is_half(line: bytes) -> bool:
+    """Whether a line is the beginning of a record, and not all of one.
+
+    Example:
+        >>> _is_half(b'{"index": 3, "promp'), _is_half(b'{"index": 3}'), _is_half(b"Once upon"), _is_half(b"")
+        (True, False, False, False)
+    """
+    if not (line.startswith(BEGINNING) or BEGINNING.startswith(line)) or not line:
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False

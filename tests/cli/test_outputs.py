@@ -100,6 +100,16 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     assert file.read_text() == "Once upon a time\n{}\n"
 
 
+@pytest.mark.parametrize("content", [b"Once upon a time", b"Once upon\na time", b"\xff\xfe\x00", b'{"name": "Tim"'])
+def test_a_file_of_something_else_keeps_its_last_line(tmp_path, content):
+    file = tmp_path / "notes.txt"
+    file.write_bytes(content)
+    asked = [Wanted(prompt_index=0, sample_index=0, index=0, request="a")]
+    with pytest.raises(InputError, match=r"line 1 of .*notes.txt is no output of `outrider generate`"):
+        OutputFile(path=file).held(asked)
+    assert file.read_bytes() == content
+
+
 def test_an_interrupt_leaves_the_outputs_that_have_ended(monkeypatch, capsys, tmp_path):
     file = tmp_path / "out.jsonl"
     given = [*PROMPTS, "-n", "5", "--max-slots", "1", "--max-new-tokens", "40", "--temperature", "0"]
