@@ -21,7 +21,7 @@ from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Estimate, gain
 from outrider.bench.figures import Figures
 from outrider.bench.folder import Folder, folder
-from outrider.bench.judging import SLOTS, about, count_until_clear
+from outrider.bench.judging import SLOTS, about, count_until_clear, nothing_whole
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.step_seconds import StepSeconds
@@ -309,6 +309,8 @@ def run(
             bench.batches(questions),
             lambda rows: claims(Figures(methods, rows), methods, budgets),
         )
+        if not rows:
+            raise nothing_whole(place)
         figures = Figures(methods, rows, times)
         place.keep("sums.jsonl", figures.rows)
         found = findings(figures, methods, budgets, families)

@@ -23,7 +23,7 @@ from torch import Tensor
 from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Estimate, Row, Sums, gain
 from outrider.bench.folder import Folder, folder
-from outrider.bench.judging import SLOTS
+from outrider.bench.judging import SLOTS, nothing_whole
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Conditions, Job, on_engine
@@ -33,7 +33,6 @@ from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS
 from outrider.load import EMBEDDED_DRAFT
 from outrider.theory import acceptance, optimum
-from outrider.types import InputError
 from recipes import options
 
 PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org/abs/2502.18779")
@@ -150,7 +149,7 @@ def measure(bench: Bench, place: Folder, every: int) -> list[Row]:
     heats = [Heat(temperature=t) for t in TEMPERATURES]
     rows = whole_jobs(place.take("outputs", turns(heats, jobs), run, as_is=bench.setting.as_is), len(heats))
     if not rows:
-        raise InputError(f"{place.place} has no prompt that spoke at all temperatures; leave out --as-is")
+        raise nothing_whole(place)
     return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
 
 

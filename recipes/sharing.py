@@ -19,7 +19,7 @@ from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Estimate, Row, gain
 from outrider.bench.figures import Figures
 from outrider.bench.folder import folder
-from outrider.bench.judging import about, count_until_clear, seconds_table
+from outrider.bench.judging import about, count_until_clear, nothing_whole, seconds_table
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Job
@@ -176,8 +176,12 @@ def run(
             def judge(rows: Sequence[Row], size: int = size) -> Sequence[Claim]:
                 return claims_of(size, Figures(ways, rows, times[size]), policies, lengths)
 
-            found[size] = Figures(ways, count_until_clear(bench, place, ways, jobs[size], judge), times[size])
-        text = about(setting, times[sizes[0]], found[sizes[0]].sums.num_prompts)
+            rows_ = count_until_clear(bench, place, ways, jobs[size], judge)
+            if rows_:
+                found[size] = Figures(ways, rows_, times[size])
+        if not found:
+            raise nothing_whole(place)
+        text = about(setting, times[sizes[0]], max(figures.sums.num_prompts for figures in found.values()))
         return place.finish(replace(findings(found, policies, lengths), text=text))
 
 

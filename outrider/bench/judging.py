@@ -54,6 +54,8 @@ class Inquiry:
             rows = count_until_clear(
                 bench, place, self.methods, bench.batches(questions), lambda rows: self.findings(figures(rows)).claims
             )
+            if not rows:
+                raise nothing_whole(place)
             made = figures(rows)
             return place.finish(replace(self.findings(made), text=about(setting, times, made.sums.num_prompts)))
 
@@ -84,10 +86,15 @@ def count_until_clear(
         if run:
             rows += bench.count(place, run, [job for job in jobs if job.seed == seed], compared=methods)
         if not rows:
-            raise InputError(f"{place.place} has no prompt that all methods have done; leave out --as-is")
+            return []
         open_ = {name for claim in judge(rows) if not claim.clear for name in claim.rests_on}
         run = [method for method in methods if method.name in open_ and not method.repeats]
     return rows
+
+
+def nothing_whole(place: Folder) -> InputError:
+    """What to say where nothing can be judged as it is."""
+    return InputError(f"{place.place} has no prompt that all methods have done; leave out --as-is")
 
 
 def about(setting: Setting, times: StepSeconds | None, num_prompts: int) -> str:
