@@ -176,8 +176,8 @@ def _refused(over: Row, start: float) -> list[tuple[int, float]]:
 def _accepted_draws(p: Row, q: Row, token: int, m: int, rule: str) -> tuple[list[float], float]:
     """Chance that the first, second, ... of m draws is accepted and is the token; chance that a refused one is it."""
     if rule == "kseq":
-        target, draft = torch.from_numpy(p)[None], torch.from_numpy(q)[None]
-        rho, beta = (float(each) for each in discount(target, draft, torch.tensor([[float(m)]], dtype=torch.float64)))
+        target, draft = (torch.from_numpy(row)[None] for row in (p, q))
+        rho, beta = (float(each) for each in discount(target, draft, torch.tensor([[m]], dtype=torch.float64)))
         own = min(q[token], p[token] / rho)
         refused = max(0.0, 1 - beta)
         before = (q[token] - own) / refused if refused > 0 else 0.0
