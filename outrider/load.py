@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from outrider.setup import Setup
@@ -11,10 +10,6 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 else:
     Engine = object
-
-ASSETS = Path(__file__).parent / "assets"
-EMBEDDED_TARGET = ASSETS / "target"
-EMBEDDED_DRAFT = ASSETS / "draft"
 
 Options = ParamSpec("Options")
 

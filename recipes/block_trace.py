@@ -25,7 +25,7 @@ from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS
 from outrider.decoding.protocol import Cycle
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.theory.estimators import expected_accepted
 from outrider.verifiers.protocol import chains
 from recipes import options

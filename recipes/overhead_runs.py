@@ -16,9 +16,9 @@ from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS, law
 from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.decoding.progress import PREFILL_CHUNK
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
 from outrider.lm.packed import packed
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.types import InputError, Sampling, Step
 from recipes.stand_in import PARAMETERS, stand_in
 

@@ -15,8 +15,8 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_model
-from outrider.load import EMBEDDED_TARGET
 from outrider.types import InputError
 
 PARAMETERS = 110_000_000

@@ -21,8 +21,8 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Conditions, Job, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, read_prompts
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from recipes import options
 
 SLOTS = (1, 8)

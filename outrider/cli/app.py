@@ -5,12 +5,8 @@ import os
 import sys
 from contextlib import suppress
 
+from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
 from outrider.inputs import InputError
-
-WRONG_INPUT = 2
-"""Exit status for wrong input."""
-INTERRUPTED = 130
-"""Exit status after an interrupt, as in shells."""
 
 
 def main() -> None:
@@ -39,13 +35,6 @@ def main() -> None:
             complain(error)
         _discard()
         sys.exit(1)
-
-
-def complain(error: Exception) -> None:
-    """Print an error on standard error."""
-    from rich.console import Console
-
-    Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
 
 
 def _discard() -> None:

@@ -18,11 +18,11 @@ from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, c
 from outrider.cli.opened import opened
 from outrider.cli.prompts import read_file
 from outrider.drafters.protocol import UnboundModel
+from outrider.embedded import ASSETS
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
 from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config
-from outrider.load import ASSETS
 from outrider.setup import Setup
 from outrider.types import InputError
 

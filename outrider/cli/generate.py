@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from outrider.cli.app import INTERRUPTED, WRONG_INPUT, complain
+from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
 from outrider.cli.opened import opened
 from outrider.cli.outputs import OutputFile, Wanted, profile
 from outrider.cli.printed import compared, print_comparison, print_json, print_measures, print_output, print_profile

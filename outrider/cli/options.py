@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.app import INTERRUPTED
+from outrider.cli.failure import INTERRUPTED
 from outrider.cli.request import RequestOptions
 from outrider.setup import Setup, documentation
 

@@ -109,7 +109,7 @@ def as_custom_generate(
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-        >>> from outrider.load import EMBEDDED_TARGET
+        >>> from outrider.embedded import EMBEDDED_TARGET
         >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype="float32")
         >>> inputs = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)("Once upon a time", return_tensors="pt")
         >>> plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)

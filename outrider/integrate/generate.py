@@ -58,7 +58,7 @@ def generate(
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
-        >>> from outrider.load import EMBEDDED_TARGET
+        >>> from outrider.embedded import EMBEDDED_TARGET
         >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET)
         >>> tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
         >>> said = generate(**tokenizer("Once upon a", return_tensors="pt"), model=model, max_new_tokens=1,

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from outrider.load import EMBEDDED_TARGET
+from outrider.embedded import EMBEDDED_TARGET
 from tests.cli.runs import run
 from tests.world.zoo import tiny
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.cli.app import main
 from outrider.cli.prompts import read_file, read_prompts
 from outrider.drafters.model import ModelDrafter
-from outrider.load import EMBEDDED_TARGET
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.proof.gate import _keep, _kept
 from outrider.proof.identity import Identity
 from outrider.types import InputError

@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import outrider
 from outrider import InputError, Sampling
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import spellings, translation
-from outrider.load import EMBEDDED_DRAFT
 from tests.world.models import llama
 from tests.world.tokenizers import TEXT, byte_level, sentencepiece
 from tests.world.zoo import scrambled

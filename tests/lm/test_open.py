@@ -12,8 +12,8 @@ from torch import Tensor
 
 import outrider
 from outrider import InputError
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_model, open_tokenizer
-from outrider.load import EMBEDDED_TARGET
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import ARCHITECTURES, tiny
 
