@@ -1,4 +1,4 @@
-"""A setup becomes an engine: its parts are made, checked against the refusal matrix, and put together."""
+"""Make an engine from a setup: make its parts, check them against the refusal matrix, put them together."""
 
 from dataclasses import replace
 from functools import partial
@@ -12,12 +12,12 @@ from outrider import catalog
 from outrider.catalog import Family
 from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Surroundings, Unbound
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import LM
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
 from outrider.trees.protocol import Tree
@@ -25,11 +25,11 @@ from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
 
 USUAL = Setup(drafter="suffix", length="fixed:5")
-"""What a setup is completed with."""
+"""The defaults of a setup with a target."""
 EMBEDDED = Setup(target=EMBEDDED_TARGET, drafter=f"model:path={EMBEDDED_DRAFT}", length="fixed:4")
-"""What a setup is completed with that names neither target nor drafter."""
+"""The defaults of a setup that names neither target nor drafter."""
 MAX_SLOTS = 8
-"""Most requests at once, where a setup does not say."""
+"""Most requests at once, by default."""
 OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_implementation", "revision")
 """Options that say how a target is loaded."""
 KINDS: dict[Family, tuple[type, ...]] = {
@@ -39,14 +39,15 @@ KINDS: dict[Family, tuple[type, ...]] = {
     "length": (LengthPolicy,),
     "decoding": (Decoding,),
 }
-"""What a part has to be, by family."""
+"""The protocols of each family of parts; a part satisfies one of them."""
 
 
 def assemble(setup: Setup) -> Engine:
     """The engine that a setup describes.
 
     Raises:
-        InputError: Anything that does not exist, does not fit or would not be lossless, with what would.
+        InputError: An option, file or method does not exist, or the parts do not fit or are not lossless. The message
+            says what works.
     """
     wanted = completed(setup)
     tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
@@ -77,7 +78,7 @@ def assemble(setup: Setup) -> Engine:
 
 
 def completed(setup: Setup) -> Setup:
-    """The setup with the usual target, drafter and length where it names none.
+    """The setup with the default target, drafter and length where it names none.
 
     Example:
         >>> completed(Setup("org/target")).drafter, completed(Setup()).length
@@ -90,7 +91,7 @@ def completed(setup: Setup) -> Setup:
 
 
 def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a target: the one that is named or was given, or the one beside it; None where none is."""
+    """The tokenizer of a target: the named or given one, otherwise the one beside the target; None if there is none."""
     trusted = setup.trust_remote_code
     if isinstance(setup.tokenizer, str):
         found = open_tokenizer(setup.tokenizer, trust_remote_code=trusted)
@@ -98,6 +99,8 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
             raise InputError(f"there is no tokenizer in {setup.tokenizer}; give a directory or a hub id that has one")
         return found
     if setup.tokenizer is not None:
+        if not isinstance(setup.tokenizer, PreTrainedTokenizerBase):
+            raise InputError(f"tokenizer must be a directory, a hub id or a tokenizer, got {setup.tokenizer!r}")
         return setup.tokenizer
     if isinstance(setup.target, str):
         return open_tokenizer(setup.target, revision=setup.revision, trust_remote_code=trusted)
@@ -106,7 +109,7 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
 
 
 def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
-    """Why parts do not fit each other, in one sentence; None where they do."""
+    """Why parts do not fit each other, in one sentence; None if they fit."""
     return refusal(cell(parts), allow_lossy) or chains_only(parts)
 
 
@@ -124,7 +127,7 @@ def cell(parts: Parts) -> Cell:
 
 
 def chains_only(parts: Parts) -> str | None:
-    """Why a branching tree cannot be read by the target or the drafter; None where it can, or does not branch."""
+    """Why the target or the drafter cannot take a branching tree; None if both can, or the tree does not branch."""
     if parts.tree.structure == "chain":
         return None
     for role, reason in (("target", parts.target.chains_only), ("draft model", parts.drafter.chains_only)):
@@ -143,7 +146,7 @@ def _part(family: Family, given: str | object) -> Any:
 
 
 def _best_verifier(drafter: Drafter, tree: Tree) -> str:
-    """The lossless rule that accepts most of what a drafter and a tree make."""
+    """The lossless verifier that accepts most of the drafts that a drafter and a tree make."""
     return DEFAULT[kind_of(drafter.rows, tree.structure)]
 
 
@@ -168,9 +171,9 @@ def _model(setup: Setup) -> PreTrainedModel:
 
 
 def _running(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Setup:
-    """The setup with what suits this model on this machine, where it does not say."""
+    """The setup with defaults that suit this model and this machine."""
     half = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
-    # A model that was given may be trained meanwhile.
+    # A given model may still be trained, so it is not packed by default.
     prepack = isinstance(setup.target, str) and not setup.compile and worth_packing(model)
     usual: dict[str, Any] = {
         "vocab_size": _vocab_size(model, tokenizer),
@@ -202,7 +205,7 @@ def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase |
 
 
 def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """Width of the logits that mean something: padding behind the tokenizer's last id is cut off."""
+    """Width of the logits without the padding behind the tokenizer's last id."""
     width = logit_width(model)
     return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
 
@@ -215,7 +218,7 @@ def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def _default_sampling(model: PreTrainedModel) -> Sampling:
-    """What the model's generation config says, as in vLLM; one that says not to sample is greedy."""
+    """Sampling by the model's generation config, as in vLLM. `do_sample=False` means greedy."""
     config = model.generation_config
     if config.do_sample is False:
         return Sampling(temperature=0.0, repetition_penalty=config.repetition_penalty or 1.0)

@@ -49,7 +49,7 @@ class Row:
     """One method.
 
     Attributes:
-        make: Its class; the fields of the dataclass are its configuration.
+        make: Its class; the fields of this dataclass are the method's configuration.
         summary: What it does, in one line.
         source: The paper, with its address.
     """
@@ -62,7 +62,7 @@ class Row:
 
     @property
     def guarantee(self) -> Literal["exact law", "lossy"]:
-        """What it promises, as it is made by default, where the refusal matrix lets it pass."""
+        """Its guarantee with default fields, in combinations that the refusal matrix allows."""
         return "lossy" if getattr(self.make, "lossy", None) is True else "exact law"
 
 
@@ -87,7 +87,7 @@ ROWS = (
         family="drafter",
         name="model",
         make=ModelPath,
-        summary="a smaller LM over the same vocabulary",
+        summary="a smaller LM; its tokenizer may differ",
         source=LEVIATHAN,
     ),
     Row(family="tree", name="chain", make=ChainTree, summary="one child per node", source=LEVIATHAN),
@@ -102,14 +102,14 @@ ROWS = (
         family="tree",
         name="gumbel",
         make=GumbelTree,
-        summary="children drawn without replacement, so many per depth",
+        summary="children drawn without replacement, a fixed number per depth",
         source="Jeon et al. 2024, RSD-C, https://arxiv.org/abs/2402.14160",
     ),
     Row(
         family="tree",
         name="beam",
         make=BeamTree,
-        summary="stochastic beam: sequences drawn without replacement, so many per level",
+        summary="stochastic beam: sequences drawn without replacement, a fixed number per level",
         source="Jeon et al. 2024, RSD-S, https://arxiv.org/abs/2402.14160",
     ),
     Row(
@@ -144,7 +144,7 @@ ROWS = (
         family="tree",
         name="opt",
         make=OptTree,
-        summary="the tree of the largest expected acceptance; deeper while that pays",
+        summary="the tree with the largest expected acceptance; as deep as that pays",
         source="Wang et al. 2024, OPT-Tree, https://arxiv.org/abs/2406.17276",
     ),
     Row(
@@ -172,7 +172,7 @@ ROWS = (
         family="verifier",
         name="recursive",
         make=RecursiveVerifier,
-        summary="try children in turn, each on what the ones before left",
+        summary="try children in turn, each against the residual that the earlier ones left",
         source="Yang et al. 2024, MCSD, https://arxiv.org/abs/2401.06706",
     ),
     Row(
@@ -207,7 +207,7 @@ ROWS = (
         family="verifier",
         name="greedy_block",
         make=GreedyBlockVerifier,
-        summary="the most one block can give, paid back in the next; an experiment",
+        summary="accept the most that one block can, then less in the next; an experiment",
         source="Sun et al. 2024, appendix, https://arxiv.org/abs/2403.10444",
     ),
     Row(
@@ -250,7 +250,7 @@ ROWS = (
         family="length",
         name="planned",
         make=PlannedLength,
-        summary="the length of the most tokens per second, by costs and past acceptance",
+        summary="the length with the most tokens per second, by costs and past acceptance",
         source="Yan et al. 2024, https://arxiv.org/abs/2402.01528",
     ),
     Row(
@@ -265,7 +265,7 @@ ROWS = (
         family="decoding",
         name="pearl",
         make=PearlDecoding,
-        summary="draft and verify at once, each on what the other has left",
+        summary="draft the next tokens while the target verifies the last ones",
         source="Liu et al. 2024, PEARL, https://arxiv.org/abs/2408.11850",
     ),
 )
@@ -277,18 +277,18 @@ def rows(family: Family) -> dict[str, Row]:
 
 
 def row_of(component: object) -> Row | None:
-    """The method that an object is; None where it is not in the catalog."""
+    """The catalog row of an object; None if its class is not in the catalog."""
     return next((row for row in ROWS if row.make is type(component)), None)
 
 
 def name_of(component: object) -> str:
-    """The catalog name of an object, or its class's name where it is not in the catalog."""
+    """The catalog name of an object, or the name of its class if it is not in the catalog."""
     row = row_of(component)
     return type(component).__name__ if row is None else row.name
 
 
 def make(family: Family, text: str) -> object:
-    """The object that `name:key=value,key=value` stands for; a single value without a key is the first field.
+    """The object of `name:key=value,key=value`. A first value without a key sets the first field.
 
     Raises:
         InputError: Unknown name, unknown field or a value that is not of the field's type; lists the real ones.

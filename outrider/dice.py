@@ -11,9 +11,9 @@ from torch import Tensor
 
 Purpose = Literal["draft", "accept", "recover"]
 BLOCK = 64
-"""Weights that are added up at once where there are many."""
+"""Size of the blocks in which many weights are summed."""
 MANY = 2**17
-"""Weights from which on adding up blocks first is quicker than one running sum."""
+"""From this many weights on, summing blocks first is faster than one running sum."""
 _WORD = 2**64 - 1
 _EMPTY = np.zeros(4, dtype=np.uint64)
 _PURPOSES: dict[Purpose, int] = {"draft": 0, "accept": 1, "recover": 2}
@@ -21,13 +21,13 @@ _PURPOSES: dict[Purpose, int] = {"draft": 0, "accept": 1, "recover": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """Whose draws a call makes: one entry per row.
+    """The keys of the draws of one call: one entry per row.
 
     Attributes:
         requests: Index into the batch that the dice was begun with.
-        slots: A number that the request uses once per step and purpose; a node or depth.
+        slots: A number that the request uses once per step and purpose, such as a node or a depth.
         purpose: What the draw decides. Streams of different purposes are independent.
-        active: Rows whose outcome matters; None means all. The others return an arbitrary valid value.
+        active: Rows whose outcome matters; None means all. Other rows get an arbitrary valid value.
     """
 
     requests: Int[np.ndarray, " n"]
@@ -40,12 +40,12 @@ class Draws:
 class Dice(Protocol):
     """The source of all randomness of one step of a batch of requests.
 
-    `accept` and `pick` are all that a rule may use, so that an enumerating dice can walk every outcome of the code
-    that runs in production.
+    A verifier may use only `accept` and `pick`, so that an enumerating dice can walk every outcome of the production
+    code.
     """
 
     def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
-        """Independent biased coins, on the host; 0 never lands, 1 always does, and neither is a draw."""
+        """Independent biased coins, on the host. Probability 0 never succeeds, 1 always does; neither uses a draw."""
         ...
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
@@ -69,8 +69,8 @@ class Dice(Protocol):
 def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     """The index where the running sum of the weights first exceeds the uniform's share of their total, in float64.
 
-    A weight of zero is never returned, whatever the rounding. Uniforms are at least 0 and at most 1 - 2^-53. Of weights
-    that are not numbers, some index is returned.
+    A weight of zero is never returned, whatever the rounding. Uniforms are at least 0 and at most 1 - 2^-53. If weights
+    are NaN, an arbitrary index is returned.
 
     Example:
         >>> inverse_cdf(torch.tensor([[0.0, 1.0, 3.0]]), torch.tensor([0.3]))
@@ -105,7 +105,9 @@ def _where(
 def _without_replacement(
     weights: Float[Tensor, "n vocab"], uniforms: list[Float[Tensor, " n"]]
 ) -> Int[Tensor, "n count"]:
-    """Sequential draws from one running sum: a later draw's share of what is left is moved past what has gone."""
+    """Sequential draws from one running sum. A later draw takes a share of the remaining mass and skips the indices
+    that were drawn before.
+    """
     running = weights.cumsum(-1, dtype=torch.float64)
     total = running[:, -1:]
     available = (weights > 0).sum(-1)

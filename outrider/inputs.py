@@ -1,4 +1,4 @@
-"""What people type: the error that answers it, values read by kind, files read as text. Nothing heavy is imported."""
+"""Input from people: the error for wrong input, checks of numbers, reading text files. Imports nothing heavy."""
 
 import difflib
 import numbers
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 class InputError(ValueError):
-    """Something that a person typed is wrong; the message says what was given, what is allowed, what to do."""
+    """Wrong input from a person. The message says what was given, what is allowed, and what to do."""
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
-    """The error for a name that does not exist: lists the real ones and says what was probably meant.
+    """The error for an unknown name. It lists the known names and suggests a similar one.
 
     Example:
         >>> print(unknown("drafter", "ngrm", ["ngram", "suffix"]))
@@ -26,7 +26,7 @@ def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number of any type that counts as one, NumPy's too, as an int.
+    """A whole number of any integer type, such as NumPy's, as an int. Raises InputError for other values.
 
     Example:
         >>> whole("max_new_tokens", 4.5)
@@ -43,7 +43,7 @@ def whole(name: str, value: object) -> int:
 
 
 def number(name: str, value: object) -> float:
-    """A number of any type that counts as one, NumPy's too, as an int or a float.
+    """A number of any real type, such as NumPy's, as an int or a float. Raises InputError for other values.
 
     Example:
         >>> number("temperature", "1")
@@ -61,7 +61,7 @@ def text_of(file: Path, what: str, wanted: str) -> str:
 
     Args:
         what: What the file holds.
-        wanted: What to give instead, where there is no such file.
+        wanted: What to give instead, for the error message.
 
     Raises:
         InputError: There is no such file, or it cannot be read.

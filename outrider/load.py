@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 from outrider.setup import Setup
@@ -11,10 +10,6 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
 else:
     Engine = object
-
-ASSETS = Path(__file__).parent / "assets"
-EMBEDDED_TARGET = ASSETS / "target"
-EMBEDDED_DRAFT = ASSETS / "draft"
 
 Options = ParamSpec("Options")
 
@@ -32,14 +27,15 @@ def _taking(setup: Callable[Options, Setup]) -> Callable[[Callable[..., Engine]]
 
 @_taking(Setup)
 def load(target: Any = None, **options: Any) -> Engine:
-    """An engine for a target, with parts that are proven to fit each other.
+    """An engine for a target. Parts that would change the target's law are refused.
 
     Args:
         target: Directory, hub id or loaded model; None is the embedded pair.
         options: The other fields of `outrider.Setup`, which describes them all.
 
     Raises:
-        InputError: Anything that does not exist, does not fit or would not be lossless, with what would.
+        InputError: An option, file or method does not exist, or the parts do not fit or are not lossless. The message
+            says what works.
 
     Example:
         >>> load(verifier="blok")

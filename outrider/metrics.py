@@ -1,4 +1,4 @@
-"""One function per metric; every one is computed from Steps, and its docstring is its definition."""
+"""One function per metric. Its docstring is its definition. Metrics of outputs are computed from Steps."""
 
 from collections.abc import Sequence
 
@@ -6,22 +6,24 @@ from outrider.types import Step
 
 
 def block_efficiency(steps: Sequence[Step]) -> float:
-    """Tokens emitted per step: accepted ones and the recovered or bonus token, none after the end of the sequence."""
+    """Emitted tokens over steps: accepted tokens and the recovered or bonus token, none after the end of the output. 0
+    without steps.
+    """
     return sum(len(s.tokens) for s in steps) / len(steps) if steps else 0.0
 
 
 def num_draft_tokens(steps: Sequence[Step]) -> int:
-    """All tokens that were drafted."""
+    """Number of draft tokens."""
     return sum(s.num_draft_tokens for s in steps)
 
 
 def num_accepted_tokens(steps: Sequence[Step]) -> int:
-    """All draft tokens that were accepted."""
+    """Number of accepted draft tokens."""
     return sum(s.num_accepted_tokens for s in steps)
 
 
 def acceptance_rate(steps: Sequence[Step]) -> float:
-    """Accepted over drafted tokens."""
+    """Accepted over drafted tokens; 0 if nothing was drafted."""
     return num_accepted_tokens(steps) / max(1, num_draft_tokens(steps))
 
 

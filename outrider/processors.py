@@ -1,4 +1,4 @@
-"""transformers' logits processors: which of them can follow a draft, and which need no tokens."""
+"""transformers' logits processors: which of them cannot follow a draft, and which read no tokens."""
 
 from collections.abc import Callable
 
@@ -18,8 +18,8 @@ STATEFUL = frozenset(
         "WhisperNoSpeechDetection",
     }
 )
-"""transformers' processors that remember earlier calls or want rows of their own; a draft's branches would confuse
-them."""
+"""transformers' processors that remember earlier calls or add rows of their own. They cannot follow a draft's branches.
+"""
 
 BLIND = frozenset(
     {
@@ -36,7 +36,7 @@ BLIND = frozenset(
         "TypicalLogitsWarper",
     }
 )
-"""transformers' processors that look at scores alone, each row by itself; many rows can go through them at once."""
+"""transformers' processors that read only the scores, each row by itself. They can process many rows at once."""
 
 
 def is_blind(processor: Processor) -> bool:

@@ -1,4 +1,4 @@
-"""The refusal matrix: which parts keep the target's law together; judged once, at temperature above 0."""
+"""The refusal matrix: which parts together keep the target's law, at any temperature above 0."""
 
 from dataclasses import dataclass, field
 
@@ -21,23 +21,23 @@ DEFAULT: dict[Kind, str] = {
     "top n-1 and one draw": "top_plus_one",
     "chosen tree": "match",
 }
-"""The verifier that a draft gets where none is named: the one that accepts most, by the papers."""
+"""The default verifier for each kind of draft: the one that accepts most, by the papers."""
 
 ALLOW = "allow it with --allow-lossy (allow_lossy=True)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One combination, with what decides about it.
+    """One combination of parts, with the traits that decide about it.
 
     Attributes:
-        rows: What the drafter's guesses are.
-        context_pure: Whether they depend on the tokens alone.
+        rows: The kind of the drafter's guesses.
+        context_pure: Whether the guesses depend on the tokens alone.
         taps: Whether the drafter reads hidden states of the target.
         structure: How the tree makes children.
         verifier: The rule.
         length: The length policy.
-        decoding: What orders drafting and verifying.
+        decoding: The order of drafting and verifying.
     """
 
     rows: Rows
@@ -54,7 +54,7 @@ class Cell:
 
 
 def kind_of(rows: Rows, structure: Structure) -> Kind:
-    """What the drafts of a drafter and a tree are to a verifier."""
+    """The kind of draft that a drafter and a tree make together."""
     if structure == "chain":
         return "chosen chain" if rows == "point" else "sampled chain"
     return KINDS[structure]
@@ -67,10 +67,10 @@ def verifiers(*, lossy: bool = False) -> dict[str, type[StatedVerifier]]:
 
 
 def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
-    """Why a combination is not lossless, with one that is; None where it is lossless.
+    """Why a combination is not lossless, and one that is; None if it is lossless.
 
     Args:
-        allow_lossy: Let lossy rules pass, where they can be run at all.
+        allow_lossy: Allow lossy verifiers and length policies, if they can run at all.
 
     Example:
         >>> from outrider.verifiers.block import BlockVerifier
@@ -105,7 +105,7 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
 
 
 def _not_judged(cell: Cell, allow_lossy: bool) -> str | None:
-    """Why the verifier does not keep the law on drafts of this kind, whatever the other parts are."""
+    """Why the verifier does not keep the law on drafts of this kind; the other parts do not matter here."""
     rule, name = cell.verifier, f"verifier {_name(cell.verifier)}"
     if catalog.row_of(rule) is None:
         prove = "prove it with outrider.proof.enumerate.law and run it with allow_lossy=True"
@@ -123,7 +123,7 @@ def _not_judged(cell: Cell, allow_lossy: bool) -> str | None:
 
 
 def _not_ahead(cell: Cell) -> str | None:
-    """Why a combination cannot be drafted ahead of its verification, and what could."""
+    """Why a combination cannot draft ahead, and one that can."""
     if cell.structure != "chain":
         return "and a tree has no one end to go on from; use tree 'chain'"
     if cell.taps:
@@ -151,7 +151,7 @@ def _usual(cell: Cell) -> str:
 
 
 def _working(cell: Cell) -> str:
-    """The verifiers that keep the law on drafts of this kind, whatever the other parts are."""
+    """The verifiers that keep the law on drafts of this kind, with any other parts."""
     names = [
         repr(name)
         for name, make in verifiers().items()

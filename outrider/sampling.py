@@ -1,4 +1,5 @@
-"""Logits to probabilities: the only place. Penalties, biases, processors, temperature, filters, in that order."""
+"""Logits become probabilities here and nowhere else: penalties, biases, processors, temperature, filters, in that
+order."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -10,25 +11,25 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.processors import Processor, is_blind
-from outrider.types import Sampling
+from outrider.types import InputError, Sampling
 
 FIRST_LOOK = 256
 """How many of the most likely tokens top-p looks at first, in vocabularies below `WIDE`; in wider ones that is slower
 than what follows it."""
 WIDE = 2**15
 BUCKETS = 2**14
-"""Into how many buckets of equal exponent and leading bits top-p divides probabilities, at most."""
+"""Most buckets of equal exponent and leading bits into which top-p sorts probabilities."""
 FOLDED_FROM = 0.01
 """From this temperature on, softmax alone takes the maximum off: the quotient of a logit below 1e36 cannot overflow."""
 AT_ONCE = {"cpu": 2**19}
-"""Numbers that are filtered at once: on a CPU about as many as its cache holds, elsewhere `AT_ONCE_ELSEWHERE`."""
+"""How many numbers are filtered at once: on a CPU about as many as its cache holds, elsewhere `AT_ONCE_ELSEWHERE`."""
 AT_ONCE_ELSEWHERE = 2**25
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """The tokens before a node: the request's prompt, and its output with the node's own path, the node included."""
+    """The text before a node's children: the prompt, and the output with the node's path, the node included."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -45,15 +46,15 @@ def to_rows(
 
     The order is transformers': repetition, frequency and presence penalties, logit bias, processors, then the mask of
     a constraint, so that nothing brings back what it forbids; then temperature, top-k, top-p, min-p. Tokens that tie
-    with the last one kept are kept too. Temperature 0 gives a one-hot row at the largest adjusted logit, the first of
-    them on a tie. Processors at the end of every row's list that read no tokens are given all rows at once.
+    with the last kept token are kept too. Temperature 0 gives a one-hot row at the largest adjusted logit, the first of
+    them on a tie. Processors that read no tokens and stand last in every row's list get all rows at once.
 
     Args:
         logits: Raw logits.
         owners: Which request each row belongs to.
         samplings: One per request.
-        prefix: Tokens before row i; called only for rows whose settings read them.
-        masks: Which tokens may come, packed; None allows all.
+        prefix: Returns the text before row i; called only for rows whose settings read it.
+        masks: Packed masks of the allowed tokens; None allows all.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0]])
@@ -103,7 +104,7 @@ def pack(allowed: Bool[Tensor, "n vocab"]) -> Int[Tensor, "n words"]:
 
 
 def unpacked(masks: Int[Tensor, "n words"], width: int) -> Bool[Tensor, "n width"]:
-    """What packed masks allow, of the first `width` tokens; where the masks are.
+    """Packed masks as bools over the first `width` tokens, on the same device.
 
     Example:
         >>> unpacked(torch.tensor([[5]], dtype=torch.int32), 4)
@@ -115,7 +116,7 @@ def unpacked(masks: Int[Tensor, "n words"], width: int) -> Bool[Tensor, "n width
 
 
 def masked(logits: Float[Tensor, "n vocab"], masks: Int[Tensor, "n words"]) -> Float[Tensor, "n vocab"]:
-    """The logits with -inf at what packed masks forbid.
+    """The logits with -inf at the tokens that packed masks forbid.
 
     Example:
         >>> masked(torch.zeros(1, 3), pack(torch.tensor([[True, False, True]])))
@@ -126,7 +127,7 @@ def masked(logits: Float[Tensor, "n vocab"], masks: Int[Tensor, "n words"]) -> F
 
 
 def rows_at_once(rows: Float[Tensor, "n vocab"]) -> int:
-    """How many rows to work on at once, where work makes copies of them: on a CPU as many as its cache holds."""
+    """How many rows to copy and work on at once: on a CPU as many as its cache holds."""
     return max(1, AT_ONCE.get(rows.device.type, AT_ONCE_ELSEWHERE) // rows.shape[-1])
 
 
@@ -140,7 +141,7 @@ def _column(like: Tensor, values: Sequence[float]) -> Tensor:
 
 
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
-    """All mass at the largest score, the first on a tie; not a number where no score is above -inf, or one is none."""
+    """One-hot rows at the largest score, the first on a tie; NaN if no score is above -inf, or if a score is NaN."""
     if scores.device.type == "cpu":
         # NumPy finds the largest of many numbers several times as fast.
         wide = scores if scores.dtype in _NUMPY else scores.float()
@@ -152,9 +153,9 @@ def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
 
 
 def without_law(rows: Float[Tensor, "n vocab"]) -> Bool[Tensor, " n"]:
-    """Which rows that `to_rows` made are no distributions: their logits are not numbers, or all tokens are forbidden.
+    """Which rows of `to_rows` are not distributions, because their logits are NaN or all tokens are forbidden.
 
-    Softmax and temperature 0 spread what is not a number over the whole row.
+    Softmax and temperature 0 spread NaN over the whole row.
     """
     return rows[:, 0].isnan()
 
@@ -166,7 +167,7 @@ def _dtype(scores: Tensor) -> torch.dtype:
 def fresh(like: Tensor, *, rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised memory of a tensor's size, or for other rows, or of another type.
 
-    On a CPU it is NumPy's, which asks for huge pages; those are quicker to touch.
+    On a CPU NumPy allocates it, with huge pages, which are faster to write for the first time.
     """
     shape, dtype = (len(like) if rows is None else rows, *like.shape[1:]), dtype or like.dtype
     if like.device.type == "cpu" and dtype in _NUMPY:
@@ -209,13 +210,25 @@ def _adjust(
         ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
         scores = scores.index_add(0, ids, scores.new_tensor(list(sampling.logit_bias.values())))
     for processor in processors:
-        scores = processor(seen[None], scores[None])[0]
+        scores = _processed(processor, seen, scores)
     return scores
+
+
+def _processed(
+    processor: Processor, seen: Int[Tensor, " seen"], scores: Float[Tensor, " vocab"]
+) -> Float[Tensor, " vocab"]:
+    """What a processor makes of one row. Raises InputError where that is no row of the same tokens."""
+    made = processor(seen[None], scores[None])
+    if not isinstance(made, Tensor) or made.shape != (1, len(scores)):
+        name = getattr(processor, "__name__", type(processor).__name__)
+        shape = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else repr(made)
+        raise InputError(f"the logits processor {name} must return scores of shape (1, {len(scores)}), got {shape}")
+    return made[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Spare:
-    """Memory that one piece of work after the other overwrites; to take fresh memory costs more than to compute."""
+    """Memory that is reused for one group of rows after the other. Fresh memory costs more than the computation."""
 
     scores: Float[Tensor, "n vocab"]
     masses: Float[Tensor, "n vocab"]
@@ -263,14 +276,16 @@ def _filter(rows: Float[Tensor, "n vocab"], per_row: Sequence[Sampling], spare: 
 
 
 def _keep(rows: Float[Tensor, "n vocab"], kept: Float[Tensor, "n vocab"]) -> None:
-    """Drop in place what is 0 in `kept`, which is 1 elsewhere. A product is several times faster than a masked fill."""
+    """Set to 0, in place, the entries where `kept` is 0; it is 1 elsewhere. A product is several times faster than a
+    masked fill.
+    """
     rows.mul_(kept)
     rows.div_(rows.sum(-1, keepdim=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Candidates:
-    """The tokens among which the floor of top-p is, from the most likely on.
+    """Tokens that include the last one that top-p keeps, the most likely first.
 
     Attributes:
         probabilities: Of these tokens; padded with 0.
@@ -296,7 +311,7 @@ def _nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], 
 
 
 def _most_likely(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> _Candidates | None:
-    """The most likely tokens; None where that is slow, or a row may need more of them."""
+    """The most likely tokens; None if that is slow, or if a row may need more of them."""
     if (vocab := rows.shape[-1]) >= WIDE:
         return None
     best = rows.topk(min(FIRST_LOOK, vocab)).values

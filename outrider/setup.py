@@ -1,4 +1,4 @@
-"""Everything that an engine can be told, once: the command line, transformers' `generate` and recipes read it here."""
+"""All options of an engine, in one place. The command line, transformers' `generate` and recipes read them here."""
 
 import dataclasses
 import inspect
@@ -27,42 +27,42 @@ else:
 
 @dataclass(frozen=True)
 class Setup:
-    """What `outrider.load` takes, and every other way to an engine too.
+    """The options of `outrider.load`, of the command line and of every other way to make an engine.
 
-    The descriptions are also the help of the command line, up to what they say about Python.
+    The descriptions are also the help of the command line, without what they say about Python.
 
     Attributes:
         target: Directory or hub id of the target. By default the pair that ships with Outrider. In Python also a loaded
             model.
-        drafter: Who guesses, as `name:key=value,...`; `outrider methods` lists all. By default `suffix`, for the
-            shipped target its draft model. In Python also an object.
+        drafter: The drafter, as `name:key=value,...`; `outrider methods` lists all. By default `suffix`; for the pair
+            that ships with Outrider, its draft model. In Python also an object.
         tree: How drafts grow. In Python also an object.
-        verifier: Which draft tokens survive. By default the lossless rule that accepts most of the tree's drafts. In
-            Python also an object.
+        verifier: Which draft tokens are accepted. By default the lossless verifier that accepts most of the tree's
+            drafts. In Python also an object.
         length: When to stop drafting. By default `fixed:5`, for the shipped pair `fixed:4`. In Python also an object.
         decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
-        allow_lossy: Let rules pass that do not keep the target's law.
+        allow_lossy: Allow verifiers and length policies that do not keep the target's law.
         tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
             tokenizer.
-        vocab_size: How many token ids can be drawn. By default padding behind the tokenizer's last one is cut off.
-        max_slots: Most requests at once. By default 8, in `chat` 1; inside transformers by the batch, at most 64.
-        max_context: Longest context in tokens. By default the model's own, or what fits in memory.
-        max_prefill_tokens: Most prompt tokens that one step digests, over all requests.
-        device: `cpu`, `cuda`, `cuda:1`. By default the GPU where there is one.
+        vocab_size: Number of token ids that can be drawn. By default all ids up to the tokenizer's last one.
+        max_slots: Most requests at once. By default 8; in `chat` 1; inside transformers the batch size, at most 64.
+        max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
+        max_prefill_tokens: Most prompt tokens that one step prefills, over all requests.
+        device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
         dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
-        device_map: Where transformers puts the target's layers: `auto`, or JSON. It takes the place of `device`.
-        quantization_config: How transformers quantises the target while it loads it, as JSON, such as
+        device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
+        quantization_config: How transformers quantises the target when it loads it, as JSON, such as
             `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. In Python also transformers' object.
         attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.
         revision: Branch, tag or commit of the target's hub id.
-        trust_remote_code: Let transformers run code that comes with the target.
-        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a block of one token takes
-            other kernels than longer ones and would differ in the last bits; otherwise 1.
-        compile: Compile the forwards of target and draft model. The first ones take long, and the weights must not
+        trust_remote_code: Allow transformers to run code that comes with the target.
+        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a single token uses other
+            kernels than a block and would differ in the last bits; otherwise 1.
+        compile: Compile the forwards of target and draft model. The first forwards take long. The weights must not
             change afterwards.
-        prepack: Run copies of the linear layers that are laid out for the CPU's kernels: the same bits, for the memory
-            of a second set of weights. By default so for bfloat16 models that are loaded here and take less than a
-            quarter of free memory. The weights must not change afterwards.
+        prepack: Run copies of the linear layers that are laid out for the CPU's kernels. The results are the same bits;
+            the copies need the memory of a second set of weights. By default on for bfloat16 models that Outrider loads
+            and that take less than a quarter of free memory. The weights must not change afterwards.
 
     Raises:
         InputError: A value of the wrong kind.
@@ -104,7 +104,7 @@ class Setup:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Setup":
-        """The setup of options by name. Raises InputError for one that does not exist, and says what was meant."""
+        """The setup of options by name. Raises InputError for an unknown option, and suggests a similar name."""
         for name in options:
             if name not in KINDS:
                 raise unknown("option", name, KINDS)
@@ -116,16 +116,17 @@ class Setup:
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def written(self) -> dict[str, Any]:
-        """The same as a file holds them. Raises InputError for a value that it cannot hold, such as a loaded model."""
+        """The same, as values that a file can hold. Raises InputError for other values, such as a loaded model."""
         return {name: _written(name, value) for name, value in self.given().items()}
 
     @classmethod
-    def read(cls, file: Path) -> "Setup":
+    def read(cls, file: str | os.PathLike[str]) -> "Setup":
         """The setup that a file holds: TOML, or JSON where the name ends in `.json`.
 
         Raises:
-            InputError: There is no such file, it cannot be read, or it holds something that is no option.
+            InputError: The file does not exist, cannot be read, or holds an unknown option.
         """
+        file = Path(file)
         text = text_of(file, "configuration", "a TOML or JSON file of options")
         try:
             options = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
@@ -138,33 +139,36 @@ class Setup:
         except InputError as error:
             raise InputError(f"{file}: {error}") from error
 
-    def save(self, file: Path) -> None:
+    def save(self, file: str | os.PathLike[str]) -> None:
         """Write the setup to a file that `read` understands. The old file stays until the new one is complete.
 
         Raises:
-            InputError: A value that a file cannot hold, such as a loaded model.
+            InputError: A value that a file cannot hold, such as a loaded model, or the file cannot be written.
         """
-        written = self.written()
+        file, written = Path(file), self.written()
         text = json.dumps(written, indent=2) + "\n" if file.suffix == ".json" else _toml(written)
-        file.parent.mkdir(parents=True, exist_ok=True)
         fresh = file.with_name(f".{file.name}.{os.getpid()}")
         try:
-            fresh.write_text(text, encoding="utf-8")
-            fresh.replace(file)
-        finally:
-            fresh.unlink(missing_ok=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                fresh.write_text(text, encoding="utf-8")
+                fresh.replace(file)
+            finally:
+                fresh.unlink(missing_ok=True)
+        except OSError as error:
+            raise InputError(f"{file} cannot be written: {error.strerror}") from error
 
 
 TABLE = Mapping[str, Any]
-"""The kind of values that are tables: JSON on a command line."""
+"""The type of options that are tables; on a command line they are JSON."""
 KINDS: dict[str, tuple[Any, ...]] = {
     name: typing.get_args(hint) or (hint,) for name, hint in typing.get_type_hints(Setup).items() if name != "_"
 }
-"""For each option the types of its values; the first is how it is written in a file or on a command line."""
+"""For each option, the types of its values. The first is the type in a file or on a command line."""
 
 
 def documentation(kind: type) -> dict[str, str]:
-    """What a class's docstring says of each of its attributes, in one line each."""
+    """The description of each attribute in a class's docstring, in one line each."""
     section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.split(r"\n {4}(?=\w)", f"\n{section.rstrip()}")[1:]
     pairs = (entry.partition(": ") for entry in entries)
@@ -203,7 +207,7 @@ def _written(name: str, value: Any) -> Any:
 
 
 def _toml(options: Mapping[str, Any]) -> str:
-    """All options as TOML, each below its description; those that are not given stand as comments."""
+    """All options as TOML, each below its description. Options at their defaults are comments."""
     lines: list[str] = []
     for name, text in documentation(Setup).items():
         lines += textwrap.wrap(text, 100, initial_indent="# ", subsequent_indent="# ")

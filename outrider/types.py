@@ -3,51 +3,23 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.constraint import Constraint
 from outrider.inputs import InputError as InputError
 from outrider.inputs import number, whole
 from outrider.processors import STATEFUL, Processor, is_blind
 
 LARGEST_SEED = 2**64 - 1
-"""Seeds are words of 64 bits, as the generator of the draws takes them."""
+"""Largest seed. The random generator takes seeds of 64 bits."""
 
 Structure = Literal["chain", "iid", "iid_dedup", "without_replacement", "top_plus_one", "deterministic"]
-"""How the children of a node were chosen; what a verifier may assume about them."""
-
-
-@runtime_checkable
-class Constraint(Protocol):
-    """Which tokens may come next, given the output so far: a grammar, or any automaton over tokens. Immutable.
-
-    Masks are packed, 32 tokens to a word, as `outrider.sampling.pack` makes them: a bit is 1 where the token may come.
-    """
-
-    def open(self) -> object:
-        """State of a new request, before its first token. It may change in place, but by `commit` alone as far as
-        masks are concerned."""
-        ...
-
-    def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
-        """What may follow each node of a draft, on the host.
-
-        At least one token must be allowed after every node that is itself allowed. After the others, and after an
-        ending token, any row will do; all ones are best.
-
-        Args:
-            tokens: Token of each node; node 0 is the root, whose token is the newest committed one.
-            parents: Number of each node's parent, -1 for the root; parents come first.
-        """
-        ...
-
-    def commit(self, state: object, tokens: Sequence[int]) -> None:
-        """Tokens that were emitted, in order."""
-        ...
+"""How the children of a node were made, which is what a verifier may assume about them."""
 
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -139,20 +111,20 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked: continue `prompt`, drawing as `sampling` says, until an end.
+    """One request: continue `prompt` until an end.
 
     Attributes:
         id: Unique name within an engine.
         prompt: Token ids, at least one.
         max_new_tokens: Most tokens to emit, at least one.
-        sampling: How tokens are drawn; the engine sets its seed where it has none.
-        eos_ids: Token ids that end the output; the ending token is kept in `tokens`.
+        sampling: How tokens are drawn; the engine sets a seed if it has none.
+        eos_ids: Token ids that end the output. The output's `tokens` include the end token.
         stop: Strings that end the output; the text ends before the first of them.
-        min_tokens: Fewest tokens to emit before an ending token may come or a stop string counts.
-        logprobs: Which log-probabilities to record, by the raw target logits: None none, 0 that of each emitted token,
-            k those of the k likeliest tokens as well.
-        keep_logits: Whether each step brings the raw target logits at its emitted tokens.
-        ends: Asked after every emitted token, in order, with the output so far: whether it ends the output.
+        min_tokens: Fewest tokens before an end token may come or a stop string counts.
+        logprobs: Which log-probabilities of the raw target logits to record: None for none, 0 for each emitted token, k
+            for the k likeliest tokens as well.
+        keep_logits: Whether each step records the raw target logits of its emitted tokens.
+        ends: Called after every emitted token with the output so far; returns whether the output ends there.
         constraint: Which tokens may come next; None allows all.
 
     Raises:
@@ -188,11 +160,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Ahead:
-    """A chain of drafted tokens that are not judged yet, where decoding drafts on before it verifies.
+    """A chain of draft tokens that are not verified yet, for a decoding that drafts ahead.
 
     Attributes:
         tokens: Token ids.
-        rows: The row that each was REALLY drawn from; None where they were chosen, or where there are none.
+        rows: The row that each was REALLY drawn from; None if they were chosen, or if there are none.
         short_list: Which tokens the rows are of; None: all.
     """
 
@@ -207,19 +179,20 @@ class Ahead:
 
 @dataclass(kw_only=True)
 class Running:
-    """A request under way, owned and changed in place by the loop.
+    """A running request. The loop owns it and changes it in place.
 
     Attributes:
         request: What was asked.
-        tokens: Committed tokens, the prompt included; the target has digested all but the newest, the anchor.
+        tokens: Committed tokens, prompt included. After prefill, the target's cache holds all but the newest, the
+            anchor.
         slot: The target's slot.
-        drafter: Who drafts for it. An engine whose drafter is replaced keeps the old one for requests under way.
+        drafter: Its drafter. If the engine's drafter is replaced, running requests keep theirs.
         drafter_state: What the drafter's `open` returned.
         length_state: What the length policy's `open` returned.
-        carried: What the verifier carries from step to step, if it does.
-        ahead: Tokens drafted behind the anchor that the next step is to judge, if decoding drafts ahead.
-        constraint_state: What the constraint's `open` returned; None until its first step, or where there is none.
-        num_steps: Steps made; part of the key of every draw.
+        carried: What the verifier carries to the next step; None if it carries nothing.
+        ahead: Tokens drafted behind the anchor that the next step verifies, if the decoding drafts ahead.
+        constraint_state: What the constraint's `open` returned; None before the first step, or without a constraint.
+        num_steps: Number of steps so far; part of the key of every draw.
     """
 
     request: Request
@@ -271,7 +244,7 @@ class ShortList:
 
 @dataclass(frozen=True, kw_only=True)
 class Guess:
-    """What may follow each of n nodes: either raw logits, or one token (-1: nothing to propose).
+    """A drafter's guess after each of n nodes: either raw logits, or one token (-1: no guess).
 
     Attributes:
         logits: Of all tokens of the target, or of those of the short list.
@@ -353,13 +326,13 @@ class Draft:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Which nodes survive, and what follows them.
+    """The accepted path of each request, and the token that follows it.
 
     Attributes:
         paths: Packed node indices of each request's accepted path in order, without the root, padded with -1.
         num_accepted: Length of each path.
         next_tokens: The recovered token (after a rejection) or the bonus token (after none), on the device.
-        carried: What each request's next verification is to be given, where the rule carries anything over.
+        carried: What each request's next verification gets, if the verifier carries anything.
     """
 
     paths: Int[np.ndarray, "requests depth"]
@@ -370,9 +343,10 @@ class Verdict:
 
 @dataclass(kw_only=True)
 class Timing:
-    """Seconds of one iteration of the loop, shared by the steps of all its requests; filled in as it goes.
+    """Seconds of one iteration of the loop, shared by the steps of all its requests.
 
-    `overlap` is how much of the drafter's time lay beside the target's and counts once in the total.
+    Filled in during the step. `overlap` is the time during which drafter and target ran at once. The total counts it
+    once.
     """
 
     target: float = 0.0
@@ -395,15 +369,15 @@ class Step:
     """One draft-verify-commit cycle of one request.
 
     Attributes:
-        num_draft_tokens: Nodes drafted, the root not counted. Where decoding drafts ahead, those whose fate the step
-            decides: the ones judged and the ones thrown away unjudged.
-        num_accepted_tokens: Nodes on the accepted path (before any end-of-sequence cut).
-        tokens: What was emitted: accepted tokens and the next one, cut where the request ended. No next one where
-            decoding has already drafted on.
+        num_draft_tokens: Number of draft nodes, without the root. If the decoding drafts ahead, those that the step
+            verified or threw away.
+        num_accepted_tokens: Number of nodes on the accepted path, before the output is cut at its end.
+        tokens: Emitted tokens: the accepted ones and the next one, cut where the request ended. There is no next one if
+            the decoding has already drafted behind them.
         timing: The iteration's shared clock.
-        num_requests: How many requests shared the iteration.
+        num_requests: Number of requests in the iteration.
         logprobs: Log-softmax of the raw target logits at each emitted token, if asked for.
-        top_logprobs: The same of the likeliest tokens at each, by their ids, if asked for.
+        top_logprobs: The same for the likeliest tokens at each position, by token id, if asked for.
         logits: The raw target logits that each emitted token was drawn from, in float32, if asked for.
     """
 

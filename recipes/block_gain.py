@@ -1,8 +1,8 @@
-"""What block verification gains over token verification on chains, by length (Sun et al. 2024).
+"""The gain of block verification over token verification on chains, by length (Sun et al. 2024).
 
-`python -m recipes block_gain --out DIR` lets the target speak at temperature 1 and computes on its texts how many steps
-both rules are expected to take with chains of 4, 6 and 8 tokens (`outrider.theory.coverage`). The gain is a quotient of
-block efficiencies. With `--timed DIR`, a folder that `--clock` wrote, it is one of tokens per second too.
+`python -m recipes block_gain --out DIR` lets the target write texts at temperature 1, and computes the expected number
+of steps of both verifiers on them with chains of 4, 6 and 8 tokens (`outrider.theory.coverage`). The gain is a quotient
+of block efficiencies. With `--timed DIR`, a folder that `--clock` wrote, it is one of tokens per second too.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.trial import Method, Setting
 from outrider.bench.workload import PROMPTS
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from recipes import options
 
 PAPER = Paper(name="Sun et al. 2024, block verification", url="https://arxiv.org/abs/2403.10444")

@@ -1,4 +1,5 @@
-"""What block verification gains over token verification, and what any rule could, from recorded traces of chains.
+"""The gain of block verification over token verification, and the bound for any verifier, from recorded traces of
+chains.
 
 `python -m recipes block_trace --out DIR` decodes at temperature 1 and length 8, once with block and once with token
 verification, and keeps the ratio p/q of every drafted token, accepted or not. From these the expected acceptance of
@@ -24,7 +25,7 @@ from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS
 from outrider.decoding.protocol import Cycle
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.theory.estimators import expected_accepted
 from outrider.verifiers.protocol import chains
 from recipes import options

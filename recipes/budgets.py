@@ -27,7 +27,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.types import InputError
 from recipes import options
 

@@ -33,7 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from outrider.load import EMBEDDED_TARGET
+from outrider.embedded import EMBEDDED_TARGET
 
 REPEATS = {"story": 3, "math": 3}
 """How often the documents of a domain are read; short stories and word problems teach the most per token."""

@@ -31,7 +31,7 @@ from outrider.bench.texts import logits_along, rows_at
 from outrider.bench.trial import Bench, Setting, whole_jobs
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.theory import acceptance, optimum
 from recipes import options
 

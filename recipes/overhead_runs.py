@@ -16,9 +16,9 @@ from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS, law
 from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.decoding.progress import PREFILL_CHUNK
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
 from outrider.lm.packed import packed
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.types import InputError, Sampling, Step
 from recipes.stand_in import PARAMETERS, stand_in
 
@@ -144,7 +144,7 @@ def profile(plan: Plan, case: Case, models: Models) -> list[Row]:
     drafting = plan.load(models.target, drafter=f"model:path={EMBEDDED_DRAFT}", length=f"fixed:{GAMMA}", **own)
     plains = {f"plain {pad}": plan.load(models.target, drafter="none", pad_to=pad, **own) for pad in (1, 2)}
     prompts = prompts_of(models.texts, batch, plan.context)
-    # Those that are digested first decode while the others still are.
+    # Requests whose prefill ends first decode while the others prefill.
     most = (plan.steps + 1 + batch * (1 + plan.context // PREFILL_CHUNK)) * (GAMMA + 1) + 1
     middle = torch.tensor(prompts_of(models.texts, batch, plan.context + plan.steps)).to(models.target.device)
 
@@ -157,7 +157,7 @@ def profile(plan: Plan, case: Case, models: Models) -> list[Row]:
         runs = {"step": Stepping(drafting, prompts, most)}
         runs |= {name: Stepping(engine, prompts, most) for name, engine in plains.items()}
         for number in range(plan.steps):
-            # After a full acceptance the draft model has two tokens to digest.
+            # After a full acceptance the draft model reads two tokens.
             behind = 2 if any(s.num_accepted_tokens == GAMMA for s in runs["step"].made) else 1
             spent, made = runs["step"].step()
             row: Row = {"pair": case.pair, "batch": batch, "repeat": repeat, "number": number, "step": spent}

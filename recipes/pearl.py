@@ -1,4 +1,4 @@
-"""Drafting and verifying at once against drafting first and verifying then, and against neither (PEARL).
+"""Drafting and verifying at once, against drafting and verifying in turn, and against plain decoding (PEARL).
 
 `python -m recipes pearl --out DIR` decodes at temperatures 0 and 1: plainly; in turn (`step`), with each length; and at
 once (`pearl`), with the same lengths, on two clocks. The simulated clock counts the longer of both sides of a step, as
@@ -6,8 +6,8 @@ if each had a device of its own and none waited for data from the other; the rea
 machine, one for each side. What drafts in turn or not at all may use both threads, and is measured with one thread too,
 because that is what each simulated device has.
 
-On both clocks the speed is tokens over the seconds of the steps behind the first, for all ways to decode alike; what
-PEARL does not change, the digestion of the prompt, is left out, and with it the first step, which may hold it.
+On both clocks the speed is tokens over the seconds of the steps behind the first, for all ways to decode alike;
+prefill, which PEARL does not change, is left out, and so is the first step, which may contain it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from recipes import options
 
 PAPER = Paper(name="Liu et al. 2024, PEARL", url="https://arxiv.org/abs/2408.11850")

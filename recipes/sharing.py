@@ -1,4 +1,4 @@
-"""Sharing a batch's verification budget by promise against sharing it evenly (TETRIS).
+"""Sharing a batch's verification budget by estimated acceptance, against sharing it evenly (TETRIS).
 
 `python -m recipes sharing --out DIR` runs batches of 4, 8 and 16 requests at temperature 1 with k + 2 tokens drafted
 for each request, and the k per request most promising of the whole batch verified (`tetris`), k from 2 to 5. What k
@@ -26,7 +26,7 @@ from outrider.bench.runs import Job
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.types import InputError
 from recipes import options
 

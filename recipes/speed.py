@@ -26,7 +26,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import PARTS
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.workload import PROMPTS, questions
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.metrics import efficiency
 from recipes import options
 from recipes.speed_runs import NGRAM, PLAIN, SPECULATIVE, Pair, Plan, bare_forwards, jobs_of, measure, measure_pilot

@@ -16,8 +16,8 @@ from outrider.bench.runs import PARTS, Conditions, Job, Run, Way, as_row, on_eng
 from outrider.bench.speedup import rate
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.open import open_model, open_tokenizer
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 
 PLAIN = ("plain pad_to=1", "plain pad_to=2", "transformers")
 SPECULATIVE = "speculative"

@@ -1,4 +1,4 @@
-"""A target that says what the embedded one says and costs what a larger one costs, to measure drafting at its price.
+"""A target with the outputs of the embedded target and the cost of a larger one, to measure drafting at that cost.
 
 `python -m recipes stand_in --out DIR` widens the feed-forward layers of the embedded target by neurons that compute
 like any others and whose outputs have the weight zero, until the model has 110 million parameters. Its logits are the
@@ -15,8 +15,8 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_model
-from outrider.load import EMBEDDED_TARGET
 from outrider.types import InputError
 
 PARAMETERS = 110_000_000

@@ -1,9 +1,9 @@
 """Rules that stop drafting by entropy against every static length (AdaEDL, SVIP).
 
-`python -m recipes stopping --out DIR` drafts chains for the block verifier at temperatures 0 and 1: as long as `adaedl`
-and `svip` see fit, at most 16 tokens. What static lengths of 1 to 16 would take is computed on the same texts. The
-claims are about tokens per second: `--timed DIR` names a folder that `--clock` wrote, where all of them take turns. The
-best static length for one half of the prompts is the one that was best on the other half.
+`python -m recipes stopping --out DIR` drafts chains for the block verifier at temperatures 0 and 1: `adaedl` and `svip`
+choose the length, at most 16 tokens. The steps of static lengths of 1 to 16 are computed on the same texts. The claims
+are about tokens per second: `--timed DIR` names a folder that `--clock` wrote, where all of them take turns. The best
+static length for one half of the prompts is the one that was best on the other half.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.trial import Method, Setting
 from outrider.bench.workload import PROMPTS
-from outrider.load import EMBEDDED_DRAFT
+from outrider.embedded import EMBEDDED_DRAFT
 from recipes import options
 
 ADAEDL = Paper(name="Agrawal et al. 2024, AdaEDL", url="https://arxiv.org/abs/2410.18351")

@@ -1,8 +1,8 @@
-"""Tokens per second of a full engine: more requests than slots, so that whoever ends makes room for the next.
+"""Tokens per second of a full engine: more requests than slots, so that each ended request makes room for the next.
 
 `python -m recipes throughput --out DIR` sends the shipped prompts through engines over the embedded pair with 1 and
-with 8 slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A batch of
-fixed size would be judged by its slowest request; here slots never wait for each other.
+with 8 slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A fixed batch
+would wait for its slowest request; here slots never wait for each other.
 """
 
 import statistics
@@ -21,8 +21,8 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Conditions, Job, on_engine
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, read_prompts
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from recipes import options
 
 SLOTS = (1, 8)

@@ -28,10 +28,10 @@ from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import open_model
 from outrider.lm.protocol import Segment
-from outrider.load import EMBEDDED_TARGET
 from recipes import options
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)

@@ -15,6 +15,7 @@ from outrider.cli.methods import markdown
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DECISIONS = sorted((ROOT / "docs" / "decisions").glob("*.md"))
 
 
 def fenced(page: Path, language: str) -> list[str]:
@@ -54,6 +55,18 @@ def test_links_of_the_readme_are_absolute_and_lead_to_files():
     assert any(link.startswith(own) for link in links)
 
 
+@pytest.mark.parametrize("page", [*PAGES[1:], *DECISIONS], ids=lambda p: p.name)
+def test_links_between_pages_lead_to_files(page):
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
+    assert [link for link in links if "://" not in link and not (page.parent / link).exists()] == []
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    pages = [p.relative_to(ROOT / "docs").as_posix() for p in (*PAGES[1:], *DECISIONS) if p.name != "README.md"]
+    assert [page for page in pages if f"]({page}" not in index] == []
+
+
 def test_an_extra_names_only_what_is_imported():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     sources = "\n".join(
@@ -68,8 +81,8 @@ def test_the_page_of_methods_is_what_the_catalog_says():
     assert (ROOT / "docs" / "methods.md").read_text(encoding="utf-8") == markdown()
 
 
-def test_the_readme_names_every_file_of_the_package():
-    tree = (ROOT / "README.md").read_text(encoding="utf-8")
+def test_the_page_of_rooms_names_every_file_of_the_package():
+    tree = (ROOT / "docs" / "data-flow.md").read_text(encoding="utf-8")
     for path in sorted((ROOT / "outrider").iterdir()):
         if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__"):
-            assert path.name in tree, path.name
+            assert f"`{path.name}{'/' if path.is_dir() else ''}`" in tree, path.name

@@ -2,7 +2,9 @@
 
 import re
 
+import numpy as np
 import pytest
+import torch
 
 from outrider.types import InputError, Sampling
 from tests.world.models import CONTEXT, engine
@@ -21,6 +23,8 @@ from tests.world.zoo import VOCAB
         ([5], {"stop": ["."]}, "stop strings need the target's tokenizer"),
         ([5], {"sampling": Sampling(logit_bias={VOCAB: 1.0})}, "logit_bias names token ids outside"),
         ("hello", {}, "there is no tokenizer beside the target; give prompts as lists of token ids"),
+        ([5], {"stop_token_ids": [-1]}, f"stop_token_ids holds token id -1, which is not in 0 .. {VOCAB - 1}"),
+        ([5], {"stop_token_ids": [VOCAB]}, f"stop_token_ids holds token id {VOCAB}, which is not in"),
     ],
 )
 def test_what_cannot_be_run_is_refused_and_leaves_the_others_alone(prompt, options, sentence):
@@ -49,3 +53,14 @@ def test_a_list_of_prompts_with_one_that_cannot_be_run_leaves_nothing_behind(pro
     with pytest.raises(InputError, match=re.escape(sentence)):
         idle.generate(prompts, **options)
     assert not idle.busy
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_token_ids_may_be_an_array_or_a_tensor(kind):
+    idle = engine("none")
+    assert idle.encode(kind([3, 9, 4])) == [3, 9, 4]
+    batch = torch.tensor([[3, 9, 4], [8, 2, 2]])
+    outputs = idle.generate(batch, max_new_tokens=4, sampling=Sampling(temperature=0))
+    assert [out.tokens for out in outputs] == [
+        out.tokens for out in idle.generate(batch.tolist(), max_new_tokens=4, sampling=Sampling(temperature=0))
+    ]

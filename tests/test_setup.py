@@ -103,6 +103,11 @@ def test_tables_can_be_written_as_json():
     assert Setup(quantization_config=json.dumps({"bits": 4})).quantization_config == {"bits": 4}
 
 
+def test_a_file_of_a_setup_may_be_named_by_a_text(tmp_path):
+    Setup(drafter="ngram").save(f"{tmp_path}/setup.toml")
+    assert Setup.read(f"{tmp_path}/setup.toml") == Setup(drafter="ngram")
+
+
 def test_a_path_is_a_target():
     assert Setup(Path("models") / "target") == Setup(target="models/target")
 

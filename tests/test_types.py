@@ -23,13 +23,39 @@ WRONG = {
     "engine.add('a', sampling={'temperature': 0})": "sampling must be an outrider.Sampling, got {'temperature': 0}",
     "engine.add('a', min_tokens=1.5)": "min_tokens must be a whole number, got 1.5",
     "engine.add('a', logprobs='all')": "logprobs must be a whole number, got 'all'",
-    "engine.add('a', stop_token_ids=['</s>'])": "a token of eos_ids must be a whole number, got '</s>'",
+    "engine.add('a', stop_token_ids=['</s>'])": ("a token of stop_token_ids must be a whole number, got '</s>'"),
+    "engine.add('a', stop_token_ids=3)": "stop_token_ids must be a list of token ids, got 3",
+    "engine.add('a', stop=3)": "stop must be a text or a list of texts, got 3",
     "engine.add('a', stop=[3])": "a stop string must be a text, got 3",
     "engine.encode([{'role': 'user'}])": "a chat message needs content, got {'role': 'user'}",
     "engine.encode([{'role': 'user', 'content': None}])": (
         "a chat message needs content, got {'role': 'user', 'content': None}"
     ),
     "engine.encode([{'content': 'Hello'}])": "a chat message needs a role, such as 'user', got {'content': 'Hello'}",
+    "engine.encode(None)": "a prompt is a text, a list of token ids or a list of chat messages, got None",
+    "engine.encode(b'Once')": "a prompt is a text, a list of token ids or a list of chat messages, got b'Once'",
+    "engine.encode({'role': 'user'})": (
+        "a prompt is a text, a list of token ids or a list of chat messages, got {'role': 'user'}"
+    ),
+    "engine.encode([5, 6.0])": (
+        "a prompt is a text, a list of token ids or a list of chat messages; this list holds 6.0"
+    ),
+    "engine.encode(np.array([[5, 6]]))": (
+        "a prompt is a text, a list of token ids or a list of chat messages; this list holds [5, 6]"
+    ),
+    "engine.generate(None)": "prompts must be a list; for one prompt give [prompt]; got None",
+    "engine.generate({'role': 'user'})": "prompts must be a list; for one prompt give [prompt]; got {'role': 'user'}",
+    "engine.generate([5])": "a prompt is a text, a list of token ids or a list of chat messages, got 5",
+    "engine.generate(['a'], n=1.5)": "n must be a whole number, got 1.5",
+    "engine.generate(['a'], n='2')": "n must be a whole number, got '2'",
+    "engine.generate(['a'], sampling={'seed': 1})": "sampling must be an outrider.Sampling, got {'seed': 1}",
+    "engine.generate(['a'], sampling=outrider.Sampling(processors=[lambda ids, scores: None]))": (
+        "the logits processor <lambda> must return scores of shape (1, 8192), got None"
+    ),
+    "engine.generate(['a'], sampling=outrider.Sampling(processors=[lambda ids, scores: scores[:, :5]]))": (
+        "the logits processor <lambda> must return scores of shape (1, 8192), got shape (1, 5)"
+    ),
+    "outrider.load(tokenizer=3)": "tokenizer must be a directory, a hub id or a tokenizer, got 3",
     "outrider.load(max_slots='8')": "max_slots must be a whole number, got '8'",
     "outrider.load(max_context=2.5)": "max_context must be a whole number, got 2.5",
     "outrider.load(compile='yes')": "compile must be true or false, got 'yes'",
@@ -40,6 +66,9 @@ WRONG = {
 }
 
 NUMPYS = {
+    "engine.encode(np.array([3, 9, 4]))": "[3, 9, 4]",
+    "engine.encode([np.int32(3), np.uint8(9)])": "[3, 9]",
+    "engine.generate(['Once upon a'], stop=' time', sampling=outrider.Sampling(temperature=0))[0].text": "''",
     "outrider.Setup(max_slots=np.int64(3)).max_slots": "3",
     "outrider.Sampling(temperature=np.float32(0.5)).temperature": "0.5",
     "outrider.Sampling(top_k=np.int64(3)).top_k": "3",

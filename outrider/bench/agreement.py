@@ -166,7 +166,7 @@ def along_text(
 
 
 def _open(parts: Parts, id: str, text: Sequence[int], sampling: Sampling) -> Running:
-    """A request that has digested nothing: the text's first token is its anchor."""
+    """A request with an empty cache; the text's first token is its anchor."""
     return begin(parts, Request(id=id, prompt=(text[0],), max_new_tokens=len(text) - 1, sampling=sampling))
 
 
@@ -195,13 +195,13 @@ def _follow(
 
 @dataclass(frozen=True, kw_only=True)
 class FreeRun:
-    """What a drafter got accepted where the target went its own way.
+    """Acceptance of a drafter while the target continues prompts.
 
     Attributes:
         num_steps: Steps made.
         num_draft_tokens: Tokens drafted.
         num_accepted_tokens: Tokens accepted.
-        acceptance: Accepted tokens over those that were judged: behind a rejected token none is.
+        acceptance: Accepted tokens over verified tokens. Tokens behind a rejected one are not verified.
         unconditional: Share of all steps in which the token at depth 1, 2, ... was accepted.
         conditional: The same among the steps that judged it.
         block_efficiency: Tokens per step.

@@ -17,7 +17,7 @@ ROOT = Path(outrider.__file__).parent.parent
 
 
 def circumstances(arguments: Mapping[str, object]) -> dict[str, Any]:
-    """Under what a figure came about; a dictionary that JSON can hold."""
+    """The circumstances of a figure, as a dictionary for JSON."""
     return {
         "arguments": {name: shown(value) for name, value in arguments.items()},
         "commit": _git("rev-parse", "HEAD"),
@@ -63,7 +63,7 @@ def shown(value: object) -> object:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says in the project's folder; None where the package is not part of a repository."""
+    """The output of git in the project's folder; None if the package is not in a repository."""
     known = ["git", "ls-files", "--error-unmatch", outrider.__file__]
     try:
         subprocess.run(known, cwd=ROOT, capture_output=True, check=True)

@@ -32,7 +32,7 @@ class TimedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What the runs say."""
+    """The results of the runs."""
 
     runs: list[TimedRun]
 

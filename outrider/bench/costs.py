@@ -1,4 +1,4 @@
-"""What drafting and verifying cost on this machine, and how often each of a node's children is the one accepted."""
+"""The costs of drafting and verifying on this machine, and how often each child of a node is the accepted one."""
 
 import statistics
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 
 LENGTHS = (1, 4, 8, 16)
-"""Draft lengths that are timed."""
+"""Draft lengths to time."""
 BISECTIONS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """Costs in forwards of the target over one token, as `planned` and `best_topology` want them.
+    """Costs in units of a target forward over one token, as `planned` and `best_topology` take them.
 
     Attributes:
         draft: One call of the drafter.
-        token: What one more token adds to the target's forward.
+        token: The cost that one more token adds to the target's forward.
     """
 
     draft: float
@@ -36,7 +36,7 @@ class Costs:
     def speedup(self, acceptance: float, length: int) -> float:
         r"""Tokens per second over plain decoding, $(1 + a + \ldots + a^\gamma) / (1 + \gamma (c + v))$.
 
-        It takes every token of a chain to be accepted with the same chance, independently.
+        Assumes that each token of a chain is accepted independently with the same probability.
 
         Example:
             >>> Costs(draft=0.1, token=0.0).speedup(0.5, 2)
@@ -78,8 +78,8 @@ def measure_costs(
     """Time an engine's target and drafter in greedy chains of several lengths, taking turns; medians of steps.
 
     Args:
-        num_requests: So many requests run together, copies of one. A token of each of them is then one forward of the
-            target, a call drafts for all of them, and one more token is one more of each.
+        num_requests: Number of equal requests that run together. The unit is then a target forward over one token of
+            each; a drafter call drafts for all; one more token is one more per request.
 
     Raises:
         InputError: The engine's drafter proposed nothing, or the engine has fewer slots.

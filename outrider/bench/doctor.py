@@ -1,4 +1,4 @@
-"""What a target can do here, whether a drafter suits it, and what the drafter is worth on this machine."""
+"""What works with a target, how well a drafter fits it, and the speedup to expect on this machine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,7 +30,7 @@ COST_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What is known of a model without its weights."""
+    """A model's files without its weights."""
 
     config: PreTrainedConfig
     tokenizer: PreTrainedTokenizerBase | None
@@ -38,7 +38,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Aspect:
-    """One thing of both models, side by side.
+    """One property of both models, side by side.
 
     Attributes:
         means: What a difference means; empty where there is none.
@@ -133,7 +133,7 @@ def _vocabulary(target: Side, draft: Side) -> Aspect:
 
 @dataclass(frozen=True, kw_only=True)
 class Worth:
-    """What acceptance would give how much speed here.
+    """The speedup at each acceptance, by the costs of this machine.
 
     Attributes:
         costs: Of one drafter call and of one more verified token, in forwards of the target over one token.
@@ -170,7 +170,7 @@ class Worth:
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found.
+    """The findings of `outrider doctor`.
 
     Attributes:
         capabilities: Of the target.
@@ -180,8 +180,8 @@ class Diagnosis:
         notes: What was left out, and why.
         by_position: Agreement of rows along the text.
         by_depth: Agreement of rows into drafts that begin in the text; depth 1 is the text itself.
-        free: What happened where the target went its own way.
-        worth: What that is worth here, for a request alone.
+        free: Acceptance while the target continues prompts.
+        worth: The speedup to expect here, for a single request.
         worth_together: The same, for as many requests together as the engine takes; None where it takes one.
     """
 

@@ -199,10 +199,10 @@ def as_row(
 ) -> Row:
     """A run as a line of `rows.jsonl`; counts are summed over its requests, iterations and seconds are the run's.
 
-    `seconds` are the whole run's, prefill included; `stepping` those of its steps on their own clock, which a simulated
-    one is too, without those that are a request's first one, which may digest a prompt; `stepped` are the tokens of the
-    same steps, and `profile` parts them. `free_tokens` and `free_steps` count the steps that began with room for
-    `deepest` draft tokens. What transformers does not tell is None.
+    `seconds` are the whole run's, prefill included. `stepping` are those of its steps, by the step's own clock, without
+    each request's first step, which may prefill a prompt; `stepped` are the tokens of the same steps, and `profile`
+    parts them. `free_tokens` and `free_steps` count the steps that began with room for `deepest` draft tokens. What
+    transformers does not tell is None.
     """
     alone = len(job.questions) == 1
     found: Row = {

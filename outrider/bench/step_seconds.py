@@ -1,4 +1,4 @@
-"""How long a step of each way to decode takes, from timed runs."""
+"""Seconds per step of each method, from timed runs."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outrider.bench.folder import read_record, read_rows
 from outrider.types import InputError
 
 FEWEST_STEPS = 4
-"""Runs of fewer steps say little of what a step costs."""
+"""Runs of fewer steps are left out."""
 ROUNDS = 8
 """How often what methods usually take, and how slow the machine was at each job, are told from each other."""
 
@@ -109,7 +109,7 @@ class StepSeconds:
 
 
 def _of_steps(row: Row) -> float:
-    """Seconds of a step in a run; those of its first one, which may digest the prompt, are left out where known."""
+    """Seconds of a step in a run, without its first step if known, because that step may prefill the prompt."""
     if "stepping" in row:
         return float(row["stepping"] / row.get("later_steps", row["steps"] - row["requests"]))
     return float(sum(row["profile"].values()) / row["steps"])

@@ -1,4 +1,4 @@
-"""The rows of a pair along texts that are there already."""
+"""The rows of a pair along given texts."""
 
 from collections.abc import Sequence
 
@@ -37,10 +37,12 @@ def rows_at(logits: Float[Tensor, "positions vocab"], temperature: float) -> Flo
 def log_ratios(
     target: LM, draft: LM, prompt: Sequence[int], output: Sequence[int], temperature: float
 ) -> Float[np.ndarray, " output"]:
-    r"""$\log p(y) / q(y)$ of each token of an output that the target said; inf where the draft model rules it out."""
+    r"""$\log p(y) / q(y)$ of each token of an output of the target; inf where the draft model gives the token
+    probability 0.
+    """
     said = torch.tensor(output)[:, None]
     q = rows_at(logits_along(draft, prompt, output), temperature).gather(1, said)[:, 0].numpy()
-    # What a greedy target said is its own argmax, whatever the last bits of another forward are.
+    # A greedy output token is the target's argmax, even if another forward differs in the last bits.
     p = np.ones_like(q)
     if temperature > 0:
         p = rows_at(logits_along(target, prompt, output), temperature).gather(1, said)[:, 0].numpy()

@@ -20,9 +20,10 @@ from outrider.bench.tree_coverage import Branches, DraftedTree, Paths, Said
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.drafters.model import ModelPath
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.load import EMBEDDED_DRAFT, load
+from outrider.load import load
 from outrider.theory.coverage import Rule
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree

@@ -1,4 +1,4 @@
-"""Ways and jobs that take turns, so that a machine that grows slower or faster treats all ways alike."""
+"""Methods take turns on the same jobs, so that a machine that slows down affects all methods alike."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 @runtime_checkable
 class Named(Protocol):
-    """What has a name, such as a way to decode or a prompt."""
+    """Anything with a name, such as a method or a prompt."""
 
     @property
     def name(self) -> str:
@@ -35,9 +35,9 @@ class Turn(Generic[W, J]):
 
 
 def turns(ways: Sequence[W], jobs: Sequence[J], *, rounds: int = 1, seed: int | str = 0) -> Iterator[Turn[W, J]]:
-    """Every way does every job in every round; jobs and ways come in an order that is shuffled anew.
+    """Every method does every job in every round; the order of jobs and methods is shuffled each time.
 
-    All ways do one job before any does the next, so that what is compared was done within moments.
+    All methods do one job before any does the next, so that compared runs are close in time.
 
     Example:
         >>> from types import SimpleNamespace as Thing

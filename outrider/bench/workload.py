@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.embedded import ASSETS
 from outrider.engine.prompts import Prompt
-from outrider.load import ASSETS
 from outrider.types import InputError
 
 PROMPTS = ASSETS / "prompts.jsonl"

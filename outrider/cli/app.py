@@ -1,23 +1,19 @@
-"""The command line: what goes wrong becomes one sentence, and an exit status says what kind of wrong it was."""
+"""The command line. An error becomes one sentence and an exit status."""
 
 import io
 import os
 import sys
 from contextlib import suppress
 
+from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
 from outrider.inputs import InputError
-
-WRONG_INPUT = 2
-"""Exit status where what was typed is wrong."""
-INTERRUPTED = 130
-"""Exit status after an interrupt, as shells have it."""
 
 
 def main() -> None:
     """Run the command line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Where a terminal cannot show a character, something stands in its place.
+            # A character that the terminal cannot show is replaced.
             stream.reconfigure(errors="replace")
     try:
         from outrider.cli.commands import app
@@ -26,7 +22,7 @@ def main() -> None:
             app(prog_name="outrider")
         finally:
             if sys.stdout is not None:
-                # What cannot be written fails here, and not when Python ends.
+                # A write error must be raised here, not when Python ends.
                 sys.stdout.flush()
     except InputError as error:
         complain(error)
@@ -41,15 +37,8 @@ def main() -> None:
         sys.exit(1)
 
 
-def complain(error: Exception) -> None:
-    """Say on standard error what is wrong."""
-    from rich.console import Console
-
-    Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
-
-
 def _discard() -> None:
-    """Let what is still buffered go nowhere."""
+    """Discard the output that is still buffered."""
     if sys.stdout is not None:
         with suppress(OSError), open(os.devnull, "w") as nowhere:
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -25,18 +25,18 @@ COMMANDS = {
     "/quit": "leave",
 }
 MAX_NEW_TOKENS = 256
-"""Most tokens of an answer, where nothing is said about it."""
+"""Most tokens of an answer, by default."""
 
 
 @dataclass(kw_only=True)
 class Conversation:
-    """What was said and how answers are drawn; changes in place.
+    """The messages of a chat and its settings; changes in place.
 
     Attributes:
-        opening: Messages that stand before the conversation.
+        opening: Messages before the conversation.
         messages: All messages so far.
-        request: The settings as they are.
-        first: The settings as they were at the beginning.
+        request: The current settings.
+        first: The settings at the beginning.
     """
 
     engine: Engine
@@ -50,14 +50,14 @@ class Conversation:
 
     @property
     def settings(self) -> dict[str, object]:
-        """All settings by name, as answers will be drawn with them."""
+        """The values of all settings, by name."""
         sampling = self.request.sampling(self.engine.sampling)
         return {
             each.name: getattr(sampling, each.name, getattr(self.request, each.name)) for each in fields(self.request)
         }
 
     def set(self, name: str, text: str) -> None:
-        """Change a setting. Raises InputError where there is no such setting, or it cannot have this value."""
+        """Change a setting. Raises InputError for an unknown setting or a wrong value."""
         hints = typing.get_type_hints(RequestOptions)
         if name not in hints:
             raise unknown("setting", name, hints)
@@ -69,7 +69,7 @@ class Conversation:
 
 
 def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
-    """Answer line after line of standard input."""
+    """Answer each line of standard input."""
     engine = opened(replace(setup, max_slots=setup.max_slots or 1))
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer")
@@ -91,7 +91,7 @@ def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
 
 
 def _obey(conversation: Conversation, line: str, console: Console) -> None:
-    """Do what a line that begins with a slash says."""
+    """Run a command, a line that begins with a slash."""
     name, _, rest = line.partition(" ")
     if name == "/help":
         for command, words in COMMANDS.items():
@@ -110,7 +110,7 @@ def _obey(conversation: Conversation, line: str, console: Console) -> None:
 
 
 def _say(conversation: Conversation, line: str, console: Console) -> None:
-    """Send a message and print the answer. One that cannot be sent is forgotten, and what was said before is kept."""
+    """Send a message and print the answer. A message that cannot be sent is dropped; the earlier ones are kept."""
     before = list(conversation.messages)
     conversation.messages.append({"role": "user", "content": line})
     try:
@@ -125,7 +125,7 @@ def _say(conversation: Conversation, line: str, console: Console) -> None:
 
 
 def _value(name: str, text: str, hint: object) -> object:
-    """A setting's value, as it is written on the command line."""
+    """The value of a setting from its text."""
     kind = kind_of(hint)
     try:
         if kind is bool:
@@ -139,9 +139,12 @@ def _value(name: str, text: str, hint: object) -> object:
 
 
 def _turn_markers(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """The special token, if any, with which the template begins a user's turn after an answer: an answer ends there."""
+    """The special token with which the template begins the user's next turn, if there is one. An answer ends there."""
     talk = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
-    ends, goes_on = (list(tokenizer.apply_chat_template(talk[:n], return_dict=False)) for n in (2, 3))
+    try:
+        ends, goes_on = (list(tokenizer.apply_chat_template(talk[:n], return_dict=False)) for n in (2, 3))
+    except Exception as error:
+        raise InputError(f"the target's chat template makes no prompt of a conversation: {error}") from error
     following = goes_on[len(ends) :]
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     same = goes_on[: len(ends)] == ends
@@ -162,7 +165,7 @@ def _ask(console: Console) -> str | None:
 
 
 def _answer(conversation: Conversation) -> str:
-    """Print the assistant's turn as it comes, and give it back. An interrupt ends the turn, not the conversation."""
+    """Print the answer as it is generated, and return it. An interrupt ends the answer, not the conversation."""
     engine, request = conversation.engine, conversation.request
     id = engine.add(
         conversation.messages,

@@ -1,4 +1,4 @@
-"""The commands and their options. What a command does is imported when it runs, so that help comes at once."""
+"""The commands and their options. Each command imports its code when it runs, so that help is quick."""
 
 from pathlib import Path
 from typing import Annotated
@@ -16,8 +16,10 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+DRAWS = 1000
+"""Outputs that `prove` draws where no number is named: enough to see a wrong residual."""
 MEASURED = ("tree", "verifier", "length", "decoding", "allow_lossy")
-"""Options that `doctor` has no use for: it measures chains, for every rule and length."""
+"""Options that `doctor` lacks, because it measures chains for every verifier and length."""
 
 
 def _version(wanted: bool) -> bool:
@@ -51,17 +53,17 @@ def generate(
     n: Annotated[int, typer.Option("-n", help="Outputs per prompt.")] = 1,
     logprobs: Annotated[
         int | None,
-        typer.Option(help="Record each token's log-probability, and those of so many of the likeliest; in JSON."),
+        typer.Option(help="Record the log-probability of each token and of this many likeliest ones; in JSON."),
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Write each output to this file of JSON lines as it ends. What it holds is not made again."),
+        typer.Option(
+            help="Write each output to this file of JSON lines as it ends. Outputs in the file are not made again."
+        ),
     ] = None,
     as_json: Json = False,
-    profile: Annotated[bool, typer.Option("--profile", help="Say where the time of a step goes.")] = False,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="Also decode plainly, and say what was measured of both.")
-    ] = False,
+    profile: Annotated[bool, typer.Option("--profile", help="Report where the time of a step goes.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly, and report both.")] = False,
 ) -> None:
     """Continue a prompt, with exactly the target's law, in fewer forwards of the target.
 
@@ -90,9 +92,9 @@ def generate(
 def chat(
     setup: Setup,
     request: RequestOptions,
-    system: Annotated[str | None, typer.Option(help="A system message that stands before the conversation.")] = None,
+    system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
 ) -> None:
-    """Talk with the target. `/help` lists what can be said to the chat itself; end of input leaves."""
+    """Chat with the target. `/help` lists the commands; end of input leaves."""
     from outrider.cli.chat import talk
 
     talk(setup, request, system)
@@ -102,7 +104,7 @@ def chat(
 @with_options()
 def prove(
     setup: Setup,
-    num_draws: Annotated[int, typer.Option(help="Outputs to draw for the chi-square test; 0 leaves it out.")] = 1000,
+    num_draws: Annotated[int, typer.Option(help="Outputs to draw for the chi-square test; 0 leaves it out.")] = DRAWS,
     temperature: Annotated[
         float | None,
         typer.Option(help="Temperature of the chi-square test; by default one at which it can tell outputs apart."),
@@ -112,7 +114,7 @@ def prove(
 ) -> None:
     """Check a pair. Exit status 1 if anything fails.
 
-    Exact law: the rule's law, enumerated on small tables, equals the target's. Greedy identical: in float32 this
+    Exact law: the verifier's law, enumerated on small tables, equals the target's. Greedy identical: in float32 this
     pair's greedy output is that of plain decoding. Greedy up to ties: in the pair's own dtype, differences are listed
     with their logit gap. Samples: drawn sequences fit the target's probabilities.
     """
@@ -128,15 +130,16 @@ def doctor(
     text: Annotated[
         Path | None, typer.Option(help="A text file, or JSON lines with `prompt` or `turns`; a few texts otherwise.")
     ] = None,
-    num_speculative_tokens: Annotated[int, typer.Option(help="Length of the drafts that are measured.")] = 5,
+    num_speculative_tokens: Annotated[int, typer.Option(help="Length of the measured drafts.")] = 5,
     temperature: Annotated[float, typer.Option(help="Of target and drafter.")] = 1.0,
-    num_tokens: Annotated[int, typer.Option(help="Most tokens of text that are read.")] = 512,
+    num_tokens: Annotated[int, typer.Option(help="Most tokens of text to read.")] = 512,
     rounds: Annotated[int, typer.Option(help="How often costs are timed; 0 leaves them out.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Say what works with a target; with a drafter, compare the two and measure what drafting is worth here.
+    """Report what works with a target.
 
-    Without a target, the pair that ships with Outrider is examined.
+    With a drafter, also compare the two and measure the speedup on this machine. Without a target, the pair that ships
+    with Outrider is examined.
     """
     from outrider.cli.doctor import Plan, doctor
 
@@ -150,7 +153,7 @@ def methods(
     as_json: Json = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/methods.md.")] = False,
 ) -> None:
-    """List every drafter, tree, verifier, length policy and order of decoding, with its paper and its fields."""
+    """List every drafter, tree, verifier, length policy and decoding, with its paper, fields and traits."""
     from outrider.cli.methods import methods
 
     methods(as_json=as_json, as_markdown=as_markdown)

@@ -1,4 +1,4 @@
-"""outrider doctor: what a target can do here, whether a drafter suits it, and what the drafter is worth."""
+"""outrider doctor: what works with a target, how well a drafter fits it, and the speedup to expect here."""
 
 import json
 import math
@@ -17,11 +17,12 @@ from outrider.bench.agreement import LEAST_TEXT, Agreement
 from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
 from outrider.cli.opened import opened
 from outrider.cli.prompts import read_file
+from outrider.drafters.protocol import UnboundModel
+from outrider.embedded import ASSETS
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
 from outrider.lm.capabilities import capabilities
-from outrider.lm.open import as_device, as_dtype, open_config, open_tokenizer
-from outrider.load import ASSETS
+from outrider.lm.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
 from outrider.types import InputError
 
@@ -30,13 +31,13 @@ TEXT = ASSETS / "prompts.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is to be measured.
+    """What to measure.
 
     Attributes:
         gamma: Length of the drafts.
         temperature: Of target and drafter.
-        num_tokens: Most tokens of text that are read.
-        rounds: How often costs are timed; 0 leaves them out.
+        num_tokens: Most tokens of text to read.
+        rounds: How often to time costs; 0 skips them.
     """
 
     gamma: int
@@ -57,11 +58,11 @@ class Plan:
 
 
 def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> None:
-    """Look at a target and a drafter, measure them, and print what was found."""
+    """Examine a target and a drafter, measure them, and print the findings."""
     as_dtype(setup.dtype)
     as_device(setup.device)
     if text is not None and setup.target is not None and setup.drafter is None:
-        raise InputError("a text is what drafters are measured on; give --drafter too, or leave out --text")
+        raise InputError("--text is for measuring a drafter; give --drafter too, or leave out --text")
     chosen = completed(setup).drafter if setup.target is None else setup.drafter
     found = _looked_at(completed(setup), None if chosen is None else str(chosen))
     if chosen is not None:
@@ -80,24 +81,18 @@ def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> Non
 
 
 def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:
-    """What configs and tokenizers say; no weights are loaded."""
+    """Findings from configs and tokenizers; loads no weights."""
     config = open_config(str(setup.target), revision=setup.revision, trust_remote_code=setup.trust_remote_code)
     side = Side(config=config, tokenizer=tokenizer_of(setup))
     given = None if drafter is None else catalog.make("drafter", drafter)
-    path, revision = getattr(given, "path", None), getattr(given, "revision", None)
-    return Diagnosis(
-        capabilities=capabilities(config),
-        drafter=drafter,
-        aspects=None if path is None else compare_sides(side, _side(path, revision)),
-    )
-
-
-def _side(path: str, revision: str | None) -> Side:
-    return Side(config=open_config(path, revision=revision), tokenizer=open_tokenizer(path, revision=revision))
+    aspects = None
+    if isinstance(given, UnboundModel):
+        aspects = compare_sides(side, Side(config=given.read_config(), tokenizer=given.read_tokenizer()))
+    return Diagnosis(capabilities=capabilities(config), drafter=drafter, aspects=aspects)
 
 
 def _encoded(engine: Engine, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt; without a chat template, of what its messages say."""
+    """Token ids of a prompt. Without a chat template, messages are joined as plain text."""
     if isinstance(prompt, str) or engine.tokenizer is None or engine.tokenizer.chat_template is not None:
         return engine.encode(prompt)
     return engine.encode("\n".join(str(each["content"]) for each in prompt if isinstance(each, Mapping)))
@@ -133,7 +128,7 @@ def _measured(
 
 
 def _some(texts: Sequence[Sequence[int]], num_tokens: int, engine: Engine) -> list[list[int]]:
-    """Texts in an order of chance until there are enough tokens, none longer than the contexts allow."""
+    """Random texts until there are enough tokens; none longer than the contexts allow."""
     limits = [engine.parts.target.max_context, engine.parts.drafter.max_context or engine.parts.target.max_context]
     longest = min(limits) - 1
     chosen: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""outrider generate: stream one prompt, or run many, and say what was measured."""
+"""outrider generate: stream one prompt, or run many, and report measurements."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from outrider.cli.app import INTERRUPTED, WRONG_INPUT, complain
+from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
 from outrider.cli.opened import opened
 from outrider.cli.outputs import OutputFile, Wanted, profile
 from outrider.cli.printed import compared, print_comparison, print_json, print_measures, print_output, print_profile
@@ -28,7 +28,7 @@ from outrider.setup import Setup
 from outrider.types import Sampling, Step
 
 MAX_NEW_TOKENS = 128
-"""Most tokens of an output, where nothing is said about it."""
+"""Most tokens of an output, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +37,15 @@ class Task:
 
     Attributes:
         setup: The engine.
-        request: How outputs are drawn and where they end.
-        texts: Prompts that were given as options.
+        request: Options of the requests.
+        texts: Prompts from options.
         file: A file of prompts.
         n: Outputs per prompt.
-        logprobs: How many of the likeliest tokens are recorded besides the emitted one; None records nothing.
-        output: Where outputs are written as they end.
-        as_json: Whether outputs are printed for programs.
+        logprobs: Number of likeliest tokens to record besides the emitted one; None records nothing.
+        output: The file to which outputs are written as they end.
+        as_json: Whether outputs are printed as JSON.
         profile: Whether the parts of a step's time are reported.
-        compare: Whether plain decoding is measured beside.
+        compare: Whether plain decoding is measured too.
     """
 
     setup: Setup
@@ -66,7 +66,7 @@ class Task:
             raise InputError(f"logprobs must be >= 0, got {self.logprobs}")
         if self.logprobs is not None and not self.as_json and self.output is None:
             raise InputError("log-probabilities are in JSON only; give --json or --output, or leave out --logprobs")
-        # What was typed is wrong before a model is loaded.
+        # Check the input before a model is loaded.
         self.request.sampling(Sampling())
         if self.request.constraint() is not None and self.compare:
             raise InputError("--compare measures decoding without a grammar; leave out --compare or the grammar")
@@ -80,7 +80,7 @@ class Task:
         return self.request.ending() | {name: value for name, value in more.items() if value is not None}
 
     def wanted(self, prompts: Sequence[Entry]) -> list[Wanted]:
-        """The outputs that are asked for."""
+        """The outputs to make."""
         settings = repr(sorted(self.request.given().items()))
         shared = [self.n, self.logprobs, str(self.setup.target), settings, repr(self.request.constraint())]
         found: list[Wanted] = []
@@ -96,13 +96,13 @@ class Task:
 
 @dataclass(kw_only=True)
 class Run:
-    """What has become of a task so far; changes in place.
+    """The results of a task so far; changes in place.
 
     Attributes:
-        outputs: What has ended.
+        outputs: Ended outputs.
         records: The same as objects of JSON.
-        failed: Places of prompts, and what is wrong with each.
-        steps: Steps of each request, if they are to be reported.
+        failed: Prompts that failed, with the reason.
+        steps: Steps of each request, if they are reported.
     """
 
     task: Task
@@ -137,11 +137,13 @@ class Run:
 
 
 def run(task: Task) -> None:
-    """Make the outputs that were asked for, and print or write each as it ends."""
+    """Make the outputs, and print or write each as it ends."""
     prompts = entries(task.texts, task.file)
     wanted = task.wanted(prompts)
     if task.output is not None:
-        held = OutputFile(path=task.output).held(wanted)
+        file = OutputFile(path=task.output)
+        file.check()
+        held = file.held(wanted)
         if held:
             print(f"{len(held)} of {len(wanted)} outputs are in {task.output} already", file=sys.stderr)
         wanted = [each for each in wanted if each.index not in held]
@@ -161,7 +163,7 @@ def run(task: Task) -> None:
 
 
 def _stream(engine: Engine, entry: Entry, made: Run) -> None:
-    """Print one output as it comes. An interrupt ends it and says how far it came."""
+    """Print one output as it is generated. An interrupt ends it and still prints the measurements."""
     if entry.prompt is None:
         raise entry.error or InputError(f"{entry.place} is empty")
     settings = made.task.request.sampling(engine.sampling)
@@ -179,6 +181,10 @@ def _stream(engine: Engine, entry: Entry, made: Run) -> None:
         count = 0 if output is None else len(output.tokens)
         print(f"\ninterrupted after {count} tokens", file=sys.stderr)
         raise typer.Exit(INTERRUPTED) from None
+    except Exception:
+        # What is said of it begins a line of its own.
+        print(flush=True)
+        raise
     print()
     made.outputs.append(output)
 
@@ -219,7 +225,7 @@ def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted]
 
 
 def _complain(made: Run) -> None:
-    """Name the prompts that have no output. Where all fail for one reason, that is raised."""
+    """Print the prompts that have no output. If all fail for one reason, raise that error."""
     errors = list(made.failed.values())
     if errors and not made.outputs and len({str(error) for error in errors}) == 1:
         raise errors[0]
@@ -229,7 +235,7 @@ def _complain(made: Run) -> None:
 
 
 def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
-    """Say what was measured."""
+    """Print the measurements."""
     task = made.task
     report = None
     if task.compare and made.outputs:

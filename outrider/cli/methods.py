@@ -1,4 +1,4 @@
-"""outrider methods: what the catalog holds, and which combinations are lossless."""
+"""outrider methods: the catalog, the traits of each drafter, and which combinations are lossless."""
 
 import dataclasses
 import json
@@ -9,14 +9,23 @@ from rich.table import Table
 
 from outrider import catalog
 from outrider.catalog import Family
+from outrider.drafters.traits import Traits
 from outrider.lengths.protocol import LengthPolicy
 from outrider.refusals import DEFAULT, verifiers
 from outrider.verifiers.protocol import Carrying
 from outrider.verifiers.traits import Kind
 
+TRAITS = ("rows", "context-pure", "reads hidden states", "keeps a cache", "trainer", "exports")
+"""The columns of a drafter's traits."""
+ABOUT_TRAITS = (
+    "The class of each drafter states its traits; `outrider/drafters/protocol.py` says what they mean. Rows are",
+    "`sampled` (a distribution after each prefix), `point` (one token) or `marginal` (a distribution per position).",
+    "Trainers and exports are names: this version has no command that trains or exports.",
+)
+
 
 def methods(*, as_json: bool, as_markdown: bool) -> None:
-    """Print the catalog and the matrix, for people, as JSON, or as the page docs/methods.md."""
+    """Print the catalog, the drafters' traits and the matrix: as tables, as JSON, or as the page docs/methods.md."""
     kinds = get_args(Kind)
     if as_markdown:
         print(markdown(), end="")
@@ -25,6 +34,7 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
         rows = [
             {"family": r.family, "name": r.name, "summary": r.summary, "source": r.source, "guarantee": r.guarantee}
             | {"fields": _fields(r.make)}
+            | ({"traits": dataclasses.asdict(Traits.of(r.make))} if r.family == "drafter" else {})
             for r in catalog.ROWS
         ]
         matrix = {name: {kind: cell(name, kind) for kind in kinds} for name in catalog.rows("verifier")}
@@ -41,6 +51,13 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
             table.add_row(row.name, row.summary, fields, row.source)
         console.print(table)
         console.print()
+    table = Table(title="what each drafter says of itself", title_justify="left", box=None)
+    for column in ("drafter", *TRAITS):
+        table.add_column(column, overflow="fold")
+    for row in catalog.rows("drafter").values():
+        table.add_row(row.name, *_traits(row.make))
+    console.print(table)
+    console.print()
     table = Table(title="what each verifier is on each kind of draft", title_justify="left", box=None)
     table.add_column("verifier")
     for kind in kinds:
@@ -61,6 +78,10 @@ def markdown() -> str:
             fields = ", ".join(f"`{k}={v}`" for k, v in _fields(row.make).items()) or "-"
             lines.append(f"| `{row.name}` | {row.summary} | {fields} | {row.source} |")
         lines.append("")
+    lines += ["## Traits of drafters", "", "| drafter | " + " | ".join(TRAITS) + " |", "|---|" + "---|" * len(TRAITS)]
+    for row in catalog.rows("drafter").values():
+        lines.append(f"| `{row.name}` | " + " | ".join(_traits(row.make)) + " |")
+    lines += ["", *ABOUT_TRAITS, ""]
     lines += ["## Which verifier for which draft", ""]
     lines += ["| verifier | " + " | ".join(get_args(Kind)) + " |", "|---|" + "---|" * len(get_args(Kind))]
     for name in catalog.rows("verifier"):
@@ -108,6 +129,14 @@ def _lossy_lengths() -> list[str]:
         if isinstance(word, str)
     ]
     return [form for form in forms if cast(LengthPolicy, catalog.make("length", form)).lossy]
+
+
+def _traits(make: type) -> tuple[str, ...]:
+    """The cells of a drafter's traits, one for each of `TRAITS`."""
+    traits = Traits.of(make)
+    answers = (traits.context_pure, traits.reads_hidden_states, traits.keeps_cache)
+    yes_or_no = ["yes" if answer else "no" for answer in answers]
+    return traits.rows, *yes_or_no, traits.trainer or "-", ", ".join(traits.exports) or "-"
 
 
 def _fields(make: type) -> dict[str, str]:

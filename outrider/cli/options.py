@@ -1,4 +1,4 @@
-"""Options that commands share: a parameter that is a dataclass becomes one option per field, with the field's words."""
+"""Shared options of commands: each field of a dataclass parameter becomes an option, with the field's description."""
 
 import functools
 import inspect
@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from outrider.cli.app import INTERRUPTED
+from outrider.cli.failure import INTERRUPTED
 from outrider.cli.request import RequestOptions
 from outrider.setup import Setup, documentation
 
@@ -41,12 +41,12 @@ SAVE_CONFIG = Parameter(
 
 
 def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of its parameters that are dataclasses.
+    """Give a command one option for each field of its dataclass parameters.
 
     A `Setup` also gets `--config` and `--save-config`. An interrupt ends the command with exit status 130.
 
     Args:
-        without: Fields that are no options of this command.
+        without: Fields that do not become options.
     """
 
     def expanded(command: Callable[..., None]) -> Callable[..., None]:
@@ -88,7 +88,7 @@ def kind_of(hint: Any) -> Any:
 
 
 def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
-    """The options of a dataclass. All are None where they are not given, so that a file can say what they are."""
+    """The options of a dataclass. An option that is not given is None, so that a file can set it."""
     panel = {Setup: "Setup", RequestOptions: "Request"}[group]
     words, hints = documentation(group), typing.get_type_hints(group)
     found: list[Parameter] = []

@@ -1,4 +1,4 @@
-"""Outputs as JSON lines: what a record holds, and a file of records that a later run goes on with."""
+"""Outputs as JSON lines: the fields of a record, and a file of records that a later run can continue."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,20 @@ from outrider.inputs import InputError
 from outrider.types import Step, Timing
 
 PARTS = ("target", "drafter", "rows", "verify", "commit", "replay", "rest", "overlap")
-"""Parts of a step's time; `overlap` is what lay beside another and counts once."""
+"""Parts of a step's time. `overlap` is the time during which two parts ran at once; it counts once."""
+BEGINNING = b'{"index": '
+"""How every record begins in a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """One output that is asked for.
+    """One output to make.
 
     Attributes:
         prompt_index: Number of its prompt, from 0.
         sample_index: Number among the outputs of that prompt, from 0.
         index: Number among all outputs.
-        request: Stands for its prompt and settings; another request has another one.
+        request: A name that differs for every other prompt or setting.
     """
 
     prompt_index: int
@@ -54,11 +56,11 @@ FIELDS = (
     "seconds",
     "tokens_per_second",
 )
-"""What every record says of its output."""
+"""Fields of every record."""
 
 
 def profile(steps: Sequence[Step]) -> dict[str, Any]:
-    """Where the time of some steps went: how many iterations they were, and milliseconds per iteration and part."""
+    """Number of iterations, and milliseconds per iteration for each part of the time."""
     timings: list[Timing] = list({id(step.timing): step.timing for step in steps}.values())
     count = max(1, len(timings))
     spent = {part: 1000 * sum(getattr(timing, part) for timing in timings) / count for part in PARTS}
@@ -75,14 +77,14 @@ class OutputFile:
         """Which of the outputs that are asked for the file holds, by index. A half-written last line is cut off.
 
         Raises:
-            InputError: The file holds something else, or outputs of other requests.
+            InputError: The file holds other lines, or outputs of other requests.
         """
         if not self.path.is_file():
             return set()
-        self._repair()
         asked = {(each.prompt_index, each.sample_index): each for each in wanted}
         found: set[int] = set()
-        for number, line in enumerate(self.path.read_text(encoding="utf-8").split("\n"), 1):
+        *lines, last = self.path.read_bytes().split(b"\n")
+        for number, line in enumerate(lines if _is_half(last) else [*lines, last], 1):
             if line.strip():
                 record = self._record(line, number)
                 same = asked.get((record["prompt_index"], record["sample_index"]))
@@ -92,7 +94,20 @@ class OutputFile:
                         "prompts and settings that it was written with"
                     )
                 found |= {same.index} if same is not None else set()
+        self._repair(last)
         return found
+
+    def check(self) -> None:
+        """Raise InputError where the file cannot be written, before there is an output to write."""
+        fresh = not self.path.exists()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("ab"):
+                pass
+            if fresh:
+                self.path.unlink()
+        except OSError as error:
+            raise InputError(f"the output file {self.path} cannot be written: {error.strerror}") from error
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record."""
@@ -100,26 +115,36 @@ class OutputFile:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
-    def _record(self, line: str, number: int) -> dict[str, Any]:
+    def _record(self, line: bytes, number: int) -> dict[str, Any]:
         try:
             match json.loads(line):
                 case {"prompt_index": int(), "sample_index": int(), "request": str()} as record:
                     return record
-        except (json.JSONDecodeError, RecursionError):
+        except (ValueError, RecursionError):
             pass
         raise InputError(f"line {number} of {self.path} is no output of `outrider generate`; give another file")
 
-    def _repair(self) -> None:
-        """End the last line, or cut it off where it is not a whole object."""
-        content = self.path.read_bytes()
-        last = content.rpartition(b"\n")[2]
-        if not last:
-            return
-        try:
-            json.loads(last)
-        except ValueError:
+    def _repair(self, last: bytes) -> None:
+        """End the last line, or cut it off where it is half an object."""
+        if _is_half(last):
             with self.path.open("r+b") as file:
-                file.truncate(len(content) - len(last))
-        else:
+                file.truncate(self.path.stat().st_size - len(last))
+        elif last:
             with self.path.open("ab") as file:
                 file.write(b"\n")
+
+
+def _is_half(line: bytes) -> bool:
+    """Whether a line is the beginning of a record, and not all of one.
+
+    Example:
+        >>> _is_half(b'{"index": 3, "promp'), _is_half(b'{"index": 3}'), _is_half(b"Once upon"), _is_half(b"")
+        (True, False, False, False)
+    """
+    if not (line.startswith(BEGINNING) or BEGINNING.startswith(line)) or not line:
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return False

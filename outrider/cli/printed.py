@@ -1,4 +1,4 @@
-"""What `outrider generate` prints: outputs and measures, for people and for programs."""
+"""The printing of `outrider generate`: outputs and measurements, for people and for programs."""
 
 import json
 import sys
@@ -34,7 +34,7 @@ def print_output(index: int, output: Output) -> None:
 
 
 def print_measures(outputs: Sequence[Output]) -> None:
-    """Print how many tokens there were, in how many steps, and how many draft tokens were accepted."""
+    """Print the numbers of tokens, of steps and of accepted draft tokens."""
     tokens = sum(len(o.tokens) for o in outputs)
     steps = sum(o.num_steps for o in outputs)
     drafted, accepted = sum(o.num_draft_tokens for o in outputs), sum(o.num_accepted_tokens for o in outputs)
@@ -47,7 +47,7 @@ def print_measures(outputs: Sequence[Output]) -> None:
 
 
 def print_profile(found: Mapping[str, Any]) -> None:
-    """Print where the time of a step went."""
+    """Print the parts of a step's time."""
     spent = dict(found["ms_per_iteration"])
     overlap = spent.pop("overlap")
     total = sum(spent.values()) - overlap or 1
@@ -60,7 +60,7 @@ def print_profile(found: Mapping[str, Any]) -> None:
 
 
 def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_new_tokens: int) -> dict[str, Any]:
-    """Speculative beside plain decoding of the same prompts, behind the gate."""
+    """Compare speculative and plain decoding of the same prompts, after the gate."""
     with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
         task = progress.add_task("comparing with plain decoding", total=ROUNDS + 2)
         gate(engine)
@@ -78,7 +78,7 @@ def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_
 
 
 def print_comparison(found: Mapping[str, Any]) -> None:
-    """Print what `compared` found."""
+    """Print the result of `compared`."""
     title = f"measured side by side, medians of {ROUNDS} interleaved runs"
     table = Table(title=title, title_justify="left", box=None)
     table.add_column("configuration")

@@ -1,4 +1,4 @@
-"""Prompts as a command line gives them: options, a file, standard input; texts, or JSON lines."""
+"""Prompts of a command: from options, a file or standard input; texts or JSON lines."""
 
 import json
 import sys
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.embedded import ASSETS
 from outrider.engine.prompts import Prompt
 from outrider.inputs import InputError, text_of
-from outrider.load import ASSETS
 
 STANDARD_INPUT = Path("-")
 KEYS = ("prompt", "turns", "messages")
@@ -18,10 +18,10 @@ WANTED = "a JSON object with `prompt`, a text, or `turns`, a list of texts, or `
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A prompt, or why there is none.
+    """A prompt, or the error in its place.
 
     Attributes:
-        place: What it is called in messages.
+        place: Its name in messages.
     """
 
     place: str
@@ -30,7 +30,7 @@ class Entry:
 
 
 def entries(texts: Sequence[str], file: Path | None) -> list[Entry]:
-    """What was asked for: options, then a file, then standard input; a prompt that ships with Outrider otherwise."""
+    """The prompts: from options, else from a file, else from standard input, else one that ships with Outrider."""
     if texts and file is not None:
         raise InputError("--prompt and --prompt-file were given together; give one of them")
     if texts:
@@ -86,7 +86,7 @@ def _prompt_of(entry: Entry) -> Prompt:
 
 
 def _text(text: str, place: str) -> Entry:
-    """A text as a prompt. A line end behind it belongs to the file, not to the prompt."""
+    """A text as a prompt, without the line end behind it."""
     return Entry(place=place, prompt=text.removesuffix("\n").removesuffix("\r"))
 
 

@@ -1,4 +1,4 @@
-"""outrider prove: the exact law of the rule, greedy identity of this pair, and a chi-square test of its samples."""
+"""outrider prove: the verifier's exact law, greedy identity of this pair, and a chi-square test of its samples."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from outrider.types import InputError
 
 
 def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int, as_json: bool) -> None:
-    """Prove a pair and print what was found. Exit status 1 if anything fails."""
+    """Prove a pair and print the findings. Exit status 1 if anything fails."""
     if num_draws < 0:
         raise InputError(f"num_draws must be >= 0, got {num_draws}")
     if temperature is not None and not 0 < temperature < math.inf:

@@ -1,5 +1,6 @@
-"""What a command line says of its requests: how outputs are drawn, where they end, what they must be."""
+"""Options of requests: how outputs are drawn, where they end, which grammar they follow."""
 
+import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ DRAWING = (
     "repetition_penalty",
     "frequency_penalty",
     "presence_penalty",
+    "logit_bias",
     "seed",
 )
 """Options that are fields of `Sampling`."""
@@ -29,11 +31,11 @@ ENDING = ("max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos"
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOptions:
-    """How outputs are drawn and where they end. None is what the model's generation config says, or nothing.
+    """Options of requests. None takes the value of the model's generation config, or no setting.
 
     Attributes:
         max_new_tokens: Most tokens of an output. By default 128, in `chat` 256.
-        min_tokens: An output of fewer tokens does not end by an end token.
+        min_tokens: Fewest tokens before an output may end by an end token.
         temperature: Divides the logits; 0 is greedy. By default what the model's generation config says.
         top_k: Keep the k most likely tokens; 0 keeps all.
         top_p: Keep the likeliest tokens up to this mass, in (0, 1].
@@ -41,13 +43,14 @@ class RequestOptions:
         repetition_penalty: Above 1 discourages tokens of prompt and output.
         frequency_penalty: Subtracted once per occurrence in the output.
         presence_penalty: Subtracted once if in the output.
+        logit_bias: Added to the logits of tokens, as JSON by token id, such as `{"15": -2.5}`; -Infinity forbids one.
         seed: Makes the draws repeatable, 0 .. 2**64 - 1.
         stop: End before this text; may be given several times.
         stop_token_ids: End with this token; may be given several times.
-        ignore_eos: Go on behind the end tokens of the model.
-        json_schema: Say JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
-        regex: Say what this regular expression matches.
-        grammar: Say what this file's EBNF grammar (GBNF, rule `root`) describes.
+        ignore_eos: Continue after the model's end tokens.
+        json_schema: Output JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
+        regex: Output text that matches this regular expression.
+        grammar: Output text of this file's EBNF grammar (GBNF, rule `root`).
     """
 
     max_new_tokens: int | None = None
@@ -59,6 +62,7 @@ class RequestOptions:
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
+    logit_bias: str | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -72,17 +76,20 @@ class RequestOptions:
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
 
     def sampling(self, usual: "Sampling") -> "Sampling":
-        """The usual settings with what was given in their place."""
+        """The default settings, overridden by the given options."""
         from dataclasses import replace
 
-        return replace(usual, **{name: value for name, value in self.given().items() if name in DRAWING})
+        given: dict[str, Any] = {name: value for name, value in self.given().items() if name in DRAWING}
+        if self.logit_bias is not None:
+            given["logit_bias"] = _biases(self.logit_bias)
+        return replace(usual, **given)
 
     def ending(self) -> dict[str, Any]:
         """Arguments of `Engine.add` that were given."""
         return {name: value for name, value in self.given().items() if name in ENDING}
 
     def constraint(self) -> "Grammar | None":
-        """What the outputs must be, if anything was said about it."""
+        """The constraint on outputs, if one was given."""
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -98,3 +105,12 @@ class RequestOptions:
         if self.grammar is not None:
             return ebnf(text_of(self.grammar, "grammar", "a file"))
         return regex(self.regex or "")
+
+
+def _biases(text: str) -> dict[int, float]:
+    """Biases by token id, of a JSON object, whose keys are texts."""
+    try:
+        return {int(token): float(bias) for token, bias in json.loads(text).items()}
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        wanted = """a JSON object of token ids and numbers, such as '{"15": -2.5}'"""
+        raise InputError(f"logit_bias must be {wanted}, got {text!r}") from error

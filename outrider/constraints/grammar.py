@@ -1,4 +1,4 @@
-"""Grammars that outputs follow, by xgrammar (extra `grammar`)."""
+"""Grammars that outputs must follow, by xgrammar (extra `grammar`)."""
 
 import json
 import re
@@ -12,8 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from outrider.constraint import Constraint
 from outrider.constraints.schema import check_pattern, check_schema
-from outrider.types import Constraint, InputError
+from outrider.types import InputError
 
 if TYPE_CHECKING:
     import xgrammar
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 CACHE_BYTES = 2**28
 """Most memory of the compiled grammars of one tokenizer."""
 ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .* is false: )?")
-"""When and where xgrammar noticed what it complains of."""
+"""The time and place that xgrammar adds to its messages."""
 
 __all__ = ["Constraint", "Grammar", "any_json", "ebnf", "json_schema", "regex"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grammar:
-    """A grammar as it is written down, before it knows a tokenizer; made by the functions of this file.
+    """A grammar before it is bound to a tokenizer; the functions of this file make it.
 
     Attributes:
         kind: What `text` is.
@@ -45,11 +46,11 @@ class Grammar:
     ) -> "GrammarConstraint":
         """Compile the grammar for a vocabulary.
 
-        Compiled grammars are kept, so that binding one again costs nothing.
+        Compiled grammars are cached, so that binding one again costs nothing.
 
         Args:
             vocab_size: Width of the target's logits, which may be padded beyond the tokenizer.
-            eos_ids: Tokens that end an output; they may come where the grammar may end, and nowhere else.
+            eos_ids: Tokens that end an output; they are allowed only where the grammar may end.
 
         Raises:
             InputError: The grammar is wrong, or xgrammar, the tokenizer or an ending token is missing.
@@ -128,11 +129,11 @@ def ebnf(rules: str) -> Grammar:
 
 @dataclass(kw_only=True)
 class GrammarState:
-    """How far one request is in its grammar; changes in place.
+    """The position of one request in its grammar; changes in place.
 
     Attributes:
         matcher: xgrammar's automaton; between calls it stands at the newest committed token.
-        rows: Masks that this step has asked for already, by the tokens since the newest committed one.
+        rows: Masks of this step so far, by the tokens since the newest committed one.
     """
 
     matcher: "xgrammar.GrammarMatcher"
@@ -143,8 +144,8 @@ class GrammarState:
 class GrammarConstraint:
     """A compiled grammar.
 
-    The masks of a draft come from one depth-first walk of the automaton, which takes a token back where it turns round.
-    What was found while the draft grew is not looked for again when it is verified.
+    The masks of a draft come from one depth-first walk of the automaton, which rolls a token back when it turns round.
+    Masks that were computed while the draft grew are reused when it is verified.
 
     Attributes:
         compiled: xgrammar's grammar, with the vocabulary.
@@ -167,7 +168,7 @@ class GrammarConstraint:
         return GrammarState(matcher=xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=sorted(self.eos_ids)))
 
     def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
-        """What may follow each node. Raises InputError where no token of the vocabulary goes on after the root."""
+        """The tokens that may follow each node. Raises InputError if no token may follow the root."""
         own = _state(state)
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(tokens, parents, strict=True):
@@ -183,7 +184,7 @@ class GrammarConstraint:
             if not row.any():
                 if not path:
                     raise InputError(self._stuck())
-                # A draft strayed to where the output need never come; plain decoding would not have looked there.
+                # The draft left the grammar's reachable part; plain decoding would not have come here.
                 row = self._silence()
             own.rows[path] = row
         own.matcher.rollback(len(walked))
@@ -199,7 +200,9 @@ class GrammarConstraint:
                 raise RuntimeError(f"token {token} was emitted against {self.name}")
 
     def _goes_on(self, state: GrammarState, walked: Sequence[int], token: int) -> bool:
-        """Step to a token, if the mask where the walk stands has it. xgrammar warns of special tokens it is given."""
+        """Advance by a token, if the current mask allows it. The mask is checked first, because xgrammar warns about
+        special tokens.
+        """
         row = state.rows[tuple(walked)]
         return bool(int(row[token // 32]) >> token % 32 & 1) and self._accepts(state, token)
 
@@ -207,14 +210,14 @@ class GrammarConstraint:
         return not state.matcher.is_terminated() and bool(state.matcher.accept_token(token))
 
     def _row(self, state: GrammarState) -> Int[Tensor, " words"]:
-        """The mask where the matcher stands; all ones behind the end."""
+        """The mask at the matcher's position; all ones behind the end."""
         row = self._silence()
         if not state.matcher.is_terminated():
             state.matcher.fill_next_token_bitmask(row[None])
         return row
 
     def _silence(self) -> Int[Tensor, " words"]:
-        """The mask where nothing can be said, which no verifier will reach."""
+        """The mask of a node that no verifier will reach."""
         return torch.full((self.num_words,), -1, dtype=torch.int32)
 
     def _stuck(self) -> str:
@@ -225,11 +228,13 @@ class GrammarConstraint:
 def _compiler(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: frozenset[int]
 ) -> "xgrammar.GrammarCompiler":
-    """xgrammar's compiler, which keeps what it compiled. Special tokens are no text and can match none."""
+    """xgrammar's compiler, which caches compiled grammars. Special tokens are not text and match nothing."""
     try:
         import xgrammar
     except ImportError as error:
-        raise InputError("grammars need xgrammar; install it with `pip install outrider[grammar]`") from error
+        raise InputError(
+            "grammars need xgrammar; `pip install xgrammar` installs it, and so does `pip install outrider[grammar]`"
+        ) from error
     try:
         read = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(eos_ids))
     except (ValueError, RuntimeError) as error:

@@ -11,7 +11,7 @@ from outrider.types import Running
 
 
 def follow(states: Sequence[Running]) -> None:
-    """Open the constraint of every request that has one and has not begun, and bring it up to the output."""
+    """Open each constraint that is not open yet, and commit the output so far to it."""
     for state in states:
         constraint = state.request.constraint
         if constraint is not None and state.constraint_state is None:
@@ -20,7 +20,7 @@ def follow(states: Sequence[Running]) -> None:
 
 
 def is_masked(state: Running) -> bool:
-    """Whether some tokens may not come next in a request's output."""
+    """Whether any token is forbidden next in a request's output."""
     return state.request.constraint is not None or len(state.output) < state.request.min_tokens
 
 
@@ -31,12 +31,12 @@ def batch_masks(
     parents: Int[np.ndarray, " nodes"],
     vocab_size: int,
 ) -> Int[Tensor, "nodes words"] | None:
-    """What may follow each node of many drafts, packed, on the host; None where everything may.
+    """The tokens that may follow each node of many drafts, as packed masks on the host; None if all are allowed.
 
-    A constraint says what may come; before `min_tokens` no ending token may.
+    Masks come from constraints. Before `min_tokens` end tokens are forbidden too.
 
     Args:
-        owners: Each node's request; the nodes of one request lie in order, its root first.
+        owners: Each node's request. The nodes of one request are in order, its root first.
         parents: Number of each node's parent within its request, -1 for roots.
     """
     masked = [owner for owner in np.unique(owners).tolist() if is_masked(states[owner])]
@@ -56,7 +56,7 @@ def batch_masks(
 
 
 def _forbid_ends(masks: Int[Tensor, "nodes words"], state: Running, parents: Sequence[int]) -> None:
-    """Clear the bits of the ending tokens after the nodes that are too early for them, in place."""
+    """Forbid end tokens, in place, after nodes that come before `min_tokens`."""
     left = state.request.min_tokens - len(state.output)
     depths: list[int] = []
     for parent in parents:

@@ -1,4 +1,4 @@
-"""Two sides of one step, one after the other on the clock of two devices, or at once in two threads."""
+"""Drafting and verifying of one step, in two threads at once, or in turn with the time of two devices."""
 
 import functools
 from collections.abc import Callable
@@ -17,7 +17,7 @@ Read = TypeVar("Read")
 def in_turn(
     draft: Callable[[], Drafted], read: Callable[[], Read], clock: Clock, device: torch.device
 ) -> tuple[Drafted, Read]:
-    """Both sides one after the other, on the clock of two devices."""
+    """Run drafting and verifying in turn; `Timing.overlap` says how much two devices would have saved."""
     drafted = draft()
     clock.lap("drafter")
     found = read()
@@ -35,9 +35,9 @@ def at_once(
     clock: Clock,
     device: torch.device,
 ) -> tuple[Drafted, Read]:
-    """Both sides at once, the drafter's in the worker's thread and, on a GPU, in a stream of its own.
+    """Run drafting and verifying at once: drafting in the worker's thread and, on a GPU, in its own stream.
 
-    Neither runs any more when this returns or raises, so that slots can be closed.
+    Both have ended when this returns or raises, so that slots can be closed.
     """
     side = _stream(device) if device.type == "cuda" else None
     if side is not None:
@@ -56,7 +56,7 @@ def at_once(
     except BaseException as error:
         wait([future])
         if (other := future.exception()) is not None:
-            error.add_note(f"the drafter failed beside it: {other!r}")
+            error.add_note(f"the drafter failed at the same time: {other!r}")
         raise
     drafted, seconds = future.result()
     if side is not None:
@@ -70,5 +70,5 @@ def at_once(
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that drafters use on a device; one for all, because memory is cached by stream."""
+    """The stream of all drafters on a device. They share one, because torch caches memory per stream."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""The drafters' side of a step: requests are grouped by the drafter that they name."""
+"""The drafters' part of a step. Requests are grouped by their drafter."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,12 +16,12 @@ from outrider.types import Draft, Running
 
 
 def drafter_of(state: Running) -> Drafter:
-    """Who drafts for a request."""
+    """The drafter of a request."""
     return cast(Drafter, state.drafter)
 
 
 def groups(states: Sequence[Running]) -> list[tuple[Drafter, list[int]]]:
-    """The drafters of some requests, each with the places of its requests."""
+    """The drafters of some requests, each with the indices of its requests."""
     found: dict[int, tuple[Drafter, list[int]]] = {}
     for i, state in enumerate(states):
         found.setdefault(id(state.drafter), (drafter_of(state), []))[1].append(i)
@@ -29,16 +29,16 @@ def groups(states: Sequence[Running]) -> list[tuple[Drafter, list[int]]]:
 
 
 def taps(states: Sequence[Running]) -> tuple[int, ...]:
-    """The hidden states that any of their drafters wants."""
+    """The taps of all drafters of some requests."""
     return tuple(dict.fromkeys(tap for drafter, _ in groups(states) for tap in drafter.taps))
 
 
 def room(parts: Parts, state: Running, left: int) -> int:
-    """Deepest draft that fits a request of which `left` tokens may still be drafted.
+    """Deepest draft that fits a request that may draft at most `left` more tokens; 0 is a plain step.
 
-    A drafter that reads hidden states cannot guess before it has seen those of all tokens but the anchor. The first
-    step of a request is a plain one, also where another request has left what it needs: what a request draws depends
-    on nothing but itself.
+    A drafter that reads hidden states cannot guess before it has seen those of all tokens but the anchor. So the first
+    step of a request is a plain one. That holds even if a reused slot already has these states, because the draws of a
+    request must not depend on other requests.
     """
     drafter, digested = drafter_of(state), len(state.tokens) - 1
     if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < digested):
@@ -54,7 +54,7 @@ def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: D
     """Draft one tree per request, all requests of a drafter together.
 
     Args:
-        rooms: Deepest draft that still fits each request.
+        rooms: Deepest draft of each request, as `room` returns it.
         device: Where drafts are drawn.
     """
     grouped = groups(states)
@@ -69,13 +69,13 @@ def draft(parts: Parts, states: Sequence[Running], rooms: Sequence[int], dice: D
 
 
 def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
-    """Tell drafters what survived of their drafts, by the numbers of the nodes."""
+    """Tell drafters which nodes of their drafts were accepted, by the nodes' numbers."""
     for drafter, places in groups(states):
         drafter.commit([states[i] for i in places], [paths[i] for i in places])
 
 
 def observe(states: Sequence[Running], observed: Observed) -> None:
-    """Show drafters the positions whose target state has become known."""
+    """Give each drafter the new positions of its requests."""
     grouped = groups(states)
     for drafter, places in grouped:
         own = observed if len(grouped) == 1 else _part(observed, places, drafter.taps)
@@ -83,7 +83,7 @@ def observe(states: Sequence[Running], observed: Observed) -> None:
 
 
 def _part(observed: Observed, places: Sequence[int], taps: Sequence[int]) -> Observed:
-    """What some of the requests observe."""
+    """The part of `observed` that belongs to some of the requests."""
     bounds = [(int(observed.offsets[i]), int(observed.offsets[i + 1])) for i in places]
     index = np.concatenate([np.arange(first, end) for first, end in bounds])
     return Observed(
@@ -94,7 +94,7 @@ def _part(observed: Observed, places: Sequence[int], taps: Sequence[int]) -> Obs
 
 
 def _selected(drafts: Sequence[Draft], which: Int[np.ndarray, " requests"]) -> Draft:
-    """One draft made of the requests of several, request r from draft `which[r]`; rows over the whole vocabulary."""
+    """One draft that takes request r from `drafts[which[r]]`. Its rows cover the whole vocabulary."""
     wide = [_widened(each) for each in drafts]
     pieces = [_request(wide[which[r]], r) for r in range(len(which))]
     sizes = [len(piece.tokens) for piece in pieces]

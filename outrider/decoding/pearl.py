@@ -1,10 +1,10 @@
-"""PEARL: the same step with drafting and verifying at once (Liu et al. 2024).
+"""PEARL: draft and verify at once (Liu et al. 2024).
 
-Between two steps of a request, tokens may lie *ahead* of its anchor: drafted, not judged (`Running.ahead`). While there
-are none, a step is a *pre-verify*: the target reads the anchor while the drafter drafts, and the first drafted token is
-judged as soon as both are done. While there are some, it is a *post-verify*: the target reads them while the drafter
-drafts on behind them, as if all were accepted. Where all are, they are emitted without a bonus token, and what was
-drafted meanwhile lies ahead. Where one is rejected, what was drafted behind it is thrown away.
+Between two steps of a request, tokens may lie *ahead* of its anchor: drafted, but not verified (`Running.ahead`). If
+none lie ahead, the step is a *pre-verify*: the target runs on the anchor while the drafter drafts, and then the first
+draft token is verified. If some lie ahead, the step is a *post-verify*: the target runs on them while the drafter
+drafts behind them, as if all were accepted. If all are accepted, they are emitted without a bonus token, and the new
+draft tokens lie ahead. If one is rejected, everything behind it is thrown away.
 """
 
 import functools
@@ -21,6 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.constraint import Constraint
 from outrider.constraints.masks import follow
 from outrider.decoding import drafting
 from outrider.decoding.both import at_once, in_turn
@@ -33,27 +34,27 @@ from outrider.dice import Dice
 from outrider.drafters.protocol import Observed
 from outrider.lengths.fixed import FixedLength
 from outrider.sampling import without_law
-from outrider.types import Ahead, Constraint, Draft, InputError, Request, Running, Sampling, Step, Timing
+from outrider.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 
 LONGEST = 16
-"""Longest draft that is chosen by measurement."""
+"""Longest draft that the measurement can choose."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PearlDecoding:
-    """Draft and verify at once, so that the cheaper of the two costs no time where each has a device of its own.
+    """Draft and verify at once. With one device for each, a step takes as long as the slower of the two.
 
-    The two sides share nothing that changes: the drafter's thread alone touches drafter states, each side has its own
-    dice, and both caches are rolled back when both sides are done. All draws are keyed by request, step, purpose and
-    node, so both clocks give the same tokens.
+    The two threads share nothing that changes: only the drafter's thread uses drafter states, each thread has its own
+    dice, and both caches are rolled back after both have ended. All draws are keyed by request, step, purpose and node,
+    so both clocks give the same tokens.
 
     Attributes:
-        num_speculative_tokens: Tokens drafted per step, at least two. None takes the length that is named, and without
-            one as many as the drafter makes in the time of one target forward, measured when the engine is put
-            together; name a number where outputs must be the same on every machine.
-        clock: `real` runs the drafter in a thread of its own, and on a GPU in a stream of its own. `simulated` runs the
-            sides one after the other and reports the time that two devices would have needed: `Timing.overlap` is the
-            shorter of the two.
+        num_speculative_tokens: Tokens drafted per step, at least two. None takes the named length policy; without one
+            it measures, when the engine is built, how many tokens the drafter drafts during one target forward. Name a
+            number if outputs must be the same on every machine.
+        clock: `real` runs the drafter in its own thread, and on a GPU in its own stream. `simulated` runs drafter and
+            target in turn and reports the time that two devices would have needed: `Timing.overlap` is the shorter of
+            the two times.
 
     References:
         Liu et al. 2024, PEARL, algorithm 2. https://arxiv.org/abs/2408.11850
@@ -88,9 +89,10 @@ class PearlDecoding:
         keep: Keep | None = None,
         watch: Watch | None = None,
     ) -> list[Step]:
-        """One pre-verify or post-verify of every request, as `Decoding.step` says, whose prompts are digested.
+        """One pre-verify or post-verify of every request, as `Decoding.step` says.
 
-        One dice for both sides will do, because the target's side draws nothing until the drafter's is done.
+        All prompts must be prefilled. One dice can serve both threads, because the target's thread draws nothing while
+        the drafter's thread drafts.
         """
         clock = Clock(self._now)
         drafters, verifiers = (dice or step_dice(states) for _ in range(2))
@@ -124,7 +126,7 @@ class PearlDecoding:
         return steps
 
     def settled(self, parts: Parts, named: bool) -> Parts:
-        """The parts with the length that this names, or else measures; a length policy that was named stays."""
+        """The parts with the draft length that was given or measured. A length policy that the user named stays."""
         if named:
             if self.num_speculative_tokens is not None:
                 raise InputError(
@@ -138,7 +140,7 @@ class PearlDecoding:
 def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = time.perf_counter) -> int:
     r"""How many tokens the drafter drafts in the time of one target forward, $\lceil t_p / t_q \rceil$, from 2 to 16.
 
-    Medians of a few steps on an arbitrary prompt, after one that warms up.
+    Takes the medians of a few steps on an arbitrary prompt, after one warm-up step.
 
     References:
         Liu et al. 2024, section 4.3. https://arxiv.org/abs/2408.11850
@@ -168,13 +170,13 @@ def balanced_length(parts: Parts, rounds: int = 5, now: Callable[[], float] = ti
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What a step comes to for one request.
+    """The result of a step for one request.
 
     Attributes:
-        tokens: What it emits.
-        settled: Draft tokens that were judged or thrown away.
-        survives: Whether all that was judged is emitted, so that what was drafted behind it is of use.
-        ahead: What is of use of it.
+        tokens: The emitted tokens.
+        settled: Number of draft tokens that were verified or thrown away.
+        survives: Whether all verified tokens were accepted and emitted, so that the tokens behind them stay valid.
+        ahead: The tokens behind them, if they stay valid; otherwise empty.
     """
 
     tokens: list[int]
@@ -185,11 +187,11 @@ class _Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class _Behind:
-    """A constraint behind tokens that lie ahead, of which it has not been told.
+    """A constraint as seen behind tokens that lie ahead, which are not committed to it yet.
 
     Attributes:
         anchor: The newest committed token.
-        ahead: What lies ahead of it.
+        ahead: The tokens ahead of it.
     """
 
     constraint: Constraint
@@ -209,7 +211,7 @@ class _Behind:
 
 
 def _shadow(state: Running) -> Running:
-    """A request as the drafter sees it: what lies ahead is committed."""
+    """A copy of a request for the drafter, in which the tokens ahead are committed."""
     ahead, request = state.ahead.tokens, state.request
     if request.constraint is not None and ahead:
         behind = _Behind(constraint=request.constraint, anchor=state.tokens[-1], ahead=ahead)
@@ -233,7 +235,7 @@ def _draft(parts: Parts, shadows: Sequence[Running], dice: Dice) -> list[Ahead]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Side:
-    """The target's side: what it says at the anchors and at the tokens ahead, the last of each request left out."""
+    """The target's results at the anchors and at the tokens ahead, except the last token ahead of each request."""
 
     reading: Reading
     rows: Float[Tensor, "read vocab"]
@@ -243,7 +245,9 @@ class _Side:
 def _read(
     parts: Parts, states: Sequence[Running], chains: Draft, masks: Int[Tensor, "read words"] | None, clock: Clock
 ) -> _Side:
-    """The target's rows after the anchors and after the tokens ahead, but the last, which nothing drawn yet follows."""
+    """The target's rows after the anchors and the tokens ahead, except after the last one: its next token is drafted
+    later.
+    """
     reading = Reading.of(parts.target, chains, states)
     clock.lap("target")
     rows = reading.rows(states, masks)
@@ -252,13 +256,13 @@ def _read(
 
 
 def _device(parts: Parts) -> torch.device:
-    """Where drafts are drawn: where the drafter is, if it is anywhere."""
+    """Where drafts are drawn: on the drafter's device if it has one, otherwise on the target's."""
     return parts.drafter.device or parts.target.device
 
 
 def _room(parts: Parts, shadow: Running) -> int:
-    """Longest draft that fits behind what is committed or ahead. No bonus follows it, so it may reach the very end; one
-    last token is not worth drafting, because a plain step brings it.
+    """Longest draft that fits behind the committed tokens and those ahead. No bonus token follows, so it may reach the
+    last token. A single last token is not drafted, because a plain step emits it.
     """
     room = drafting.room(parts, shadow, tokens_left(parts, shadow))
     return room if room > 1 else 0
@@ -302,9 +306,9 @@ def _rows_of(blocks: Sequence[Ahead], device: torch.device) -> Ahead:
 
 
 def _with_leaves(judged: Draft, rows: Float[Tensor, "read vocab"]) -> Float[Tensor, "nodes vocab"]:
-    """The target's rows with a stand-in at the last token of each chain, where nobody asked the target.
+    """The target's rows, with a placeholder at the last token of each chain, which the target did not run on.
 
-    All the mass lies on one token, so that a bonus token costs no draw; it is not used.
+    The placeholder is one-hot, so that drawing the bonus token costs no random number. The bonus token is not used.
     """
     read = np.ones(len(judged.depths), dtype=bool)
     read[judged.offsets[1:] - 1] = np.diff(judged.offsets) == 1
@@ -323,7 +327,7 @@ def _outcome(
     following: int,
     keep: Keep | None,
 ) -> _Outcome:
-    """What the verdict leaves of the tokens ahead, or of the first of the new ones, and of the others."""
+    """The result of the verdict for one request."""
     judged, behind = (state.ahead, new) if state.ahead.tokens else (new.part(slice(1)), new.part(slice(1, None)))
     drafted = judged.tokens
     whole = 0 < len(drafted) == accepted
@@ -345,7 +349,7 @@ def _tell(
     outcomes: Sequence[_Outcome],
     steps: Sequence[Step],
 ) -> None:
-    """Bring drafters and states to where the outcomes are."""
+    """Update the states of drafters and requests by the outcomes."""
     paths = [range(1, len(n.tokens) + 1) if o.survives else range(0) for n, o in zip(new, outcomes, strict=True)]
     drafting.commit(shadows, paths)
     known = [[state.tokens[-1], *outcome.tokens[:-1]] for state, outcome in zip(states, outcomes, strict=True)]
@@ -364,7 +368,7 @@ def _tell(
 
 
 def _check(judged: Draft, rows: Float[Tensor, "nodes vocab"], states: Sequence[Running]) -> None:
-    """Raise NoDistribution where the target's rows are none."""
+    """Raise NoDistribution if a row of the target is no distribution."""
     lawless = without_law(rows).tolist()
     for i, state in enumerate(states):
         if any(lawless[judged.offsets[i] : judged.offsets[i + 1]]):
@@ -374,7 +378,7 @@ def _check(judged: Draft, rows: Float[Tensor, "nodes vocab"], states: Sequence[R
 def _made(
     state: Running, reading: Reading, request: int, outcome: _Outcome, accepted: int, clock: Clock, num_requests: int
 ) -> Step:
-    """What one request's step came to."""
+    """The `Step` of one request."""
     asked, logits = state.request, None
     if asked.keep_logits or asked.logprobs is not None:
         logits = reading.logits(request, range(1, len(outcome.tokens)))

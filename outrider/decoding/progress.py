@@ -1,4 +1,4 @@
-"""How far a request is: what is not digested yet, what may still come, and back to where it stood."""
+"""The progress of a request: begin, prefill, cut at its end, and undo a failed step."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from outrider.lm.protocol import Segment
 from outrider.types import Request, Running
 
 PREFILL_CHUNK = 512
-"""Most prompt tokens that one forward digests, unless an engine is told otherwise."""
+"""Most prompt tokens of one forward, by default."""
 
 
 def begin(parts: Parts, request: Request) -> Running:
-    """A request with a slot of its own, of which nothing is digested. Raises RuntimeError when no slot is free."""
+    """Start a request in an empty slot. Raises RuntimeError if no slot is free."""
     slot = parts.target.open()
     try:
         return Running(
@@ -34,32 +34,32 @@ def begin(parts: Parts, request: Request) -> Running:
 
 
 def end(parts: Parts, state: Running) -> None:
-    """Give back what a request holds."""
+    """Release the slot and the drafter state of a request."""
     parts.target.release(state.slot)
     drafter_of(state).close(state.drafter_state)
 
 
 def undigested(parts: Parts, state: Running) -> list[int]:
-    """The tokens before the newest one that the target has not digested."""
+    """The committed tokens before the anchor that the target's cache lacks."""
     return state.tokens[parts.target.length(state.slot) : -1]
 
 
 def prefill(parts: Parts, state: Running) -> None:
-    """Digest all tokens but the newest, chunk by chunk."""
+    """Run the target on all tokens but the newest, chunk by chunk."""
     while left := len(undigested(parts, state)):
         digest(parts, [state], [min(left, PREFILL_CHUNK)])
 
 
 @torch.inference_mode()
 def digest(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> None:
-    """Run the target on the next `counts[i]` tokens of request i, in one forward: at least one, never the newest.
+    """Run the target on the next `counts[i]` tokens of request i, in one forward; at least one, never the newest.
 
     Raises:
         ValueError: The requests have different drafters.
     """
     drafter = drafter_of(states[0])
     if any(state.drafter is not drafter for state in states):
-        raise ValueError("requests with different drafters cannot be digested in one forward")
+        raise ValueError("requests with different drafters cannot be prefilled in one forward")
     chunks = [undigested(parts, state)[:count] for state, count in zip(states, counts, strict=True)]
     extension = parts.target.extend(
         [
@@ -83,7 +83,7 @@ def tokens_left(parts: Parts, state: Running) -> int:
 
 
 def cut(parts: Parts, state: Running, tokens: list[int], keep: Keep | None) -> list[int]:
-    """The tokens up to the request's end: an ending token, its last token, or what `keep` says."""
+    """The tokens up to the request's end: an end token, its token limit, or the count that `keep` returns."""
     tokens = tokens[: tokens_left(parts, state)]
     for i, token in enumerate(tokens):
         if token in state.request.eos_ids:
@@ -94,11 +94,11 @@ def cut(parts: Parts, state: Running, tokens: list[int], keep: Keep | None) -> l
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where a request stood before a step, so that a step that fails can be taken back.
+    """A copy of a request's fields before a step, so that a failed step can be undone.
 
     Attributes:
-        state: The request's fields as they were; its `tokens` are the request's own list.
-        num_tokens: How many of these there were.
+        state: The copied fields. Its `tokens` is the request's own list, not a copy.
+        num_tokens: Length of that list before the step.
     """
 
     state: Running
@@ -106,15 +106,15 @@ class Mark:
 
 
 def mark(state: Running) -> Mark:
-    """Note where a request stands."""
+    """Copy a request's fields before a step."""
     return Mark(state=replace(state), num_tokens=len(state.tokens))
 
 
 def rewind(parts: Parts, state: Running, to: Mark) -> None:
-    """Put a request back to where it stood before a step that failed.
+    """Put a request back to where it was before a failed step.
 
-    The constraint opens it anew and learns its tokens again. The target keeps what it has digested, and the drafter
-    what it knows, up to the position from which it must see hidden states again.
+    The constraint's state is dropped; the next step rebuilds it. The target keeps its cache, and the drafter its state,
+    up to the position from which the drafter must see hidden states again.
     """
     del state.tokens[to.num_tokens :]
     vars(state).update(vars(to.state))

@@ -1,4 +1,4 @@
-"""What a decoder is made of, and what the engine asks of the order in which drafting and verifying follow."""
+"""The parts of a decoder, and the interface of decodings: the orders of drafting and verifying."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,13 +26,13 @@ class NoDistribution(InputError):
 
 @dataclass(frozen=True, kw_only=True)
 class Cycle:
-    """What happened in one step, for an observer; it holds until the observer returns.
+    """What happened in one step, for an observer. It is valid until the observer returns.
 
     Attributes:
-        states: The requests, as they were before the step's tokens were added.
-        draft: What was drafted and judged.
+        states: The requests before the step's tokens were added.
+        draft: The draft that was verified.
         rows: The target's distribution after each node of the draft.
-        verdict: What survived.
+        verdict: What was accepted.
     """
 
     states: Sequence[Running]
@@ -42,7 +42,7 @@ class Cycle:
 
 
 Watch = Callable[[Cycle], None]
-"""Called once per step, before anything of it is committed."""
+"""Called once per step, before the commit."""
 
 
 @runtime_checkable
@@ -50,7 +50,7 @@ class Decoding(Protocol):
     """How drafting and verifying follow each other. Immutable.
 
     Attributes:
-        drafts_ahead: Whether it drafts behind tokens that are not judged yet.
+        drafts_ahead: Whether it drafts behind tokens that are not verified yet.
     """
 
     drafts_ahead: ClassVar[bool]
@@ -69,18 +69,18 @@ class Decoding(Protocol):
         Args:
             states: Requests that may still emit a token.
             dice: The source of all draws; by default keyed by each request's seed and step.
-            keep: How many of the tokens about to be emitted each request still wants.
-            watch: Sees the draft, the rows and the verdict.
+            keep: Returns how many of the step's tokens a request keeps.
+            watch: Called with the draft, the rows and the verdict.
 
         Raises:
-            NoDistribution: The target gives a request nothing to draw from.
+            NoDistribution: The target gives a request no token a positive probability.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a decoder is made of. Requests under way may have another drafter: `Running.drafter` counts."""
+    """The parts of a decoder. A running request may have another drafter than `drafter`: see `Running.drafter`."""
 
     target: LM
     drafter: Drafter
@@ -92,13 +92,13 @@ class Parts:
 
 @runtime_checkable
 class Settling(Protocol):
-    """A decoding that knows more of its parts once they are put together, such as how long to draft."""
+    """A decoding that completes its parts when the engine is built, such as the draft length."""
 
     def settled(self, parts: Parts, named: bool) -> Parts:
-        """The parts as they will run; called once, before anything runs.
+        """The parts that will run. Called once, before the first step.
 
         Args:
-            named: Whether somebody named the length policy; otherwise it is the usual one.
+            named: Whether the user named the length policy; otherwise it is the default one.
 
         Raises:
             InputError: The length policy and the decoding contradict each other.

@@ -1,4 +1,4 @@
-"""A draft and what the target said of it in one forward, with all arithmetic of offsets in one place."""
+"""A draft and the target's results on it, from one forward. All arithmetic of offsets is here."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ from outrider.types import Draft, Running, Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Survivor:
-    """What one request keeps of its draft, on the host.
+    """The accepted path of one request, on the host.
 
     Attributes:
-        path: Numbers of the accepted nodes in the packed draft, less the root's.
-        tokens: Their tokens, and the one that follows them.
+        path: Packed indices of the accepted nodes, minus the packed index of the request's root.
+        tokens: The tokens of the path, and the recovered or bonus token.
     """
 
     path: list[int]
@@ -31,12 +31,14 @@ class Survivor:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """One forward of the target over tokens that it had not digested, and the drafts behind them.
+    """A draft, and the target's results from one forward over it.
+
+    The forward also runs committed tokens before a root that were not in the target's cache yet.
 
     Attributes:
-        draft: The drafts.
-        behind: Per request, the tokens before its root that were digested in the same forward.
-        extension: Logits of the nodes of the draft; hidden states of these and of what stood before them.
+        draft: The draft.
+        behind: Per request, the committed tokens before its root that the same forward ran.
+        extension: Logits of the draft's nodes. Hidden states of these nodes and of the tokens in `behind`.
     """
 
     draft: Draft
@@ -45,7 +47,7 @@ class Reading:
 
     @classmethod
     def of(cls, target: LM, draft: Draft, states: Sequence[Running], taps: Sequence[int] = ()) -> "Reading":
-        """Let the target read a draft. Tokens before a root that it has not digested are digested on the way."""
+        """Run the target on a draft, and on committed tokens before a root that its cache lacks."""
         behind = [state.tokens[target.length(state.slot) : -1] for state in states]
         segments = [_segment(draft, i, state.slot, behind[i]) for i, state in enumerate(states)]
         return cls(draft=draft, behind=behind, extension=target.extend(segments, taps=taps))
@@ -54,7 +56,7 @@ class Reading:
         """The target's distribution after each node, under its request's settings.
 
         Args:
-            masks: What `masks_of` says of the draft.
+            masks: The result of `masks_of` for the draft; None allows all tokens.
         """
         owners = _owners(self.draft)
         samplings = [state.request.sampling for state in states]
@@ -65,10 +67,10 @@ class Reading:
     def survivors(
         self, verdict: Verdict, rows: Float[Tensor, "nodes vocab"], states: Sequence[Running]
     ) -> list[Survivor]:
-        """What the verdict leaves of each request; one copy from the device.
+        """The accepted path of each request; one copy from the device.
 
         Raises:
-            NoDistribution: The target gives no distribution at a place from which a token was drawn.
+            NoDistribution: At a node of a path, the target gives no token a positive probability.
         """
         draft, count = self.draft, len(self.draft.tokens)
         everything = torch.cat([draft.tokens, verdict.next_tokens, without_law(rows).to(draft.tokens)]).tolist()
@@ -85,24 +87,24 @@ class Reading:
         return survivors
 
     def kept(self, paths: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Per request, the pending nodes of the target to commit: what stood before the root, the root, its path."""
+        """Per request, the target's pending nodes to commit: the tokens in `behind`, the root, the accepted path."""
         return [
             [*range(len(before)), *(len(before) + node for node in [0, *path])]
             for before, path in zip(self.behind, paths, strict=True)
         ]
 
     def numbered(self, paths: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Paths by the numbers that drafters know the nodes by."""
+        """The same paths, in the drafter's numbers of the nodes."""
         draft = self.draft
         return [
             draft.numbers[draft.offsets[i] + np.array(path, dtype=np.int64)].tolist() for i, path in enumerate(paths)
         ]
 
     def observed(self, kept: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> Observed:
-        """What has become known of the target: the hidden states of what was kept, gathered once.
+        """The new committed positions with their hidden states.
 
         Args:
-            kept: What `kept` returned.
+            kept: The result of `kept`.
             tokens: The token at each of these positions.
         """
         offsets = np.cumsum([0, *map(len, tokens)])
@@ -119,7 +121,7 @@ class Reading:
         return self.extension.logits[nodes.to(self.extension.logits.device)].float()
 
     def _prefix(self, state: Running, node: int) -> Prefix:
-        """Prompt and output before a node's children: the path down to the node, the node included."""
+        """The text before a node's children: prompt, output, and the path down to the node itself."""
         path: list[int] = []
         while self.draft.parents[node] >= 0:
             path.append(int(self.draft.tokens[node]))
@@ -133,7 +135,7 @@ class LogProbs:
 
     Attributes:
         chosen: Of the tokens that were emitted; None if not asked for.
-        top: Of the likeliest tokens at each place, by their ids; None if not asked for.
+        top: Of the likeliest tokens at each position, by token id; None if not asked for.
     """
 
     chosen: tuple[float, ...] | None = None
@@ -141,7 +143,7 @@ class LogProbs:
 
     @classmethod
     def of(cls, logits: Float[Tensor, "n vocab"], tokens: Sequence[int], wanted: int | None) -> "LogProbs":
-        """What a request that asked for so many gets; see `Request.logprobs`."""
+        """The log-probabilities that a request asked for; `wanted` is its `Request.logprobs`."""
         if wanted is None:
             return cls()
         chosen = tuple(log_probs(logits, torch.tensor(tokens).to(logits.device)).tolist())
@@ -153,7 +155,7 @@ class LogProbs:
 
 
 def masks_of(draft: Draft, states: Sequence[Running], vocab_size: int) -> Int[Tensor, "nodes words"] | None:
-    """What may follow each node of a draft, packed; None where everything may."""
+    """The tokens that may follow each node of a draft, as packed masks; None if no request has a constraint."""
     owners = _owners(draft)
     above = np.maximum(draft.parents - draft.offsets[owners], -1)
     return batch_masks(states, owners, draft.tokens, above, vocab_size)
@@ -165,7 +167,7 @@ def _owners(draft: Draft) -> Int[np.ndarray, " nodes"]:
 
 
 def no_distribution(state: Running) -> NoDistribution:
-    """What is said where the target gives a request nothing to draw from."""
+    """The error for a request whose target row gives no token a positive probability."""
     return NoDistribution(
         f"the target gives no probability to any token after {len(state.output)} tokens of request "
         f"{state.request.id!r}: its logits are not numbers there, or biases, processors or a constraint forbid every "
@@ -174,7 +176,7 @@ def no_distribution(state: Running) -> NoDistribution:
 
 
 def _segment(draft: Draft, request: int, slot: int, before: Sequence[int]) -> Segment:
-    """What is not digested yet of a request, and then its draft, whose logits are wanted."""
+    """The segment of one request: the committed tokens `before` its root, then its draft, with logits for the draft."""
     first, end = int(draft.offsets[request]), int(draft.offsets[request + 1])
     tokens, parents = draft.tokens[first:end], np.maximum(draft.parents[first:end] - first, -1)
     chain = np.array_equal(parents, np.arange(-1, end - first - 1))
@@ -187,7 +189,7 @@ def _segment(draft: Draft, request: int, slot: int, before: Sequence[int]) -> Se
 def _gathered(
     taps: Mapping[int, Float[Tensor, "nodes hidden"]], index: Int[np.ndarray, " positions"]
 ) -> dict[int, Float[Tensor, "positions hidden"]]:
-    """Some of the tapped states; a view where they are neighbours."""
+    """The tapped states at some indices; a view if the indices are consecutive."""
     if (np.diff(index) == 1).all():
         return {k: values[int(index[0]) : int(index[-1]) + 1] for k, values in taps.items()}
     where = torch.from_numpy(index)

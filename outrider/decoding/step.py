@@ -41,7 +41,7 @@ class StepDecoding:
     ) -> list[Step]:
         """One draft-verify-commit cycle of every request, as `Decoding.step` says.
 
-        Tokens before the newest one that the target has not digested are digested in the same forward.
+        If the target's cache lacks committed tokens before the anchor, the same forward runs them too.
         """
         clock = Clock()
         dice = dice or step_dice(states)
@@ -86,7 +86,7 @@ def step_dice(states: Sequence[Running]) -> PhiloxDice:
 def verify(
     verifier: Verifier, draft: Draft, rows: Float[Tensor, "nodes vocab"], dice: Dice, states: Sequence[Running]
 ) -> Verdict:
-    """The verdict; what the rule carries to each request's next step goes into its state."""
+    """The verdict. What a verifier carries to each request's next step goes into `Running.carried`."""
     # Asking a protocol takes twenty times as long as asking for an attribute.
     if not hasattr(verifier, "verify_carrying"):
         return verifier.verify(draft, rows, dice)
@@ -97,7 +97,7 @@ def verify(
 
 
 def advance(parts: Parts, state: Running, made: Step) -> None:
-    """Take the tokens of a step into the request's own state."""
+    """Update a request's state after a step: tokens, constraint, length policy."""
     state.tokens.extend(made.tokens)
     state.num_steps += 1
     if state.request.constraint is not None:
@@ -115,7 +115,7 @@ def _made(
     clock: Clock,
     num_requests: int,
 ) -> Step:
-    """What one request's step came to."""
+    """The `Step` of one request."""
     asked = state.request
     logits = reading.logits(request, path) if asked.keep_logits or asked.logprobs is not None else None
     said = LogProbs() if logits is None else LogProbs.of(logits, tokens, asked.logprobs)

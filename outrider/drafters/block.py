@@ -1,4 +1,4 @@
-"""What drafters share whose head guesses a whole block in one forward (DFlash and its kin)."""
+"""The base of drafters whose head guesses a whole block in one forward (DFlash and its kin)."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,8 +20,8 @@ class BlockState:
     """One request's slot of a block head, and the block that it guessed last; changes in place.
 
     Attributes:
-        slot: Where the head keeps the request: what it makes of the feature of every position before the anchor.
-        block: Logits of the tokens behind the anchor, in order.
+        slot: The head's slot, with keys and values for every position before the anchor.
+        block: Logits for the positions behind the anchor, in order.
     """
 
     slot: int
@@ -30,25 +30,27 @@ class BlockState:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockDrafter(Drafter):
-    """Guess the tokens behind the anchor all at once: each by a row of its position that does not know the others.
+    """Guess all tokens behind the anchor at once: one row per position, independent of the other guesses.
 
-    The head reads the target's features of all positions before the anchor, and keeps what it makes of them. For a
-    draft it reads a block behind them, the anchor and one mask token per further position, which look at each other
-    both ways. What it guessed for a depth holds for every node of that depth.
+    The head reads the target's features of all positions before the anchor, and caches its keys and values for them.
+    For a draft it reads a block behind them: the anchor, and one mask token per further position. All positions of the
+    block see each other. The row of a depth is the guess at every node of that depth.
 
-    A subclass says which taps it wants and how they become features.
+    A subclass states its taps, and how they become features.
 
     Attributes:
         lm: The head.
         block_size: Positions of a block, the anchor's included.
-        mask_id: The token that stands for one that is not known.
-        from_anchor: Whether the anchor's own position guesses the first token; otherwise the first mask's does.
-        short_list: Which tokens it can guess; None: all.
+        mask_id: The token that stands for an unknown token.
+        from_anchor: Whether the anchor's position guesses the first token; otherwise the first mask's position does.
+        short_list: The tokens that it can guess; None: all.
 
     References:
         DFlash 2026. https://arxiv.org/abs/2602.06036
     """
 
+    rows: ClassVar[Rows] = "marginal"
+    context_pure: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = True
 
     lm: HeadLM
@@ -56,14 +58,6 @@ class BlockDrafter(Drafter):
     mask_id: int
     from_anchor: bool = False
     short_list: ShortList | None = None
-
-    @property
-    def rows(self) -> Rows:
-        return "marginal"
-
-    @property
-    def context_pure(self) -> bool:
-        return False
 
     @property
     def max_context(self) -> int | None:
@@ -83,13 +77,13 @@ class BlockDrafter(Drafter):
 
     @abstractmethod
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
-        """What the head reads of the target's hidden states."""
+        """Features from the target's hidden states."""
 
     def open(self, request: Request) -> BlockState:
         return BlockState(slot=self.lm.open())
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        """Let the head read the new features; what it keeps of a position does not depend on the token there."""
+        """Run the head on the new features. Its cache of a position does not depend on the token there."""
         features = self.features(observed.taps).to(self.lm.device, non_blocking=True)
         segments = []
         for i, state in enumerate(states):

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
 from outrider.lm.anatomy import Anatomy
-from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
+from outrider.lm.open import as_lm, logit_width, open_config, open_model, open_tokenizer
 from outrider.lm.packed import packable
 from outrider.lm.protocol import LM, Segment
 from outrider.lm.tabular import TabularLM, random_rows
@@ -21,13 +21,14 @@ from outrider.lm.vocabulary import Translation, translation
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
 CHUNK = 512
-"""Most tokens that one forward digests for one request."""
+"""Most tokens of one request in one forward."""
 LEAST_SHARE = 0.05
 """Least share of the target's ids that a draft model with another vocabulary must have. A vocabulary of a tenth of the
-target's size has 10 % of it at most, and these are the commonest words; two byte-level ones without a word in common
-still have 256 bytes, 3 % of 8192 ids."""
+target's size has at most 10 % of its ids, and these are the commonest words. Two byte-level vocabularies without a
+common word still share 256 bytes, which is 3 % of 8192 ids."""
 BACKLOG = 16
-"""A backlog this long is digested as soon as it is known; a shorter one waits for the next draft's first forward."""
+"""This many committed tokens that the draft model has not read are prefilled at once. Fewer wait for the next draft's
+first forward."""
 
 
 @dataclass(kw_only=True)
@@ -47,29 +48,23 @@ class ModelState:
 class ModelDrafter(Drafter):
     """Guess with the next-token distribution of `lm`.
 
-    The draft model has digested every committed token but the newest one or two: after a full acceptance the last
-    drafted token was never fed, so the first forward of a step feeds whatever is missing, the anchor last.
+    The draft model's cache holds every committed token but the newest one or two: after a full acceptance the last
+    draft token has not been fed yet. So the first forward of a step feeds all missing tokens, the anchor last.
 
     Attributes:
         lm: The draft model.
-        vocab_size: Width of the target's logits, where it is padded further than the draft model's; the tokens that
-            the draft model lacks are never guessed.
+        vocab_size: Width of the target's logits, if it is wider than the draft model's. Tokens that the draft model
+            lacks are never guessed.
     """
 
+    rows: ClassVar[Rows] = "sampled"
+    context_pure: ClassVar[bool] = True
     keeps_cache: ClassVar[bool] = True
     trainer: ClassVar[str | None] = "distill"
     exports: ClassVar[tuple[str, ...]] = ("draft_model",)
 
     lm: LM
     vocab_size: int | None = None
-
-    @property
-    def rows(self) -> Rows:
-        return "sampled"
-
-    @property
-    def context_pure(self) -> bool:
-        return True
 
     @property
     def max_context(self) -> int | None:
@@ -158,7 +153,7 @@ class ModelDrafter(Drafter):
         return torch.tensor(tokens).to(self.lm.device, non_blocking=True)
 
     def _digest(self, states: Sequence[Running], ends: Sequence[int]) -> None:
-        """Feed each request's tokens up to `ends`, in chunks, keeping no logits."""
+        """Prefill each request's tokens up to `ends`, in chunks, without logits."""
         pairs = list(zip(states, ends, strict=True))
         while pairs := [(s, end) for s, end in pairs if self._length(s) < min(end, self.lm.max_context)]:
             segments = []
@@ -172,12 +167,12 @@ class ModelDrafter(Drafter):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPath:
-    """A draft model as it is written down: `model:path=...`.
+    """A draft model before it is bound to a target: `model:path=...`.
 
     Attributes:
         path: Directory or hub id.
-        device: Where it runs; by default where the target does.
-        dtype: What it computes in; by default what the target does.
+        device: Where it runs; by default on the target's device.
+        dtype: The dtype that it computes in; by default the target's.
         revision: Branch, tag or commit of a hub id.
         max_context: Longest context; by default as long as the model and the memory allow.
     """
@@ -188,8 +183,14 @@ class ModelPath:
     revision: str | None = None
     max_context: int | None = None
 
+    def read_config(self) -> PreTrainedConfig:
+        return open_config(self.path, revision=self.revision)
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return open_tokenizer(self.path, revision=self.revision)
+
     def bind(self, surroundings: Surroundings) -> ModelDrafter:
-        """Load the draft model; one with another vocabulary is translated, as far as the two have tokens in common."""
+        """Load the draft model. If its vocabulary differs from the target's, it proposes the tokens that both have."""
         model = open_model(
             self.path,
             dtype=self.dtype or surroundings.dtype,
@@ -197,7 +198,7 @@ class ModelPath:
             revision=self.revision,
         )
         width = logit_width(model)
-        words = shared_words(self.path, open_tokenizer(self.path, revision=self.revision), width, surroundings)
+        words = shared_words(self.path, self.read_tokenizer(), width, surroundings)
         lm = as_lm(
             model,
             max_slots=surroundings.max_slots,
@@ -212,7 +213,7 @@ class ModelPath:
 def shared_words(
     path: str, tokenizer: PreTrainedTokenizerBase | None, width: int, surroundings: Surroundings
 ) -> Translation | None:
-    """How a draft model says the target's tokens; None where its ids mean the same, padding behind them apart.
+    """The map from the target's tokens to a draft model's. None if both have the same ids, apart from padding.
 
     Raises:
         InputError: The vocabularies have too little in common, or cannot be compared.
@@ -221,8 +222,8 @@ def shared_words(
     if ours is None or tokenizer is None:
         if width != surroundings.vocab_size:
             raise InputError(
-                f"the draft model {path} has {width} token ids and the target {surroundings.vocab_size}, and there "
-                "are no two tokenizers to compare; put the tokenizer's files beside both models"
+                f"the draft model {path} has {width} token ids and the target {surroundings.vocab_size}, and without "
+                "both tokenizers the two cannot be matched; put the tokenizer's files beside both models"
             )
         return None
     if tokenizer.get_vocab() == ours.get_vocab():
@@ -231,8 +232,8 @@ def shared_words(
     if words.share < LEAST_SHARE:
         raise InputError(
             f"the draft model {path} has another vocabulary, with {len(words.ours)} of the target's "
-            f"{words.vocab_size} tokens ({words.share:.1%}); it would propose next to nothing. Use a draft model with "
-            f"at least {LEAST_SHARE:.0%} of them, or suffix"
+            f"{words.vocab_size} tokens ({words.share:.1%}), so it could propose almost nothing. Use a draft model "
+            f"with at least {LEAST_SHARE:.0%} of them, or drafter suffix"
         )
     return words
 

@@ -11,7 +11,7 @@ from outrider.types import Frontier, Guess, Running
 
 @dataclass(frozen=True, kw_only=True)
 class NoDrafter(TokenOnly):
-    """Never proposes anything; the engine decodes plainly."""
+    """Never proposes a token, so the engine decodes plainly."""
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         return Guess(tokens=np.full(len(states), -1))

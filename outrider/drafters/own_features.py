@@ -1,4 +1,4 @@
-"""What drafters share whose head goes on with features of its own, from the target's last one (EAGLE and its kin)."""
+"""The base of drafters whose head continues with its own features after the target's last one (EAGLE and its kin)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,19 +15,19 @@ from outrider.lm.protocol import Extension, Segment
 from outrider.types import Frontier, Guess, Request, Running, ShortList
 
 BACKLOG = 64
-"""So many features of a request are read as soon as they are known; fewer wait for the next draft's first forward."""
+"""This many unread features of a request are read at once. Fewer wait for the next draft's first forward."""
 
 
 @dataclass(kw_only=True)
 class HeadState:
-    """One request's slot of a head, and what it has not read yet; changes in place.
+    """One request's slot of a head, and the features that the head has not read yet; changes in place.
 
     Attributes:
-        slot: Where the head keeps the request. It holds a pair per position of the text whose feature is known: the
-            feature, and the token that follows it.
+        slot: The head's slot. It holds one pair for each position that the head has read: the target's feature there,
+            and the token that follows.
         unread: Features of the next positions.
         numbers: For each expanded node of the growing tree, its pending number in the slot.
-        handed_on: For the root and each expanded node, what the head handed on of it.
+        handed_on: For the root and each expanded node, the feature that the head returned.
     """
 
     slot: int
@@ -37,7 +37,7 @@ class HeadState:
 
     @property
     def num_unread(self) -> int:
-        """Positions whose features are known and not in the slot yet."""
+        """Number of positions whose features are known but not read."""
         return sum(len(features) for features in self.unread)
 
     def first_unread(self, count: int) -> list[Float[Tensor, "_ dim"]]:
@@ -54,33 +54,27 @@ class HeadState:
 class OwnFeatures(Drafter):
     r"""Guess by a head that reads pairs of a token and the feature of the position before it.
 
-    After the target has read $x_0 \ldots x_n$ it owns the features $f_0 \ldots f_n$, and $x_{n+1}$ is the anchor. The
-    head reads the pairs $(x_{t+1}, f_t)$, the anchor's last, and guesses what follows. For a drafted token it reads
-    what it handed on itself in the place of the feature. Committed positions are always read with the target's
-    features, so nothing that was drafted stays in the head's cache.
+    After the target has read $x_0 \ldots x_n$, its features $f_0 \ldots f_n$ are known, and $x_{n+1}$ is the anchor.
+    The head reads the pairs $(x_{t+1}, f_t)$, the anchor's last, and guesses the next token. For a draft token the head
+    reads its own returned feature instead of the target's. Committed positions are always read with the target's
+    features, so no draft token stays in the head's cache.
 
-    A subclass says which taps it wants and how they become features.
+    A subclass states its taps, and how they become features.
 
     Attributes:
         lm: The head.
-        short_list: Which tokens it can guess; None: all.
+        short_list: The tokens that it can guess; None: all.
 
     References:
         Li et al. 2024, EAGLE. https://arxiv.org/abs/2401.15077
     """
 
+    rows: ClassVar[Rows] = "sampled"
+    context_pure: ClassVar[bool] = False
     keeps_cache: ClassVar[bool] = True
 
     lm: HeadLM
     short_list: ShortList | None = None
-
-    @property
-    def rows(self) -> Rows:
-        return "sampled"
-
-    @property
-    def context_pure(self) -> bool:
-        return False
 
     @property
     def max_context(self) -> int | None:
@@ -95,11 +89,11 @@ class OwnFeatures(Drafter):
         return self.lm.modules
 
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
-        """What the head reads of the target's hidden states; by default all of them, in the order of the taps."""
+        """Features from the target's hidden states; by default these side by side, in the order of the taps."""
         return torch.cat([taps[k] for k in self.taps], -1)
 
     def fed_back(self, handed_on: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
-        """What the head reads of its own, in the place of a feature; by default as it was handed on."""
+        """The feature that stands for a draft token's, from the head's output there; by default that output itself."""
         return handed_on
 
     def open(self, request: Request) -> HeadState:
@@ -166,12 +160,12 @@ class OwnFeatures(Drafter):
         return replace(self, lm=self.lm.cast(surroundings.dtype))
 
     def _kept(self, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"]]:
-        """The unread features that are of use to a text that shares `length` tokens."""
+        """The unread features that a text with the same first `length` tokens can use."""
         read = self.lm.length(own.slot)
         return own.first_unread(length - read) if read < length else []
 
     def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
-        """The next pairs that a request's slot lacks; their features are not unread any more."""
+        """The next `count` pairs that a request's slot lacks. Removes their features from `unread`."""
         own = _own(state)
         first, features = self.lm.length(own.slot) + 1, torch.cat(own.unread)
         own.unread = [features[count:]] if count < len(features) else []
@@ -179,7 +173,7 @@ class OwnFeatures(Drafter):
         return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
 
     def _read(self, segments: Sequence[Segment]) -> Extension:
-        """Let the head read pairs, and keep them."""
+        """Run the head on pairs and commit them."""
         extension = self.lm.extend(segments)
         self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
         return extension
@@ -187,7 +181,7 @@ class OwnFeatures(Drafter):
 
 def _handed_on(extension: Extension) -> Float[Tensor, "nodes hidden"]:
     if extension.features is None:
-        raise TypeError("a head's extensions bring what it hands on")
+        raise TypeError("the extension of a head must hold features")
     return extension.features
 
 

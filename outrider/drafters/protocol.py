@@ -1,4 +1,4 @@
-"""What the loop asks of a drafter: guesses at the root, guesses at new nodes, and to be told what survived."""
+"""The interface of drafters: guess after the root, guess after new nodes, learn what was accepted."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,26 +9,27 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.lm.ends import Ends
 from outrider.lm.protocol import LM, Readable
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
 Rows = Literal["sampled", "point", "marginal"]
-"""What a drafter's guesses are: a distribution after each prefix, one token, or a distribution per position."""
+"""The kind of a drafter's guesses: `sampled` is a distribution after each prefix, `point` one token, `marginal` a
+distribution per position."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Positions whose target state has become known, of several requests, packed.
+    """New committed positions of several requests, packed, with the target's hidden states there.
 
-    The positions of request r are `offsets[r] : offsets[r + 1]`, in order: those behind what was observed before.
+    The positions of request r are `offsets[r] : offsets[r + 1]`, in order. They follow the positions observed before.
 
     Attributes:
         tokens: The token at each position, on the host.
         offsets: Where each request's positions begin; the last entry is the number of positions.
-        taps: For each tap that the drafter asked for, the target's hidden state at each position.
+        taps: For each of the drafter's taps, the target's hidden state at each position.
     """
 
     tokens: Int[np.ndarray, " positions"]
@@ -36,12 +37,14 @@ class Observed:
     taps: Mapping[int, Float[Tensor, "positions hidden"]] = field(default_factory=dict)
 
     def counts(self) -> list[int]:
-        """How many positions of each request there are."""
+        """Number of positions of each request."""
         return np.diff(self.offsets).tolist()
 
 
 def _no_ends() -> Ends:
-    raise InputError("this drafter needs the target's embedding, final norm and output layer, and has no way to them")
+    raise InputError(
+        "this drafter needs the target's embedding, final norm and output layer, and this target does not offer them"
+    )
 
 
 def _no_keys_values(slot: int, layer: int) -> tuple[Tensor, Tensor]:
@@ -50,33 +53,30 @@ def _no_keys_values(slot: int, layer: int) -> tuple[Tensor, Tensor]:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes tokens. Immutable: what belongs to one request is the value that `open` returns, kept by the loop in
-    `Running.drafter_state` and passed back; it may change in place.
+    """Proposes tokens. Immutable: the state of a request is the value that `open` returns. The loop keeps it in
+    `Running.drafter_state` and passes it back. It may change in place.
 
-    A class that derives from this one inherits what a drafter does that reads only tokens and keeps nothing.
+    The defaults here are those of a drafter that reads only tokens and keeps no state.
 
     Attributes:
-        rows: What its guesses are.
-        context_pure: Whether a guess depends on the tokens alone: not on features, nor on weights that change.
-        taps: Which hidden states of the target `observe` wants.
-        max_context: Longest context, in tokens, in which it can still guess; None has no end.
-        max_depth: How deep it can guess at all; None: as deep as it is asked.
-        device: Where its drafts are drawn; None is where the target is.
-        modules: The modules that it guesses with, by name: a change of their weights is a change of the drafter.
-        chains_only: Why it cannot grow a branching tree, as a whole sentence's end; None where it can.
-        keeps_cache: Whether it keeps keys and values, or the like, of every request.
-        trainer: The name under which `outrider train` trains it; None where there is nothing to train.
-        exports: The formats of other engines in which its checkpoints can be written.
+        rows: The kind of its guesses.
+        context_pure: Whether a guess depends on the tokens alone, not on hidden states or on weights that change.
+        taps: The hidden states of the target that `observe` gets, as numbers of `Readable` in `outrider.lm.protocol`.
+        max_context: Longest context, in tokens, in which it can guess; None: any length.
+        max_depth: Deepest node that it can guess; None: any depth.
+        device: Where its drafts are drawn; None: on the target's device.
+        modules: The modules that it guesses with, by name. New weights in them make it another drafter.
+        chains_only: Why it cannot grow a branching tree, as the end of a sentence; None if it can.
+        keeps_cache: Whether it keeps keys and values, or something like them, of every request.
+        trainer: The name of the method that trains it; None where there is nothing to train.
+        exports: The formats of other engines that fit its checkpoints.
     """
 
+    rows: ClassVar[Rows]
+    context_pure: ClassVar[bool]
     keeps_cache: ClassVar[bool] = False
     trainer: ClassVar[str | None] = None
     exports: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def rows(self) -> Rows: ...
-    @property
-    def context_pure(self) -> bool: ...
 
     @property
     def taps(self) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Drafter(Protocol):
         """Guess what follows the anchor, `state.tokens[-1]`, of each request.
 
         Args:
-            depths: How deep each request's draft can become, at least 1: how far it is worth computing.
+            depths: Deepest node of each request's draft, at least 1. Deeper guesses will not be asked for.
         """
         ...
 
@@ -119,63 +119,63 @@ class Drafter(Protocol):
         ...
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        """Learn the newest positions whose target state is known: after prefill and commit, all but the anchor."""
+        """Take in new positions. Called after prefill and after commit, with every new position but the anchor's."""
         return
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
-        """What survived of the last draft: the nodes of each accepted path, by their numbers. `state.tokens` still ends
-        with the old anchor.
+        """Learn which nodes of the last draft were accepted: the numbers of each accepted path. `state.tokens` does not
+        have the new tokens yet.
         """
         return
 
     def needs(self, state: object, length: int) -> int:
-        """Where hidden states must be observed from, at most `length`, if a text goes on that shares its first `length`
-        tokens with the one that `state` belongs to. Asked before `reuse` or `fork`; nothing is changed.
+        """The first position, at most `length`, whose hidden state the drafter must observe again if another text
+        reuses the first `length` tokens of `state`'s text. Called before `reuse` or `fork`; changes nothing.
         """
         return 0 if self.taps else length
 
     def reuse(self, state: object, request: Request, length: int) -> object:
-        """State for a request that shares its first `length` tokens with the one that `state` belonged to.
+        """State for a request whose first `length` tokens are those of `state`'s text. The old state is used up.
 
-        The old state is used up. It may be that of a call that failed half-way: what was there before counts.
+        The old state may come from a call that failed half-way. What was committed before that call is still valid.
         """
         return self.open(request)
 
     def fork(self, state: object, request: Request, length: int) -> object:
-        """As `reuse`, but the old state stays in use."""
+        """As `reuse`, but the old state stays valid."""
         return self.open(request)
 
     def close(self, state: object) -> None:
-        """Give back what `open` took."""
+        """Release what `open` allocated."""
         return
 
     def cast(self, surroundings: "Surroundings") -> "Drafter":
-        """The same drafter beside a target that computes in another type, with states of its own."""
+        """The same drafter for a target of another dtype. It shares no request states with this one."""
         return self
 
     def on_tables(self, vocab_size: int, seed: int) -> "Drafter":
-        """A drafter of the same kind for a small vocabulary, whose law can be enumerated: random tables stand for what
-        it learnt.
+        """A drafter of the same kind for a small vocabulary, so that its law can be enumerated. Random tables replace
+        its weights.
         """
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What a drafter may know of the target when the parts are put together. It never holds the target itself.
+    """What a drafter may know of the target when the engine is built. It never holds the target itself.
 
     Attributes:
-        tokenizer: The target's tokenizer; None where there is none.
+        tokenizer: The target's tokenizer; None if there is none.
         vocab_size: Width of the target's logits.
         device: Where the target is.
-        dtype: What the target computes in.
-        max_slots: Most requests at once, those included whose slots are kept warm.
+        dtype: The dtype that the target computes in.
+        max_slots: Most slots in use at once, warm slots of ended requests included.
         max_context: The target's longest context.
-        num_layers: The target's decoder layers; 0 where its hidden states cannot be read.
-        hidden_size: Width of its hidden states; 0 where they cannot be read.
-        ends: Its input embedding, final norm and output layer; raises InputError where a drafter cannot use them.
-        keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that hold until
-            the target's next call.
+        num_layers: The target's decoder layers; 0 if its hidden states cannot be read.
+        hidden_size: Width of its hidden states; 0 if they cannot be read.
+        ends: Its input embedding, final norm and output layer; raises InputError if a drafter cannot use them.
+        keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that are valid
+            until the target's next call.
         compile: Whether the target's forwards are compiled.
         prepack: Whether the target's weights are laid out for the CPU's kernels.
     """
@@ -203,7 +203,7 @@ class Surroundings:
         compile: bool = False,
         prepack: bool = False,
     ) -> "Surroundings":
-        """What there is to know of a target.
+        """The surroundings that a target offers.
 
         Args:
             max_slots: Most requests at once; by default as many as the target's slots.
@@ -233,7 +233,7 @@ class Surroundings:
         return self.ends().embed(tokens)
 
     def norm(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
-        """The target's final norm of what leaves its last layer."""
+        """The target's final norm of the output of its last layer."""
         return self.ends().norm(hidden)
 
     def head(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
@@ -243,8 +243,23 @@ class Surroundings:
 
 @runtime_checkable
 class Unbound(Protocol):
-    """A drafter as it is written down, before it knows the target."""
+    """A drafter before it is bound to a target: the options that a user gave."""
 
     def bind(self, surroundings: Surroundings) -> Drafter:
-        """The drafter itself. Raises InputError where it does not fit the target."""
+        """The drafter itself. Raises InputError if it does not fit the target."""
+        ...
+
+
+@runtime_checkable
+class UnboundModel(Unbound, Protocol):
+    """An unbound drafter that is a language model by itself. Its files can be compared with the target's before any
+    weights are loaded.
+    """
+
+    def read_config(self) -> PreTrainedConfig:
+        """The model's config. Raises InputError if it cannot be read."""
+        ...
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer beside the model; None if there is none."""
         ...

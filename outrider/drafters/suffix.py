@@ -15,7 +15,13 @@ from outrider.types import Frontier, Guess, InputError, Request, Running
 
 @dataclass(frozen=True, kw_only=True)
 class SuffixMatch:
-    """How far the context's end is known to one automaton."""
+    """The longest end of the context that one automaton knows.
+
+    Attributes:
+        automaton: The automaton.
+        state: Its state after that end.
+        length: Length of that end, in tokens.
+    """
 
     automaton: SuffixAutomaton
     state: int = 0
@@ -126,7 +132,7 @@ def _read(path: Path, surroundings: Surroundings) -> SuffixAutomaton:
 
 
 def _entry(line: str, place: str, surroundings: Surroundings) -> list[int]:
-    """Token ids of one entry of a corpus, checked: a drafted id that the target does not have would end the run."""
+    """Token ids of one entry of a corpus. They are checked, because a drafted id that the target lacks would fail."""
     if not line.strip():
         return []
     try:

@@ -1,24 +1,20 @@
-"""What drafters share that read nothing but tokens."""
+"""The base of drafters that read only tokens and propose one token at a time."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from outrider.drafters.protocol import Drafter, Rows
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenOnly(Drafter):
-    """A drafter that reads nothing but the committed tokens and proposes one token at a time.
+    """A drafter that reads only the committed tokens and proposes one token at a time.
 
-    It is context-pure: a guess follows from the tokens before the anchor and the draft's own, and from nothing else. A
-    later draft may answer otherwise after the same tokens, because more of them are committed by then. No rule that
-    carries rows from step to step can notice: its weight is the quotient of the target's and the draft's probability of
-    what was emitted, and a point draft gives a token that it did not propose the probability 0, so the target stands.
+    It is context-pure: a guess depends on the committed tokens and on the draft's own tokens alone. A later draft may
+    guess another token after the same tokens, because more of them are committed by then. A verifier that carries rows
+    from step to step stays exact: it weighs emitted tokens by $p/q$, and a point draft has $q = 0$ for every token that
+    it did not propose, so the target's row is used unchanged.
     """
 
-    @property
-    def rows(self) -> Rows:
-        return "point"
-
-    @property
-    def context_pure(self) -> bool:
-        return True
+    rows: ClassVar[Rows] = "point"
+    context_pure: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Which waiting requests get a slot, and what of their prompts is there already."""
+"""Which waiting requests get a slot, and how much of their prompts is already in a cache."""
 
 import time
 from collections import deque
@@ -13,20 +13,21 @@ from outrider.engine.seats import Seat
 from outrider.types import Request, Running
 
 LEAST_COPY = 16
-"""Fewest shared tokens for which a slot is copied; fewer are digested as quickly."""
+"""Fewest shared tokens for which a slot is copied. Prefilling fewer tokens takes no longer than the copy."""
 
 
 class Admission:
-    """Requests that wait, and slots: those of requests that run, and those kept warm. Changes in place.
+    """The queue of waiting requests, and the slots of running and ended requests. Changes in place.
 
-    A prompt that goes on where an ended request stopped takes over its slot. One that shares no more than a beginning
-    with another request, a system prompt say, gets a copy of that beginning, as long as there is a slot for it.
+    The slot of an ended request stays allocated (*warm*). A prompt that continues the text of an ended request takes
+    over its slot. A prompt that shares only a beginning with another request, such as a system prompt, gets a copy of
+    that beginning, if a slot is free for it.
 
     Attributes:
         prefixes: The slots that are kept warm.
 
     Args:
-        parts: Whose slots are given out; new requests get its drafter.
+        parts: The target whose slots are given out, and the drafter of new requests.
         max_slots: Most slots in use at once, warm ones included.
         max_warm: Most slots that are kept warm.
     """
@@ -40,7 +41,7 @@ class Admission:
 
     @property
     def parts(self) -> Parts:
-        """Whose slots are given out. Where another target takes over, nothing of the old one is kept warm."""
+        """The target whose slots are given out. Setting parts with another target releases all warm slots."""
         return self._parts
 
     @parts.setter
@@ -50,11 +51,11 @@ class Admission:
         self._parts = self.prefixes.parts = parts
 
     def queue(self, seat: Seat) -> None:
-        """Let a request wait for a slot."""
+        """Add a request to the queue."""
         self._waiting.append(seat)
 
     def admit(self) -> list[tuple[Seat, Exception]]:
-        """Give slots to those that wait longest; those that failed to start, with the reason."""
+        """Give slots to the requests that wait longest. Returns the requests that failed to start, with the error."""
         failed: list[tuple[Seat, Exception]] = []
         while self._waiting and len(self._running) < self.max_slots:
             seat = self._waiting.popleft()
@@ -68,7 +69,7 @@ class Admission:
         return failed
 
     def leave(self, seat: Seat) -> None:
-        """Take a request out that has ended; its slot is kept warm if any are."""
+        """Remove a request that has ended. Its slot stays warm, if `max_warm` allows."""
         if seat in self._waiting:
             self._waiting.remove(seat)
         if seat.running is not None:
@@ -77,7 +78,7 @@ class Admission:
             self.prefixes.keep(seat.running)
 
     def abandon(self, seat: Seat) -> None:
-        """Take a request out that ended by an error, and give back what can be given back."""
+        """Remove a request that ended by an error, and release whatever can be released."""
         if seat in self._waiting:
             self._waiting.remove(seat)
         if seat.running is not None:
@@ -85,7 +86,7 @@ class Admission:
             self._give_up(seat.running)
 
     def _start(self, seat: Seat) -> Running:
-        """A request with a slot, in which as much of its prompt is digested as others have digested before."""
+        """Give a request a slot. If another text begins as its prompt does, the slot already holds that beginning."""
         prompt = seat.request.prompt
         found = self.prefixes.longest(prompt, [other.state for other in self._running])
         if found is not None and self._goes_on(found):
@@ -102,20 +103,22 @@ class Admission:
 
     @property
     def _is_full(self) -> bool:
-        """Whether all slots are in use, some of them perhaps to keep texts warm."""
+        """Whether all slots are in use, warm slots included."""
         return len(self._running) + len(self.prefixes) >= self.max_slots
 
     def _goes_on(self, found: Found) -> bool:
-        """Whether to take over an ended request's slot: it has little more than what is shared, or would go first."""
+        """Whether to take over the slot of an ended request: at least half of its text is shared, or its slot would be
+        released next anyway.
+        """
         much = 2 * found.shared >= len(found.state.tokens)
         return found.warm and (much or (self._is_full and self.prefixes.oldest is found.state))
 
     def _has_room_beside(self, found: Found) -> bool:
-        """Whether there is a slot for a copy, after letting go of a warm one that is not the one to copy."""
+        """Whether there is a slot for a copy. A warm slot may be released for it, but not the slot to copy."""
         return not self._is_full or len(self.prefixes) > found.warm
 
     def _taken_over(self, found: Found, request: Request) -> Running:
-        """The request in the slot of an ended one."""
+        """Start a request in the slot of an ended one."""
         old, drafter = found.state, self.parts.drafter
         self.prefixes.take(old)
         try:
@@ -131,7 +134,7 @@ class Admission:
         return self._running_in(old.slot, request, drafter, drafter_state)
 
     def _copied(self, found: Found, request: Request) -> Running:
-        """The request in a slot of its own, with a copy of what it shares with another."""
+        """Start a request in a new slot, with a copy of the beginning that it shares with another request."""
         old, drafter = found.state, self.parts.drafter
         if found.warm:
             self.prefixes.touch(old)
@@ -149,7 +152,7 @@ class Admission:
         return self._running_in(slot, request, drafter, drafter_state)
 
     def _known(self, found: Found) -> int:
-        """How many tokens need not be digested: those shared, as far as the drafter need not see them again."""
+        """How many tokens need no prefill: the shared ones, up to where the drafter must see hidden states again."""
         drafter = self.parts.drafter
         if found.state.drafter is drafter:
             return min(found.shared, drafter.needs(found.state.drafter_state, found.shared))
@@ -166,7 +169,7 @@ class Admission:
         )
 
     def _give_up(self, running: Running) -> None:
-        """Release what can be released; the error that comes first is the one to report."""
+        """Release whatever can be released. Errors are dropped here, because the first error is already reported."""
         with suppress(Exception):
             self.parts.target.release(running.slot, clean=True)
         with suppress(Exception):

@@ -1,15 +1,16 @@
-"""The engine: takes requests, gives each a slot, prefills it, steps all active ones together, and hands out text."""
+"""The engine: takes requests, gives each a slot, prefills it, steps all active requests together, returns text."""
 
 import functools
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from outrider.constraint import Constraint
 from outrider.constraints.grammar import Grammar
 from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.decoding.protocol import Parts, Watch
@@ -20,11 +21,12 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
-from outrider.engine.requests import bound, check, nth, one_each
+from outrider.engine.requests import bound, check, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
+from outrider.inputs import whole
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
-from outrider.types import Constraint, InputError, Request, Running, Sampling, Step
+from outrider.types import InputError, Request, Running, Sampling, Step
 from outrider.verifiers.match import MatchVerifier
 
 Sink = Callable[[Step], None]
@@ -33,7 +35,7 @@ Result = TypeVar("Result")
 
 
 def alone(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """A method of the engine that one thread runs at a time."""
+    """Let one thread at a time run a method of the engine."""
 
     @functools.wraps(method)
     def locked(*args: Given.args, **named: Given.kwargs) -> Result:
@@ -44,27 +46,27 @@ def alone(method: Callable[Given, Result]) -> Callable[Given, Result]:
 
 
 class Engine:
-    """Speculative decoding of many requests at once, over parts that fit each other; made by `outrider.load`.
+    """Speculative decoding of many requests at once. `outrider.load` makes one.
 
-    Any number of `stream` and `generate` calls may go on at once, interleaved in one thread or in many: whichever of
-    them makes a step makes it for all requests, and each gets every update of its own requests and nothing else.
-    `step` brings the updates of requests that were added by hand.
+    Any number of `stream` and `generate` calls may run at once, in one thread or in many. Each step serves the requests
+    of all of them, and each call gets the updates of its own requests. `step` returns the updates of requests that
+    `add` queued.
 
     Attributes:
-        watch: Called once per step with its draft, the target's rows and the verdict; None for nobody.
+        watch: Called once per step with its draft, the target's rows and the verdict; None calls nothing.
 
     Args:
         parts: Target, drafter, tree, verifier, length policy and decoding.
         tokenizer: For text prompts, text output, stop strings and chat; token ids work without it.
         eos_ids: Token ids that end an output.
-        sampling: Settings of requests that bring none.
-        max_slots: Most requests that run at once; further ones wait.
-        keep_warm: Whether slots of ended requests stay allocated while nobody else needs them, so that prompts that
-            begin as they do need not be digested from their beginning.
-        max_prefill_tokens: Most prompt tokens that one step digests, over all requests, first come first: how long
-            new prompts keep those waiting that decode.
-        dice: Makes the dice of a step of these requests; by default keyed by each request's seed and step.
-        refuses: Why parts do not fit each other, in one sentence; asked where a part is replaced.
+        sampling: Settings of requests without settings of their own.
+        max_slots: Most requests that run at once; other requests wait.
+        keep_warm: Whether the slot of an ended request stays allocated until another request needs it, so that a prompt
+            with the same beginning can reuse its cache.
+        max_prefill_tokens: Most prompt tokens that one step prefills, over all requests, first come first served. A
+            smaller number delays decoding requests less when new prompts arrive.
+        dice: Makes the dice of one step; by default keyed by each request's seed and step.
+        refuses: Returns in one sentence why parts do not fit each other, or None; called when a part is replaced.
 
     Example:
         >>> import outrider
@@ -106,7 +108,7 @@ class Engine:
 
     @property
     def parts(self) -> Parts:
-        """What decodes new requests."""
+        """The parts that decode new requests."""
         return self._schedule.parts
 
     @parts.setter
@@ -120,12 +122,12 @@ class Engine:
 
     @property
     def num_reused_tokens(self) -> int:
-        """Prompt tokens so far that did not need to be digested, because another request's text begins as they do."""
+        """Prompt tokens so far that needed no prefill, because another request's text begins with them."""
         return self._schedule.prefixes.num_reused_tokens
 
     @alone
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; chat messages go through the tokenizer's template, the assistant to speak next."""
+        """Token ids of a prompt. Chat messages go through the tokenizer's chat template, which opens the answer."""
         return encode(prompt, self.tokenizer)
 
     @alone
@@ -135,7 +137,7 @@ class Engine:
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         logprobs: int | None = None,
@@ -143,18 +145,18 @@ class Engine:
         id: str | None = None,
         constraint: Constraint | Grammar | None = None,
     ) -> str:
-        """Queue a request and return its id. Raises InputError where it cannot be run.
+        """Queue a request and return its id. Raises InputError if it cannot be run.
 
         Args:
             max_new_tokens: Most tokens to emit.
             sampling: How tokens are drawn; by default the engine's settings.
-            stop: Strings that end the output; the text ends before them.
-            stop_token_ids: Tokens that end the output, beside the model's own.
-            min_tokens: Before so many tokens no ending token comes, and no stop string counts.
-            logprobs: Which log-probabilities to record: None none, 0 those of the output's tokens, k those of the k
-                likeliest at each place as well.
-            ignore_eos: Go on behind the model's own ending tokens.
-            constraint: What the output must be: a grammar, or any other constraint on tokens.
+            stop: One or several strings that end the output; the text ends before them.
+            stop_token_ids: Tokens that end the output, besides the model's own end tokens.
+            min_tokens: Fewest tokens before an end token may come or a stop string counts.
+            logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those
+                of the k likeliest tokens at each position as well.
+            ignore_eos: Continue after the model's own end tokens.
+            constraint: A grammar that the output must follow, or any other constraint on tokens.
         """
         if isinstance(prompt, Request):
             request = prompt
@@ -164,8 +166,9 @@ class Engine:
                 prompt=tuple(self.encode(prompt)),
                 max_new_tokens=max_new_tokens,
                 sampling=sampling or self.sampling,
-                eos_ids=(frozenset() if ignore_eos else self.eos_ids) | frozenset(stop_token_ids),
-                stop=tuple(stop),
+                eos_ids=(frozenset() if ignore_eos else self.eos_ids)
+                | tokens("stop_token_ids", stop_token_ids, self.parts.target.vocab_size),
+                stop=texts(stop),
                 min_tokens=min_tokens,
                 logprobs=logprobs,
             )
@@ -183,19 +186,19 @@ class Engine:
 
     @alone
     def step(self, sink: Sink | None = None) -> list[Update]:
-        """Admit what fits, prefill new requests, then draft, verify and commit for all ready ones.
+        """Admit requests, prefill new prompts, then draft, verify and commit for all ready requests.
 
-        A request that fails ends with `finish_reason` `error`, and the others go on. What fails while several requests
-        make a step together concerns all of them: the step is taken back and each makes its next one alone, so that
-        the one at fault fails alone. The draws are those of the step that failed, so the others lose time and nothing
-        else. An interrupt takes the step back too.
+        A request that fails ends with `finish_reason` `error`, and the others continue. If a step of several requests
+        fails, it is undone and each request makes its next step alone, so that only the request at fault fails again.
+        The repeated steps use the same draws, so the other requests lose nothing but time. An interrupt undoes the step
+        too.
 
         Args:
-            sink: Called with every step that the updates are of.
+            sink: Called with the step of each returned update.
 
         Returns:
-            What this step, and steps that others have made since the last call, brought to requests that no `stream` or
-            `generate` waits for.
+            The updates of requests that no `stream` or `generate` waits for: from this step, and from steps that other
+            callers have made since the last call.
         """
         self._advance()
         updates = self._mail.take()
@@ -206,16 +209,17 @@ class Engine:
 
     @alone
     def cancel(self, id: str) -> Output | None:
-        """End a request now; what it has emitted so far, or None if there is no such request."""
+        """End a request now. Returns its output so far, or None if there is no such request."""
         output = self._schedule.cancel(id)
         if output is not None and self._mail.is_claimed(id):
             self._mail.deliver(Update(id=id, tokens=[], text="", output=output))
         return output
 
     def stream(self, prompt: Prompt | Request, **options: object) -> Iterator[Update]:
-        """Run one request beside whatever else is active, and yield its updates as they come.
+        """Run one request beside all other active ones, and yield its updates.
 
-        Takes the options of `add`. Leaving the loop early cancels the request. What ends it by an error is raised.
+        Takes the options of `add`. Leaving the loop early cancels the request. If an error ends the request, it is
+        raised.
         """
         id = self._claimed(prompt, **options)
         try:
@@ -229,12 +233,12 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         *,
         max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
         n: int = 1,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         min_tokens: int = 0,
         logprobs: int | None = None,
@@ -243,22 +247,21 @@ class Engine:
         constraint: Constraint | Grammar | Sequence[Constraint | Grammar | None] | None = None,
         errors: str = "raise",
     ) -> list[Output]:
-        """Run prompts to their ends, as many at once as there are slots; outputs in the order of the prompts.
+        """Run prompts to their ends, as many at once as there are slots. Returns outputs in the order of the prompts.
 
         Options that are not named below are those of `add`.
 
         Args:
             prompts: Texts, lists of token ids or lists of chat messages.
-            sampling: One for all prompts, or one per prompt.
-            n: Outputs per prompt; they stand side by side. With a seed given, the k-th is drawn from a seed derived
-                from it and k, the first from the seed itself.
+            sampling: Settings for all prompts, or one per prompt.
+            n: Outputs per prompt; the outputs of one prompt follow each other. If a seed is given, the first output
+                uses it, and each other output uses a seed derived from it and the output's number.
             progress: Called with each output as it ends.
-            constraint: What the outputs must be; one for all prompts, or one per prompt, None where anything may be.
-            errors: What ends a request by an error is raised, and the others are cancelled; or it is returned in the
-                request's output, and the others go on.
+            constraint: A constraint for all prompts, or one per prompt; None allows all tokens.
+            errors: `raise` raises the error that ends a request and cancels the other requests. `return` puts the error
+                into the request's output, and the other requests continue.
         """
-        if isinstance(prompts, str):
-            raise InputError("prompts must be a list; for one prompt give [prompt]")
+        prompts, n = listed(prompts), whole("n", n)
         if n < 1:
             raise InputError(f"n must be >= 1, got {n}")
         if errors not in ("raise", "return"):
@@ -299,7 +302,7 @@ class Engine:
 
     @alone
     def swap(self, drafter: Drafter) -> None:
-        """Let another drafter draft for the requests that come from now on. Those under way keep the one they have.
+        """Use another drafter for new requests. Running requests keep theirs.
 
         Raises:
             InputError: The drafter does not fit the other parts.
@@ -310,7 +313,9 @@ class Engine:
         self.parts = parts
 
     def plain(self) -> "Engine":
-        """An engine over the same target that drafts nothing. The two share the target's slots, so it keeps none."""
+        """An engine over the same target that drafts nothing. It keeps no warm slots, and this engine releases its own,
+        because both use the target's slots.
+        """
         self.rest()
         return Engine(
             replace(
@@ -331,19 +336,19 @@ class Engine:
 
     @alone
     def rest(self) -> None:
-        """Give back the slots that are kept warm for prompts that begin as ended requests do."""
+        """Release the slots of ended requests."""
         self._schedule.prefixes.clear()
 
     @alone
     def _claimed(self, prompt: Prompt | Request, **options: object) -> str:
-        """Queue a request whose updates wait for the caller."""
+        """Queue a request and open a mailbox for its updates."""
         id = self.add(prompt, **options)  # type: ignore[arg-type]
         self._mail.claim(id)
         return id
 
     @alone
     def _wait(self, ids: Sequence[str]) -> list[Update]:
-        """Updates of claimed requests: those that others' steps have brought, or what a step brings now."""
+        """Updates of claimed requests: unread ones from other callers' steps, otherwise those of a new step."""
         found = [update for id in ids for update in self._mail.take(id)]
         if not found:
             self._advance()
@@ -352,11 +357,11 @@ class Engine:
 
     @alone
     def _leave(self, ids: Sequence[str]) -> None:
-        """End what is still under way of claimed requests; nobody waits for them any more."""
+        """Cancel those claimed requests that still run, and drop their mailboxes."""
         for id in ids:
             self._mail.disown(id)
             self.cancel(id)
 
     def _advance(self) -> None:
-        """One step of all requests; their updates wait in the mailboxes."""
+        """One step of all requests; the updates go into the mailboxes."""
         self._schedule.advance(self.max_prefill_tokens, self.dice, self.watch)

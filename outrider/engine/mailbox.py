@@ -1,4 +1,4 @@
-"""Who gets which update: a mailbox per request that somebody waits for, one more for all others."""
+"""Who gets which update: one mailbox for each request that a caller waits for, and one for all other requests."""
 
 from collections import deque
 
@@ -6,30 +6,30 @@ from outrider.engine.output import Update
 
 
 class Mailboxes:
-    """Updates that were made and not read yet. A step that one caller makes may bring updates to others."""
+    """Updates that nobody has read yet. A step that one caller makes also produces updates for other callers."""
 
     def __init__(self) -> None:
         self._claimed: dict[str, deque[Update]] = {}
         self._unclaimed: deque[Update] = deque()
 
     def claim(self, id: str) -> None:
-        """From now on the updates of this request wait for whoever asks by its id."""
+        """Open a mailbox for this request; `take(id)` reads it."""
         self._claimed[id] = deque()
 
     def disown(self, id: str) -> None:
-        """Nobody waits for this request any more; what was not read is dropped."""
+        """Drop the mailbox of this request, with all unread updates."""
         self._claimed.pop(id, None)
 
     def is_claimed(self, id: str) -> bool:
-        """Whether somebody waits for this request."""
+        """Whether a caller waits for this request."""
         return id in self._claimed
 
     def deliver(self, update: Update) -> None:
-        """Put an update where it will be read."""
+        """Put an update into the mailbox of its request, or into the common one."""
         self._claimed.get(update.id, self._unclaimed).append(update)
 
     def take(self, id: str | None = None) -> list[Update]:
-        """All updates of a claimed request that wait, or of all unclaimed ones."""
+        """Remove and return the unread updates of a claimed request, or of all unclaimed requests."""
         box = self._unclaimed if id is None else self._claimed[id]
         found = list(box)
         box.clear()

@@ -1,4 +1,4 @@
-"""What the engine hands out: what each step brought to a request, and what the request gave."""
+"""The results of the engine: an `Update` per step of a request, an `Output` when it has ended."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -10,20 +10,20 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a request gave.
+    """The result of one request.
 
     Attributes:
-        prompt_tokens: How long the prompt was.
-        reused_tokens: How many of its tokens were not digested again, because the prompt of another request began so.
-        text: The output's text, without special tokens, ending before a stop string.
-        tokens: The output's token ids, an ending token included.
+        prompt_tokens: Number of prompt tokens.
+        reused_tokens: Prompt tokens that needed no prefill, because the text of another request begins with them.
+        text: The output as text, without special tokens; it ends before a stop string.
+        tokens: The output's token ids, an end token included.
         finish_reason: `stop` (an end token or stop string), `length`, `cancelled` or `error`.
         accepted_per_position: How often the draft token at depth 1, 2, ... was accepted.
-        seconds: From the request's admission to its last token.
+        seconds: Time from the request's admission to its last token.
         logprobs: Log-softmax of the raw target logits at each token, if asked for.
-        top_logprobs: The same of the likeliest tokens at each place, by their ids, if asked for.
-        steps: Every step, if the caller kept them.
-        error: What ended the request, where `finish_reason` is `error`. It holds on to its traceback.
+        top_logprobs: The same for the likeliest tokens at each position, by token id, if asked for.
+        steps: Every step; `generate` fills it in.
+        error: The exception that ended the request, if `finish_reason` is `error`. It keeps its traceback alive.
     """
 
     id: str
@@ -50,13 +50,13 @@ class Output:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one engine step brought to one request.
+    """The new tokens of one request after one engine step.
 
     Attributes:
         tokens: New tokens.
-        text: New text that is certain.
-        output: What the request gave, once it has ended.
-        step: The step that brought them; None where the request ended without one.
+        text: New text that no later token can change.
+        output: The request's result, in its last update; None before.
+        step: The step that emitted the tokens; None if the request ended without a step.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Update:
 
 
 def succeeded(update: Update) -> Update:
-    """The update, unless an error ended its request: that is raised."""
+    """Return the update. If an error ended its request, raise that error."""
     if update.output is not None and update.output.error is not None:
         raise update.output.error
     return update

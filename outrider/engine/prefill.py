@@ -1,4 +1,4 @@
-"""What to digest of new prompts in a step, and which of them share a forward."""
+"""Which chunks of new prompts a step prefills, and which of them share a forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from outrider.engine.seats import Seat
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """A part of a prompt to digest.
+    """A part of a prompt to prefill.
 
     Attributes:
-        count: How many tokens.
-        end: How many are digested then.
-        last: Whether nothing but the newest token is left then.
+        count: Number of tokens.
+        end: Number of tokens in the target's cache afterwards.
+        last: Whether only the newest token is left afterwards.
     """
 
     seat: Seat
@@ -25,7 +25,7 @@ class Chunk:
     last: bool
 
     def like(self, longest: "Chunk") -> bool:
-        """Whether a forward over both pads little, in new tokens and in those behind which they stand."""
+        """Whether a forward over both chunks needs little padding, in new tokens and in context."""
         if self.seat.state.drafter is not longest.seat.state.drafter:
             return False
         new, all_ = longest.count - self.count, abs(longest.end - self.end)
@@ -34,11 +34,12 @@ class Chunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What new prompts need.
+    """What to do about new prompts in one step.
 
     Attributes:
-        digest: Groups of chunks that share a forward.
-        first: Groups of seats whose first step digests what is left of their prompts, apart from those that decode.
+        digest: Groups of chunks to prefill; a group shares a forward.
+        first: Groups of seats that make their first step now, without the decoding requests. That step also prefills
+            the rest of the prompt.
     """
 
     digest: list[list[Chunk]]
@@ -46,11 +47,11 @@ class Plan:
 
 
 def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
-    """What to digest of all new prompts, first come first, at most so many tokens in all.
+    """Choose the chunks of new prompts to prefill, first come first served, at most `most` tokens in all.
 
-    Seats of which nothing is left to digest become ready. Where no request decodes yet, the last chunks of prompts are
-    left to their first step, whose forward digests them too. A request whose drafter must see hidden states before it
-    drafts makes a plain first step, which always digests the last chunk; beside requests that decode it is made apart.
+    A seat with nothing left to prefill becomes ready. If no request decodes yet, the first step of a request prefills
+    the last chunk of its prompt. A drafter that reads hidden states cannot draft in the first step of a request. That
+    step always prefills the last chunk, in a forward apart from requests that decode.
     """
     left, chunks = most, []
     new = [seat for seat in seats if seat.running is not None and not seat.ready]
@@ -74,7 +75,7 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
 
 
 def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
-    """Chunks that can share a forward without much padding; those of suspects stay alone."""
+    """Group chunks that can share a forward without much padding. A chunk of a suspect stays alone."""
     groups: list[list[Chunk]] = []
     for chunk in sorted(chunks, key=lambda chunk: (chunk.seat.suspect, -chunk.count)):
         if groups and not chunk.seat.suspect and chunk.like(groups[-1][0]):
@@ -90,8 +91,8 @@ def _begins_plainly(seat: Seat) -> bool:
 
 
 def _digests_in_step(parts: Parts, plain: Sequence[object]) -> bool:
-    """Whether a step may digest a prompt and verify what was drafted behind it in one forward.
+    """Whether one forward may prefill the rest of a prompt and verify a draft behind it.
 
-    Not where decoding drafts ahead, nor where a rejected draft would make the prompt be digested again.
+    It may not if decoding drafts ahead, or if a rejected draft would force a second prefill (`LM.crops`).
     """
     return not parts.decoding.drafts_ahead and (parts.target.crops or bool(plain))

@@ -1,4 +1,4 @@
-"""Slots of ended requests, kept so that a prompt that begins as they do need not be digested from its beginning."""
+"""Slots of ended requests. They stay allocated, so that a prompt with the same beginning can reuse their cache."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ class Found:
 
     Attributes:
         state: The request.
-        shared: How many tokens they have in common, of those that the target has digested.
-        warm: Whether it has ended.
+        shared: Length of their common beginning, counting only tokens that are in the target's cache.
+        warm: Whether the request has ended.
     """
 
     state: Running
@@ -24,14 +24,14 @@ class Found:
 
 
 class Prefixes:
-    """Ended requests whose slots stay allocated, the last used at the end. Changes in place.
+    """Ended requests whose slots stay allocated, the most recently used last. Changes in place.
 
     Attributes:
-        num_reused_tokens: Prompt tokens so far that did not need to be digested.
-        parts: Whose slots these are.
+        num_reused_tokens: Prompt tokens so far that needed no prefill.
+        parts: The target and the drafters that hold the slots.
 
     Args:
-        parts: Whose slots these are.
+        parts: The target and the drafters that hold the slots.
         most: Most slots that stay allocated.
     """
 
@@ -46,35 +46,35 @@ class Prefixes:
 
     @property
     def oldest(self) -> Running | None:
-        """The one that was used longest ago."""
+        """The request whose slot was used longest ago."""
         return self._warm[0] if self._warm else None
 
     def keep(self, state: Running) -> None:
-        """Keep an ended request's slot, and give back the slot that was used longest ago if there are too many."""
+        """Keep the slot of an ended request. If there are too many, release the slot that was used longest ago."""
         self._warm.append(state)
         while len(self._warm) > self._most:
             self.evict()
 
     def evict(self) -> None:
-        """Give back the slot that was used longest ago."""
+        """Release the slot that was used longest ago."""
         end(self.parts, self._warm.pop(0))
 
     def clear(self) -> None:
-        """Give back all slots."""
+        """Release all slots."""
         while self._warm:
             self.evict()
 
     def take(self, state: Running) -> None:
-        """Let go of a slot that somebody uses from now on."""
+        """Remove a request whose slot a new request takes over."""
         self._warm = [other for other in self._warm if other is not state]
 
     def touch(self, state: Running) -> None:
-        """Note that a slot was of use, so that it is kept longer."""
+        """Mark a slot as just used, so that it is kept longer."""
         self.take(state)
         self._warm.append(state)
 
     def longest(self, prompt: Sequence[int], running: Iterable[Running]) -> Found | None:
-        """The request with the longest common beginning, an ended one before one that runs; None if there is none."""
+        """The request with the longest common beginning; an ended request wins a tie; None if there is none."""
         warm = [self._found(prompt, state, warm=True) for state in reversed(self._warm)]
         others = [self._found(prompt, state, warm=False) for state in running]
         best = max([*warm, *others], key=lambda found: found.shared, default=None)

@@ -1,13 +1,20 @@
 """Prompts as people give them, as token ids."""
 
+import reprlib
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 
+import numpy as np
+from jaxtyping import Int
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from outrider.types import InputError
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-"""A text, a list of token ids, or a list of chat messages."""
+Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Int[np.ndarray, " n"] | Int[Tensor, " n"]
+"""A text, a list of token ids (an array or a tensor too), or a list of chat messages."""
+WANTED = "a prompt is a text, a list of token ids or a list of chat messages"
+NO_TOKENIZER = "there is no tokenizer beside the target; give prompts as lists of token ids"
 
 
 def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
@@ -16,16 +23,20 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[in
     Raises:
         InputError: There is no tokenizer or no template for such a prompt, or it is no text.
     """
-    ids = [] if isinstance(prompt, str) else [token for token in prompt if isinstance(token, int)]
-    if not isinstance(prompt, str) and len(ids) == len(prompt):
-        return ids
-    if tokenizer is None:
-        raise InputError("there is no tokenizer beside the target; give prompts as lists of token ids")
     if isinstance(prompt, str):
-        return list(tokenizer(_unicode(prompt))["input_ids"]) if prompt else []
-    messages = [_message(each) for each in prompt if isinstance(each, Mapping)]
-    if len(messages) < len(prompt):
-        raise InputError("a prompt is a text, a list of token ids or a list of chat messages; this list mixes them")
+        return _encoded(prompt, tokenizer)
+    given = prompt.tolist() if isinstance(prompt, np.ndarray | Tensor) else prompt
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+        raise InputError(f"{WANTED}, got {reprlib.repr(prompt)}")
+    ids = [int(token) for token in given if isinstance(token, Integral)]
+    if len(ids) == len(given):
+        return ids
+    foreign = [each for each in given if not isinstance(each, Integral if ids else Mapping)]
+    if foreign:
+        raise InputError(f"{WANTED}; this list holds {reprlib.repr(foreign[0])}")
+    if tokenizer is None:
+        raise InputError(NO_TOKENIZER)
+    messages = [_message(each) for each in given if isinstance(each, Mapping)]
     if tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
     try:
@@ -33,6 +44,13 @@ def encode(prompt: Prompt, tokenizer: PreTrainedTokenizerBase | None) -> list[in
     except Exception as error:
         raise InputError(f"the chat template makes no prompt of these messages: {error}") from error
     return chat
+
+
+def _encoded(text: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
+    """Token ids of a text."""
+    if tokenizer is None:
+        raise InputError(NO_TOKENIZER)
+    return list(tokenizer(_unicode(text))["input_ids"]) if text else []
 
 
 def _message(given: Mapping[str, object]) -> dict[str, object]:

@@ -1,21 +1,25 @@
-"""What people ask of an engine, checked: settings for several prompts, constraints, and what a request may be."""
+"""Checks of what people ask of an engine: requests, constraints, settings for several prompts."""
 
-from collections.abc import Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from outrider.constraint import Constraint
 from outrider.constraints.grammar import Grammar
+from outrider.engine.prompts import Prompt
+from outrider.inputs import whole
 from outrider.lm.protocol import LM
-from outrider.types import Constraint, InputError, Request, Sampling
+from outrider.types import InputError, Request, Sampling
 
 Setting = TypeVar("Setting")
 
 
 def check(request: Request, target: LM, *, has_tokenizer: bool) -> None:
-    """Raise InputError where a target cannot run a request."""
+    """Raise InputError if the target cannot run the request."""
     longest, width = target.max_context, target.vocab_size
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
@@ -48,7 +52,7 @@ def bound(
     vocab_size: int,
     eos_ids: frozenset[int],
 ) -> Constraint:
-    """A constraint on tokens. Raises InputError where the object is none, or a grammar cannot be kept."""
+    """The constraint on tokens. Raises InputError for another object, or for a grammar that cannot be enforced."""
     if isinstance(constraint, Grammar):
         return constraint.bind(tokenizer, vocab_size, eos_ids)
     if not isinstance(constraint, Constraint):
@@ -72,8 +76,35 @@ def one_each(given: Setting | Sequence[Setting] | None, count: int, what: str) -
     return list(given)
 
 
+def texts(stop: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Stop strings, from one or a list of them."""
+    if stop is None or isinstance(stop, str):
+        return () if stop is None else (stop,)
+    if not isinstance(stop, Iterable):
+        raise InputError(f"stop must be a text or a list of texts, got {stop!r}")
+    return tuple(stop)
+
+
+def tokens(name: str, given: Sequence[int], vocab_size: int) -> frozenset[int]:
+    """Token ids of an option, all of them in the vocabulary."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise InputError(f"{name} must be a list of token ids, got {given!r}")
+    found = frozenset(whole(f"a token of {name}", token) for token in given)
+    for token in sorted(found):
+        if not 0 <= token < vocab_size:
+            raise InputError(f"{name} holds token id {token}, which is not in 0 .. {vocab_size - 1}")
+    return found
+
+
+def listed(prompts: object) -> list[Prompt]:
+    """The prompts of a list, a batch of token ids or anything else that can be gone through."""
+    if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
+        raise InputError(f"prompts must be a list; for one prompt give [prompt]; got {reprlib.repr(prompts)}")
+    return list(prompts)
+
+
 def nth(sampling: Sampling | None, k: int) -> Sampling | None:
     """Settings of the k-th output of a prompt: the same, with its own seed."""
-    if sampling is None or sampling.seed is None or k == 0:
+    if k == 0 or sampling is None or sampling.seed is None:
         return sampling
     return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, k]).generate_state(1, np.uint64)[0]))

@@ -1,4 +1,4 @@
-"""What the requests of an engine do next: admit, digest, decode; and what becomes of those that fail."""
+"""What an engine does next: admit requests, prefill prompts, decode, and handle requests that fail."""
 
 from collections.abc import Callable, Sequence
 
@@ -59,7 +59,7 @@ class Schedule:
         return self._admission.prefixes
 
     def queue(self, request: Request) -> None:
-        """Let a request wait for a slot."""
+        """Add a request to the queue for a slot."""
         seat = Seat(request=request, ending=Ending(self._tokenizer, request.stop))
         self.seats[request.id] = seat
         self._admission.queue(seat)
@@ -71,7 +71,7 @@ class Schedule:
     def advance(
         self, max_prefill_tokens: int, dice: Callable[[Sequence[Running]], Dice] | None, watch: Watch | None
     ) -> None:
-        """Admit what fits, digest new prompts, and make one step of all ready requests."""
+        """Admit requests, prefill new prompts, and make one step of all ready requests."""
         for seat, error in self._admission.admit():
             self._fail(seat, error)
         planned = plan(self.parts, list(self.seats.values()), max_prefill_tokens)
@@ -85,7 +85,7 @@ class Schedule:
             self._decode(seats, dice, watch)
 
     def _digest(self, chunks: Sequence[Chunk]) -> None:
-        """Digest chunks in one forward."""
+        """Prefill chunks in one forward."""
         seats = [chunk.seat for chunk in chunks]
         marks = [mark(seat.state) for seat in seats]
         try:
@@ -119,7 +119,9 @@ class Schedule:
                 self._deliver(self._update(by_id[made.request], made))
 
     def _failed(self, seats: Sequence[Seat], marks: Sequence[Mark], error: BaseException) -> None:
-        """Take back what failed; one request alone ends by it, several are tried alone. An interrupt is raised."""
+        """Undo a forward that failed. A single request ends; several requests will be tried one by one. An interrupt is
+        raised again.
+        """
         stood = [self._take_back(seat, to) for seat, to in zip(seats, marks, strict=True)]
         if not isinstance(error, Exception):
             raise error
@@ -127,7 +129,7 @@ class Schedule:
             self._fail(seats[0], error)
 
     def _take_back(self, seat: Seat, to: Mark) -> bool:
-        """Put a request back to where it stood before a step that failed; False where even that fails and it ends."""
+        """Put a request back to where it was before a failed step. If that fails too, end it and return False."""
         try:
             rewind(self.parts, seat.state, to)
             seat.start_over(self._tokenizer)
@@ -158,7 +160,7 @@ class Schedule:
         self._deliver(Update(id=seat.request.id, tokens=[], text="", output=output))
 
     def _finish(self, seat: Seat, reason: FinishReason) -> Output:
-        """Take a request out. Its slot stays allocated for a prompt that begins as it does, while nobody needs it."""
+        """End a request. Its slot stays warm for a prompt with the same beginning."""
         del self.seats[seat.request.id]
         self._admission.leave(seat)
         seat.ending.finish()

@@ -1,4 +1,4 @@
-"""A request inside the engine: how far it is, and what it has given."""
+"""A request inside the engine: its progress and its results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -16,9 +16,9 @@ class Seat:
     """A request in the engine; changes in place.
 
     Attributes:
-        ready: Whether its prompt is digested, or will be by its first step.
-        suspect: Whether it stood in a step that failed and has made none since; it makes the next one alone.
-        reused: Tokens of the prompt that did not need to be digested.
+        ready: Whether its prompt is prefilled, or its first step will prefill the rest.
+        suspect: Whether its last step failed together with other requests; it makes its next step alone.
+        reused: Prompt tokens that needed no prefill.
     """
 
     request: Request
@@ -36,13 +36,13 @@ class Seat:
 
     @property
     def state(self) -> Running:
-        """The request as the loop sees it. Raises RuntimeError where it has no slot yet."""
+        """The request as the loop sees it. Raises RuntimeError if it has no slot yet."""
         if self.running is None:
             raise RuntimeError(f"request {self.request.id} has no slot yet")
         return self.running
 
     def keep(self, tokens: Sequence[int]) -> int:
-        """How many of the new tokens belong to the output: what the request's own rule and its stop strings leave."""
+        """How many of the new tokens belong to the output, by the request's `ends` and its stop strings."""
         if self.request.ends is not None:
             output = self.state.output
             for i, token in enumerate(tokens, 1):
@@ -61,7 +61,7 @@ class Seat:
         self.top_logprobs += made.top_logprobs or ()
 
     def start_over(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """After a step that was taken back: text anew from the tokens that stand, of which nothing is handed out."""
+        """After a step was undone: rebuild the text from the committed tokens; none of it is handed out again."""
         self.ready, self.suspect, self.ended = False, True, False
         self.ending = Ending(tokenizer, self.request.stop)
         output = self.state.output
@@ -69,7 +69,7 @@ class Seat:
         self.ending.take()
 
     def output(self, reason: FinishReason, error: Exception | None = None) -> Output:
-        """What the request gave."""
+        """The result of the request."""
         tokens = [] if self.running is None else self.running.output
         deepest, asked = max(self.accepted, default=0), self.request.logprobs
         return Output(

@@ -1,4 +1,4 @@
-"""Inside transformers: `model.generate(..., custom_generate=outrider.as_custom_generate(...))`, or in its place."""
+"""Speculative decoding inside transformers: as `custom_generate` of `model.generate`, or in place of `generate`."""
 
 from outrider.integrate.custom import CustomGenerate, as_custom_generate
 from outrider.integrate.generate import generate, write_custom_generate

@@ -1,7 +1,7 @@
-"""What `generate` asks for, as requests.
+"""A batch of `generate` as requests of the engine.
 
-A row becomes a request: its processors are the row's whole pipeline from logits to scores. Where it ends is decided by
-its own end tokens, length and stop strings, and by the criteria that are asked about all rows.
+Each row becomes a request. Its processors are the row's whole pipeline from logits to scores. It ends by its own end
+tokens, length and stop strings, and by the criteria that look at all rows together.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,19 +26,19 @@ from outrider.processors import Processor, is_blind
 from outrider.types import Request, Sampling
 
 _BY_ROW = (MaxTimeCriteria, StopStringCriteria)
-"""transformers' criteria whose answer for a row depends on that row alone; no other row has to be waited for."""
+"""transformers' criteria whose answer for a row depends on that row alone. They need not wait for other rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What `generate` asks for.
+    """The arguments of one `generate` call.
 
     Attributes:
         input_ids: The prompts, padded on the left.
-        padding: How long each row's padding is.
+        padding: Length of each row's padding.
         processors: From logits to scores, of all rows.
         criteria: Where rows end.
-        same_device: Whether the prompts are where the model is; processors expect scores to be where the prompts are.
+        same_device: Whether the prompts are on the model's device; processors expect scores on the prompts' device.
     """
 
     input_ids: Int[Tensor, "rows length"]
@@ -54,24 +54,24 @@ class Batch:
 
     @property
     def max_new_tokens(self) -> int:
-        """At least one: criteria are asked after a token."""
+        """At least one, because criteria are called after a token."""
         longest = min(c.max_length for c in self.criteria if type(c) is MaxLengthCriteria)
         return max(1, longest - self.input_ids.shape[1])
 
     @property
     def pads(self) -> bool:
-        """Whether rows that have ended are padded; without an end token they go on beside the others."""
+        """Whether ended rows are padded. Without an end token, `generate` continues them until all rows end."""
         return any(hasattr(c, "eos_token_id") for c in self.criteria)
 
     @property
     def pad(self) -> int:
-        """What stands behind rows that have ended."""
+        """The token that pads ended rows."""
         pad = self.config._pad_token_tensor
         return 0 if pad is None else int(pad)
 
     @property
     def asked(self) -> Sequence[Any]:
-        """The criteria that are asked about all rows together: the caller's own, for they may look across rows."""
+        """The caller's own criteria. They are called for all rows together, because they may look at several rows."""
         known = (EosTokenCriteria, MaxLengthCriteria, *(_BY_ROW if self.pads else ()))
         return [c for c in self.criteria if type(c) not in known]
 
@@ -100,7 +100,7 @@ class Batch:
         return self.keeps_scores or bool(self.config.return_dict_in_generate and self.config.output_logits)
 
     def _of_row(self, processor: Processor, row: int) -> Processor:
-        """A processor as one row meets it: alone, behind its padding."""
+        """A processor for one row: it gets the row alone, behind its padding."""
         if is_blind(processor) and self.same_device:
             return processor
         alone = _alone(processor, row)
@@ -112,7 +112,7 @@ class Batch:
         )
 
     def _ends(self, row: int) -> Callable[[Sequence[int]], bool] | None:
-        """Whether a row ends after some output, by the criteria that look at one row at a time."""
+        """Whether a row ends after this output, by the criteria that look at one row."""
         own = [c for c in self.criteria if self.pads and type(c) in _BY_ROW]
         if not own:
             return None
@@ -127,10 +127,10 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True)
 class _InRow:
-    """A processor that is given one row's tokens as `generate` gives them: behind its padding and at its place.
+    """A processor that gets one row as `generate` gives it: behind its padding, at its place in the batch.
 
     Attributes:
-        padding: What stands before the row's prompt.
+        padding: The padding before the row's prompt.
         row: The row's place; all `num_rows` rows are copies of it.
     """
 
@@ -147,7 +147,7 @@ class _InRow:
 
 
 def _alone(processor: Processor, row: int) -> Processor | None:
-    """A processor for one row of the batch, if transformers makes it and the others do not matter to it."""
+    """A processor for one row of the batch, if it is transformers' own and does not look at other rows."""
     if isinstance(processor, RepetitionPenaltyLogitsProcessor):
         ignored = getattr(processor, "prompt_ignore_length", None)
         if isinstance(ignored, Tensor):

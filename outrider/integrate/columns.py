@@ -1,4 +1,4 @@
-"""What a batch has come to, column by column, as `generate` has it after each token."""
+"""The outputs of a batch, column by column, as `generate` has them after each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,16 +17,16 @@ from outrider.types import Step
 class Columns:
     """The new tokens of a batch; changes in place.
 
-    A column holds one new token of every row. Drafting brings rows forward unevenly, so a column is settled when every
-    row that goes on has reached it. Then happens what `generate` does with a column, in its order: rows that have ended
-    get padding, criteria are asked about all rows, the streamer is given the column. What rows drew beyond the column
-    in which they end is dropped.
+    A column holds one new token of every row. Drafting advances rows unevenly, so a column is settled when every row
+    that has not ended has reached it. Then the same happens as in `generate`, in the same order: ended rows get
+    padding, criteria are called for all rows, the streamer gets the column. Tokens that a row drew beyond its end are
+    dropped.
 
     Attributes:
-        tokens: What each row has drawn, settled or not.
-        logits: The raw logits of these, if wanted.
-        over: Rows whose requests have ended; what they drew is all that they draw.
-        ended: Rows that ended in a settled column. Where rows are not padded, they go on beside the others.
+        tokens: The tokens that each row has drawn, settled or not.
+        logits: Their raw logits, if wanted.
+        over: Rows whose requests have ended; they draw no more tokens.
+        ended: Rows that ended in a settled column. If rows are not padded, they continue until all rows end.
         sequences: The prompts and the settled columns.
         raw: The raw logits of the settled columns, if wanted; 0 where a row is padded.
         scores: The processed scores of the settled columns, if wanted; 0 where a row is padded.
@@ -54,16 +54,16 @@ class Columns:
 
     @property
     def padded(self) -> set[int]:
-        """Rows that draw no more."""
+        """Rows that are padded from now on."""
         return self.ended if self.batch.pads else set()
 
     def keep_logits(self, step: Step) -> None:
-        """The logits that a step brings; its tokens come by `add`."""
+        """Take the logits of a step; `add` takes its tokens."""
         if step.logits is not None:
             self.logits[int(step.request)].extend(step.logits)
 
     def add(self, row: int, tokens: Sequence[int], over: bool) -> None:
-        """What a row has drawn, and whether that is all."""
+        """Take the tokens that a row has drawn, and whether the row has ended."""
         self.tokens[row].extend(tokens)
         if over:
             self.over.add(row)

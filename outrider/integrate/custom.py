@@ -1,4 +1,4 @@
-"""Speculative decoding as a way of decoding of `model.generate`: the callable that `custom_generate` takes."""
+"""Speculative decoding as a decoding method of `model.generate`: the callable for `custom_generate`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ MOST_SLOTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class CustomGenerate:
-    """What `as_custom_generate` returns: the arguments of that function."""
+    """The callable that `as_custom_generate` returns."""
 
     options: Setup
     streamer: BaseStreamer | None = None
@@ -50,7 +50,7 @@ class CustomGenerate:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | Int[Tensor, "rows longer"]:
-        """Called by `generate`, which has put the batch, its processors and its criteria together."""
+        """Called by `generate` after it has prepared the batch, the processors and the criteria."""
         check_call()
         check(model, input_ids, generation_config, model_kwargs)
         criteria = list(stopping_criteria)
@@ -80,35 +80,36 @@ def as_custom_generate(
     stop_strings: str | Sequence[str] | None = None,
     **options: Any,
 ) -> CustomGenerate:
-    """Speculative decoding for `model.generate(..., custom_generate=...)`; what comes out is what `generate` gives.
+    """Speculative decoding for `model.generate(..., custom_generate=...)`, with the outputs of `generate`.
 
-    Greedy output is the same; sampled output has the same law, seeded from torch's global generator. The logits
-    processors and warpers that `generate` makes are the whole pipeline from logits to probabilities, run per node of a
-    draft with that node's own prefix. Stopping criteria are asked after every token, about the whole batch. Batches
-    with left padding, `num_return_sequences`, `return_dict_in_generate`, `output_scores` and `output_logits` are
-    supported; where a row has ended before others, its scores are 0. `past_key_values` is not returned. The model
-    runs in evaluation mode, and is given back in the mode it was in.
+    Greedy output is the same. Sampled output has the same law, seeded from torch's global generator. The logits
+    processors and warpers that `generate` makes are the whole pipeline from logits to probabilities; they run per node
+    of a draft, with that node's own prefix. Stopping criteria are called after every token, for the whole batch.
+    Batches with left padding, `num_return_sequences`, `return_dict_in_generate`, `output_scores` and `output_logits`
+    are supported; the scores of a row that has ended are 0. `past_key_values` is not returned. The model runs in
+    evaluation mode and returns to its old mode afterwards.
 
-    The engine is made at the first call with a model and these options, and used again for as long as the model lives.
-    Weights may change between calls; a model that was moved or cast gets a new engine. Threads may call at once; each
-    gets an engine of its own, but a drafter that was given as an object serves one call after the other.
+    The first call with a model makes the engine. Later calls reuse it as long as the model lives. Weights may change
+    between calls; a model that was moved or cast gets a new engine. Threads may call at once, each with its own engine;
+    but a drafter that was given as an object serves one call at a time.
 
-    transformers hands a callable neither `streamer` nor `tokenizer` nor `stop_strings`, so these are given here and not
+    transformers passes neither `streamer` nor `tokenizer` nor `stop_strings` to a callable, so give these here and not
     to `generate`. `outrider.integrate.generate` gets all arguments.
 
     Args:
         streamer: Gets the prompt and then each token, as from plain `generate`.
         stop_strings: End the output with the token that completes one of them; they need the option `tokenizer`.
-        options: The fields of `outrider.Setup`, apart from those that say which target there is and how it is loaded.
-            Without a drafter it is `suffix`. With `compile` or `prepack` the weights must not change between calls, and
-            a compiled model stays in memory.
+        options: The fields of `outrider.Setup`, except those that name the target or say how to load it. The default
+            drafter is `suffix`. With `compile` or `prepack` the weights must not change between calls, and a compiled
+            model stays in memory.
 
     Raises:
-        InputError: For an option that does not exist or apply; when called, for what cannot be had in this way.
+        InputError: The option does not exist or does not apply. When called: `generate` was asked for something that
+            drafting cannot do.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-        >>> from outrider.load import EMBEDDED_TARGET
+        >>> from outrider.embedded import EMBEDDED_TARGET
         >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET, dtype="float32")
         >>> inputs = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)("Once upon a time", return_tensors="pt")
         >>> plain = model.generate(**inputs, max_new_tokens=8, do_sample=False)
@@ -120,7 +121,7 @@ def as_custom_generate(
 
 
 def applicable(options: Mapping[str, Any]) -> Setup:
-    """The setup of options by name. Raises InputError for those that a loaded model has settled."""
+    """The setup of options by name. Raises InputError for options of loading, because the model is loaded already."""
     setup = Setup.of(options)
     if settled := [name for name in ("target", "vocab_size", *OF_LOADING) if name in setup.given()]:
         raise InputError(f"inside transformers the model is loaded already; leave out {', '.join(settled)}")

@@ -1,4 +1,4 @@
-"""Rows run to their ends, and put together as `generate` returns them."""
+"""Run rows to their ends, and build the result of `generate`."""
 
 import torch
 from jaxtyping import Int
@@ -15,7 +15,7 @@ from outrider.types import InputError
 
 
 def draw(engine: Engine, batch: Batch, streamer: BaseStreamer | None) -> Columns:
-    """Run all rows to their ends. Whatever happens, the engine is left without them."""
+    """Run all rows to their ends. The engine keeps none of them, even after an error."""
     _check_room(engine, batch)
     columns = Columns(batch=batch, streamer=streamer)
     rows = range(len(batch.input_ids))
@@ -54,7 +54,7 @@ def _check_room(engine: Engine, batch: Batch) -> None:
 
 
 def _seeds(batch: Batch) -> list[int]:
-    """A seed per row, from torch's global generator; greedy decoding leaves that alone, as `generate` does."""
+    """A seed per row, from torch's global generator. Greedy decoding draws none, as in `generate`."""
     count = len(batch.input_ids)
     return torch.randint(2**62, (count,)).tolist() if batch.config.do_sample else list(range(count))
 

@@ -1,4 +1,4 @@
-"""`generate` itself, drafting: with all the arguments that transformers' own takes, in a script or loaded by path."""
+"""A `generate` with speculative decoding, with all arguments of transformers' own; for scripts, or loaded by path."""
 
 import copy
 from collections.abc import Callable
@@ -41,23 +41,24 @@ def generate(
     tokenizer: str | PreTrainedTokenizerBase | None = None,
     **arguments: Any,
 ) -> GenerateDecoderOnlyOutput | Int[Tensor, "rows longer"]:
-    """What `model.generate` gives, drafted: it takes the arguments of `generate` and the options of `outrider.Setup`.
+    """The output of `model.generate`, by speculative decoding. Takes the arguments of `generate` and the options of
+    `outrider.Setup`.
 
-    Unlike a callable given as `custom_generate`, it sees `streamer`, `tokenizer`, `stop_strings` and `assistant_model`.
-    So it can stand in for a model's own `generate`, and a script needs no other change:
-    `model.generate = functools.partial(outrider.integrate.generate, model=model)`.
+    Unlike a callable given as `custom_generate`, it gets `streamer`, `tokenizer`, `stop_strings` and `assistant_model`.
+    So it can replace a model's own `generate`, and a script needs no other change: `model.generate =
+    functools.partial(outrider.integrate.generate, model=model)`.
 
     Args:
         inputs: As in `generate`, like every argument not named here.
-        model: The model; of one that torch compiled, what was compiled is used, as by its own `generate`.
+        model: The model. For a model that torch compiled, the compiled forward is used, as in its own `generate`.
         arguments: Those of `generate`, and the options that `as_custom_generate` takes.
 
     Raises:
-        InputError: For what cannot be had in this way, by name.
+        InputError: `generate` was asked for something that drafting cannot do; the message names it.
 
     Example:
         >>> from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
-        >>> from outrider.load import EMBEDDED_TARGET
+        >>> from outrider.embedded import EMBEDDED_TARGET
         >>> model = AutoModelForCausalLM.from_pretrained(EMBEDDED_TARGET)
         >>> tokenizer = AutoTokenizer.from_pretrained(EMBEDDED_TARGET)
         >>> said = generate(**tokenizer("Once upon a", return_tensors="pt"), model=model, max_new_tokens=1,
@@ -104,7 +105,7 @@ def generate(
 
 
 def write_custom_generate(directory: str | Path, **options: Any) -> Path:
-    """Write the form of `generate` above that transformers loads by path or from the hub.
+    """Write the above `generate` as a file that transformers loads by path or from the hub.
 
     `model.generate(..., custom_generate=directory, trust_remote_code=True)` then runs it. In a model's own directory it
     becomes that model's `generate`, when the model is loaded with `trust_remote_code=True`.
@@ -116,7 +117,7 @@ def write_custom_generate(directory: str | Path, **options: Any) -> Path:
         The file that was written, `custom_generate/generate.py`; beside it lies `requirements.txt`.
 
     Raises:
-        InputError: For an option that does not exist, does not apply or cannot be written to a file.
+        InputError: The option does not exist, does not apply or cannot be written to a file.
     """
     written = applicable(options).written()
     for family in get_args(Family):

@@ -1,4 +1,4 @@
-"""Engines kept beside the models they were made for."""
+"""Engines that are kept beside their models between calls."""
 
 import weakref
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ KEPT_ENGINES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """An engine, and what it was made of: options, and the model's place and shape."""
+    """An engine, with the options, device, dtype and shape of the model that it was made for."""
 
     options: Setup
     form: tuple[object, ...]
@@ -31,21 +31,22 @@ class _Kept:
 
 _KEPT: weakref.WeakKeyDictionary[PreTrainedModel, list[_Kept]] = weakref.WeakKeyDictionary()
 _TRAINING: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, list[Module]]] = weakref.WeakKeyDictionary()
-"""Models that calls have put into evaluation mode: how many calls, and which modules were in training mode."""
+"""Models in evaluation mode because of running calls: the number of calls, and the modules that were in training mode.
+"""
 _LOCK = Lock()
 _LOADING = RLock()
-"""Held while an engine is made: transformers cannot load two models at once, it swaps global functions meanwhile."""
+"""Held while an engine is made. transformers cannot load two models at once, because it swaps global functions."""
 _SHARED = RLock()
-"""Held by calls whose drafter is an object: others may have the same one, and its slots and cache are not for two
-threads. A call within a call may go on."""
+"""Held by calls whose drafter is an object, because other calls may use the same object, and its cache is not for two
+threads. A call within a call is allowed."""
 
 
 @contextmanager
 def borrowed(model: PreTrainedModel, options: Setup) -> Iterator[Engine]:
     """The engine of a model and its options, made at first use.
 
-    Nobody else has it meanwhile: a second call at the same time gets one of its own. An engine that failed is dropped.
-    It forgets its texts when it is given back, because weights may change before the next call.
+    One call at a time uses it: a second call at the same time gets another engine. An engine that failed is dropped.
+    After each call the engine releases its warm slots, because weights may change before the next call.
     """
     form = (
         model.device,
@@ -70,7 +71,7 @@ def borrowed(model: PreTrainedModel, options: Setup) -> Iterator[Engine]:
 
 
 def _same(some: Setup, other: Setup) -> bool:
-    """Whether two are written alike; objects must be the very same, for they may hold what cannot be compared."""
+    """Whether two setups are equal. Objects must be identical, because they may hold values that cannot be compared."""
     pairs = [(getattr(some, f.name), getattr(other, f.name)) for f in fields(Setup)]
     return all(a is b or (isinstance(a, str | int) and type(a) is type(b) and a == b) for a, b in pairs)
 
@@ -85,7 +86,7 @@ def _engine(model: PreTrainedModel, options: Setup) -> Engine:
 
 @contextmanager
 def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Evaluation mode for a while; after the last call that runs, each module gets back the mode that it was in."""
+    """Put a model into evaluation mode. When the last call ends, each module returns to its old mode."""
     with _LOCK:
         count, training = _TRAINING.pop(model, (0, [module for module in model.modules() if module.training]))
         _TRAINING[model] = (count + 1, training)

@@ -1,4 +1,4 @@
-"""What `generate` can do and drafting cannot, refused by name."""
+"""Refuse what `generate` can do and drafting cannot, by name."""
 
 import inspect
 import pickle
@@ -23,26 +23,25 @@ _OTHER_MODES = {
     "dola_generation": "dola_layers",
     "group_beam_search": "num_beam_groups",
 }
-"""Ways of generating that are neither sampling nor greedy, and the arguments that ask for them."""
+"""Decoding methods other than sampling and greedy, with the arguments that select them."""
 
 _CACHES = ("past_key_values", "cache_params")
 _EXTRAS = ("output_attentions", "output_hidden_states")
 _PREPARED = frozenset({*_EXTRAS, "attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES})
-"""What `generate` prepares for every text model; anything else belongs to a kind of input that is not supported."""
+"""The inputs that `generate` prepares for every text model. Other inputs are not supported."""
 
 _KEPT_BACK = {
     "streamer": "give it to as_custom_generate(streamer=...)",
     "assistant_model": "give a draft model as drafter='model:path=...'",
     "synced_gpus": "drop it, drafts differ in length",
 }
-"""Arguments that `generate` takes and does not hand on to a callable, and what to do."""
+"""Arguments that `generate` does not pass to a callable, and what to do instead."""
 
 
 def check_call() -> None:
-    """Raise InputError where the `generate` that calls was given what it keeps back.
+    """Raise InputError if the calling `generate` got an argument that it does not pass on.
 
-    It hands these arguments to nobody, so they are looked up among its variables; a streamer that is never fed would
-    let its reader wait for ever.
+    Such arguments are read from its local variables. Without this check, the reader of a streamer would wait for ever.
     """
     frame, generate = inspect.currentframe(), inspect.unwrap(GenerationMixin.generate).__code__
     while frame is not None and frame.f_code is not generate:
@@ -93,7 +92,7 @@ def check(
 
 
 def _filled(cache: Cache) -> bool:
-    """Whether a cache holds tokens. One of recurrent layers alone cannot say how many."""
+    """Whether a cache holds tokens. A cache of recurrent layers alone has no length."""
     try:
         return cache.get_seq_length() > 0
     except ValueError:
@@ -107,16 +106,16 @@ def check_cache(implementation: str | None) -> None:
 
 
 def check_padding(pads: bool, config: GenerationConfig) -> None:
-    """Raise InputError where rows that have ended are to be padded, and nothing says with what."""
+    """Raise InputError if ended rows need padding and there is no padding token."""
     if pads and config._pad_token_tensor is None:
         raise InputError("rows may end at different lengths and there is no padding token; give pad_token_id")
 
 
 def check_processors(processors: Sequence[Processor], input_ids: Int[Tensor, "rows length"], vocab_size: int) -> None:
-    """Raise InputError where a processor's scores for a row depend on more than the row's tokens and scores.
+    """Raise InputError if a processor's scores for a row depend on more than the row's tokens and scores.
 
-    The caller's own are asked about the prompts: three times, the third time after a longer text, and row by row. One
-    that does not depend on anything else says the same each time, and is not changed.
+    The caller's own processors are called on the prompts three times, the third time after a longer text, and then row
+    by row. A processor that depends on nothing else returns the same scores each time and does not change.
     """
     Sampling(processors=tuple(processors))
     noise = torch.randn(len(input_ids), vocab_size, generator=torch.Generator().manual_seed(0)).to(input_ids.device)
@@ -145,7 +144,7 @@ def check_processors(processors: Sequence[Processor], input_ids: Int[Tensor, "ro
 def _asked(
     processor: Processor, ids: Int[Tensor, "rows length"], scores: Float[Tensor, "rows vocab"]
 ) -> Float[Tensor, "rows vocab"] | None:
-    """What a processor makes of scores; None where it fails."""
+    """The scores that a processor returns; None if it fails."""
     try:
         return processor(ids, scores.clone())
     except Exception:
@@ -157,7 +156,7 @@ def _equal(one: Tensor, other: Tensor | None) -> bool:
 
 
 def _state(processor: Processor) -> bytes | None:
-    """What a processor knows, to compare; None where that cannot be told."""
+    """A processor's attributes, for comparison; None where that cannot be told."""
     try:
         return pickle.dumps(vars(processor))
     except Exception:

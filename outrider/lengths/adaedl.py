@@ -30,7 +30,7 @@ class AdaedlLength:
 
     Attributes:
         num_speculative_tokens: Longest draft.
-        gamma: $\gamma$, what stands for the unknown cross term.
+        gamma: $\gamma$, which replaces an unknown cross term of the bound.
         threshold: $\lambda$ of a new request.
         target_rate: Acceptance rate that the threshold steers to.
         epsilon: $\epsilon$.

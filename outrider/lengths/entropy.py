@@ -1,4 +1,4 @@
-"""The entropy of what may come next, on the host: what AdaEDL and SVIP stop by."""
+"""The entropy of draft rows, which AdaEDL and SVIP use to stop."""
 
 import numpy as np
 import torch

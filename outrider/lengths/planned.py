@@ -12,8 +12,7 @@ from outrider.types import InputError, Step
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedState:
-    """Decayed counts of tokens that were accepted and of tokens that were tested: a rejected one was, later ones
-    not."""
+    """Decayed counts of accepted and of tested tokens. A rejected token is tested; the tokens behind it are not."""
 
     accepted: float
     tested: float
@@ -23,16 +22,16 @@ class PlannedState:
 class PlannedLength:
     r"""Draft the length $\gamma$ that maximises $(1 + a + \ldots + a^\gamma) / (1 + \gamma (c + v))$.
 
-    a is the request's acceptance rate so far, each step weighing `decay` times what the next one does. The costs are in
-    forwards of the target over one token; `outrider.bench.costs` measures them. They are numbers, not clocks read on
-    the way, and do not follow how many requests run, so that a request's tokens depend on its seed alone. They should
-    be those of the usual batch: where a forward already takes as long as its tokens are many, one more token costs more
-    than for a request alone, and shorter drafts are best. The defaults are those of a request alone.
+    a is the request's acceptance rate so far. Each step weighs `decay` times as much as the next one. Costs are in
+    units of a target forward over one token; `outrider.bench.costs` measures them. They are fixed numbers that depend
+    neither on a clock nor on the number of requests, so that a request's tokens depend on its seed alone. Measure them
+    for your usual batch: in a full batch each extra token costs more, and shorter drafts are best. The defaults are for
+    a single request.
 
     Attributes:
-        draft_cost: c, one call of the drafter.
-        token_cost: v, what one more token adds to the target's forward.
-        acceptance: a of a new request, weighing `prior` tokens.
+        draft_cost: c, the cost of one drafter call.
+        token_cost: v, the cost that one more token adds to the target's forward.
+        acceptance: a of a new request, with the weight of `prior` tokens.
 
     References:
         Leviathan et al. 2023, section 3.5. https://arxiv.org/abs/2211.17192

@@ -1,4 +1,4 @@
-"""What the loop asks of a length policy: how deep at most, how far to go on, and to be told what happened."""
+"""The interface of length policies: the deepest draft, when to stop, and an update after each step."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Protocol, runtime_checkable
@@ -13,12 +13,12 @@ from outrider.types import Step
 
 @runtime_checkable
 class LengthPolicy(Protocol):
-    """Decides when drafting stops, from the past and from rows, never from the tokens that were drawn: a rule that
-    looks at a drawn token to decide whether to keep it breaks the law. Immutable; a request's state is a value.
+    """Decides when drafting stops, from earlier steps and from rows. It must not read drawn tokens: a policy that reads
+    a drawn token to decide whether to keep it breaks the law. Immutable; a request's state is a value.
 
     Attributes:
-        constant: Whether every draft is meant to be equally long.
-        lossy: Why the output has another law than the target's, and what to use instead; None where it has the same.
+        constant: Whether all drafts have the same length, as far as there is room.
+        lossy: Why the output has another law than the target's, and what to use instead; None if the law is the same.
     """
 
     constant: ClassVar[bool]
@@ -35,24 +35,24 @@ class LengthPolicy(Protocol):
         ...
 
     def reach(self, states: Sequence[object], level: Level) -> Int[np.ndarray, " n"] | None:
-        """How many more tokens may follow each node of a level, given the scores of what these may be: 0 stops
-        there, 1 keeps one more. None sets no bound. Asked of drafters that have rows, before a token is drawn.
+        """How many more tokens may follow each node of a level, given its scores: 0 stops there, 1 allows one more.
+        None sets no bound. Called before tokens are drawn, and only if the drafter has rows.
         """
         ...
 
     def update(self, state: object, step: Step) -> object:
-        """State after a step."""
+        """The state after a step."""
         ...
 
 
 @runtime_checkable
 class BatchPolicy(Protocol):
-    """A length policy that shares one budget of target nodes among the chains of a batch, after they were drafted."""
+    """A length policy that shares one budget of target nodes among the chains of a batch, after drafting."""
 
     def note(self, level: Level, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n 2"]:
-        """What `share` will need of the tokens that were drawn at a level."""
+        """The two numbers per drawn token that `share` needs later."""
         ...
 
     def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]:
-        """How many drafted tokens of each request to verify; -inf stands where a request drafted fewer."""
+        """How many draft tokens of each request to verify. `notes` is -inf where a request has no token."""
         ...

@@ -15,17 +15,17 @@ from outrider.types import InputError, Step
 
 @dataclass(frozen=True, kw_only=True)
 class TetrisLength:
-    r"""Each request drafts `num_speculative_tokens + extra` tokens; of the batch's, the best `num_speculative_tokens`
-    per request are verified.
+    r"""Each request drafts `num_speculative_tokens + extra` tokens; of all tokens of the batch, the best are verified,
+    `num_speculative_tokens` per request on average.
 
-    A token's value stands for the chance that it and all before it are accepted. The `predictable` one is
+    A token's value estimates the chance that it and all tokens before it are accepted. The criterion `predictable` is
     $\min_{k \le j} (\sum_{l<k} \log q(x_l) + \log \hat a_k)$ with $\hat a$ the largest probability of the row, which
-    does not read the token itself, so that whether a token is verified does not depend on which token it is. The
-    published one, `original`, is $\sum_{l \le j} \log q(x_l)$: it drops drawn tokens because of their own probability
-    and is not lossless above temperature 0.
+    does not read the token itself. So whether a token is verified does not depend on which token it is. The published
+    criterion, `original`, is $\sum_{l \le j} \log q(x_l)$: it drops drawn tokens because of their own probability and
+    is not lossless above temperature 0.
 
-    A request's own draws do not depend on its companions, but what is verified of them does, so a seed repeats an
-    output only in the same batch.
+    A request's draws do not depend on the other requests, but the number of tokens that are verified does. So a seed
+    repeats an output only in the same batch.
 
     References:
         Wu et al. 2025, TETRIS. https://arxiv.org/abs/2502.15197
@@ -72,7 +72,7 @@ class TetrisLength:
     def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]:
         values = self.values(notes)
         count = min(self.num_speculative_tokens * len(values), int((values > -np.inf).sum()))
-        # Of equal values the shallower is taken, so that each request keeps a beginning of its draft.
+        # Of equal values the shallower wins, so that each request keeps the beginning of its draft.
         depth, request = np.meshgrid(np.arange(values.shape[1]), np.arange(len(values)))
         best = np.lexsort([request.ravel(), depth.ravel(), -values.ravel()])[:count]
         return np.bincount(best // values.shape[1], minlength=len(values))

@@ -1,4 +1,4 @@
-"""What is known of a model from its config and its modules, worked out once.
+"""The facts about a model that slots and masks need, read from its config and its modules once.
 
 Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
 
@@ -103,7 +103,7 @@ class Anatomy:
 
     @classmethod
     def of(cls, model_or_config: PreTrainedModel | PreTrainedConfig) -> "Anatomy":
-        """What is known of a model, or of a config as far as that goes."""
+        """The anatomy of a model, or of a config as far as a config shows it."""
         model = model_or_config if isinstance(model_or_config, PreTrainedModel) else None
         config = model_or_config.config if isinstance(model_or_config, PreTrainedModel) else model_or_config
         kind = type(model) if model is not None else _causal_class(config)
@@ -127,12 +127,12 @@ class Anatomy:
 
     @property
     def name(self) -> str:
-        """What transformers calls this type of model."""
+        """transformers' name for this type of model."""
         return str(self.config.model_type)
 
     @property
     def text_name(self) -> str:
-        """What transformers calls the type of the part that generates text."""
+        """transformers' name for the type of the part that generates text."""
         return str(self.text.model_type)
 
     @property
@@ -152,7 +152,7 @@ class Anatomy:
 
     @property
     def longest_context(self) -> int | None:
-        """The longest context: what the model was made for, and what can be steered from outside; None: any."""
+        """The longest context that the model was made for and that can be steered from outside; None: any."""
         own = getattr(self.text, "max_position_embeddings", None)
         return min((n for n in (own, self.context_limit) if n is not None), default=None)
 

@@ -1,4 +1,4 @@
-"""One forward over several slots: rows, padding, and what is wanted of the results, packed. For models and heads."""
+"""The batch of one forward over several slots: rows, padding, and packing of the results. For models and heads."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from outrider.lm.protocol import Segment
 def padded_width(count: int, *, doubling: bool = False) -> int:
     """Columns of a forward over `count` nodes: the count itself up to 16, then the next of eight sizes per doubling.
 
-    Kernel libraries keep what they prepare for every shape that they have seen; with few shapes that comes to an end.
-    Where every shape is recorded by itself, as CUDA graphs are, the sizes are the powers of two.
+    Kernel libraries cache prepared work for every new shape; few shapes keep that cache small. With `doubling`, for
+    CUDA graphs, which record every shape separately, sizes are powers of two.
 
     Example:
         >>> [padded_width(n) for n in (5, 16, 17, 33, 100, 512)]
@@ -37,7 +37,7 @@ def upload(arrays: Sequence[Int[np.ndarray, "..."]], device: torch.device) -> li
 
 
 def joined(parts: Sequence[Float[Tensor, "_ dim"]], nothing: Float[Tensor, "none dim"]) -> Float[Tensor, "all dim"]:
-    """Tensors one behind the other; `nothing` where there are none."""
+    """The tensors concatenated; `nothing` if there are none."""
     if not parts:
         return nothing
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
@@ -66,8 +66,8 @@ class Batch:
         """The batch of some segments, each with at least one node.
 
         Args:
-            row: Where a slot lies in the cache.
-            width: How many columns a forward over so many nodes has.
+            row: The cache row of a slot.
+            width: The number of columns of a forward over this many nodes.
         """
         if len(segments) == 1:
             count = segments[0].tokens.shape[0]
@@ -87,13 +87,8 @@ class Batch:
 
     @property
     def fills_one_row(self) -> bool:
-        """Whether there is one row, without padding."""
+        """Whether there is a single row without padding."""
         return len(self.segments) == 1 and int(self.counts[0]) == self.width
-
-    @property
-    def full(self) -> bool:
-        """Whether no row is padded and all logits are wanted."""
-        return all(s.num_wanted == self.width for s in self.segments)
 
     @property
     def digests_only(self) -> bool:
@@ -124,7 +119,7 @@ class Batch:
         return self._padded(tokens, device)
 
     def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
-        """The features of all rows, padded; None where the segments have none.
+        """The features of all rows, padded; None if the segments have none.
 
         Raises:
             ValueError: Some segments have features and some have none.
@@ -147,7 +142,7 @@ class Batch:
         columns: Int[np.ndarray, " columns"],
         wanted: Sequence[Int[np.ndarray, " _"]],
     ) -> Float[Tensor, "wanted dim"]:
-        """What is wanted of each row, one behind the other in the caller's order of segments.
+        """The wanted columns of each row, packed in the caller's order of segments.
 
         Args:
             columns: Which columns the values are of.

@@ -46,7 +46,7 @@ class Layer:
 
 
 class Probe:
-    """A cache that remembers nothing but the shapes that it is shown.
+    """A cache that records only the shapes of keys and values.
 
     Attributes:
         layers: What each layer keeps, by its index. Layers that share another's keys and values are not there.
@@ -74,7 +74,7 @@ def _round_up(count: int) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Memory that can still be taken on a device; None where it is not known."""
+    """Free memory of a device in bytes; None if unknown."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
@@ -92,7 +92,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def worst_bytes(layers: Mapping[int, Layer], max_slots: int, max_context: int) -> int:
-    """Most memory that the slots can come to need: all of them full, and half as much while storage grows."""
+    """Most memory that the slots can need: all slots full, plus half as much while storage grows."""
     position = sum(layer.keys.num_bytes + layer.values.num_bytes for layer in layers.values())
     return position * max_slots * _round_up(max_context + 1) * 3 // 2
 

@@ -1,4 +1,4 @@
-"""What works for one model, and why not: the facts of `support` as a list that people can read."""
+"""What works for one model and what does not, with reasons: the facts of `support` as a list for people."""
 
 from dataclasses import dataclass
 
@@ -12,10 +12,10 @@ from outrider.lm.support import refusal
 
 @dataclass(frozen=True, kw_only=True)
 class Capability:
-    """One thing that a model can do, or cannot.
+    """One feature that a model supports or does not.
 
     Attributes:
-        feature: What is asked.
+        feature: The feature.
         supported: Whether it works.
         reason: How it works, or why it does not.
     """
@@ -84,7 +84,7 @@ def _recurrent(anatomy: Anatomy) -> list[Capability]:
         Capability(
             feature="prefix reuse",
             supported=True,
-            reason="a prompt that continues the last text digests what is new; one that leaves it starts anew",
+            reason="a prompt that continues the last text prefills only its new tokens; any other prompt starts anew",
         ),
         Capability(feature="compile", supported=False, reason="segments have as many lengths as drafts do"),
     ]

@@ -13,10 +13,10 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.taps import attach
 
 COMPILED = 64
-"""Columns up to which forwards are compiled; longer ones digest prompts, in many shapes and seldom."""
+"""Most columns of a compiled forward. Longer forwards prefill prompts; they have many shapes and are rare."""
 
 Run = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
-"""A forward that returns logits and what was tapped, in the order of the taps."""
+"""A forward that returns logits and the tapped hidden states, in the order of the taps."""
 
 
 class CompiledForwards:
@@ -41,7 +41,7 @@ class CompiledForwards:
     def __call__(
         self, taps: Sequence[int], **inputs: Any
     ) -> tuple[Float[Tensor, "rows width vocab"], Mapping[int, Float[Tensor, "rows width hidden"]]]:
-        """Logits, and what is tapped."""
+        """The logits and the tapped hidden states."""
         wanted = tuple(dict.fromkeys(taps))
         if wanted not in self._by_taps:
             self._by_taps[wanted] = self._compiled(wanted)

@@ -1,4 +1,4 @@
-"""A model's two ends as functions: from tokens to the first vectors, from the last ones to logits.
+"""A model's two ends as functions: tokens to embeddings, and last hidden states to logits.
 
 Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `model.get_input_embeddings()`; a causal LM's forward
 calls the one of its children that holds the layers with its `inputs_embeds`, takes `last_hidden_state` or element 0 of
@@ -27,7 +27,7 @@ _TOLERANCE = 1e-2
 
 @dataclass(frozen=True, kw_only=True)
 class Ends:
-    """What a drafter may use of its target.
+    """The functions of the target that a drafter may use.
 
     Attributes:
         embed: Input embeddings of tokens.

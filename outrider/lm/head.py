@@ -1,4 +1,4 @@
-"""A drafter's head as a small language model of its own: the module is the mathematics, slots and batches are ours."""
+"""A drafter's head as a small language model: the module is the mathematics; slots and masks are added here."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -20,12 +20,12 @@ from outrider.types import InputError
 
 @runtime_checkable
 class Keeper(Protocol):
-    """Keeps keys and values of a head's attention layers: a slot cache when drafting, another when training."""
+    """Stores keys and values of a head's attention layers. Drafting uses a slot cache; training uses another."""
 
     def update(
         self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
     ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
-        """Take the new keys and values of a layer, and return all that its queries may see."""
+        """Store the new keys and values of a layer. Returns all keys and values that its queries may see."""
         ...
 
 
@@ -49,21 +49,21 @@ class HeadModule(Protocol):
         mask: Bool[Tensor, "rows 1 width keys"],
         cache: Keeper,
     ) -> Float[Tensor, "rows width hidden"]:
-        """What the head hands on of each node.
+        """The head's output features of each node.
 
         Args:
-            features: None where the nodes have none, as the unknown positions of a block.
+            features: None if the nodes have none, as the unknown positions of a block.
             mask: Which keys of the cache each node sees, the new ones included.
         """
         ...
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """What may follow, from what was handed on."""
+        """Logits of the next token, from output features."""
         ...
 
 
 class HeadLM(SlottedLM):
-    """A head behind the `LM` protocol: its extensions bring logits and, of all nodes, what the head hands on.
+    """A head behind the `LM` protocol. Its extensions hold logits, and the head's output features of all nodes.
 
     Attributes:
         module: The head.
@@ -111,7 +111,7 @@ class HeadLM(SlottedLM):
         return {"head": self.module}
 
     def cast(self, dtype: torch.dtype) -> "HeadLM":
-        """A copy that computes in another type, uncompiled; itself where it does already."""
+        """A copy in another dtype, uncompiled. Returns itself if it already has that dtype."""
         if self.dtype in (dtype, torch.float64):
             return self
         module = copy.deepcopy(self.module).to(dtype)
@@ -129,7 +129,7 @@ class HeadLM(SlottedLM):
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> None:
-        """Show the probe what layers keep, by a forward of two tokens."""
+        """Let the probe record what each layer caches, by a forward of two tokens."""
         positions = torch.arange(2, device=self.device)[None]
         features = torch.zeros(1, 2, self.module.feature_size, dtype=self.dtype, device=self.device)
         mask = self._builder.masks(None, positions, 2)
@@ -137,7 +137,7 @@ class HeadLM(SlottedLM):
 
 
 def sees_all(count: int, before: int = 0) -> Bool[np.ndarray, "count pending"]:
-    """What the nodes of a block see that looks at itself both ways: all of its own nodes, and no pending one before.
+    """The `sees` of a block whose nodes all see each other, and no earlier pending node.
 
     Example:
         >>> sees_all(2, before=1)

@@ -130,23 +130,23 @@ class LanguageModel(SlottedLM):
 
     @property
     def levers(self) -> tuple[str, ...]:
-        """What makes its forwards faster and may change their roundings."""
+        """The options that make its forwards faster and may change their roundings."""
         used = {"compile": self._compiled, "prepack": self._twin}
         return tuple(name for name, made in used.items() if made is not None)
 
     @property
     def num_compiled_forwards(self) -> int:
-        """How many of the forwards so far were compiled ones."""
+        """Number of compiled forwards so far."""
         return 0 if self._compiled is None else self._compiled.num_forwards
 
     def ends(self) -> Ends:
-        """Its embedding, final norm and output layer. Raises InputError where they cannot be used by others."""
+        """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         if self._ends is None:
             self._ends = find_ends(self._runner, self.anatomy)
         return self._ends
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
-        """A copy that computes in another type, uncompiled; itself where it does already, or is quantised."""
+        """A copy in another dtype, uncompiled. Returns itself if it already has that dtype or is quantised."""
         if self.dtype in (dtype, torch.float64) or getattr(self.model, "is_quantized", False):
             return self
         return LanguageModel(
@@ -158,7 +158,7 @@ class LanguageModel(SlottedLM):
 
     @property
     def _runner(self) -> PreTrainedModel:
-        """The model, or its packed twin."""
+        """The model, or its packed copy."""
         return self.model if self._twin is None else self._twin
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
@@ -196,7 +196,7 @@ class LanguageModel(SlottedLM):
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:
-        """Show the probe what layers keep, by a forward of two tokens; returns the width of the logits."""
+        """Let the probe record what each layer caches, by a forward of two tokens. Returns the width of the logits."""
         sight = look([0], [Pending().grown(2, None)], np.array([2]), 2)
         (positions,) = upload([sight.positions], self.device)
         try:
@@ -214,10 +214,10 @@ class LanguageModel(SlottedLM):
 
     @torch.inference_mode()
     def _misread(self) -> str | None:
-        """Why this model cannot be trusted with trees, found by trying one; None if it can.
+        """Why this model gives wrong logits on trees, found by trying one; None if they are right.
 
-        The last of two siblings must say what a plain run says that has never seen the other. Roundings of less than
-        float32 are too coarse to judge by, and pass.
+        The last of two siblings must have the logits of a plain run without the other sibling. Below float32, roundings
+        are too coarse for this test, and the model passes.
         """
         if self.dtype not in (torch.float32, torch.float64):
             return None
@@ -240,27 +240,27 @@ class LanguageModel(SlottedLM):
 
 
 def check_context(anatomy: Anatomy, max_context: int | None) -> None:
-    """Raise InputError where a context is longer than the model allows."""
+    """Raise InputError if a context is longer than the model allows."""
     limit = anatomy.longest_context
     if max_context is not None and limit is not None and max_context > limit:
         raise InputError(f"max_context must be <= {limit}, the most that {anatomy.text_name} allows, got {max_context}")
 
 
 def checked_width(width: int, vocab_size: int | None) -> int:
-    """The width that logits are cut to. Raises InputError where they are not so wide."""
+    """The width that logits are cut to. Raises InputError if the logits are narrower."""
     if vocab_size is not None and not 1 <= vocab_size <= width:
         raise InputError(f"vocab_size must be in 1..{width}, the width of the model's logits, got {vocab_size}")
     return vocab_size or width
 
 
 def check_devices(found: set[torch.device], device: torch.device) -> None:
-    """Raise InputError where parts of a model lie on other devices than the model."""
+    """Raise InputError if a model is spread over several devices."""
     if found != {device}:
         raise InputError(f"the model must be on one device, got {', '.join(sorted(str(d) for d in found))}")
 
 
 def _check_levers(model: PreTrainedModel, anatomy: Anatomy, compile: bool, prepack: bool) -> None:
-    """Raise InputError where a way of running forwards cannot be had."""
+    """Raise InputError if `compile` or `prepack` cannot be used with this model."""
     if compile and anatomy.flex:
         raise InputError(
             "flex_attention runs uncompiled here, so compile would do nothing; load the model with "

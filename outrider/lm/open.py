@@ -1,4 +1,4 @@
-"""Models and tokenizers from a directory or a hub id, with one clear sentence where that fails; models as LMs."""
+"""Open models and tokenizers from a directory or a hub id, with a clear error if that fails."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -51,8 +51,8 @@ def open_model(
         quantization_config: How transformers quantises the weights.
 
     Raises:
-        InputError: There is no such model, transformers cannot load it, or its checkpoint holds other tensors than it
-            has.
+        InputError: The model does not exist, transformers cannot load it, or its checkpoint does not have the model's
+            tensors.
     """
     _exists(path)
     if device is not None and device_map is not None:
@@ -88,7 +88,7 @@ def open_model(
 
 
 def mismatch(model: PreTrainedModel, loaded: Mapping[str, Any]) -> str | None:
-    """Where the tensors of a checkpoint are not those of a model; None where they are.
+    """The difference between a checkpoint's tensors and the model's, in words; None if there is none.
 
     transformers leaves out what a model's own rules excuse, such as tied weights. A buffer that is computed anew may
     stand in old checkpoints.
@@ -123,7 +123,7 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """What an error of another library says, in one line."""
+    """The message of another library's error, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."
@@ -199,8 +199,8 @@ def open_config(path: str, *, revision: str | None = None, trust_remote_code: bo
 def open_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer that lies beside a model; None where a directory has none."""
-    _exists(path)
+    """The tokenizer beside a model, or in a directory that holds nothing else; None if the directory has none."""
+    _exists(path, what="tokenizer")
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         return None
     try:
@@ -209,11 +209,11 @@ def open_tokenizer(
         raise InputError(f"cannot load a tokenizer from {path}: {reason_of(error)}") from error
 
 
-def _exists(path: str) -> None:
+def _exists(path: str, what: str = "model") -> None:
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or len(path) > LONGEST_ID or not path
     if looks_local and not os.path.isdir(os.path.expanduser(path)):
         raise InputError(
-            f"there is no directory {path or repr(path)}; give a model's directory or a hub id such as org/name"
+            f"there is no directory {path or repr(path)}; give a {what}'s directory or a hub id such as org/name"
         )
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+    if what == "model" and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise InputError(f"{path} is not a model's directory: it has no config.json")

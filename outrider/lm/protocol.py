@@ -1,4 +1,4 @@
-"""What the engine asks of a language model: slots, extension by segments, commit of one path."""
+"""The interface of language models: slots, extending them by segments, committing one path."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +24,13 @@ class Segment:
         tokens: One token per new node, on any device.
         parents: Pending number of each node's parent; -1 is the newest committed token; parents come first. None
             continues a chain from the newest pending node, or from the committed tokens where nothing is pending.
-        logits: Which of the new nodes' logits are wanted: a number wants those of so many of the last ones, a range
-            those of the new nodes that it counts.
-        features: A vector per new node that a drafter's head reads beside its token; None for models of tokens alone.
-        sees: Which pending nodes each new node sees, old and new ones, itself included; None is its ancestors and
-            itself. Committed tokens are seen by all. What a node sees is not remembered: its children see it and its
-            ancestors, unless they say otherwise.
+        logits: The new nodes whose logits are wanted. A number means that many of the last nodes; a range lists the
+            indices of the new nodes.
+        features: A vector per new node, which a drafter's head reads with the node's token; None for models that read
+            only tokens.
+        sees: The pending nodes that each new node sees, old and new, itself included. None: its ancestors and itself.
+            Every node sees all committed tokens. This holds for this call only: later children see their ancestors,
+            unless their own segment says otherwise.
     """
 
     slot: int
@@ -57,14 +58,14 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Extension:
-    """What a forward gave.
+    """The results of one forward.
 
     Attributes:
         logits: Raw logits of the wanted nodes, packed in the order of the segments, in the model's dtype.
         taps: For each tap asked for, the hidden states of ALL new nodes, packed in the order of the segments.
             Tap k is the residual stream that enters decoder layer k; tap `num_layers` is what leaves the last
             layer, before the final norm.
-        features: What a head hands on of ALL new nodes, packed in the order of the segments; None of other models.
+        features: A head's output features of ALL new nodes, packed in the order of the segments; None for other models.
     """
 
     logits: Float[Tensor, "wanted vocab"]
@@ -80,9 +81,9 @@ class LM(Protocol):
         vocab_size: Width of the logits.
         max_context: Most tokens of one slot, pending nodes included.
         max_slots: Most slots at once.
-        crops: Whether dropping pending nodes costs nothing; otherwise tokens before them may have to be fed again.
-        device: Where tokens are wanted and logits arrive.
-        dtype: What the model computes in.
+        crops: Whether dropping pending nodes costs nothing. Otherwise tokens before them may have to be fed again.
+        device: The device of input tokens and of logits.
+        dtype: The dtype that the model computes in.
     """
 
     @property
@@ -100,7 +101,7 @@ class LM(Protocol):
 
     @property
     def chains_only(self) -> str | None:
-        """Why the model cannot read a branching tree, as a whole sentence's end; None where it can."""
+        """Why the model cannot read a branching tree, as the end of a sentence; None if it can."""
         ...
 
     @property
@@ -136,18 +137,19 @@ class LM(Protocol):
         """Give the slot back.
 
         Args:
-            clean: Whether what it holds may not be finite, and must not reach whoever gets it next.
+            clean: Whether to overwrite its cache, because it may hold NaN, which must not reach the next user of the
+                slot.
         """
         ...
 
     def cast(self, dtype: torch.dtype) -> "LM":
-        """The same model in another type, with slots of its own; a quantised model itself."""
+        """A copy of the model in another dtype, with its own slots; a quantised model returns itself."""
         ...
 
 
 @runtime_checkable
 class Readable(Protocol):
-    """A language model whose inside drafters may read.
+    """A language model whose hidden states and ends drafters may read.
 
     Attributes:
         num_layers: Decoder layers; taps are numbered from 0 to this.
@@ -160,11 +162,11 @@ class Readable(Protocol):
     def hidden_size(self) -> int: ...
 
     def ends(self) -> Ends:
-        """Its embedding, final norm and output layer. Raises InputError where they cannot be used by others."""
+        """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         ...
 
     def keys_values(
         self, slot: int, layer: int
     ) -> tuple[Float[Tensor, "length heads dim"], Float[Tensor, "length heads value_dim"]]:
-        """A slot's committed keys and values in a layer, to read: views that hold until the model's next call."""
+        """A slot's committed keys and values in a layer: read-only views, valid until the model's next call."""
         ...

@@ -1,4 +1,5 @@
-"""A hybrid or recurrent causal language model as the engine sees it: chains, by states kept and tokens fed again."""
+"""A hybrid or recurrent causal language model as the engine sees it: chains only, with saved states and tokens fed
+again."""
 
 import copy
 import inspect
@@ -26,7 +27,7 @@ from outrider.lm.taps import tapped
 from outrider.types import InputError
 
 CHAINS_ONLY = "has recurrent layers, whose state follows one text and cannot read a branching tree; use tree 'chain'"
-"""What is said where a tree that branches meets such a model."""
+"""The reason why such a model cannot read a branching tree."""
 
 _TOLERANCE = 1e-2
 
@@ -43,14 +44,14 @@ class RecurrentModel(OverSlots[StatefulSlot]):
 
     Recurrent layers never see padding: rows of equal length share a forward, others get their own. Models that cannot
     continue a state by more than one token (see `support.STEPWISE`) are fed one token at a time behind the prompt,
-    which is digested in one piece as soon as a logit is wanted.
+    which is fed in one piece as soon as a logit is wanted.
 
     Attributes:
         model: The model.
         vocab_size: Width of the logits.
         max_context: Most tokens of one slot, pending ones included.
         max_slots: Most slots at once.
-        crops: False: a rejected token's state is found again by feeding what was accepted.
+        crops: False: after a rejection the accepted tokens are fed again.
         device: Where the model is.
         dtype: Its floating type.
         num_layers: Decoder layers.
@@ -143,13 +144,13 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         return {"model": self.model}
 
     def ends(self) -> Ends:
-        """Its embedding, final norm and output layer. Raises InputError where they cannot be used by others."""
+        """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         if self._ends is None:
             self._ends = find_ends(self.model, self.anatomy)
         return self._ends
 
     def cast(self, dtype: torch.dtype) -> "RecurrentModel":
-        """A copy that computes in another type; itself where it does already, or is quantised."""
+        """A copy in another dtype. Returns itself if it already has that dtype or is quantised."""
         if self.dtype in (dtype, torch.float64) or getattr(self.model, "is_quantized", False):
             return self
         return RecurrentModel(
@@ -349,10 +350,10 @@ class RecurrentModel(OverSlots[StatefulSlot]):
 
     @torch.inference_mode()
     def _misread(self) -> str | None:
-        """Why this model cannot be trusted with drafts, found by rejecting part of one; None if it can.
+        """Why this model gives wrong logits after a rejection, found by trying one; None if they are right.
 
-        Roundings of less than float32 are too coarse to judge by, and pass. A model that continues its state wrongly
-        by several tokens gets a second chance, one token at a time.
+        Below float32, roundings are too coarse for this test, and the model passes. A model that continues its state
+        wrongly by several tokens gets a second chance, one token at a time.
         """
         if self.dtype not in (torch.float32, torch.float64):
             return None
@@ -368,7 +369,9 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         )
 
     def _difference(self) -> tuple[float, float]:
-        """How far the logits after a rejection are from a plain run's, and the range of the latter."""
+        """The largest difference between the logits after a rejection and those of a plain run, and the range of the
+        latter.
+        """
         text = torch.arange(3, 11, device=self.device) % self.vocab_size
         slot = self.open()
         self.extend([Segment(slot=slot, tokens=text[:3], logits="none")])

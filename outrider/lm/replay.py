@@ -1,4 +1,4 @@
-"""What a recurrent model keeps of a slot, and which tokens it must be fed again to go on from there."""
+"""The states that a recurrent model saves per slot, and the tokens that it must be fed again to continue."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,20 +12,20 @@ from outrider.lm.states import State
 CHUNK = 512
 """Most tokens that are fed again in one forward."""
 JOIN = 8
-"""So many tokens, or fewer, are fed again in the same forward as the new ones; more get a forward of their own."""
+"""Up to this many tokens are fed again in the forward of the new ones. More tokens get their own forward."""
 BORDERS = 16
 """Most states kept of one slot's pending tokens."""
 
 
 @dataclass(kw_only=True)
 class StatefulSlot:
-    """What is known of a slot; replaced or changed by the calls of the model.
+    """The contents of one slot; changes in place.
 
     Attributes:
         tokens: Committed tokens, then pending ones.
         length: Committed tokens.
-        borders: What the recurrent layers remember after so many tokens; None before the first.
-        fed: How many of the tokens were ever fed.
+        borders: The saved states of the recurrent layers, by number of tokens; None before the first token.
+        fed: Number of tokens that were fed at least once.
     """
 
     tokens: Int[Tensor, " used"]

@@ -1,4 +1,4 @@
-"""Slots: which are open, what each holds, and which pending nodes a commit keeps. For models and heads alike."""
+"""Slots: which are open, what each holds, and which pending nodes a commit keeps. For models and heads."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from outrider.lm.protocol import Segment
 
 @runtime_checkable
 class Holding(Protocol):
-    """What a slot holds, as far as all models are alike.
+    """The contents of a slot that all models have.
 
     Attributes:
         length: Committed tokens.
@@ -26,7 +26,7 @@ class Holding(Protocol):
 
 Content = TypeVar("Content", bound=Holding)
 BRANCHES = 512
-"""Pending nodes that a slot may hold beyond its longest context: side branches, which take room but no depth."""
+"""Most pending nodes that a slot may hold beyond its longest context. Side branches take space but add no depth."""
 
 
 def _nothing() -> Int[np.ndarray, " nodes"]:
@@ -51,7 +51,7 @@ class Pending:
         return len(self.parents)
 
     def grown(self, count: int, parents: Int[np.ndarray, " new"] | None) -> "Pending":
-        """With `count` more nodes; without `parents` they continue a chain from the newest one.
+        """The nodes with `count` more. Without `parents` the new nodes continue a chain from the newest node.
 
         Raises:
             ValueError: A node's parent is not a number below its own, or there is not one parent per node.
@@ -86,7 +86,7 @@ class Pending:
         )
 
     def is_path(self, path: Sequence[int]) -> bool:
-        """Whether these nodes lead, one below the other, from the newest committed token."""
+        """Whether these nodes form a path from the newest committed token."""
         if self.chain:
             return len(path) <= len(self) and all(node == i for i, node in enumerate(path))
         nodes = np.asarray(path, dtype=np.int64)
@@ -120,14 +120,14 @@ class Slot:
 
 
 class SlotTable(Generic[Content]):
-    """The open slots of one model, each with what it holds, and a row of the cache for each. Changes in place.
+    """The open slots of one model, with the contents and the cache row of each. Changes in place.
 
     Attributes:
         cache: Where keys and values lie.
         max_slots: Most slots at once.
 
     Args:
-        cache: Told of every slot that opens and closes.
+        cache: The cache, which gives each open slot a row.
         max_slots: Most slots at once.
     """
 
@@ -137,17 +137,17 @@ class SlotTable(Generic[Content]):
         self._contents: dict[int, Content] = {}
 
     def __len__(self) -> int:
-        """How many slots are open."""
+        """Number of open slots."""
         return len(self._contents)
 
     def __getitem__(self, slot: int) -> Content:
-        """What an open slot holds. Raises RuntimeError where it is not open."""
+        """The contents of an open slot. Raises RuntimeError if it is not open."""
         if slot not in self._contents:
             raise RuntimeError(f"slot {slot} is not open; open slots: {sorted(self._contents)}")
         return self._contents[slot]
 
     def contents(self) -> list[Content]:
-        """What all open slots hold."""
+        """The contents of all open slots."""
         return list(self._contents.values())
 
     def open(self, content: Content) -> int:
@@ -160,7 +160,7 @@ class SlotTable(Generic[Content]):
         return slot
 
     def release(self, slot: int, *, clean: bool = False) -> None:
-        """Give a slot back."""
+        """Release a slot."""
         del self._contents[self._checked(slot)]
         with torch.inference_mode():
             self.cache.close(slot, clean=clean)
@@ -171,7 +171,7 @@ class SlotTable(Generic[Content]):
 
 
 class Slots(SlotTable[Slot]):
-    """Slots whose pending nodes may branch, and whose commits move the accepted path into place.
+    """Slots whose pending nodes may branch. A commit moves the accepted path into place.
 
     Args:
         max_context: Most tokens of one slot, pending nodes included, along any path.
@@ -192,8 +192,8 @@ class Slots(SlotTable[Slot]):
     def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Per slot, keep the pending nodes of one root path, by number and in order; drop the other pending nodes.
 
-        Slots that are not named keep their pending nodes. A path that lies in place already, such as the accepted
-        part of a chain, moves no memory.
+        Slots that are not named keep their pending nodes. If the path is already in place, as the accepted part of a
+        chain is, no memory moves.
         """
         moves = {}
         for slot, path in paths.items():
@@ -224,7 +224,7 @@ class Slots(SlotTable[Slot]):
         return slot
 
     def grown(self, segments: Sequence[Segment]) -> Mapping[int, Pending]:
-        """Per slot, the pending nodes with the new ones; nothing is changed.
+        """Per slot, the pending nodes together with the new ones; changes nothing.
 
         Raises:
             RuntimeError: A slot would hold more than `max_context` tokens.
@@ -245,5 +245,5 @@ class Slots(SlotTable[Slot]):
         return grown
 
     def keep(self, slot: int, pending: Pending) -> None:
-        """Take the pending nodes that `grown` made, once they are computed."""
+        """Store the pending nodes that `grown` returned, after the forward over them."""
         self[slot].pending = pending

@@ -1,4 +1,4 @@
-"""A language model over slots, whatever computes its logits: everything about `LM` except the forward itself."""
+"""A language model over slots: everything of the `LM` protocol except the forward itself."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ from outrider.lm.slots import Content, Slot, Slots, SlotTable
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What one forward is given. Masks are the mask builder's; the cache knows where to write.
+    """The inputs of one forward. The cache knows where to write.
 
     Attributes:
         batch: The segments, padded.
         positions: Position of each column's node.
         masks: Which keys each column sees.
-        columns: The columns whose logits are wanted, at least.
+        columns: The columns whose logits are computed, at least.
     """
 
     batch: Batch
@@ -36,13 +36,13 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """What one forward gave, padded.
+    """The results of one forward, padded.
 
     Attributes:
-        logits: Of the columns.
-        columns: Which columns these are; at least the ones that were wanted.
+        logits: Logits of the columns.
+        columns: The columns that were computed, at least the wanted ones.
         taps: The hidden states that were asked for.
-        features: What a head hands on.
+        features: A head's output features.
     """
 
     logits: Float[Tensor, "rows columns vocab"]
@@ -52,7 +52,7 @@ class Outputs:
 
 
 class OverSlots(Generic[Content]):
-    """What models over slots share, whatever their slots hold.
+    """The base of all models over slots.
 
     Attributes:
         max_slots: Most slots at once.
@@ -75,7 +75,7 @@ class OverSlots(Generic[Content]):
         return self.cache.bytes_moved
 
     def release(self, slot: int, *, clean: bool = False) -> None:
-        """Give the slot back; with `clean` overwrite what it holds, which may not be finite."""
+        """Release the slot; with `clean` overwrite its cache, which may hold NaN."""
         self._slots.release(slot, clean=clean)
 
     def length(self, slot: int) -> int:
@@ -85,7 +85,7 @@ class OverSlots(Generic[Content]):
     def keys_values(
         self, slot: int, layer: int
     ) -> tuple[Float[Tensor, "length heads dim"], Float[Tensor, "length heads value_dim"]]:
-        """A slot's committed keys and values in a layer, to read: views that hold until the model's next call.
+        """A slot's committed keys and values in a layer: read-only views, valid until the model's next call.
 
         Raises:
             KeyError: The layer keeps none of its own.
@@ -108,7 +108,7 @@ class SlottedLM(OverSlots[Slot]):
         device: Where the model is.
         dtype: Its floating type.
         num_taps: Taps are numbered below this.
-        hidden_size: Width of what is tapped.
+        hidden_size: Width of the hidden states.
         pad_to: Rows are padded to at least this many columns.
         num_forwards: Forwards made so far.
     """
@@ -133,7 +133,7 @@ class SlottedLM(OverSlots[Slot]):
 
     @abstractmethod
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        """Compute logits of at least `inputs.columns`, what is tapped, and what is handed on."""
+        """Compute logits of at least `inputs.columns`, the taps, and a head's output features."""
 
     @property
     def max_context(self) -> int:
@@ -155,8 +155,8 @@ class SlottedLM(OverSlots[Slot]):
     def commit(self, paths: Mapping[int, Sequence[int]]) -> None:
         """Per slot, keep the pending nodes of one root path, by number and in order; drop the other pending nodes.
 
-        Slots that are not named keep their pending nodes. A path that lies in place already, such as the accepted
-        part of a chain, moves no memory.
+        Slots that are not named keep their pending nodes. If the path is already in place, as the accepted part of a
+        chain is, no memory moves.
         """
         self._slots.commit(paths)
 
@@ -206,7 +206,7 @@ class SlottedLM(OverSlots[Slot]):
         )
 
     def _width(self, count: int) -> int:
-        """Columns of a forward over so many nodes."""
+        """Number of columns of a forward over this many nodes."""
         return max(self.pad_to, padded_width(count, doubling=self._doubling))
 
     def _empty(self, taps: Sequence[int]) -> Extension:

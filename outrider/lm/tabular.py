@@ -47,7 +47,7 @@ class TabularLM:
     Args:
         row: The distribution after a prefix; zeros are allowed.
         vocab_size: Width of the rows.
-        feature: What stands for the hidden state at the end of a prefix, whichever tap is asked for.
+        feature: The vector that replaces the hidden state at the end of a prefix, for every tap.
 
     Example:
         >>> lm = TabularLM(lambda prefix: np.array([0.25, 0.75]), vocab_size=2)

@@ -1,4 +1,4 @@
-"""A language model that is spoken to in another model's vocabulary (token-level intersection, Timor et al. 2025)."""
+"""A language model used in another model's vocabulary (token-level intersection, Timor et al. 2025)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,19 +48,20 @@ class _Slot:
 class Translated:
     r"""A draft model behind the `LM` protocol, in the vocabulary of a target whose tokenizer differs.
 
-    Tokens that both have are fed as they are; another one is fed as the pieces of its text, and lengths are counted in
-    the target's tokens. The logits are those of the shared tokens, and -inf at all others, so that the model proposes
+    Tokens that both vocabularies have are fed unchanged. Any other token is fed as the pieces of its text. Lengths are
+    counted in the target's tokens. The logits are those of the shared tokens, and -inf at all others, so that the model
+    proposes
 
     $q(x) = q'(x) / \sum_{y \in T \cap D} q'(y)$ for $x \in T \cap D$.
 
-    A verifier is given these very rows, so any rule that is lossless stays so; tokens outside the intersection come as
-    recovered tokens only. A path that does not fit the model's context any more gets flat logits.
+    The verifier gets these same rows, so lossless verifiers stay lossless.
 
-    Reading the pieces takes a look at the host at each call, also while a draft grows.
+    Tokens outside the intersection can only be recovered or bonus tokens. A path that no longer fits the model's
+    context gets flat logits. Reading the pieces copies tokens to the host at each call, also while a draft grows.
 
     Args:
         lm: The model.
-        translation: What the vocabularies have in common.
+        translation: The map between the two vocabularies.
 
     Example:
         >>> from outrider.lm.tabular import TabularLM

@@ -1,4 +1,4 @@
-"""What two tokenizers have in common: which tokens spell the same bytes, and how one spells the other's tokens."""
+"""The map between two vocabularies: tokens that spell the same bytes, and the pieces of all other tokens."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Spelling = bytes | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class Translation:
-    """How a target's tokens are said in a draft model's vocabulary.
+    """The map from a target's tokens to a draft model's tokens.
 
     Attributes:
         vocab_size: Width of the target's logits.
@@ -88,7 +88,7 @@ def translation(
 
 
 def spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> list[Spelling]:
-    """What each id below `size` says.
+    """The bytes or the name of each id below `size`.
 
     Byte-level vocabularies write each byte as one letter. SentencePiece's write a space as ▁, and bytes for which they
     have no other token as <0x0A>; where there is another, the byte's token is never used and keeps its name.
@@ -117,7 +117,7 @@ def spellings(tokenizer: PreTrainedTokenizerBase, size: int) -> list[Spelling]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Speller:
-    """Says single target tokens in the draft model's vocabulary, and remembers how."""
+    """Spells single target tokens in the draft model's vocabulary, with a cache."""
 
     own: Sequence[Spelling]
     other: Sequence[Spelling]

@@ -11,33 +11,34 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.constraint import Constraint
 from outrider.constraints.masks import batch_masks, follow
 from outrider.decoding.progress import PREFILL_CHUNK, begin, digest, end, undigested
 from outrider.decoding.protocol import Parts
 from outrider.dice import Draws
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
-from outrider.types import Ahead, Constraint, Request, Running, Sampling, Step
+from outrider.types import Ahead, Request, Running, Sampling, Step
 
 BATCH = 512
 """Worlds that are walked as one batch."""
 
 
 Key = tuple[object, str, int]
-"""Which draw it is: whose, what it decides, its slot."""
+"""The name of a draw: its request, its purpose, its slot."""
 
 
 @dataclass(kw_only=True)
 class World:
-    """One way that all draws can come out, while it is walked; changes in place.
+    """One possible outcome of all draws, while it is walked; changes in place.
 
-    Draws are known by name, not by number, so that a world may be walked again where rounding makes a draw of one
-    outcome out of one of two, or the other way round.
+    Draws are identified by name, not by number. So a world can be walked again even if rounding changes the number of
+    possible outcomes of a draw.
 
     Attributes:
         script: Outcomes by draw. A draw that it does not name takes the first outcome, which is added.
-        chances: How likely each outcome taken was.
-        others: Scripts of the outcomes not taken at the draws that were added.
+        chances: The probability of each outcome that was taken.
+        others: Scripts of the outcomes that were not taken at added draws.
     """
 
     script: dict[Key, int]
@@ -49,7 +50,7 @@ class World:
         return math.prod(self.chances.values())
 
     def choose(self, key: Key, outcomes: Sequence[tuple[int, float]]) -> int:
-        """The outcome to take, of those that are possible here."""
+        """Choose one of the possible outcomes."""
         if key not in self.script:
             if len(outcomes) == 1:
                 return outcomes[0][0]
@@ -61,15 +62,15 @@ class World:
 
 
 class EnumeratingDice:
-    """Dice of one step that take the outcomes of worlds. Following first a world with an empty script, then the others
-    that each world leaves, visits every outcome exactly once.
+    """Dice of one step that take the outcomes of worlds.
 
-    A draw with one possible outcome is no draw. Using one slot twice for one purpose is an error, because in
-    production it would be the same random number.
+    Walk a world with an empty script first, then the scripts in each world's `others`: this visits every outcome
+    exactly once. A draw with one possible outcome is not a draw. Using one slot twice for one purpose is an error,
+    because in production it would be the same random number.
 
     Args:
         worlds: One per request of the batch; requests may share one.
-        names: What each request's draws are called in its world; by default its number in the batch.
+        names: The name of each request in its world; by default its index in the batch.
     """
 
     def __init__(self, worlds: Sequence[World], names: Sequence[object] | None = None) -> None:
@@ -129,14 +130,14 @@ class EnumeratingDice:
 
 @dataclass(frozen=True, kw_only=True)
 class _Before:
-    """What a request enters a step with; equal ones are one world.
+    """The state of a request before a step. Equal states are merged.
 
     Attributes:
         output: Tokens emitted so far.
         length: State of the length policy.
-        carried: What the verifier carries over.
+        carried: What the verifier carries.
         drafted: Tokens drafted ahead.
-        ahead: The same with the rows that they were drawn from, which follow from the tokens.
+        ahead: The same with their rows, which are determined by the tokens.
     """
 
     output: tuple[int, ...]
@@ -148,14 +149,14 @@ class _Before:
 
 @dataclass(frozen=True, kw_only=True)
 class Law:
-    """What a number of steps emits.
+    """The law of the output of some steps.
 
     Attributes:
         emitted: Probability of each emitted sequence.
         accepted: Expected number of accepted draft tokens, over all steps.
-        error: Largest absolute difference to the target's law, over all sequences as long as the longest emitted
-            one or as the horizon, the shorter ones continued by the target. Where a verifier still carries something
-            over, what follows is not the target's alone, and sequences are compared as far as all such outputs reach.
+        error: Largest absolute difference to the target's law, over all sequences of the length of the longest emitted
+            one, or of the horizon. Shorter outputs are continued by the target's law. If the verifier still carries
+            something after some outputs, sequences are compared only up to the shortest of these.
     """
 
     emitted: Mapping[tuple[int, ...], float]
@@ -180,9 +181,9 @@ def law(
 
     Args:
         target_law: The target's distribution after the output so far; by default read from the target's own rows.
-        horizon: Compare so many tokens; outputs that are as long are not walked further.
+        horizon: Number of tokens to compare. Outputs of this length are not walked further.
         constraint: Which tokens may come next.
-        prefilled: Whether what came before a step is digested before it, or by it.
+        prefilled: Whether tokens before the anchor are prefilled before a step, or by the step.
     """
     request = replace(_request(prompt, sampling), constraint=constraint)
     worlds: dict[_Before, float] = {_Before(output=(), length=parts.length.open(), carried=None): 1.0}
@@ -219,7 +220,7 @@ def law(
 
 
 def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[Law]:
-    """Enumerate one step of a batch whose requests share a budget; the law of each, whatever the others do."""
+    """Enumerate one step of a batch whose requests share a budget. Returns the law of each request."""
     requests = [_request(prompt, sampling) for prompt in prompts]
     new = _Before(output=(), length=parts.length.open(), carried=None)
     emitted: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in requests]
@@ -299,7 +300,7 @@ def _resume(parts: Parts, request: Request, before: _Before) -> Running:
 
 
 def _prefill(parts: Parts, states: Sequence[Running]) -> None:
-    """Digest all tokens but the newest of every state."""
+    """Prefill all tokens but the newest of every state."""
     while behind := [(state, count) for state in states if (count := len(undigested(parts, state)))]:
         digest(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
 

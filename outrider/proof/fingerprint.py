@@ -1,4 +1,4 @@
-"""Names for values, by all that they hold: settings, files of source, every byte of every weight."""
+"""Hashes of values by their whole contents: settings, source files, every byte of every weight."""
 
 import dataclasses
 import hashlib
@@ -21,15 +21,15 @@ CHUNK = 1 << 24
 PLAIN = (type(None), bool, int, float, complex, str, bytes, Path, Enum, np.generic, torch.dtype, torch.device)
 
 SETTINGS = ("vocab_size", "max_context", "max_slots", "device", "dtype", "pad_to", "levers", "stepwise")
-"""What is set of a language model beside its modules; some have only some of these."""
+"""Attributes of a language model that matter besides its modules; some models lack some."""
 
 
 class Unreadable(Exception):
-    """A value cannot be read to its last byte here."""
+    """A value whose bytes cannot all be read."""
 
 
 def fingerprint(*values: object) -> str | None:
-    """A name that equal values share and others do not; None where a value cannot be read to its last byte.
+    """A hash that is equal for equal values only; None if not all bytes of a value can be read.
 
     Values are numbers, texts, collections, arrays, tensors, dataclasses (by the fields that they are compared by),
     configs, tokenizers, torch modules (by their weights and buffers), and language models around such modules.
@@ -53,7 +53,7 @@ def source(package: Path) -> dict[str, bytes]:
 
 
 def machine(device: torch.device) -> list[object]:
-    """What decides how a machine rounds: its instruction sets, its threads, how it multiplies, and its GPU."""
+    """Everything about this machine that changes roundings: instruction sets, threads, matrix settings, GPU."""
     found: list[object] = [
         platform.machine(),
         platform.processor(),
@@ -103,7 +103,7 @@ def _parts(value: object) -> Iterator[bytes]:
 
 
 def _insides(value: object) -> Sequence[object]:
-    """What an object is made of, as far as what it does depends on it."""
+    """The parts of an object that its behaviour depends on."""
     if isinstance(value, nn.Module):
         fleeting = {name: buffer for name, buffer in value.named_buffers() if name not in value.state_dict()}
         return [str(value), getattr(value, "config", None), value.state_dict(), fleeting]

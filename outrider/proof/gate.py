@@ -23,7 +23,7 @@ PACKAGE = Path(__file__).parent.parent
 
 
 def gate(engine: Engine) -> Identity:
-    """Greedy identity of the engine's pair in float32, on 3 prompts x 32 tokens; remembered by `key`.
+    """Check greedy identity of the engine's pair in float32, on 3 prompts x 32 tokens. The result is cached by `key`.
 
     Raises:
         InputError: The outputs differ by more than a tie; no speedup may be printed.
@@ -46,12 +46,12 @@ def gate(engine: Engine) -> Identity:
 
 
 def openings(engine: Engine) -> list[list[int]]:
-    """What greedy outputs are compared after; without a tokenizer, three lists of low token ids."""
+    """The prompts of the check; without a tokenizer, three lists of low token ids."""
     return [engine.encode(p) for p in PROMPTS] if engine.tokenizer else [[1], [2, 3], [3, 1, 2]]
 
 
 def _kept(place: Path) -> Identity | None:
-    """What was found before; None where nothing was, or it cannot be read."""
+    """The cached result; None if there is none or it cannot be read."""
     try:
         kept = json.loads(place.read_text())
         return Identity(num_tokens=kept["num_tokens"], differences=tuple(Difference(**d) for d in kept["differences"]))
@@ -60,7 +60,7 @@ def _kept(place: Path) -> Identity | None:
 
 
 def _keep(place: Path, found: Identity) -> None:
-    """Remember what was found, where there is a place to write to."""
+    """Cache a result, if the cache folder can be written."""
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         fresh = place.with_suffix(f".{os.getpid()}")
@@ -69,7 +69,7 @@ def _keep(place: Path, found: Identity) -> None:
 
 
 def in_float32(engine: Engine) -> Engine:
-    """The same engine in float32; models that compute in it already, or better, or are quantised, stay as they are."""
+    """The same engine in float32. Models in float32 or float64 and quantised models are used unchanged."""
     parts = engine.parts
     target = parts.target.cast(torch.float32)
     drafter = parts.drafter.cast(Surroundings.of(target, engine.tokenizer))
@@ -86,7 +86,7 @@ def _cache() -> Path:
 
 
 def key(engine: Engine, prompts: Sequence[Sequence[int]], package: Path = PACKAGE) -> str | None:
-    """A name for everything that the outputs of an engine's pair depend on; None where something cannot be read.
+    """A hash of everything that the outputs of a pair depend on; None if something cannot be read.
 
     Args:
         package: Where the source lies that decodes.

@@ -15,7 +15,7 @@ TIE = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Where two greedy outputs part.
+    """The first difference between two greedy outputs.
 
     Attributes:
         prompt: Index of the prompt.
@@ -35,13 +35,13 @@ class Difference:
 
     @property
     def tie(self) -> bool:
-        """Whether rounding alone can tell the two tokens apart."""
+        """Whether the gap is within rounding."""
         return self.gap < TIE * self.span
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """How many greedy tokens were compared, and where they differ."""
+    """The number of compared greedy tokens, and the differences."""
 
     num_tokens: int
     differences: tuple[Difference, ...]

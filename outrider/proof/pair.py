@@ -1,4 +1,4 @@
-"""All that is checked of a pair: the law of its rule, its greedy outputs, and its samples."""
+"""All checks of a pair: the law of its verifier, its greedy outputs, and its samples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Proof:
     """What was found.
 
     Attributes:
-        law_error: Largest error of the rule's law, enumerated on small tables.
+        law_error: Largest error of the verifier's law, enumerated on small tables.
         identical: Greedy outputs in float32 against those of plain decoding.
         up_to_ties: The same in the pair's own type.
         samples: Drawn outputs against the target's probabilities; None where none were drawn.
@@ -36,7 +36,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether nothing speaks against the pair."""
+        """Whether all checks passed."""
         differs = self.samples is not None and self.samples.verdict == "differs"
         return self.exact_law and self.identical.holds and not differs
 
@@ -51,9 +51,9 @@ def prove(
     """Check an engine's pair.
 
     Args:
-        num_draws: How many outputs to draw; 0 leaves the test of samples out.
+        num_draws: Number of outputs to draw; 0 skips the test of samples.
         temperature: Of the draws; None takes, for each prompt, one at which enough outputs can be told apart.
-        progress: Called as things are done, with how many: three checks and all draws.
+        progress: Called with the number of finished parts: three checks and all draws.
     """
     prompts = openings(engine)
     error = law_error(engine.parts)

@@ -1,4 +1,4 @@
-"""Which outputs a test of samples tells apart, decided from the target's law before anything is drawn."""
+"""The classes of outputs that a test of samples distinguishes, chosen by the target's law before any draw."""
 
 import heapq
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The exact law of an engine's own rule, length policy and order of decoding, on tables small enough to enumerate."""
+"""The exact law of an engine's own verifier, length policy and decoding, on tables small enough to enumerate."""
 
 from dataclasses import replace
 
@@ -27,9 +27,9 @@ PROMPT = (0, 1, 2, 0, 1, 2, 0, 1)
 def law_error(parts: Parts) -> float:
     """Law error of the parts on small random tables, with their own kind of drafter.
 
-    A tree that is drawn stands for its structure: one that is small enough to be enumerated takes its place. A policy
-    that shares a budget is enumerated over a batch of two. Decoding that drafts ahead drafts two tokens, and is walked
-    until it verifies some that were drafted while others were verified.
+    A drawn tree is replaced by a small one of the same structure. A policy that shares a budget is enumerated over a
+    batch of two. Decoding that drafts ahead drafts two tokens, and is walked until it verifies some that were drafted
+    while others were verified.
     """
     if parts.decoding.drafts_ahead:
         small = replace(_on_tables(parts, 3), length=FixedLength(num_speculative_tokens=2))

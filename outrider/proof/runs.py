@@ -23,10 +23,10 @@ Row = Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Runs:
-    """What all runs came to.
+    """The result of all runs.
 
     Attributes:
-        outputs: Probability of what the requests of a run emit together, one output per request.
+        outputs: Probability of each joint output of a run's requests, one output per request.
         num_runs: How many runs there are.
         drafted: Expected number of draft tokens of a run.
         accepted: Expected number of accepted ones.
@@ -45,8 +45,8 @@ class _Run:
     """One run under way; changes in place.
 
     Attributes:
-        world: How its draws come out.
-        ended: What its requests have come to, by their numbers.
+        world: The outcomes of its draws.
+        ended: The outputs of its ended requests, by their numbers.
     """
 
     world: World
@@ -56,7 +56,7 @@ class _Run:
 def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]) -> Runs:
     """Run an engine once for every way that the draws of some requests can come out, from their prompts to their ends.
 
-    A run follows a script of outcomes and notes those that it could have taken instead, whose scripts are run later. A
+    A run follows a script of outcomes, and records the outcomes that it did not take. Their scripts are run later. A
     run's probability is the product over its draws, in float64. Slots, caches, states kept and fed again, prefill and
     ends are those of production: as many runs as there are slots for go on at once, and come and go like requests.
 
@@ -64,8 +64,8 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
     goes further on tables, where it need not run a step twice that begins in the same way.
 
     Args:
-        engine: An idle engine. Its draws are its own again at the end.
-        requests: What each run asks for, all at once; ids are given here.
+        engine: An idle engine. Its own dice are restored at the end.
+        requests: The requests of each run, which run at once; ids are set here.
         rows: What plain decoding draws each request's next token from; see `plain_rows`.
 
     Raises:

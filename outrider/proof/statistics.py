@@ -17,15 +17,15 @@ from outrider.sampling import Prefix, to_rows
 from outrider.types import Sampling
 
 P_BOUND = 1e-3
-"""A law that holds fails the test this often."""
+"""A correct law fails the test with this probability."""
 LEAST_DEGREES = 10
-"""A test with fewer degrees of freedom tells too few outputs apart to say that a law holds."""
+"""With fewer degrees of freedom, a test distinguishes too few outputs to confirm a law."""
 LEAST_DRAWS = 100
 """Fewest draws after one prompt; with fewer in all, fewer of the prompts are used."""
 LONGEST = 6
 """Most tokens of an output that are looked at."""
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
-"""What is tried where no temperature is named: the first at which enough outputs can be told apart."""
+"""Temperatures to try if none is named: the first at which enough outputs can be distinguished is used."""
 ENOUGH = 12
 """How many classes of outputs are enough for one prompt."""
 
@@ -42,7 +42,7 @@ class ChiSquare:
 
 @dataclass(frozen=True, kw_only=True)
 class Samples:
-    """What drawn outputs say about the law.
+    """The result of the test of drawn outputs.
 
     Attributes:
         test: How the draws after all prompts fit the target's probabilities.
@@ -60,14 +60,14 @@ class Samples:
 
     @property
     def verdict(self) -> Literal["fits", "differs", "inconclusive"]:
-        """What the samples say: they fit, they differ, or they were too few or too much alike to say."""
+        """Whether the samples fit, differ, or are too few or too similar to tell."""
         if self.test.p_value <= P_BOUND:
             return "differs"
         return "inconclusive" if self.doubt else "fits"
 
     @property
     def doubt(self) -> str | None:
-        """Why the test could not have seen much; None where it could."""
+        """Why the test is weak; None if it is not."""
         if not self.num_draft_tokens:
             return "nothing was drafted"
         if self.test.degrees < LEAST_DEGREES:

@@ -15,11 +15,11 @@ class BeamTree(UnprunedTree):
     r"""Keep the `width` sequences with the largest perturbed log-probabilities at every level.
 
     Each node carries its log-probability $\phi$ and the maximum $G$ of the Gumbel variables of all sequences below it.
-    Its children's perturbed values, in descending order, are found from above: the first is $G$ itself, at a token
-    drawn from the row; given the k-th, the next is $-\log(e^{-G_k} + e^{-(\phi + \log m_k + g)})$ at a token drawn from
-    the remaining mass $m_k$, with $g$ standard Gumbel noise. That is the law of noise on every token, at the cost of
-    `width` draws. Which values survive does not depend on which tokens they belong to, so children remain drawn without
-    replacement in descending order; a parent may get none.
+    Its children's perturbed values are computed in descending order: the first is $G$ itself, at a token drawn from the
+    row; given the k-th, the next is $-\log(e^{-G_k} + e^{-(\phi + \log m_k + g)})$ at a token drawn from the remaining
+    mass $m_k$, with $g$ standard Gumbel noise. This gives the law of Gumbel noise on every token, with `width` draws
+    only. Which values are kept does not depend on their tokens, so children are still drawn without replacement in
+    descending order. A parent may get no children.
 
     References:
         Jeon et al. 2024, RSD-S. https://arxiv.org/abs/2402.14160

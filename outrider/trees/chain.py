@@ -12,7 +12,7 @@ from outrider.types import Structure
 
 @dataclass(frozen=True, kw_only=True)
 class ChainTree(UnprunedTree):
-    """Speculative decoding as first published: a row of tokens, each drawn after the one before.
+    """Speculative decoding as first published: a chain of tokens, each drawn after the one before.
 
     References:
         Leviathan et al. 2023. https://arxiv.org/abs/2211.17192

@@ -16,8 +16,8 @@ from outrider.types import InputError, Structure
 class DynamicTree:
     """Give the `width` likeliest nodes of each level their `width` likeliest children; of all, keep `num_nodes`.
 
-    A node's likelihood is the product of the drafter's probabilities along its path. It falls from parent to child, so
-    what is kept is a tree; of equal ones the earlier, shallower one is kept.
+    A node's likelihood is the product of the drafter's probabilities along its path. It never rises from parent to
+    child, so the kept nodes form a tree. Of equally likely nodes the earlier, shallower one is kept.
 
     References:
         Li et al. 2024, EAGLE-2. https://arxiv.org/abs/2406.16858
@@ -51,7 +51,9 @@ class DynamicTree:
 
 
 def likeliest_tree(grown: Grown, num_nodes: int) -> Bool[np.ndarray, " n"]:
-    """The roots and the `num_nodes` likeliest nodes of each request, by the first value of each, their logarithm."""
+    """The roots and the `num_nodes` likeliest nodes of each request. A node's first value is the logarithm of its
+    likelihood.
+    """
     below = grown.depths > 0
     keep = ~below
     if not below.any():

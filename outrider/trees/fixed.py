@@ -17,8 +17,8 @@ from outrider.types import InputError, Structure
 class FixedTree(UnprunedTree):
     """The same tree at every step: `children` lists how many children each node has, breadth first from the root.
 
-    Children are drawn without replacement, or with `chosen` are the likeliest tokens. `2x1x0x0` is a root with two
-    children, the first of which has one; zeros at the end may be left out.
+    Children are drawn without replacement; with `chosen` they are the likeliest tokens. `2x1x0x0` is a root with two
+    children, and the first of these has one child. Zeros at the end may be left out.
 
     References:
         Chen et al. 2024, Sequoia. https://arxiv.org/abs/2402.12374
@@ -78,14 +78,14 @@ def best_topology(
 ) -> tuple[int, ...]:
     r"""The `children` of the tree with the most tokens per second, by Sequoia's dynamic programme.
 
-    With $a_j$ the measured probability that the j-th of a node's children is the accepted one, $T(m, l, b)$ is the most
-    tokens expected from m nodes, the root among them, in l levels, the root having b children:
+    With $a_j$ the measured probability that the j-th of a node's children is the accepted one, $T(m, l, b)$ is the
+    largest expected number of tokens from m nodes, root included, in l levels, if the root has b children:
     $T(1, l, 0) = 1$ and $T(m, l, b) = \max_y T(y, l, b-1) + a_b \max_{b'} T(m-y, l-1, b')$.
     The tree minimises $(l\,c + v_m) / T$ over its size m and its depth l.
 
     Args:
         acceptance: $a_1, a_2, \ldots$
-        num_nodes: Largest number of drafted nodes.
+        num_nodes: Most draft nodes.
         depth: Deepest tree.
         draft_cost: c, the cost of drafting one level.
         target_costs: $v_1 \ldots$, the cost of a target forward over 1, 2, ... nodes, the root included; at least
@@ -103,7 +103,7 @@ def best_topology(
 
     @cache
     def most(m: int, levels: int, b: int) -> tuple[float, int]:
-        """T(m, levels, b) and the y that attains it."""
+        """T(m, levels, b) and the y with which it is reached."""
         if b == 0:
             return (1.0, 0) if m == 1 else (-np.inf, 0)
         if levels == 0 or m < 1 + b or b > len(acceptance):

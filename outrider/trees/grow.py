@@ -1,4 +1,4 @@
-"""The growth loop: ask the drafter, let the tree choose, let the length policy say when to stop; pack the draft."""
+"""The growth loop: the drafter guesses, the tree chooses children, the length policy stops; then pack the draft."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +19,7 @@ from outrider.types import Draft, Frontier, Guess, Running, Sampling, ShortList,
 
 @runtime_checkable
 class Guesser(Protocol):
-    """The part of a drafter that growing needs."""
+    """The part of the drafter protocol that growing needs."""
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess: ...
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess: ...
@@ -27,7 +27,7 @@ class Guesser(Protocol):
 
 @runtime_checkable
 class Stopper(Protocol):
-    """The part of a length policy that growing needs."""
+    """The part of the length protocol that growing needs."""
 
     def limit(self, state: object) -> int: ...
     def reach(self, states: Sequence[object], level: Level) -> Int[np.ndarray, " n"] | None: ...
@@ -35,7 +35,7 @@ class Stopper(Protocol):
 
 @runtime_checkable
 class Sharer(Protocol):
-    """The part of a batch policy that growing needs, beyond that of a length policy."""
+    """The part of the batch policy protocol that growing needs."""
 
     def note(self, level: Level, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n 2"]: ...
     def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]: ...
@@ -43,7 +43,7 @@ class Sharer(Protocol):
 
 @dataclass(kw_only=True)
 class _Growth:
-    """Nodes so far, level by level, beginning with the roots."""
+    """The nodes so far, level by level; the roots first."""
 
     sizes: Int[np.ndarray, " requests"]
     owners: list[Int[np.ndarray, " n"]] = field(default_factory=list)
@@ -57,7 +57,7 @@ class _Growth:
     short_list: ShortList | None = None
 
     def add(self, children: Children, device: torch.device) -> None:
-        """Append a level; numbers follow the order of growth. Tokens are places in the short list, if there is one."""
+        """Append a level. Nodes are numbered in growth order. With a short list, tokens are places in that list."""
         owners = children.owners
         before = sum(len(level) for level in self.owners)
         drawn = np.arange(len(owners)) if children.links is None else children.links
@@ -89,7 +89,7 @@ class _Growth:
         )
 
     def path(self, owner: int, node: int) -> list[int]:
-        """Tokens from the root's child down to a node; reads the device."""
+        """The tokens on the path to a node, without the root's; copies from the device."""
         found: list[int] = []
         for level in reversed(range(1, len(self.nodes))):
             at = np.flatnonzero((self.owners[level] == owner) & (self.nodes[level] == node))
@@ -112,7 +112,7 @@ def grow(
 
     Args:
         states: The requests; each root holds the newest committed token.
-        room: Deepest draft that still fits each request; 0 makes its step a plain one.
+        room: Deepest draft of each request; 0 is a plain step.
     """
     count = len(states)
     limits = np.array([min(length.limit(s.length_state), r) for s, r in zip(states, room, strict=True)])
@@ -177,7 +177,7 @@ def grow(
 
 
 def _own(sampling: Sampling, structure: Structure) -> Sampling:
-    """The drafter's settings: the request's, but a greedy request's branching tree is drawn at temperature 1."""
+    """The drafter's sampling: the request's. For a branching drawn tree, a greedy request uses temperature 1."""
     if sampling.temperature > 0 or structure in ("chain", "deterministic"):
         return sampling
     return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -208,7 +208,7 @@ def _allowed(
         return logits
     own = masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)]
     found = masked(logits, own if few is None else pack(unpacked(own, width)[:, few.ids.cpu()]))
-    # Where the drafter can say nothing that is allowed, it says what it likes, and is rejected.
+    # If no token of the drafter is allowed, its row stays as it is, and its tokens are rejected.
     return torch.where(found.amax(-1, keepdim=True) > -torch.inf, found, logits)
 
 
@@ -217,7 +217,7 @@ def _rows(
 ) -> Float[Tensor, "n width"]:
     """The distributions that children are drawn from, over the short list if there is one.
 
-    Penalties, biases and processors know the target's ids; under such settings rows are made over the whole vocabulary.
+    Penalties, biases and processors use the target's ids. With such settings, rows are made over the whole vocabulary.
     """
     few = growth.short_list
     if few is None:
@@ -228,7 +228,7 @@ def _rows(
     wide = few.widened(level.raw, torch.finfo(level.raw.dtype).min)
     rows = to_rows(wide, level.owners, samplings, prefix)[:, few.ids]
     total = rows.sum(-1, keepdim=True)
-    # A processor may leave none of the list's tokens: then the first of them stands for all, and is rejected.
+    # A processor may forbid all tokens of the list. Then the first of them is drafted, and is rejected.
     first = torch.nn.functional.one_hot(torch.zeros(len(rows), dtype=torch.long), rows.shape[1]).to(rows)
     return torch.where(total > 0, rows / total, first)
 
@@ -254,7 +254,7 @@ def _prefix(states: Sequence[Running], growth: _Growth, level: Level, row: int) 
 def _shared(
     length: Sharer, growth: _Growth, grown: Grown, notes: Sequence[Float[Tensor, "_ 2"]]
 ) -> Bool[np.ndarray, " n"]:
-    """What a batch policy leaves of the drafts, which are chains."""
+    """Which nodes a batch policy keeps; all drafts are chains."""
     table = np.full((len(growth.sizes), int(grown.depths.max()), 2), -np.inf)
     drawn = grown.depths > 0
     table[grown.owners[drawn], grown.depths[drawn] - 1] = torch.cat(list(notes)).double().cpu().numpy()
@@ -262,7 +262,7 @@ def _shared(
 
 
 def _pack(growth: _Growth, grown: Grown, keep: Bool[np.ndarray, " n"] | None, structure: Structure) -> Draft:
-    """Request by request instead of level by level, without the nodes that are not kept."""
+    """Pack the kept nodes request by request, instead of level by level."""
     keep = np.ones(len(grown.owners), dtype=bool) if keep is None else keep
     kept = np.flatnonzero(keep)
     order = kept[np.argsort(grown.owners[kept], kind="stable")]

@@ -1,4 +1,4 @@
-"""Children drawn without replacement, as many per node as its depth says (RSD-C; MCSD without replacement)."""
+"""Children drawn without replacement, a fixed number per depth (RSD-C; MCSD without replacement)."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from outrider.types import InputError, Structure
 
 @dataclass(frozen=True, kw_only=True)
 class GumbelTree(UnprunedTree):
-    """A node at depth d gets `branching[d]` distinct children, drawn one after the other from what is left of its row.
+    """A node at depth d gets `branching[d]` distinct children, drawn one after the other from the rest of its row.
 
-    Keeping the k largest of a row's log-probabilities with Gumbel noise, in descending order, is the same law; drawing
-    in turn can be enumerated and looks at the row once. The tree is as deep as the list is long, or as the length
-    policy says if that is less.
+    Keeping the k largest of a row's log-probabilities with Gumbel noise, in descending order, has the same law. Drawing
+    in turn can be enumerated, and reads the row once. The tree is as deep as the list is long, or as the length policy
+    allows if that is less.
 
     References:
         Jeon et al. 2024, RSD-C. https://arxiv.org/abs/2402.14160

@@ -1,4 +1,4 @@
-"""Independent paths: each is drawn from the drafter as a chain; equal beginnings share their nodes."""
+"""Independent paths: each is drawn as a chain, and paths with equal beginnings share nodes."""
 
 from dataclasses import dataclass
 
@@ -15,8 +15,8 @@ from outrider.types import InputError, Structure
 class IidTree(UnprunedTree):
     """Draw `num_paths` chains independently (SpecInfer, SpecTr).
 
-    A node that m paths run through has m draws behind it. Repeated draws are kept, as links to one node; with `dedup`
-    each node links to its distinct children once, in the order of their first appearance.
+    If m paths run through a node, m children are drawn there. Repeated draws are kept, as repeated links to one node.
+    With `dedup` each node has one link to each distinct child, in the order of first appearance.
 
     References:
         Miao et al. 2023, SpecInfer. https://arxiv.org/abs/2305.09781

@@ -14,12 +14,11 @@ from outrider.types import InputError, Structure
 
 @dataclass(frozen=True, kw_only=True)
 class LatticeTree:
-    """Treat the rows along the likeliest path as the marginals of their positions, and keep the `num_nodes` prefixes
-    of the largest product.
+    """Take one row per position, and keep the `num_nodes` prefixes with the largest product of probabilities.
 
-    A drafter of per-position marginals gives these rows as they are; any other is asked along its own likeliest path
-    alone, one row per depth. A prefix is never likelier than what it extends, so the best of all prefixes are a tree,
-    and those of one depth are among the best `num_nodes` of that depth.
+    A drafter of marginals has one row per position. Any other drafter gives the rows along its own likeliest path. A
+    prefix is never likelier than its parent, so the best prefixes form a tree, and those of one depth are among the
+    best `num_nodes` of that depth.
 
     References:
         Ringel and Romano 2026, DDTree. https://arxiv.org/abs/2604.12989

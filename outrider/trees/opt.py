@@ -17,9 +17,9 @@ from outrider.types import InputError, Structure
 class OptTree:
     r"""Expand the `num_nodes` likeliest nodes of each level; keep the `num_nodes` likeliest of all.
 
-    With the drafter's probabilities for the target's, the expected number of accepted tokens is the sum of the nodes'
-    path probabilities. A request goes deeper while a level raised the sum over its best `num_nodes` nodes by more than
-    `threshold`, the cost of one more level in tokens.
+    With the drafter's probabilities in place of the target's, the expected number of accepted tokens is the sum of the
+    nodes' path probabilities. A request goes one level deeper if the last level raised the sum over its best
+    `num_nodes` nodes by more than `threshold`. `threshold` is the cost of a level, in tokens.
 
     References:
         Wang et al. 2024, OPT-Tree. https://arxiv.org/abs/2406.17276

@@ -1,4 +1,4 @@
-"""What the growth loop asks of a tree: which children the new nodes get, which to expand, and which to keep."""
+"""The interface of trees: choose the children of new nodes, choose which to expand, choose which to keep."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,14 +16,14 @@ from outrider.types import InputError, Structure
 
 @dataclass(frozen=True, kw_only=True)
 class Grown:
-    """All nodes so far, level by level, the roots first; a level's nodes lie request by request.
+    """All nodes so far, level by level, the roots first. Within a level, nodes are grouped by request.
 
     Attributes:
         owners: Index of each node's request in the batch.
         nodes: Number of the node in its request's tree, in growth order; the root is 0.
         parents: Number of its parent; -1 for roots.
         depths: Distance from the root.
-        values: What the tree noted at each node; 0 at roots.
+        values: The values that the tree stored for each node; 0 at roots.
     """
 
     owners: Int[np.ndarray, " n"]
@@ -35,17 +35,17 @@ class Grown:
 
 @dataclass(frozen=True, kw_only=True)
 class Level:
-    """Nodes that were just expanded, over all requests; all are equally deep.
+    """The nodes that were just expanded, of all requests; all have the same depth.
 
     Attributes:
         owners: Index of each node's request in the batch; ascending.
         nodes: Number of the node in its request's tree.
         depth: Distance from the root.
-        values: What the tree noted at each node.
-        logits: The drafter's raw logits, on the device; None where it proposes one token each.
+        values: The values that the tree stored for each node.
+        logits: The drafter's raw logits, on the device; None if it proposes one token per node.
         proposed: The one token that a point drafter proposes; -1 for none.
-        rows: Distributions to draw children from; None where children are chosen, not drawn.
-        so_far: All nodes grown until now.
+        rows: Distributions to draw children from; None if children are chosen, not drawn.
+        so_far: All nodes so far.
     """
 
     owners: Int[np.ndarray, " n"]
@@ -59,19 +59,19 @@ class Level:
 
     @cached_property
     def scores(self) -> Float[Tensor, "n vocab"]:
-        """Log-softmax of the raw logits: what chosen children and stopping rules go by, at every temperature."""
+        """Log-softmax of the raw logits, for chosen children and stopping rules, at every temperature."""
         return (self.raw if self.raw.dtype == torch.float64 else self.raw.float()).log_softmax(-1)
 
     @property
     def raw(self) -> Float[Tensor, "n vocab"]:
-        """The logits. Raises InputError where there are none."""
+        """The logits. Raises InputError if there are none."""
         if self.logits is None:
             raise InputError("this tree needs distributions, and the drafter proposes single tokens; use tree 'chain'")
         return self.logits
 
     @property
     def drawable(self) -> Float[Tensor, "n vocab"]:
-        """The rows. Raises InputError where there are none."""
+        """The rows. Raises InputError if there are none."""
         if self.rows is None:
             raise InputError("this tree draws from distributions, and the drafter has none; use tree 'chain'")
         return self.rows
@@ -79,15 +79,15 @@ class Level:
 
 @dataclass(frozen=True, kw_only=True)
 class Children:
-    """New nodes, one level deeper; those of one request together, siblings in drawing order.
+    """New nodes, one level deeper, grouped by request; siblings in drawing order.
 
     Attributes:
-        owners: Index of each one's request; ascending.
-        parents: Number of its parent in the request's tree, any node of the level above.
+        owners: Index of each node's request in the batch; ascending.
+        parents: Number of its parent, which can be any node of the level above.
         tokens: Token of each.
-        expand: Which of them the drafter should look beyond.
-        values: What the tree wants to know of them later.
-        links: Indices into the children in drawing order, a repeated draw repeating its child; None is one each.
+        expand: Which of them the drafter expands.
+        values: Values that the tree stores for them.
+        links: Indices into the children in drawing order; a repeated draw repeats its index. None: each child once.
     """
 
     owners: Int[np.ndarray, " m"]
@@ -100,26 +100,26 @@ class Children:
 
 @runtime_checkable
 class Tree(Protocol):
-    """A way of growing. Pure: what it needs to know is in the level."""
+    """A way of growing drafts. Pure: its decisions depend on the level alone."""
 
     @property
     def structure(self) -> Structure:
-        """How children are made: the rows that sampled ones are drawn from are handed to the verifier."""
+        """How children are made. For drawn children, the verifier gets the rows that they were drawn from."""
         ...
 
     def choose(self, level: Level, dice: Dice) -> Children:
-        """Name the children of a level's nodes."""
+        """Choose the children of a level's nodes."""
         ...
 
     def finish(self, grown: Grown) -> Bool[np.ndarray, " n"] | None:
-        """Which nodes to keep, a parent with each; None keeps all. Only chosen nodes may be dropped: whether a drawn
-        one exists must not depend on which token it is.
+        """Which nodes to keep, each with its parent; None keeps all. Only chosen nodes may be dropped, because whether
+        a drawn node exists must not depend on its token.
         """
         ...
 
 
 class UnprunedTree:
-    """What trees share that keep all their nodes."""
+    """The base of trees that keep all their nodes."""
 
     def finish(self, grown: Grown) -> None:
         return None

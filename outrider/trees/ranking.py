@@ -1,4 +1,4 @@
-"""What trees of chosen children share: the likeliest tokens of a level, and the best nodes of each request."""
+"""For trees of chosen children: the likeliest tokens of a level, and the best nodes of each request."""
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -7,7 +7,7 @@ from outrider.trees.protocol import Level
 
 
 class Likeliest:
-    """The `count` likeliest tokens of every row of a level, with the log-probabilities of the paths that they end.
+    """The `count` likeliest tokens of every row of a level, with the log-probability of the path to each.
 
     Attributes:
         tokens: Token ids, likeliest first.
@@ -23,7 +23,7 @@ class Likeliest:
 
 
 def best_of_each(owners: Int[np.ndarray, " n"], scores: Float[np.ndarray, " n"], count: int) -> Bool[np.ndarray, " n"]:
-    """Which items are among the `count` highest of their owner; the earlier one of a tie.
+    """Which items are among the `count` highest of their owner; of equal items the earlier one.
 
     Example:
         >>> best_of_each(np.array([0, 0, 0, 1]), np.array([0.5, 2.0, 1.0, 0.1]), 2).tolist()

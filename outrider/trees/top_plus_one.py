@@ -15,8 +15,8 @@ from outrider.types import InputError, Structure
 class TopPlusOneTree(UnprunedTree):
     """Each node gets its `width - 1` likeliest tokens, then one drawn from the row without them.
 
-    Where nothing is left to draw from, the likeliest tokens are all. `width` children per node over d levels make
-    `width + width^2 + ... + width^d` nodes.
+    If the rest of the row has no mass, the node gets only its likeliest tokens. `width` children per node over d levels
+    make `width + width^2 + ... + width^d` nodes.
 
     References:
         Hu et al. 2025, greedy multi-draft sampling. https://arxiv.org/abs/2502.18779

@@ -14,15 +14,15 @@ from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 @dataclass(frozen=True, kw_only=True)
 class BlockVerifier(StatedVerifier):
-    r"""Accept the longest prefix that one of independent coins, one per position, allows.
+    r"""Throw one independent coin per position; accept up to the last position whose coin allows it.
 
     With $w_0 = 1$ and $w_i = \min(1, w_{i-1}\, p(x_i)/q(x_i))$, position $i$ is allowed with probability
     $h_i = A_i / (A_i + 1 - w_i)$, where $A_i = \sum_x (w_i p(x) - q(x))_+$ after $x_1 \ldots x_i$, and $h = w$ at the
     end of the chain. After $\tau$ accepted tokens the next one is drawn from $(w_\tau p - q)_+$; after all of them,
     from $p$. Then $P(\tau \ge i \mid x) = w_i$, never less than token verification in expectation.
 
-    The coins are thrown from the last position down and no further than needed; they are independent, so the order
-    changes nothing.
+    The coins are thrown from the last position down, until one allows its position. They are independent, so the order
+    does not matter.
 
     References:
         Sun et al. 2024, algorithm 2. https://arxiv.org/abs/2403.10444

@@ -1,4 +1,4 @@
-"""Greedy block verification with carry-over: the most tokens a block can give, paid back in the next (Sun et al.)."""
+"""Greedy block verification: accept the most that one block can, and correct the law in the next steps (Sun et al.)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +18,11 @@ LARGEST = 1e30
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    r"""A change of the target that is still in force: rows become $(R\,p - q)_+$, normalised.
+    r"""A change of the target's rows that is still in force: they become $(R\,p - q)_+$, normalised.
 
     Attributes:
-        ratio: R, the quotient of the joint probabilities of what was emitted since the block began.
-        left: For how many more tokens.
+        ratio: R, the quotient of the joint probabilities of the tokens emitted since the block began.
+        left: Number of tokens for which it stays in force.
     """
 
     ratio: float
@@ -31,17 +31,17 @@ class Pull:
 
 @dataclass(frozen=True, kw_only=True)
 class GreedyBlockVerifier(StatedVerifier):
-    r"""Accept the longest prefix that may be accepted, throwing coins from the longest down.
+    r"""Accept the longest prefix that its coin allows; coins are thrown from the longest prefix down.
 
     With R the unclipped quotient of the joint probabilities of $x_1 \ldots x_i$, position i is accepted with
     probability $\min(1, \sum_x (R p - q)_+ / \sum_x (q - R p)_+)$, and $\min(1, R)$ at the end of the chain. The next
-    token is drawn from $(R p - q)_+$, and what was gained is paid back: for the rest of the block's length the target
-    is $(R p - q)_+$, with R continued along the tokens that are emitted. One block accepts as much as is possible at
-    all, but several give less than block verification does.
+    token is drawn from $(R p - q)_+$, and the law is corrected afterwards: for the rest of the block's length the
+    target is $(R p - q)_+$, with R continued along the emitted tokens. One block accepts as many tokens as any rule
+    can, but several blocks together emit fewer than block verification.
 
-    A block that begins within the reach of earlier ones takes their changed rows for its target, the oldest change
-    first. It needs the draft's rows at the tokens that were emitted, which are those of the next block, so the drafter
-    must be context-pure and the length fixed.
+    If earlier changes are still in force where a block begins, its target is the changed rows, the oldest change first.
+    A change needs the draft's rows at the emitted tokens. The next block provides these rows, so the drafter must be
+    context-pure and the length fixed.
 
     References:
         Sun et al. 2024, appendix on greedy block verification. https://arxiv.org/abs/2403.10444
@@ -57,7 +57,7 @@ class GreedyBlockVerifier(StatedVerifier):
     def verify_carrying(
         self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice, carried: Sequence[object]
     ) -> Verdict:
-        """As `verify`, given each request's changes: a tuple of `Pull`, the oldest first."""
+        """As `verify`, with each request's changes: a tuple of `Pull`, the oldest first."""
         pulls = [own if isinstance(own, tuple) else () for own in carried]
         if draft.branches:
             raise InputError("greedy_block was given a branching draft; use match(), which walks any tree")

@@ -26,7 +26,7 @@ class KseqVerifier(StatedVerifier):
     With $\beta(\rho) = \sum_x \min(p(x)/\rho, q(x))$, one of them is accepted with probability $1 - (1 - \beta)^k$; the
     discount $\rho \in [1, k]$ is where that equals $\rho\beta$. After k rejections the next token is drawn from
     $p - \min(p/\rho, q)\,(1 - (1-\beta)^k)/\beta$. Any $\rho$ from there to k is lossless, so the search keeps the
-    upper end of its bracket. k is the number of draws at the node: of the paths that run through it.
+    upper end of its bracket. k is the number of draws at the node, which is the number of paths through it.
 
     References:
         Sun et al. 2023, SpecTr, algorithm 2. https://arxiv.org/abs/2310.15141
@@ -103,7 +103,7 @@ def _gap(
 
 
 def _any(beta: Float[Tensor, "n 1"], k: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
-    """Chance that any of k draws is accepted."""
+    """Probability that any of k draws is accepted."""
     return -torch.expm1(k * torch.log1p(-beta))
 
 

@@ -15,12 +15,12 @@ from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 @dataclass(frozen=True, kw_only=True)
 class LenientVerifier(StatedVerifier):
-    r"""Token verification with $\min(1, f(p(x))/q(x))$ for the chance of a token; the residual stays $(p - q)_+$.
+    r"""Token verification that accepts with probability $\min(1, f(p(x))/q(x))$; the residual stays $(p - q)_+$.
 
-    `linear` is $f(p) = p/e$, where e is called lenience; `squared` is $p/e^2$; `exponential` is $p^e$. At e = 1 all are
-    lossless; the smaller e, the more is accepted and the further the output is from the target's law. With `linear` no
-    token becomes more than 1/e times as likely as the target has it. Since $f \ge p$, the residual of the modified rule
-    is the plain one.
+    `linear` is $f(p) = p/e$, where e is called lenience; `squared` is $p/e^2$; `exponential` is $p^e$. e is the field
+    `strength`. At e = 1 all are lossless. A smaller e accepts more and moves the output further from the target's law.
+    With `linear` no token becomes more than 1/e times as likely as the target has it. Since $f \ge p$, the residual of
+    the modified rule is the plain one.
 
     References:
         Leviathan et al. 2023, appendix on lenience. https://arxiv.org/abs/2211.17192

@@ -17,8 +17,8 @@ from outrider.verifiers.traits import EVERY, StatedVerifier
 class MatchVerifier(StatedVerifier):
     r"""Draw $y \sim p$ at a node; if a child holds $y$ go there, else stop and emit $y$.
 
-    Never looks at how the draft was made, so it is lossless for every structure, and optimal for chosen children: the
-    expected number of accepted tokens is the sum over nodes of the target's probability of their path.
+    It does not read how the draft was made, so it is lossless for every structure. For chosen children it is optimal:
+    the expected number of accepted tokens is the sum over nodes of the target's probability of their path.
 
     References:
         Li et al. 2024, EAGLE, section 3.3. https://arxiv.org/abs/2401.15077

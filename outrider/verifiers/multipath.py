@@ -1,4 +1,4 @@
-"""Greedy multi-path block verification: block verification of the path that ranks highest (GBV)."""
+"""Greedy multi-path block verification: block verification of the highest-ranking path (GBV)."""
 
 from dataclasses import dataclass
 
@@ -23,10 +23,10 @@ class MultipathVerifier(StatedVerifier):
     r"""Of K independent paths follow, at every node, the child that ranks highest in p/q; verify that path as a block.
 
     Ranking needs a strict order, the same here and in the path's law: p/q in steps of a sixteenth of an octave, from
-    2^-8 to 2^8, and among equals the token id. The law is exact whatever the order; one of 256 steps can
-    be sorted by radix makes it affordable. Let x be the
-    probability that one path runs through a node, A that it ranks below the node's, and $c(t)$ the draft's mass of the
-    tokens that rank no higher than t. Then the chosen path goes on with t with probability
+    2^-8 to 2^8, and among equals the token id. The law is exact for any order; an order of 256 steps can be sorted by
+    radix, which is fast. Let x be the probability that one path runs through a node, A that it ranks below the node's,
+    and $c(t)$ the draft's mass of the tokens that rank no higher than t. Then the chosen path goes on with t with
+    probability
     $\tilde q(t) \propto (A + x c(t))^K - (A + x (c(t) - q(t)))^K$, and that is the draft's row that the block rule must
     be given. Below t, $A \gets A + x (c(t) - q(t))$ and $x \gets x q(t)$.
 

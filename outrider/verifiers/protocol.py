@@ -1,4 +1,4 @@
-"""What the loop asks of a verifier, and the pieces that the rules share."""
+"""The interface of verifiers, and functions that several of them share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ from outrider.types import Draft, InputError, Verdict
 
 @runtime_checkable
 class Verifier(Protocol):
-    """Decides which nodes of a draft survive, for all requests of a batch at once. Immutable.
+    """Decides which nodes of a draft are accepted, for all requests of a batch at once.
 
-    Rows of the vocabulary stay on the device; what they say about single tokens is copied to the host once, and the
-    walk along the tree, a few numbers per node, happens there.
+    Immutable. Rows over the vocabulary stay on the device. The probabilities of single tokens are copied to the host
+    once, and the walk along the tree runs there.
     """
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
@@ -29,19 +29,20 @@ class Verifier(Protocol):
 
 @runtime_checkable
 class Carrying(Protocol):
-    """A verifier that carries something of each request from step to step: what its verdict's `carried` says."""
+    """A verifier that carries a value of each request from step to step: its verdict's `carried`."""
 
     def verify_carrying(
         self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice, carried: Sequence[object]
     ) -> Verdict:
-        """As `verify`, given what the last verdict carried of each request; None for a new one."""
+        """As `verify`, with the value that the last verdict carried for each request; None for a new request."""
         ...
 
 
 def residual(target_rows: Float[Tensor, "n vocab"], draft_rows: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
     r"""Weights of the token that replaces a rejected one, not normalised: $\max(0, p(x) - q(x))$.
 
-    Where $p = q$ nothing can be rejected and the residual has no mass; $p$ is returned, so that callers need no branch.
+    If $p = q$, nothing can be rejected and the residual has no mass. Then $p$ is returned, so that callers need no
+    branch.
 
     Example:
         >>> residual(torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.75, 0.125, 0.125]]))
@@ -55,8 +56,8 @@ def residual(target_rows: Float[Tensor, "n vocab"], draft_rows: Float[Tensor, "n
 
 
 def child_rows(draft: Draft, nodes: Int[np.ndarray, " n"], like: Float[Tensor, "_ vocab"]) -> Float[Tensor, "n vocab"]:
-    """The law of the first child of each node, in a fresh tensor: the row it was drawn from, or one-hot where it was
-    chosen. Leaves get an arbitrary row. `like` says how wide, of what type and where.
+    """The law of the first child of each node, in a fresh tensor: the row that it was drawn from, or one-hot if it was
+    chosen. Leaves get an arbitrary row. The result has the width, dtype and device of `like`.
     """
     row_of = draft.row_of[nodes]
     if draft.rows is not None and (row_of >= 0).all():
@@ -75,7 +76,7 @@ def _wide(draft: Draft, rows: Float[Tensor, "n width"]) -> Float[Tensor, "n voca
 
 
 def drawn_with(draft: Draft, rows: Int[np.ndarray, " n"], tokens: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    """The probability of tokens that were drawn, each by the draft's row of that number.
+    """The probability of drawn tokens, each in the draft's row of that number.
 
     Raises:
         ValueError: Nothing was drawn.
@@ -87,14 +88,14 @@ def drawn_with(draft: Draft, rows: Int[np.ndarray, " n"], tokens: Int[Tensor, " 
 
 
 def first_children(draft: Draft, nodes: Int[np.ndarray, " n"], device: torch.device) -> Int[Tensor, " n"]:
-    """Packed index of the first child of each node; of leaves some node."""
+    """Packed index of the first child of each node; an arbitrary node for a leaf."""
     if not len(draft.links):
         return upload(np.zeros_like(nodes), device)
     return upload(draft.links[np.minimum(draft.first_child[nodes], len(draft.links) - 1)], device)
 
 
 def ratio(p: Float[Tensor, "n k"], q: Float[Tensor, "n k"]) -> Float[np.ndarray, "n k"]:
-    """Chances min(1, p/q) on the host; 0 where p is 0, and where q is, which only rounding makes it."""
+    """Probabilities min(1, p/q), on the host; 0 where p is 0, or where rounding made q 0."""
     quotient = torch.where((p > 0) & (q > 0), p.double() / q.double(), 0.0)
     return quotient.clamp(max=1).cpu().numpy()
 
@@ -108,7 +109,7 @@ class Chains:
         lengths: Drafted tokens of each chain.
         p: The target's probability of each chain's i-th token given its prefix; 0 where the chain is shorter, so that
             padding is never accepted.
-        q: The draft's; 1 of a chosen token.
+        q: The draft's probability of the same token; 1 for a chosen token.
     """
 
     roots: Int[np.ndarray, " requests"]
@@ -122,18 +123,18 @@ class Chains:
 
     @property
     def ratios(self) -> Float[np.ndarray, "requests depth"]:
-        """p/q; 0 where q is 0, which only rounding makes it."""
+        """p/q; 0 where rounding made q 0."""
         return np.divide(self.p, self.q, out=np.zeros_like(self.p), where=self.q > 0)
 
     def verdict(self, num_accepted: Int[np.ndarray, " requests"], next_tokens: Int[Tensor, " requests"]) -> Verdict:
-        """The verdict that keeps the first `num_accepted` nodes of each chain."""
+        """The verdict that accepts the first `num_accepted` nodes of each chain."""
         position = np.arange(1, self.depth + 1)
         paths = np.where(position <= num_accepted[:, None], self.roots[:, None] + position, -1)
         return Verdict(paths=paths, num_accepted=num_accepted, next_tokens=next_tokens)
 
 
 def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
-    """Read a draft as chains. Raises InputError if it branches."""
+    """A draft as chains. Raises InputError if it branches."""
     if draft.branches:
         raise InputError("a chain verifier was given a branching draft; use match(), which walks any tree")
     roots, lengths = draft.offsets[:-1], np.diff(draft.offsets) - 1
@@ -161,7 +162,7 @@ def gains(
     weights: Float[np.ndarray, " n"],
     target_rows: Float[Tensor, "nodes vocab"],
 ) -> Float[np.ndarray, " n"]:
-    r"""$\sum_x (w\,p(x) - q(x))_+$ at each node, on the host; a few rows at a time, in memory that is used again."""
+    r"""$\sum_x (w\,p(x) - q(x))_+$ at each node, on the host. Works on a few rows at a time, to reuse memory."""
     if not len(nodes):
         return np.zeros(0)
     scale = torch.from_numpy(weights).to(target_rows)[:, None]

@@ -1,4 +1,4 @@
-"""Recursive rejection: try a node's children in drawing order, each on what the ones before left (MCSD, SpecInfer)."""
+"""Recursive rejection: try a node's children in drawing order, each against the residual so far (MCSD, SpecInfer)."""
 
 from dataclasses import dataclass
 
@@ -19,12 +19,12 @@ class RecursiveVerifier(StatedVerifier):
     r"""At each node, with $P = p$ and $Q = q$, accept the next child x with probability $\min(1, P(x)/Q(x))$ and
     descend, or else set $P \propto (P - Q)_+$; after the last child draw from $P$ and stop.
 
-    Children drawn without replacement, or de-duplicated, were drawn from what the earlier ones left of $q$, so after a
-    rejection $Q(x) = 0$ too. Independent draws keep $Q = q$, and repeated ones are tried again. Independent draws are
-    exchangeable, so that SpecInfer's random order is no different from theirs.
+    Children drawn without replacement, or de-duplicated, were drawn from $q$ without the earlier children, so after a
+    rejection $Q(x) = 0$ too. Independent draws keep $Q = q$, and repeated draws are tried again. Independent draws are
+    exchangeable, so SpecInfer's random order gives the same law.
 
-    All of a node's chances follow from its children's order alone, so they are worked out on the device without
-    looking at an outcome, and copied to the host once per level.
+    The probabilities at a node depend on the order of its children only, not on outcomes. So they are computed on the
+    device, and copied to the host once per level.
 
     References:
         Miao et al. 2023, SpecInfer, algorithm 2 (with replacement). https://arxiv.org/abs/2305.09781
@@ -50,7 +50,7 @@ class RecursiveVerifier(StatedVerifier):
 def _try(
     draft: Draft, walk: Walk, children: Brood, p: Float[Tensor, "n vocab"]
 ) -> tuple[Float[Tensor, "n vocab"], Float[np.ndarray, "n most"]]:
-    """What all children leave of the target's row, and each child's chance when its turn comes."""
+    """The target's row after all children are rejected, and the probability of each child when it is tried."""
     P, Q = p, child_rows(draft, walk.nodes, p)
     tokens = draft.tokens[upload(children.nodes.clip(0), P.device)]
     missing = upload(children.nodes < 0, P.device)

@@ -16,11 +16,11 @@ from outrider.verifiers.walk import Brood, Walk, coins
 
 @dataclass(frozen=True, kw_only=True)
 class TopPlusOneVerifier(StatedVerifier):
-    r"""Token verification of the one child that was drawn, under its own law; the recovered token may be a child too.
+    r"""Token verification of the drawn child, under its own law. The recovered token may be one of the chosen children.
 
     With T the children that were chosen and $\tilde q$ the row without them, renormalised, the drawn child x is
-    accepted with probability $\min(1, p(x)/\tilde q(x))$; else a token is drawn from $(p - \tilde q)_+$, which holds
-    all of $p(T)$, and if it is in T the walk goes on there.
+    accepted with probability $\min(1, p(x)/\tilde q(x))$; else a token is drawn from $(p - \tilde q)_+$, which includes
+    all of $p(T)$. If that token is in T, the walk continues there.
 
     References:
         Hu et al. 2025, section 4. https://arxiv.org/abs/2502.18779

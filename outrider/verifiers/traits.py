@@ -1,4 +1,4 @@
-"""What a verifier says of itself: which kinds of draft it judges, and what it needs of the other parts."""
+"""The traits of a verifier: the kinds of draft that it verifies, and what it needs from the other parts."""
 
 from typing import ClassVar, Literal, get_args
 
@@ -13,7 +13,7 @@ Kind = Literal[
     "top n-1 and one draw",
     "chosen tree",
 ]
-"""What a verifier sees: how the children were made."""
+"""The kinds of draft: how the children were made."""
 
 KINDS: dict[Structure, Kind] = {
     "iid": "iid paths",
@@ -22,24 +22,24 @@ KINDS: dict[Structure, Kind] = {
     "top_plus_one": "top n-1 and one draw",
     "deterministic": "chosen tree",
 }
-"""What each way of making several children is to a verifier."""
+"""The kind of draft for each structure of a branching tree."""
 
 CHAINS: frozenset[Kind] = frozenset({"sampled chain", "chosen chain"})
 EVERY: frozenset[Kind] = frozenset(get_args(Kind))
 
 
 class StatedVerifier:
-    """The base of verifiers that say what they are for. The refusal matrix, the docs and the tests read it.
+    """The base of verifiers, with their traits.
 
-    A subclass sets `kinds`, and each of the others that does not hold for it. A verifier that carries something from
-    step to step says so by having `verify_carrying`.
+    The refusal matrix, the docs and the tests read these. A subclass sets `kinds`, and the other traits where they
+    differ. A verifier that carries something from step to step has `verify_carrying`.
 
     Attributes:
-        kinds: The kinds of draft for which the verifier keeps the target's law; of a lossy verifier, the kinds that it
-            can judge. Empty says nothing, and the verifier is refused.
-        lossy: Whether the output has another law than the target's.
-        needs_one_length: Whether it keeps the law only where all drafts are equally long.
-        needs_pure_rows: Whether it keeps the law only where the draft's rows depend on the tokens alone.
+        kinds: The kinds of draft for which the verifier keeps the target's law; for a lossy verifier, the kinds that it
+            can verify. A verifier with no kinds is refused.
+        lossy: Whether the output's law differs from the target's.
+        needs_one_length: Whether it keeps the law only if all drafts have the same length.
+        needs_pure_rows: Whether it keeps the law only if the draft's rows depend on the tokens alone.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset()

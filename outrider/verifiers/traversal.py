@@ -21,16 +21,17 @@ PIECES = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TraversalVerifier(StatedVerifier):
-    r"""Visit the nodes in post-order; accept the first whose coin lands, with the path above it; else forget it.
+    r"""Visit the nodes in post-order. Accept the first node whose coin succeeds, with the path above it; otherwise drop
+    it.
 
     Every node has a weight: 1 at the root, and $w(x) = \min(1, w(v) P_v(x)/Q_v(x))$ for a child x of v, at first with
-    $P = p$ and $Q = q$. The coin of a node without children lands with probability w. A node that is forgotten changes
-    its parent: with $R = (w(v) P_v - Q_v)_+$ and $S = \sum R$, the weight becomes $S/(S + 1 - w(v))$, $P_v = R/S$, and
-    $Q_v(x) = 0$. What the last node leaves to the root needs no coin. The next token is drawn from the $P$ of the node
-    that was accepted. On a chain this is block verification.
+    $P = p$ and $Q = q$. The coin of a node without children succeeds with probability w. A dropped node changes its
+    parent: with $R = (w(v) P_v - Q_v)_+$ and $S = \sum R$, the weight becomes $S/(S + 1 - w(v))$, $P_v = R/S$, and
+    $Q_v(x) = 0$. The root needs no coin. The next token is drawn from the $P$ of the accepted node. On a chain this is
+    block verification.
 
-    The weights follow from the tree alone, so they are worked out on the device, some requests in step, and copied to
-    the host once; the coins are thrown there.
+    The weights depend on the tree only, not on outcomes. So they are computed on the device, for some requests at a
+    time, and copied to the host once. The coins are thrown there.
 
     References:
         Weng et al. 2025, Traversal Verification, algorithm 1. https://arxiv.org/abs/2505.12398
@@ -49,7 +50,7 @@ class TraversalVerifier(StatedVerifier):
     def _decide(
         self, draft: Draft, requests: Int[np.ndarray, " some"], target_rows: Float[Tensor, "nodes vocab"], dice: Dice
     ) -> tuple[Int[np.ndarray, " some"], Int[Tensor, " some"]]:
-        """Of some requests, the accepted nodes and the tokens that follow."""
+        """The accepted nodes of some requests, and the tokens that follow."""
         visits = [list(_visits(draft, request)) for request in requests.tolist()]
         span = slice(draft.offsets[requests[0]], draft.offsets[requests[-1] + 1])
         weighed = _weigh(draft, target_rows, visits, span)

@@ -19,9 +19,9 @@ from outrider.verifiers.walk import verdict_at
 class TypicalVerifier(StatedVerifier):
     r"""Accept a token x if $p(x) > \min(\epsilon, \delta e^{-H})$, with H the entropy of the target's row in nats.
 
-    Of the nodes whose whole path is accepted the deepest is taken, and of equally deep ones the likeliest path; the
-    next token is drawn from the target's row there. Acceptance is not random, so unlikely tokens are never drafted into
-    the output: its law is not the target's. At temperature 0 it is greedy decoding.
+    Of the nodes whose whole path is accepted, the deepest wins; of equally deep ones, the one with the likeliest path.
+    The next token is drawn from the target's row there. Acceptance is not random, and unlikely draft tokens are never
+    accepted, so the output's law is not the target's. At temperature 0 it is greedy decoding.
 
     Attributes:
         posterior_threshold: $\epsilon$; the names are Medusa's.

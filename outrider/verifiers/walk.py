@@ -1,4 +1,4 @@
-"""The walk down a tree, for all requests at once: where each one is, what its children are, where it stopped."""
+"""The walk down a tree, for all requests at once: current nodes, their children, and where each walk stops."""
 
 from dataclasses import dataclass
 
@@ -41,7 +41,7 @@ def brood(draft: Draft, requests: Int[np.ndarray, " n"], nodes: Int[np.ndarray, 
 
 
 class Walk:
-    """Where each request's walk is; changes in place.
+    """The walks of all requests; changes in place.
 
     Attributes:
         active: Requests that still walk.
@@ -68,7 +68,7 @@ class Walk:
         return brood(self._draft, self.active, self.nodes)
 
     def go(self, children: Int[np.ndarray, " active"]) -> Bool[np.ndarray, " active"]:
-        """Move to these children; a request that has -1 stops. Which of the active ones stopped; call `stop` next."""
+        """Move to these children; a request with -1 stops. Returns which active requests stop; call `stop` next."""
         stopped = children < 0
         moving = self.active[~stopped]
         self.here[moving] = self._paths[moving, self._depth[moving]] = children[~stopped]
@@ -89,7 +89,7 @@ class Walk:
             self.stop(stopped, dice.pick(weights[upload(at, weights.device)], draws))
 
     def verdict(self) -> Verdict:
-        """What all walks came to."""
+        """The verdict of all walks."""
         order = np.argsort(np.concatenate(self._stopped), kind="stable")
         tokens = torch.cat(self._tokens)
         return Verdict(
@@ -102,7 +102,7 @@ class Walk:
 def coins(
     walk: Walk, children: Brood, chances: Float[np.ndarray, "active most"], dice: Dice
 ) -> Int[np.ndarray, " active"]:
-    """Try each active request's children in order; the first that is accepted, or -1. Draws no further than needed."""
+    """Try each active request's children in order, until one is accepted. Returns that child, or -1."""
     found = np.full(len(walk.active), -1)
     for k in range(chances.shape[1]):
         asked = np.flatnonzero((found < 0) & (children.nodes[:, k] >= 0))

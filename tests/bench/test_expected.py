@@ -12,7 +12,8 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.bench.expected import acceptance, expected_accepted, expected_tokens
-from outrider.decoding.step import Parts
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
@@ -114,13 +115,20 @@ def test_means_over_drafts_are_what_enumerated_steps_accept_and_emit(tree, name)
         tree=catalog.make("tree", tree),
         verifier=noting,
         length=FixedLength(num_speculative_tokens=2),
+        decoding=StepDecoding(),
     )
     request = Request(id="law", prompt=(0,), max_new_tokens=1 << 20, sampling=Sampling(), eos_ids=ENDS)
     expected, exact, queue = np.zeros(2), np.zeros(2), [{}]
     while queue:
         world = World(script=queue.pop())
         slot = parts.target.open()
-        state = Running(request=request, tokens=[0], slot=slot, drafter_state=parts.drafter.open(request))
+        state = Running(
+            request=request,
+            tokens=[0],
+            slot=slot,
+            drafter=parts.drafter,
+            drafter_state=parts.drafter.open(request),
+        )
         [made] = parts.decoding.step(parts, [state], dice=EnumeratingDice([world]))
         parts.target.release(slot)
         expected += world.probability * np.array(noting.seen[-1])

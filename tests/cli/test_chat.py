@@ -1,8 +1,10 @@
 """A conversation: its commands, its settings, and what is wrong with a line."""
 
+import shutil
+
 import pytest
 
-from outrider.load import EMBEDDED_TARGET
+from outrider.embedded import EMBEDDED_TARGET
 from tests.cli.runs import run
 from tests.world.zoo import tiny
 
@@ -59,6 +61,14 @@ def test_what_is_wrong_with_a_command_ends_nothing(monkeypatch, capsys, line, se
 def test_a_message_may_begin_with_a_slash(monkeypatch, capsys):
     status, _, err = talk(monkeypatch, capsys, "/usr/bin is where it is.")
     assert (status, "4 tokens" in err) == (0, True), err
+
+
+def test_a_broken_template_is_one_sentence(monkeypatch, capsys, tmp_path):
+    shutil.copytree(EMBEDDED_TARGET, tmp_path / "target")
+    (tmp_path / "target" / "chat_template.jinja").write_text("{% if")
+    status, out, err = talk(monkeypatch, capsys, "Hello.", options=("--target", str(tmp_path / "target")))
+    assert (status, out) == (2, "")
+    assert err.startswith("error: the target's chat template makes no prompt of a conversation: unexpected 'end of ")
 
 
 def test_a_target_without_a_tokenizer_or_a_template_cannot_chat(monkeypatch, capsys, tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.cli.app import main
 from outrider.cli.prompts import read_file, read_prompts
-from outrider.load import EMBEDDED_TARGET
+from outrider.drafters.model import ModelDrafter
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.proof.gate import _keep, _kept
 from outrider.proof.identity import Identity
 from outrider.types import InputError
@@ -252,6 +254,31 @@ def test_version_and_methods(monkeypatch, capsys):
     assert {"ngram", "suffix", "model", "none"} <= {row["name"] for row in found["methods"]}
     assert found["matrix"]["token"]["chosen tree"] == "refused"
     assert found["matrix"]["match"]["chosen tree"] == "exact law, default"
+
+
+def test_methods_show_the_traits_that_the_classes_of_drafters_state(monkeypatch, capsys):
+    found = json.loads(run(monkeypatch, capsys, "methods", "--json")[1])
+    traits = {row["name"]: row["traits"] for row in found["methods"] if row["family"] == "drafter"}
+    assert traits["suffix"] == {
+        "rows": "point",
+        "context_pure": True,
+        "reads_hidden_states": False,
+        "keeps_cache": False,
+        "trainer": None,
+        "exports": [],
+    }
+    assert traits["model"]["keeps_cache"] is ModelDrafter.keeps_cache is True
+    assert traits["model"]["rows"] == ModelDrafter.rows == "sampled"
+    assert all("traits" not in row for row in found["methods"] if row["family"] != "drafter")
+    monkeypatch.setenv("COLUMNS", "200")
+    for options in ([], ["--markdown"]):
+        page = run(monkeypatch, capsys, "methods", *options)[1]
+        [line] = [line for line in page.splitlines() if re.match(r"\|? *`?model\b.*sampled", line)]
+        assert re.findall(r"[\w-]+", line) == [
+            *("model", "sampled", "yes", "no", "yes"),
+            ModelDrafter.trainer,
+            *ModelDrafter.exports,
+        ]
 
 
 def test_prove_holds_for_the_embedded_pair(monkeypatch, capsys):

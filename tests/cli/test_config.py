@@ -53,6 +53,14 @@ def test_a_wrong_file_is_one_sentence(monkeypatch, capsys, tmp_path, command, te
     assert (status, out, sentence in err, err.count("\n")) == (2, "", True, 1), err
 
 
+@pytest.mark.parametrize("place", ["", "file/setup.toml"])
+def test_a_setup_that_cannot_be_saved_is_one_sentence(monkeypatch, capsys, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    status, out, err = run(monkeypatch, capsys, "generate", "--prompt", "a", "--save-config", str(tmp_path / place))
+    assert (status, out, err.count("\n")) == (2, "", 1), err
+    assert err.startswith(f"error: {tmp_path / place} cannot be written: "), err
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -61,6 +69,11 @@ def test_a_wrong_file_is_one_sentence(monkeypatch, capsys, tmp_path, command, te
         (["--quantization-config", "int8"], "quantization_config must be a JSON object, got 'int8'"),
         (["--device-map", "{"], "device_map must be a JSON object, got '{'"),
         (["--device-map", "auto", "--device", "cpu"], "device and device_map both say where the model goes"),
+        (["--logit-bias", "15"], "logit_bias must be a JSON object of token ids and numbers, such as"),
+        (["--logit-bias", '{"a": 1}'], "logit_bias must be a JSON object of token ids and numbers, such as"),
+        (["--logit-bias", '{"8192": 1}'], "logit_bias names token ids outside 0 .. 8191"),
+        (["--logit-bias", '{"5": Infinity}'], "a logit_bias must be a number (-inf forbids a token), got inf"),
+        (["--stop-token-ids", "-1"], "stop_token_ids holds token id -1, which is not in 0 .. 8191"),
         (["--logprobs", "-1", "--json"], "logprobs must be >= 0, got -1"),
         (["--logprobs", "1"], "log-probabilities are in JSON only; give --json or --output"),
         (["--tokenizer", "/no/such/place"], "there is no directory /no/such/place"),

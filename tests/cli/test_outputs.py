@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 import outrider
 from outrider import InputError
 from outrider.cli.outputs import OutputFile, Wanted
+from outrider.cli.request import DRAWING
 from outrider.drafters.model import ModelDrafter
 from tests.cli.runs import run, start
 
@@ -99,6 +100,16 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     assert file.read_text() == "Once upon a time\n{}\n"
 
 
+@pytest.mark.parametrize("content", [b"Once upon a time", b"Once upon\na time", b"\xff\xfe\x00", b'{"name": "Tim"'])
+def test_a_file_of_something_else_keeps_its_last_line(tmp_path, content):
+    file = tmp_path / "notes.txt"
+    file.write_bytes(content)
+    asked = [Wanted(prompt_index=0, sample_index=0, index=0, request="a")]
+    with pytest.raises(InputError, match=r"line 1 of .*notes.txt is no output of `outrider generate`"):
+        OutputFile(path=file).held(asked)
+    assert file.read_bytes() == content
+
+
 def test_an_interrupt_leaves_the_outputs_that_have_ended(monkeypatch, capsys, tmp_path):
     file = tmp_path / "out.jsonl"
     given = [*PROMPTS, "-n", "5", "--max-slots", "1", "--max-new-tokens", "40", "--temperature", "0"]
@@ -156,6 +167,22 @@ def test_a_disk_that_is_full_is_one_sentence(monkeypatch, capsys):
     assert (status, err) == (1, "error: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("place", ["", "file/out.jsonl"])
+def test_a_file_that_cannot_be_written_is_named_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, place):
+    (tmp_path / "file").write_text("")
+    given = ["--prompt", "Once", "--target", "/no/such/place", "--output", str(tmp_path / place)]
+    status, out, err = run(monkeypatch, capsys, "generate", *given)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"error: the output file {tmp_path / place} cannot be written: "), err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_could_be_written_is_not_left_behind_empty(monkeypatch, capsys, tmp_path):
+    given = ["--prompt", "Once", "--target", "/no/such/place", "--output", str(tmp_path / "out.jsonl")]
+    assert run(monkeypatch, capsys, "generate", *given)[0] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_log_probabilities_are_recorded(monkeypatch, capsys, tmp_path):
     given = ["generate", "--prompt", "Once", "--max-new-tokens", "5", "--temperature", "0", "--json"]
     assert "logprobs" not in json.loads(run(monkeypatch, capsys, *given)[1])
@@ -171,6 +198,18 @@ def test_log_probabilities_are_recorded(monkeypatch, capsys, tmp_path):
     assert records(file) == [likeliest]
 
 
+def test_a_bias_forbids_a_token(monkeypatch, capsys):
+    given = ["generate", "--prompt", "Once", "--max-new-tokens", "3", "--temperature", "0", "--json"]
+    first = json.loads(run(monkeypatch, capsys, *given)[1])["tokens"][0]
+    forbidden = json.loads(run(monkeypatch, capsys, *given, "--logit-bias", f'{{"{first}": -Infinity}}')[1])["tokens"]
+    assert first not in forbidden
+
+
+def test_every_way_of_drawing_has_an_option():
+    # Processors are Python's own objects.
+    assert set(DRAWING) == {field.name for field in fields(outrider.Sampling)} - {"processors"}
+
+
 def test_where_an_output_ends_can_be_said(monkeypatch, capsys):
     given = ["generate", "--prompt", "Once upon a time", "--max-new-tokens", "12", "--temperature", "0", "--json"]
     plain = json.loads(run(monkeypatch, capsys, *given)[1])["tokens"]
@@ -181,3 +220,11 @@ def test_where_an_output_ends_can_be_said(monkeypatch, capsys):
     short = ["generate", "--prompt", "The end.", "--max-new-tokens", "200", "--temperature", "0", "--json"]
     ended, going = (json.loads(run(monkeypatch, capsys, *short, *more)[1]) for more in ([], ["--ignore-eos"]))
     assert (ended["finish_reason"], going["finish_reason"]) == ("stop", "length")
+
+
+def test_an_error_begins_a_line_of_its_own_behind_a_streamed_prompt(monkeypatch, capsys):
+    def nothing(drafter, states, depths):
+        raise InputError("a bad day")
+
+    monkeypatch.setattr(ModelDrafter, "begin", nothing)
+    assert run(monkeypatch, capsys, "generate", "--prompt", "Once") == (2, "Once\n", "error: a bad day\n")

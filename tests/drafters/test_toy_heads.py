@@ -11,6 +11,7 @@ from outrider import catalog
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Observed, Surroundings
+from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
@@ -209,6 +210,20 @@ def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
             assert [out.tokens for out in made] == [out.tokens for out in plain]
     assert drafted
     assert drafted <= set(few.ids.tolist())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_states_that_it_reads_hidden_states_and_keeps_a_cache(kind):
+    traits = Traits.of(type(toy(kind, Surroundings.of(target(1), None))))
+    assert traits.reads_hidden_states
+    assert traits.keeps_cache
+    assert not traits.context_pure
+    assert traits.rows == ("marginal" if kind == "block" else "sampled")
+
+
+def test_a_class_that_drafts_nothing_has_no_traits():
+    with pytest.raises(TypeError, match="FixedLength must derive from Drafter"):
+        Traits.of(FixedLength)
 
 
 def test_a_head_that_reads_a_recurrent_target_drafts_for_it():

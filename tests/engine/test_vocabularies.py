@@ -10,11 +10,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import outrider
 from outrider import InputError, Sampling
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import spellings, translation
-from outrider.load import EMBEDDED_DRAFT
 from tests.world.models import llama
 from tests.world.tokenizers import TEXT, byte_level, sentencepiece
 from tests.world.zoo import scrambled
@@ -172,7 +172,9 @@ def test_vocabularies_with_too_little_in_common_are_refused_with_the_number(tmp_
     own = outrider.load(drafter="none")
     few = byte_level(257, text="")
     place = saved(tmp_path, tiny(few, 1, 0), few)
-    with pytest.raises(InputError, match=r"257 of the target's 8192 tokens \(3\.1%\).*at least 5% of them, or suffix"):
+    with pytest.raises(
+        InputError, match=r"257 of the target's 8192 tokens \(3\.1%\).*at least 5% of them, or drafter suffix"
+    ):
         outrider.load(drafter=f"model:path={place}")
     assert own.tokenizer is not None
 
@@ -180,7 +182,7 @@ def test_vocabularies_with_too_little_in_common_are_refused_with_the_number(tmp_
 def test_without_a_tokenizer_widths_must_agree(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="64 token ids and the target 8192, and there are no two tokenizers"):
+    with pytest.raises(InputError, match="64 token ids and the target 8192, and without both tokenizers"):
         outrider.load(drafter=f"model:path={tmp_path}")
 
 

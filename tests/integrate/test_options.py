@@ -10,9 +10,9 @@ from transformers import GenerationConfig, GenerationMixin
 import outrider
 from outrider import InputError, as_custom_generate, catalog
 from outrider.assembly import OF_LOADING
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.integrate import generate, write_custom_generate
 from outrider.integrate.kept import _KEPT
-from outrider.load import EMBEDDED_TARGET
 from outrider.setup import KINDS, Setup
 from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch
 from tests.world.zoo import tiny

@@ -23,8 +23,8 @@ from transformers.generation.streamers import BaseStreamer
 import outrider.integrate
 from outrider import InputError, as_custom_generate
 from outrider.drafters.model import ModelDrafter
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.integrate.kept import _KEPT, KEPT_ENGINES
-from outrider.load import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from tests.integrate.test_generate import GREEDY, NGRAM, assert_same, batch, noisy_twin
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import scrambled, tiny, tiny_config

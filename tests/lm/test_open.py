@@ -12,8 +12,8 @@ from torch import Tensor
 
 import outrider
 from outrider import InputError
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_model, open_tokenizer
-from outrider.load import EMBEDDED_TARGET
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import ARCHITECTURES, tiny
 
@@ -128,6 +128,12 @@ def test_a_tokenizer_can_be_named(sound):
     assert len(outrider.load(sound, tokenizer=EMBEDDED_TARGET).tokenizer) == 8192
     with pytest.raises(InputError, match=f"there is no tokenizer in {sound}; give a directory or a hub id"):
         outrider.load(sound, tokenizer=str(sound))
+
+
+def test_a_directory_may_hold_a_tokenizer_alone(sound, tmp_path):
+    open_tokenizer(str(EMBEDDED_TARGET)).save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert len(outrider.load(sound, tokenizer=tmp_path).tokenizer) == 8192
 
 
 @pytest.mark.parametrize(

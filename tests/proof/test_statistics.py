@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.cli.prove import DRAWS
+from outrider.cli.commands import DRAWS
 from outrider.engine.engine import Engine
 from outrider.proof.partition import LEAST_EXPECTED, MOST_CLASSES, Class, Partition, partition
 from outrider.proof.statistics import P_BOUND, Samples, chi_square, sampled_law

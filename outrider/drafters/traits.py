@@ -1,0 +1,59 @@
+"""The traits of a drafter: what its class says of itself, before any weights are loaded."""
+
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+from outrider.drafters.protocol import Drafter, Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """The traits of one drafter; `Drafter` says what each of them means.
+
+    Attributes:
+        reads_hidden_states: Whether it has taps.
+
+    Example:
+        >>> from outrider.drafters.ngram import NgramDrafter
+        >>> Traits.of(NgramDrafter).rows
+        'point'
+    """
+
+    rows: Rows
+    context_pure: bool
+    reads_hidden_states: bool
+    keeps_cache: bool
+    trainer: str | None
+    exports: tuple[str, ...]
+
+    @classmethod
+    def of(cls, make: type) -> "Traits":
+        """The traits of a class of drafters.
+
+        Args:
+            make: The class of a drafter, or of an unbound drafter. The traits of an unbound drafter are those of the
+                class that its `bind` returns, by its annotation.
+
+        Raises:
+            TypeError: The class is neither.
+        """
+        kind: Any = make if Drafter in make.__mro__ else _bound(make)
+        return cls(
+            rows=kind.rows,
+            context_pure=kind.context_pure,
+            reads_hidden_states=kind.taps is not Drafter.taps,
+            keeps_cache=kind.keeps_cache,
+            trainer=kind.trainer,
+            exports=kind.exports,
+        )
+
+
+def _bound(make: type) -> type:
+    """The class that `bind` returns."""
+    bind = getattr(make, "bind", None)
+    kind = get_type_hints(bind).get("return") if bind is not None else None
+    if not isinstance(kind, type) or Drafter not in kind.__mro__:
+        raise TypeError(
+            f"{make.__name__} must derive from Drafter, or its `bind` must be annotated to return such a class"
+        )
+    return kind
