@@ -147,7 +147,7 @@ def main() -> None:
             said(compiled, [[3, 1, 4]], [[5] * width], None, taps)
         found[f"new graphs for new lengths {name}"] = counters["stats"]["unique_graphs"] - before
         found[f"graphs {name}"] = counters["stats"]["unique_graphs"] - first
-    found["heads"] = heads(model)
+    found["heads"] = heads(llama(2))
     found["graph breaks"] = sum(counters["graph_break"].values())
     found["forwards with taps are compiled"] = is_compiled(compiled, 3, "all", (0, 1))
     long = is_compiled(compiled, COMPILED + 1, "all") or is_compiled(compiled, 3, "none")

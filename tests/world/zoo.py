@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -131,9 +132,11 @@ def attention_of(name: str) -> str:
 
 def tiny(name: str, *, attention: str | None = None, seed: int = 0) -> PreTrainedModel:
     """A tiny model of an architecture, in float64, whose logits are far from flat."""
-    model = AutoModelForCausalLM.from_config(
-        tiny_config(name),
-        attn_implementation=attention or attention_of(name),
-        experts_implementation="eager",
-    )
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            tiny_config(name),
+            attn_implementation=attention or attention_of(name),
+            experts_implementation="eager",
+        )
     return scrambled(model.double().eval(), seed)
