@@ -11,7 +11,8 @@ from outrider.bench.texts import log_ratios
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.theory.coverage import coverage
 
-TREE = Method(name="tree", tree="gumbel:branching=2x1", verifier="recursive", length="fixed:2", deepest=4, control=2)
+TREE = Method(name="tree", tree="gumbel:branching=2x1", verifier="traversal", length="fixed:2", deepest=4, control=2)
+TOLD = Method(name="told", tree="gumbel:branching=2x1", verifier="recursive", length="fixed:2", deepest=4, control=2)
 CHAINS = [
     Method(name=f"{rule} {n}", verifier=rule, length=f"fixed:{n}", deepest=4)
     for rule in ("token", "block")
@@ -103,6 +104,22 @@ def test_counting_runs_trees_and_reads_chains_off_their_texts(bench, tmp_path):
     token, block = (figures.efficiency(f"{rule} 4")[0] for rule in ("token", "block"))
     assert 1 <= token <= block
     assert figures.efficiency("token 2")[0] <= token
+
+
+def test_trees_whose_steps_texts_tell_are_not_run_and_are_held_against_the_same_chains(bench, tmp_path):
+    iid = Method(name="iid", tree="iid:num_paths=2", verifier="kseq", length="fixed:2", deepest=4, control=2)
+    with folder(tmp_path, "test", {}) as place:
+        jobs = bench.batches(bench.questions(4))
+        rows = bench.count(place, [TOLD, iid, *CHAINS], jobs)
+    assert {made["method"] for made in rows} == {"told", "iid"}
+    for made in rows:
+        for each in made["each"]:
+            assert each["free_steps"] <= each["free_tokens"] <= each["tokens"] + 1e-9
+            steps, tokens = each["chains"][TOLD.held_against.name]
+            assert steps <= tokens <= each["tokens"] + 1e-9
+    by = {(made["method"], made["seed"]): [each["chains"] for each in made["each"]] for made in rows}
+    assert all(by["told", seed] == by["iid", seed] for seed in range(2))
+    assert Figures([TOLD, iid, *CHAINS], rows).efficiency("told")[0] >= 1
 
 
 def test_methods_that_are_chains_know_it():
