@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -62,8 +63,8 @@ class CompiledForwards:
             return logits, tuple(seen[k] for k in taps)
 
         if self._replayed:
-            return torch.compile(run, dynamic=False, mode="reduce-overhead")
-        return torch.compile(run, dynamic=True, options={"freezing": True})
+            return torch.compile(_own(run), dynamic=False, mode="reduce-overhead")
+        return torch.compile(_own(run), dynamic=True, options={"freezing": True})
 
 
 def _twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -73,8 +74,23 @@ def _twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
+def _own(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with code of its own.
+
+    torch keeps graphs by the code that they were made from. After eight graphs it runs that code uncompiled, without a
+    word. Models and heads would share the eight.
+    """
+    assert isinstance(function, FunctionType)
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, None, function.__closure__)
+
+
 def compiled_head(module: nn.Module) -> Callable[..., Tensor]:
     """A head's forward, compiled like a model's."""
+
+    def run(*inputs: Any, **named: Any) -> Any:
+        return module(*inputs, **named)
+
     if next(module.parameters()).device.type == "cuda":
-        return torch.compile(module, dynamic=False)
-    return torch.compile(module, dynamic=True, options={"freezing": True})
+        return torch.compile(_own(run), dynamic=False)
+    return torch.compile(_own(run), dynamic=True, options={"freezing": True})
