@@ -107,11 +107,11 @@ def heads(model: LlamaForCausalLM) -> dict[str, object]:
     """Greedy output with toy heads, compiled and not, in chains and trees of ragged batches, and the heads' graphs."""
     prompts, found = [[3, 1, 4], [5, 9, 2, 6, 5, 3, 5], [8] * 30], {}
     for kind in ("own features", "block"):
-        for tree, verifier in (("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")):
-            texts, accepted = [], []
-            for compile in (False, True):
-                target = LanguageModel(model, max_slots=3)
-                drafter = toy(kind, Surroundings.of(target, None), compile=compile)
+        before, texts, accepted = counters["stats"]["unique_graphs"], [], []
+        for compile in (False, True):
+            target = LanguageModel(model, max_slots=3)
+            drafter = toy(kind, Surroundings.of(target, None), compile=compile)
+            for tree, verifier in (("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")):
                 parts = Parts(
                     target=target,
                     drafter=drafter,
@@ -120,16 +120,15 @@ def heads(model: LlamaForCausalLM) -> dict[str, object]:
                     length=FixedLength(num_speculative_tokens=3),
                     decoding=StepDecoding(),
                 )
-                before = counters["stats"]["unique_graphs"]
-                made = Engine(parts, max_slots=3).generate(
-                    prompts, max_new_tokens=24, sampling=outrider.Sampling(temperature=0)
-                )
+                engine = Engine(parts, max_slots=3)
+                made = engine.generate(prompts, max_new_tokens=24, sampling=outrider.Sampling(temperature=0))
+                engine.rest()
                 texts.append([out.tokens for out in made])
-                accepted.append(sum(out.num_accepted_tokens for out in made))
-            found[f"{kind} {tree}"] = {
-                "same": texts[0] == texts[1] and accepted[0] == accepted[1],
-                "graphs": counters["stats"]["unique_graphs"] - before,
-            }
+                accepted.append((tree, sum(out.num_accepted_tokens for out in made)))
+        found[kind] = {
+            "same": texts[:2] == texts[2:] and accepted[:2] == accepted[2:],
+            "graphs": counters["stats"]["unique_graphs"] - before,
+        }
     return found
 
 
