@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
@@ -14,24 +13,33 @@ from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Surroundings, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
-from outrider.lengths.protocol import LengthPolicy
+from outrider.lengths.protocol import LengthPolicy, LoadPolicy
+from outrider.lm.forward import Choice, as_forward
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
-from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
+from outrider.remembered import machine, shapes
 from outrider.setup import Setup
+from outrider.threads import use_threads
 from outrider.trees.protocol import Tree
 from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
 
-USUAL = Setup(drafter="suffix", length="fixed:5")
+USUAL = Setup(drafter="suffix", length="goodput:seeded=5")
 """The defaults of a setup with a target."""
-EMBEDDED = Setup(target=EMBEDDED_TARGET, drafter=f"model:path={EMBEDDED_DRAFT}", length="fixed:4")
+EMBEDDED = Setup(target=EMBEDDED_TARGET, drafter=f"model:path={EMBEDDED_DRAFT}", length="goodput:seeded=4")
 """The defaults of a setup that names neither target nor drafter."""
+OTHERWISE = {"goodput:seeded=5": "fixed:5", "goodput:seeded=4": "fixed:4"}
+"""Default lengths, and what is used with parts that need drafts of one length."""
 MAX_SLOTS = 8
 """Most requests at once, by default."""
 OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_implementation", "revision")
 """Options that say how a target is loaded."""
+WITHOUT_COST = (
+    *("target", "tokenizer", "revision", "drafter", "verifier", "length", "allow_lossy", "trust_remote_code"),
+    *("max_slots", "max_context", "max_prefill_tokens", "forward", "pad_to", "threads", "device"),
+)
+"""Options that do not change what a step costs, or that its parts tell better."""
 KINDS: dict[Family, tuple[type, ...]] = {
     "drafter": (Drafter, Unbound),
     "tree": (Tree,),
@@ -49,6 +57,7 @@ def assemble(setup: Setup) -> Engine:
         InputError: An option, file or method does not exist, or the parts do not fit or are not lossless. The message
             says what works.
     """
+    use_threads(setup.threads)
     wanted = completed(setup)
     tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
     drafter = _part("drafter", wanted.drafter)
@@ -62,10 +71,14 @@ def assemble(setup: Setup) -> Engine:
         verifier = _part("verifier", _best_verifier(drafter, tree))
     parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
     refuses = partial(why_not, allow_lossy=wanted.allow_lossy)
+    if setup.length is None and refuses(parts) is not None:
+        parts = replace(parts, length=_part("length", OTHERWISE[str(wanted.length)]))
     if (reason := refuses(parts)) is not None:
         raise InputError(reason)
     if isinstance(decoding, Settling):
         parts = decoding.settled(parts, named=setup.length is not None)
+    if isinstance(length, LoadPolicy):
+        parts = replace(parts, experience=length.recalled(_circumstances(wanted, parts), _forwards(parts)))
     return Engine(
         parts,
         tokenizer=tokenizer,
@@ -82,7 +95,7 @@ def completed(setup: Setup) -> Setup:
 
     Example:
         >>> completed(Setup("org/target")).drafter, completed(Setup()).length
-        ('suffix', 'fixed:4')
+        ('suffix', 'goodput:seeded=4')
     """
     own = setup.target is None and setup.drafter is None
     usual = EMBEDDED if own else replace(USUAL, target=EMBEDDED.target)
@@ -172,15 +185,7 @@ def _model(setup: Setup) -> PreTrainedModel:
 
 def _running(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Setup:
     """The setup with defaults that suit this model and this machine."""
-    half = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
-    # A given model may still be trained, so it is not packed by default.
-    prepack = isinstance(setup.target, str) and not setup.compile and worth_packing(model)
-    usual: dict[str, Any] = {
-        "vocab_size": _vocab_size(model, tokenizer),
-        "max_slots": MAX_SLOTS,
-        "pad_to": 2 if half else 1,
-        "prepack": prepack,
-    }
+    usual: dict[str, Any] = {"vocab_size": _vocab_size(model, tokenizer), "max_slots": MAX_SLOTS}
     return replace(setup, **{name: value for name, value in usual.items() if getattr(setup, name) is None})
 
 
@@ -191,17 +196,44 @@ def _target(setup: Setup, model: PreTrainedModel) -> LM:
         max_slots=setup.max_slots or MAX_SLOTS,
         max_context=setup.max_context,
         vocab_size=setup.vocab_size,
-        pad_to=setup.pad_to or 1,
-        compile=setup.compile,
-        prepack=bool(setup.prepack),
+        pad_to=setup.pad_to,
+        forward=as_forward(setup.forward),
+        # A given model may still be trained.
+        lasting=isinstance(setup.target, str),
     )
 
 
 def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:
     """What the drafter may know of the target."""
-    return Surroundings.of(
-        target, tokenizer, max_slots=setup.max_slots, compile=setup.compile, prepack=bool(setup.prepack)
-    )
+    return Surroundings.of(target, tokenizer, max_slots=setup.max_slots, forward=as_forward(setup.forward))
+
+
+def _circumstances(setup: Setup, parts: Parts) -> dict[str, Any]:
+    """What the cost of a step depends on: machine, models, methods, and how forwards run."""
+    drafting = getattr(parts.drafter, "lm", None)
+    plain = {name: value for name, value in vars(setup).items() if isinstance(value, bool | int | str | None)}
+    return {
+        "machine": machine(parts.target.device),
+        "target": shapes(parts.target.modules),
+        "drafter": [catalog.name_of(parts.drafter), shapes(parts.drafter.modules)],
+        "forwards": [[getattr(lm, name, None) for name in ("forward", "pad_to")] for lm in (parts.target, drafting)],
+        "verifier": catalog.name_of(parts.verifier),
+        "setup": {name: value for name, value in plain.items() if name not in WITHOUT_COST},
+    }
+
+
+def _forwards(parts: Parts) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    """The times of the target's and the draft model's forwards, measured at loading; None if they were not."""
+    draft = getattr(parts.drafter, "lm", None)
+    # A draft model with another vocabulary stands behind a translation.
+    target, drafts = _times(parts.target), (0.0, 0.0) if draft is None else _times(getattr(draft, "lm", draft))
+    return None if target is None or drafts is None else (target, drafts)
+
+
+def _times(lm: object) -> tuple[float, float] | None:
+    """Milliseconds of a model's forwards over one token and over a block; None if they were not measured."""
+    choice: Choice | None = getattr(lm, "choice", None)
+    return None if choice is None else choice.milliseconds.get(choice.forward)
 
 
 def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -12,10 +12,12 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.inputs import InputError, unknown
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.fixed import FixedLength
+from outrider.lengths.goodput import GoodputLength
 from outrider.lengths.heuristic import HeuristicLength
 from outrider.lengths.planned import PlannedLength
 from outrider.lengths.svip import SvipLength
@@ -89,6 +91,13 @@ ROWS = (
         make=ModelPath,
         summary="a smaller LM; its tokenizer may differ",
         source=LEVIATHAN,
+    ),
+    Row(
+        family="drafter",
+        name="steered",
+        make=SteeredPath,
+        summary="a smaller LM that the target's hidden states steer",
+        source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
     ),
     Row(family="tree", name="chain", make=ChainTree, summary="one child per node", source=LEVIATHAN),
     Row(
@@ -259,6 +268,13 @@ ROWS = (
         make=TetrisLength,
         summary="draft longer, verify the most promising tokens of the batch",
         source="Wu et al. 2025, https://arxiv.org/abs/2502.15197",
+    ),
+    Row(
+        family="length",
+        name="goodput",
+        make=GoodputLength,
+        summary="one length for the batch, by what steps are seen to cost; none where no draft pays",
+        source="Liu et al. 2024, SmartSpec, https://arxiv.org/abs/2406.14066",
     ),
     Row(family="decoding", name="step", make=StepDecoding, summary="draft, then verify the draft", source=LEVIATHAN),
     Row(

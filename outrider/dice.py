@@ -1,7 +1,9 @@
 """Every random draw of the project: uniforms keyed by request seed, step, purpose and slot, never by position alone."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -10,6 +12,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 Purpose = Literal["draft", "accept", "recover"]
+Pick = Callable[[Float[Tensor, "n vocab"]], Int[Tensor, " n"]]
+"""Draws an index in proportion to the weights of each row."""
 BLOCK = 64
 """Size of the blocks in which many weights are summed."""
 MANY = 2**17
@@ -35,6 +39,11 @@ class Draws:
     purpose: Purpose
     active: Bool[np.ndarray, " n"] | None = None
 
+    def part(self, where: slice) -> "Draws":
+        """Some of the draws."""
+        active = None if self.active is None else self.active[where]
+        return replace(self, requests=self.requests[where], slots=self.slots[where], active=active)
+
 
 @runtime_checkable
 class Dice(Protocol):
@@ -50,6 +59,12 @@ class Dice(Protocol):
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         """Index in proportion to the weights of each row; weights need no normalising."""
+        ...
+
+    def picks(self, draws: Draws, counts: Sequence[int], device: torch.device) -> list[Pick]:
+        """What `pick` does for the first `counts[0]` draws, for the next `counts[1]` and so on, whose weights come
+        later, on this device. Production makes all random numbers at once.
+        """
         ...
 
     def pick_many(
@@ -192,6 +207,10 @@ class PhiloxDice:
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         return inverse_cdf(weights, _upload(self._uniforms(draws), weights.device))
+
+    def picks(self, draws: Draws, counts: Sequence[int], device: torch.device) -> list[Pick]:
+        uniforms = _upload(self._uniforms(draws), device).split(list(counts))
+        return [partial(inverse_cdf, uniforms=own) for own in uniforms]
 
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws

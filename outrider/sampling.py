@@ -1,7 +1,6 @@
 """Logits become probabilities here and nowhere else: penalties, biases, processors, temperature, filters, in that
 order."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,15 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.nucleus import Spare, nucleus_floor
 from outrider.processors import Processor, is_blind
 from outrider.types import InputError, Sampling
 
-FIRST_LOOK = 256
-"""How many of the most likely tokens top-p looks at first, in vocabularies below `WIDE`; in wider ones that is slower
-than what follows it."""
-WIDE = 2**15
-BUCKETS = 2**14
-"""Most buckets of equal exponent and leading bits into which top-p sorts probabilities."""
 FOLDED_FROM = 0.01
 """From this temperature on, softmax alone takes the maximum off: the quotient of a logit below 1e36 cannot overflow."""
 AT_ONCE = {"cpu": 2**19}
@@ -62,33 +56,102 @@ def to_rows(
         tensor([[1., 0., 0.]])
     """
     per_row = [samplings[owner] for owner in owners.tolist()]
-    scores = logits
-    if any(s.reads_prefix or s.logit_bias or s.processors for s in per_row):
-        scores = logits if logits.dtype == torch.float64 else logits.float()
-        together = _together(per_row)
-        if any(s.reads_prefix or s.logit_bias or len(s.processors) > len(together) for s in per_row):
-            each = [s.processors[: len(s.processors) - len(together)] for s in per_row]
-            scores = torch.stack([_adjust(scores[i], s, each[i], i, prefix) for i, s in enumerate(per_row)])
-        for processor in together:
-            scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
-    if masks is not None:
-        scores = masked(scores, masks)
-    if all(s.temperature == 0 for s in per_row):
-        return _one_hot(scores)
-    rows = fresh(scores, dtype=_dtype(scores))
-    if not any(s.top_k or s.top_p < 1 or s.min_p for s in per_row):
-        _scale(rows, scores, per_row)
-        torch.softmax(rows, -1, out=rows)
-    else:
-        count = rows_at_once(rows)
-        spare = _Spare.like(rows[:count])
-        for first in range(0, len(rows), count):
-            part = slice(first, first + count)
-            _scale(rows[part], scores[part], per_row[part])
-            _filter(rows[part], per_row[part], spare.first(len(rows[part])))
-    if greedy := [i for i, s in enumerate(per_row) if s.temperature == 0]:
-        rows[greedy] = _one_hot(scores[greedy])
-    return rows
+    return RowRule.of(per_row, logits)(logits, prefix, masks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowRule:
+    """`to_rows` for rows with given settings, so that the same settings are looked at once for many calls.
+
+    Attributes:
+        per_row: The settings of each row.
+        adjusts: Whether any of them change logits before temperature and filters.
+        greedy: The rows at temperature 0.
+        groups: The rows, as many in a group as are worked on at once.
+    """
+
+    per_row: Sequence[Sampling]
+    adjusts: bool
+    greedy: Sequence[int]
+    groups: Sequence["_Group"]
+
+    @classmethod
+    def of(cls, per_row: Sequence[Sampling], like: Float[Tensor, "n vocab"]) -> "RowRule":
+        """The rule for rows of these settings. Logits will be of the shape, type and device of `like`."""
+        filters = any(s.top_k or s.top_p < 1 or s.min_p for s in per_row)
+        greedy = [i for i, s in enumerate(per_row) if s.temperature == 0]
+        count = rows_at_once(like) if filters else max(1, len(per_row))
+        firsts = range(0, len(per_row) if len(greedy) < len(per_row) else 0, count)
+        return cls(
+            per_row=per_row,
+            adjusts=any(s.reads_prefix or s.logit_bias or s.processors for s in per_row),
+            greedy=greedy,
+            groups=[_Group.of(slice(first, first + count), per_row, like, filters) for first in firsts],
+        )
+
+    def __call__(
+        self,
+        logits: Float[Tensor, "n vocab"],
+        prefix: Callable[[int], Prefix],
+        masks: Int[Tensor, "n words"] | None = None,
+    ) -> Float[Tensor, "n vocab"]:
+        """The rows of some logits, as `to_rows` makes them."""
+        scores = _adjusted(logits, self.per_row, prefix) if self.adjusts else logits
+        if masks is not None:
+            scores = masked(scores, masks)
+        if len(self.greedy) == len(self.per_row):
+            return _one_hot(scores)
+        rows = fresh(scores, dtype=_dtype(scores))
+        spare: Spare | None = None
+        for group in self.groups:
+            part = rows[group.rows]
+            group.scale(part, scores[group.rows])
+            if group.filters:
+                spare = spare or _spare(part)
+                _filter(part, group.per_row, spare.first(len(part)))
+            else:
+                torch.softmax(part, -1, out=part)
+        if self.greedy:
+            rows[self.greedy] = _one_hot(scores[self.greedy])
+        return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Rows that are worked on together.
+
+    Attributes:
+        rows: Which rows of a call they are.
+        per_row: Their settings.
+        filters: Whether any of them is filtered.
+        temperatures: What their scores are divided by; None where all are 1.
+        folds: Whether the largest score is taken off first.
+    """
+
+    rows: slice
+    per_row: Sequence[Sampling]
+    filters: bool
+    temperatures: Float[Tensor, "n 1"] | None
+    folds: bool
+
+    @classmethod
+    def of(cls, rows: slice, per_row: Sequence[Sampling], like: Float[Tensor, "_ vocab"], filters: bool) -> "_Group":
+        own, dtype = per_row[rows], _dtype(like)
+        # A tiny temperature may round to 0, so it has a floor.
+        temperatures = [max(s.temperature or 1.0, torch.finfo(dtype).tiny) for s in own]
+        folds = min(temperatures) < FOLDED_FROM
+        scales = folds or any(t != 1 for t in temperatures)
+        column = _column(temperatures, dtype, like.device) if scales else None
+        return cls(rows=rows, per_row=own, filters=filters, temperatures=column, folds=folds)
+
+    def scale(self, rows: Float[Tensor, "n vocab"], scores: Float[Tensor, "n vocab"]) -> None:
+        """Write scores over temperature into the rows."""
+        if self.temperatures is None:
+            rows.copy_(scores)
+        elif self.folds:
+            torch.sub(scores, scores.amax(-1, keepdim=True).to(rows.dtype), out=rows).div_(self.temperatures)
+        else:
+            torch.div(scores, self.temperatures, out=rows)
 
 
 def pack(allowed: Bool[Tensor, "n vocab"]) -> Int[Tensor, "n words"]:
@@ -136,8 +199,9 @@ def log_probs(logits: Float[Tensor, "n vocab"], tokens: Int[Tensor, " n"]) -> Fl
     return logits.float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
-def _column(like: Tensor, values: Sequence[float]) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers as a column on the device, without waiting for it."""
+    return torch.tensor(values, dtype=dtype)[:, None].to(device, non_blocking=True)
 
 
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
@@ -186,6 +250,20 @@ def _together(per_row: Sequence[Sampling]) -> Sequence[Processor]:
     return lists[0][len(lists[0]) - count :]
 
 
+def _adjusted(
+    logits: Float[Tensor, "n vocab"], per_row: Sequence[Sampling], prefix: Callable[[int], Prefix]
+) -> Float[Tensor, "n vocab"]:
+    """Penalties, biases and processors of all rows."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    together = _together(per_row)
+    if any(s.reads_prefix or s.logit_bias or len(s.processors) > len(together) for s in per_row):
+        each = [s.processors[: len(s.processors) - len(together)] for s in per_row]
+        scores = torch.stack([_adjust(scores[i], s, each[i], i, prefix) for i, s in enumerate(per_row)])
+    for processor in together:
+        scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
+    return scores
+
+
 def _adjust(
     scores: Float[Tensor, " vocab"],
     sampling: Sampling,
@@ -226,52 +304,29 @@ def _processed(
     return made[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Spare:
-    """Memory that is reused for one group of rows after the other. Fresh memory costs more than the computation."""
-
-    scores: Float[Tensor, "n vocab"]
-    masses: Float[Tensor, "n vocab"]
-    index: Int[Tensor, "n vocab"]
-
-    @classmethod
-    def like(cls, rows: Float[Tensor, "n vocab"]) -> "_Spare":
-        return cls(scores=fresh(rows), masses=fresh(rows, dtype=torch.float64), index=fresh(rows, dtype=torch.int64))
-
-    def first(self, count: int) -> "_Spare":
-        """The memory for the first rows."""
-        return _Spare(scores=self.scores[:count], masses=self.masses[:count], index=self.index[:count])
+def _spare(rows: Float[Tensor, "n vocab"]) -> Spare:
+    """Memory for rows of this size."""
+    return Spare(scores=fresh(rows), masses=fresh(rows, dtype=torch.float64), index=fresh(rows, dtype=torch.int64))
 
 
-def _scale(rows: Float[Tensor, "n vocab"], scores: Float[Tensor, "n vocab"], per_row: Sequence[Sampling]) -> None:
-    """Write scores over temperature into the rows."""
-    # A tiny temperature may round to 0, so it has a floor.
-    temperatures = [max(s.temperature or 1.0, torch.finfo(rows.dtype).tiny) for s in per_row]
-    if min(temperatures) < FOLDED_FROM:
-        torch.sub(scores, scores.amax(-1, keepdim=True).to(rows.dtype), out=rows).div_(_column(rows, temperatures))
-    elif any(t != 1 for t in temperatures):
-        torch.div(scores, _column(rows, temperatures), out=rows)
-    else:
-        rows.copy_(scores)
-
-
-def _filter(rows: Float[Tensor, "n vocab"], per_row: Sequence[Sampling], spare: _Spare) -> None:
+def _filter(rows: Float[Tensor, "n vocab"], per_row: Sequence[Sampling], spare: Spare) -> None:
     """Turn scaled scores into filtered distributions, in place."""
     top_ks = [min(s.top_k, rows.shape[-1]) or rows.shape[-1] for s in per_row]
     largest = max((k for k in top_ks if k < rows.shape[-1]), default=0)
     if largest:
         best = rows.topk(largest).values
-        last = torch.tensor([min(k, largest) - 1 for k in top_ks], device=rows.device)[:, None]
-        floor = best.gather(1, last).masked_fill_(_column(rows, [k > largest for k in top_ks]).bool(), -torch.inf)
+        last = _column([min(k, largest) - 1 for k in top_ks], torch.int64, rows.device)
+        without = _column([k > largest for k in top_ks], torch.bool, rows.device)
+        floor = best.gather(1, last).masked_fill_(without, -torch.inf)
         torch.ge(rows, floor, out=spare.scores)
     torch.softmax(rows, -1, out=rows)
     if largest:
         _keep(rows, spare.scores)
     if any(s.top_p < 1 for s in per_row):
-        top_ps = torch.tensor([s.top_p for s in per_row], dtype=torch.float64, device=rows.device)
-        _keep(rows, torch.ge(rows, _nucleus_floor(rows, top_ps[:, None], spare), out=spare.scores))
+        top_ps = _column([s.top_p for s in per_row], torch.float64, rows.device)
+        _keep(rows, torch.ge(rows, nucleus_floor(rows, top_ps, spare), out=spare.scores))
     if any(s.min_p > 0 for s in per_row):
-        floor = rows.amax(-1, keepdim=True) * _column(rows, [s.min_p for s in per_row])
+        floor = rows.amax(-1, keepdim=True) * _column([s.min_p for s in per_row], rows.dtype, rows.device)
         _keep(rows, torch.ge(rows, floor, out=spare.scores))
 
 
@@ -281,79 +336,3 @@ def _keep(rows: Float[Tensor, "n vocab"], kept: Float[Tensor, "n vocab"]) -> Non
     """
     rows.mul_(kept)
     rows.div_(rows.sum(-1, keepdim=True))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Candidates:
-    """Tokens that include the last one that top-p keeps, the most likely first.
-
-    Attributes:
-        probabilities: Of these tokens; padded with 0.
-        before: Mass of all tokens that are more likely.
-        total: Mass of the whole row.
-    """
-
-    probabilities: Float[Tensor, "n some"]
-    before: Float[Tensor, "n 1"]
-    total: Float[Tensor, "n 1"]
-
-
-def _nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: _Spare) -> Float[Tensor, "n 1"]:
-    """Probability of the last token of the smallest set whose mass reaches top_p; 0 where top_p is 1 or not reached.
-
-    Masses are added up in float64.
-    """
-    found = _most_likely(rows, top_p) or _around(rows, top_p, spare)
-    running = torch.cat([found.before, found.probabilities], 1).cumsum(-1)[:, :-1]
-    dropped = (running >= top_p) | (found.probabilities == 0)
-    floor = found.probabilities.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
-    return floor.masked_fill_((top_p >= 1) | (found.total < top_p), 0.0)
-
-
-def _most_likely(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> _Candidates | None:
-    """The most likely tokens; None if that is slow, or if a row may need more of them."""
-    if (vocab := rows.shape[-1]) >= WIDE:
-        return None
-    best = rows.topk(min(FIRST_LOOK, vocab)).values
-    total = best.sum(-1, keepdim=True, dtype=torch.float64)
-    if vocab > FIRST_LOOK and bool(((total < top_p) & (top_p < 1)).any()):
-        return None
-    return _Candidates(probabilities=best, before=torch.zeros_like(top_p), total=total)
-
-
-def _around(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: _Spare) -> _Candidates:
-    """The tokens near the floor: a radix selection.
-
-    Positive floats are ordered as their bits are. So the mass is added up by leading bits, and only the bucket in which
-    it reaches top_p needs sorting. The buckets are read from 1 downwards.
-    """
-    bits = torch.int32 if rows.dtype == torch.float32 else torch.int64
-    one = int(torch.ones((), dtype=rows.dtype).view(bits))
-    shift = (one // BUCKETS).bit_length()
-    last = one >> shift
-    bucket = torch.bitwise_right_shift(rows.view(bits), shift, out=spare.scores.view(bits))
-    # What is not a number lies outside; clamped, it spoils no row but its own.
-    index = spare.index.copy_(bucket.clamp_(0, last))
-    mass = torch.zeros(len(rows), last + 1, dtype=torch.float64, device=rows.device)
-    running = mass.scatter_add_(1, index, spare.masses.copy_(rows)).flip(-1).cumsum(-1)
-    place = (running < top_p).sum(-1, keepdim=True).clamp_(max=last)
-    before = running.gather(1, (place - 1).clamp_(min=0)).masked_fill_(place == 0, 0.0)
-    owners, columns = _ones(torch.eq(bucket, (last - place).to(bits), out=bucket))
-    counts = torch.bincount(owners, minlength=len(rows))
-    number = torch.arange(len(owners), device=rows.device) - (counts.cumsum(0) - counts)[owners]
-    best = rows.new_zeros(len(rows), int(counts.max()))
-    best[owners, number] = rows[owners, columns]
-    best = best.sort(-1, descending=True).values
-    return _Candidates(probabilities=best, before=before, total=running[:, -1:])
-
-
-def _ones(marks: Int[Tensor, "n vocab"]) -> tuple[Int[Tensor, " m"], Int[Tensor, " m"]]:
-    """Rows and columns of the marks that are 1, few among many, in order: first the blocks that hold one, then these
-    blocks alone, because a maximum is several times faster than a search."""
-    vocab = marks.shape[-1]
-    block = math.gcd(vocab, 64)
-    blocks = marks.view(-1, block)
-    holding = blocks.amax(-1).nonzero().squeeze(1)
-    inside = blocks[holding].nonzero()
-    place = holding[inside[:, 0]] * block + inside[:, 1]
-    return place // vocab, place % vocab

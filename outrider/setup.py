@@ -39,7 +39,8 @@ class Setup:
         tree: How drafts grow. In Python also an object.
         verifier: Which draft tokens are accepted. By default the lossless verifier that accepts most of the tree's
             drafts. In Python also an object.
-        length: When to stop drafting. By default `fixed:5`, for the shipped pair `fixed:4`. In Python also an object.
+        length: When to stop drafting. By default `goodput`, where requests with a seed draft 5 tokens (with the shipped
+            pair 4); `fixed` where the other parts need drafts of one length. In Python also an object.
         decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
         allow_lossy: Allow verifiers and length policies that do not keep the target's law.
         tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
@@ -56,13 +57,13 @@ class Setup:
         attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.
         revision: Branch, tag or commit of the target's hub id.
         trust_remote_code: Allow transformers to run code that comes with the target.
-        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, where a single token uses other
-            kernels than a block and would differ in the last bits; otherwise 1.
-        compile: Compile the forwards of target and draft model. The first forwards take long. The weights must not
-            change afterwards.
-        prepack: Run copies of the linear layers that are laid out for the CPU's kernels. The results are the same bits;
-            the copies need the memory of a second set of weights. By default on for bfloat16 models that Outrider loads
-            and that take less than a quarter of free memory. The weights must not change afterwards.
+        threads: Threads of torch on a CPU, for the whole process. By default torch's own number, at most one per core
+            that this process may use; `OMP_NUM_THREADS` is respected.
+        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, if a single token uses other
+            kernels than a block there and would differ in the last bits; otherwise 1.
+        forward: How forwards run: `eager`, as in transformers; `packed`, with weights laid out for the CPU; `compiled`,
+            from a library that `outrider prepare` makes, or as CUDA graphs. By default the fastest at hand. With
+            the last two the weights must not change. In Python a loaded model runs eagerly by default.
 
     Raises:
         InputError: A value of the wrong kind.
@@ -94,9 +95,9 @@ class Setup:
     attn_implementation: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    threads: int | None = None
     pad_to: int | None = None
-    compile: bool = False
-    prepack: bool | None = None
+    forward: str | None = None
 
     def __post_init__(self) -> None:
         for name, kinds in KINDS.items():

@@ -126,6 +126,8 @@ class Request:
         keep_logits: Whether each step records the raw target logits of its emitted tokens.
         ends: Called after every emitted token with the output so far; returns whether the output ends there.
         constraint: Which tokens may come next; None allows all.
+        repeats: Whether drawn tokens must depend on the seed alone, not on other requests. The engine sets it for
+            requests that come with a seed.
 
     Raises:
         InputError: A value of the wrong kind. NumPy's numbers become Python's.
@@ -142,6 +144,7 @@ class Request:
     keep_logits: bool = False
     ends: Callable[[Sequence[int]], bool] | None = None
     constraint: Constraint | None = None
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         if not all(type(token) is int for token in self.prompt):

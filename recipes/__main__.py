@@ -25,7 +25,7 @@ def recipes() -> dict[str, str]:
 
     Example:
         >>> recipes()["regression"]
-        'What the engine says in fixed configurations, to compare before and after a change that should alter nothing.'
+        'Outputs of the engine in fixed configurations, to compare before and after a change that should alter nothing.'
     """
     found = {}
     for file in sorted(HERE.glob("*.py")):

@@ -2,7 +2,8 @@
 
 `python -m recipes block_gain --out DIR` lets the target write texts at temperature 1, and computes the expected number
 of steps of both verifiers on them with chains of 4, 6 and 8 tokens (`outrider.theory.coverage`). The gain is a quotient
-of block efficiencies. With `--timed DIR`, a folder that `--clock` wrote, it is one of tokens per second too.
+of two block efficiencies. `--timed DIR` names a folder that `--clock` wrote; then the gain in tokens per second is
+computed too.
 """
 
 from collections.abc import Sequence
@@ -14,8 +15,6 @@ from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.trial import Method, Setting
-from outrider.bench.workload import PROMPTS
-from outrider.embedded import EMBEDDED_DRAFT
 from recipes import options
 
 PAPER = Paper(name="Sun et al. 2024, block verification", url="https://arxiv.org/abs/2403.10444")
@@ -105,20 +104,7 @@ def _claims(n: int, reached: Estimate, timed: Estimate | None, figures: Figures)
 INQUIRY = Inquiry(recipe="block_gain", methods=METHODS, findings=findings)
 
 
-def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 40,
-    seeds: options.Seeds = 8,
-    max_new_tokens: options.MaxNewTokens = 96,
-    threads: options.Threads = 2,
-    dtype: options.Dtype = "float32",
-    timed: options.Timed = None,
-    clock: options.Clock = False,
-    as_is: options.AsIs = False,
-) -> None:
+@options.with_setting(num_prompts=40, seeds=8, max_new_tokens=96, dtype="float32")
+def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
     """Measure what block verification gains over token verification."""
-    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
-    INQUIRY.run(Setting(**given), timed=timed, clock=clock)
+    INQUIRY.run(setting, timed=timed, clock=clock)

@@ -1,13 +1,12 @@
-"""The gain of block verification over token verification, and the bound for any verifier, from recorded traces of
-chains.
+"""The gain of block verification over token verification, and the upper bound of any verifier, from recorded chains.
 
 `python -m recipes block_trace --out DIR` decodes at temperature 1 and length 8, once with block and once with token
-verification, and keeps the ratio p/q of every drafted token, accepted or not. From these the expected acceptance of
-token verification, of block verification and of the best rule for one block follows without throwing their coins, for
-length 8 and for the shorter lengths that its chains begin with. Compared on the same chains, those of block
-verification's steps, the rules carry little noise, but token verification's own steps start elsewhere: after other
-tokens, on other drafts. So token verification is also asked about its own chains. The claims are judged by the recipe
-`block_gain`, which needs no drafts and carries less noise; what is seen here alone is the bound.
+verification, and keeps the ratio p/q of every drafted token, accepted or not. From these ratios it computes the
+expected acceptance of token verification, of block verification and of the best rule for one block, without random
+decisions, for length 8 and for shorter lengths. All rules are compared on the chains of block verification's steps, so
+the differences have little noise. But a run of token verification would start its steps at other places, with other
+drafts. So token verification is also measured on its own chains. The recipe `block_gain` judges the claims, because it
+needs no drafts and has less noise. Only this recipe has the bound.
 """
 
 from collections.abc import Sequence
@@ -23,9 +22,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Job, on_engine
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.turns import Turn, turns
-from outrider.bench.workload import PROMPTS
 from outrider.decoding.protocol import Cycle
-from outrider.embedded import EMBEDDED_DRAFT
 from outrider.theory.estimators import expected_accepted
 from outrider.verifiers.protocol import chains
 from recipes import options
@@ -38,7 +35,7 @@ QUICK = {"num_prompts": 2, "seeds": 1, "max_new_tokens": 24}
 
 
 def trace(bench: Bench, job: Job, rule: str) -> Float[np.ndarray, "chains gamma"]:
-    """One run; the log ratios of its full chains."""
+    """The log ratios of all full chains of one run."""
     method = Method(name=rule, verifier=rule, length=f"fixed:{LONGEST}", deepest=LONGEST)
     engine = bench.engine(method)
     seen: list[Float[np.ndarray, " gamma"]] = []
@@ -58,7 +55,7 @@ def trace(bench: Bench, job: Job, rule: str) -> Float[np.ndarray, "chains gamma"
 
 
 def expectations(bench: Bench, job: Job) -> list[Row]:
-    """Of one prompt and seed, a row per rule and length: the tokens that the rule would be expected to emit."""
+    """A row per rule and length for one prompt and seed: the tokens that the rule is expected to emit."""
     shared, own = trace(bench, job, "block"), trace(bench, job, "token")
     asked = [(f"{rule} {n}", rule, shared[:, :n]) for n in LENGTHS for rule in RULES] + [(OWN, "token", own)]
     return [
@@ -101,7 +98,7 @@ def findings(sums: Sums) -> Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """The one way that takes turns here: both rules, one after the other."""
+    """The only way that takes turns here: both rules, first one, then the other."""
 
     name: str = "both rules"
 
@@ -120,15 +117,7 @@ def run(setting: Setting) -> list[Row]:
         return rows
 
 
-def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 40,
-    seeds: options.Seeds = 4,
-    max_new_tokens: options.MaxNewTokens = 96,
-    threads: options.Threads = 2,
-) -> None:
+@options.with_setting(without=("dtype", "as_is"), num_prompts=40, seeds=4, max_new_tokens=96)
+def main(setting: Setting) -> None:
     """Estimate what block verification gains over token verification, from traces of chains."""
-    run(Setting(**locals()))
+    run(setting)

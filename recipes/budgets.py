@@ -1,12 +1,12 @@
 """Block efficiency of chains and trees at equal numbers of verified nodes (RSD, traversal verification, SpecTr).
 
-`python -m recipes budgets --out DIR` gives every method budgets of 6, 10, 14, 21 and 30 nodes. Where a budget allows
-several shapes, the one with the highest block efficiency on a pilot of other prompts is taken. Verifiers that can judge
-the same trees get the same shape. Independent paths share nodes where they begin alike, so that fewer are verified than
-drawn; the table has the number.
+`python -m recipes budgets --out DIR` gives every method budgets of 6, 10, 14, 21 and 30 nodes. If a budget allows
+several shapes, a pilot on other prompts picks the shape with the highest block efficiency. Verifiers that can judge the
+same trees get the same shape. Independent paths share their common beginnings, so fewer nodes are verified than drawn;
+the table has the number.
 
-A row holds what every chain would take for every text. What the figures add up, the means over the seeds of each
-prompt, stands in `sums.jsonl`, which is a tenth as long.
+A row of `rows.jsonl` holds the steps that every chain would take for one text. The figures are sums of means over the
+seeds of each prompt. These means are in `sums.jsonl`, which is a tenth as long.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,8 +26,7 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
-from outrider.bench.workload import PROMPTS, Question
-from outrider.embedded import EMBEDDED_DRAFT
+from outrider.bench.workload import Question
 from outrider.types import InputError
 from recipes import options
 
@@ -60,7 +59,7 @@ BRANCHINGS = {
     21: ("3x2x1x1", "2x2x1x1x1"),
     30: ("2x2x2x2", "3x3x1x1", "3x2x1x1x1"),
 }
-"""Children per node by depth; constant ones are MCSD's."""
+"""Children per node by depth; constant numbers are MCSD's."""
 WIDE = {
     6: ((2, 3), (3, 2)),
     10: ((2, 5), (3, 3)),
@@ -74,7 +73,7 @@ REGULAR = {6: ((2, 2),), 10: ((2, 2), (10, 1)), 14: ((2, 3), (3, 2)), 21: ((2, 3
 
 
 def gumbel(budget: int) -> list[Shape]:
-    """Children drawn without replacement, so many per depth."""
+    """Children drawn without replacement, with a number per depth."""
     made = []
     for b in BRANCHINGS[budget]:
         constant = len(set(b.split("x"))) == 1
@@ -84,7 +83,7 @@ def gumbel(budget: int) -> list[Shape]:
 
 
 def beam(budget: int) -> list[Shape]:
-    """The stochastic beam."""
+    """Stochastic beams."""
     return [Shape(name=f"width {w}, depth {d}", tree=f"beam:width={w}", depth=d) for w, d in WIDE[budget]]
 
 
@@ -99,7 +98,7 @@ def top_plus_one(budget: int) -> list[Shape]:
 
 
 def dynamic(budget: int) -> list[Shape]:
-    """The likeliest nodes of what expanding four per level gives."""
+    """The likeliest nodes of a tree that expands four nodes per level."""
     return [
         Shape(name=f"width 4, depth {d}", tree=f"dynamic:width=4,num_nodes={budget}", depth=d)
         for d in (4, 6)
@@ -108,7 +107,7 @@ def dynamic(budget: int) -> list[Shape]:
 
 
 def opt(budget: int) -> list[Shape]:
-    """The tree of the largest expected acceptance."""
+    """Trees of the largest expected acceptance."""
     return [
         Shape(name=f"threshold {t}", tree=f"opt:num_nodes={budget},threshold={t}", depth=min(budget, 10))
         for t in (0.1, 0.3)
@@ -117,7 +116,7 @@ def opt(budget: int) -> list[Shape]:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Ways to draft of one kind, and the verifiers that judge them: name by verifier, the first picks the shape.
+    """Ways to draft of one kind, and the names of the methods by verifier. The first verifier picks the shape.
 
     Attributes:
         chosen: Whether the trees are chosen rather than drawn; an extra in the plot.
@@ -158,7 +157,7 @@ def chosen_families(text: str) -> list[Family]:
 
 
 def method(family: Family, verifier: str, shape: Shape, budget: int, temperature: float) -> Method:
-    """A method at a budget, named by both alone."""
+    """A method at a budget. Its name holds the method and the budget, not the shape."""
     return Method(
         name=f"{family.names[verifier]} @{budget}",
         tree=shape.tree,
@@ -223,7 +222,7 @@ COMPARISONS = (
     (TRAVERSAL, "RSD-S tree, traversal", "RSD-S", 2.4),
     (SPECTR, "SpecTr (K-SEQ)", "chain, token", 37.9),
 )
-"""Paper, what is better, than what, by how many percent of block efficiency at temperature 1."""
+"""Paper, better method, worse method, and the published gain in percent of block efficiency at temperature 1."""
 
 
 def claims(figures: Figures, methods: Sequence[Method], budgets: Sequence[int]) -> list[Claim]:
@@ -262,7 +261,7 @@ def shaped(
     temperature: float,
     families: Sequence[Family],
 ) -> list[Method]:
-    """All methods, each family in the shape that emits most tokens per step on the pilot's prompts."""
+    """All methods. Each family has the shape that emits most tokens per step on the pilot's prompts."""
     shapes = {(f.shapes, b): candidates(f, b, temperature) for f in families for b in budgets}
     tried = [m for each in shapes.values() if len(each) > 1 for m in each]
     seen = None
@@ -319,25 +318,15 @@ def run(
         return place.finish(replace(found, text=about(setting, times, figures.sums.num_prompts)))
 
 
+@options.with_setting(num_prompts=32, seeds=4, max_new_tokens=96, dtype="float32")
 def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 32,
-    seeds: options.Seeds = 4,
-    max_new_tokens: options.MaxNewTokens = 96,
-    threads: options.Threads = 2,
-    dtype: options.Dtype = "float32",
+    setting: Setting,
     timed: options.Timed = None,
     budgets: Annotated[str, typer.Option(help="Some of the budgets, with commas.")] = ",".join(map(str, BUDGETS)),
     temperature: Annotated[float, typer.Option(min=0, help="Of target and drafter.")] = 1.0,
     pilot_prompts: Annotated[int, typer.Option(min=1, help="Further prompts, for the pilot.")] = PILOT_PROMPTS,
     families: Annotated[str, typer.Option(help="Some kinds of trees, with commas.")] = ALL_FAMILIES,
-    as_is: options.AsIs = False,
 ) -> None:
     """Measure chains and trees at equal budgets of verified nodes."""
-    own = ("timed", "budgets", "temperature", "pilot_prompts", "families")
-    given = {name: value for name, value in locals().items() if name not in ("own", *own)}
     chosen = options.whole_numbers("--budgets", budgets)
-    run(Setting(**given), chosen, temperature, pilot_prompts, chosen_families(families), timed=timed)
+    run(setting, chosen, temperature, pilot_prompts, chosen_families(families), timed=timed)

@@ -2,8 +2,8 @@
 
 `python -m recipes claims --out docs/claims.md` reads the `claims.json` and `circumstances.json` that the recipes
 `block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`, `marginals` and `pearl` wrote to the folders of
-`measurements`, and makes one row per claim, with a column for each pair. Why ours differs from the paper's is in
-`REASONS`, which people write.
+`measurements`, and makes one row per claim, with a column for each pair. `REASONS`, which people write, explains why
+our figures differ from the papers'.
 """
 
 import json
@@ -22,12 +22,12 @@ from outrider.types import InputError
 MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}
 PAIRS = {"draft": "embedded pair", "small_draft": "small pair"}
-"""What the page calls a pair, by the name of its draft model."""
+"""The page's name for each pair, by the name of its draft model."""
 GAIN = "% of "
-"""How a unit begins whose figures are gains in percent, which the page does not repeat for every claim."""
+"""Beginning of the units of gains in percent. The page does not repeat them for every claim."""
 PER_SECOND = "% of tokens per second"
 LONG = 1000.0
-"""Hours that nobody will measure."""
+"""More hours than anyone will measure."""
 QUICK: dict[str, object] = {}
 
 REASONS: dict[str, str] = {
@@ -61,7 +61,7 @@ REASONS: dict[str, str] = {
         "has a device per model"
     ),
 }
-"""Why a figure differs from the paper's, by how the claim begins; the longest beginning that fits is taken."""
+"""Why a figure differs from the paper's, by the beginning of the claim; the longest beginning that fits counts."""
 HEAD = """# Published claims, tested
 
 Each claim is judged on two pairs: the embedded target with the draft model that ships with the package (*embedded
@@ -99,7 +99,7 @@ The page is written by `python -m recipes claims`.
 
 
 def reason(claim: str) -> str:
-    """What `REASONS` has to say of a claim."""
+    """The entry of `REASONS` for a claim."""
     fitting = [start for start in REASONS if claim.startswith(start)]
     return REASONS[max(fitting, key=len)] if fitting else ""
 
@@ -114,16 +114,16 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def number(value: float | str | None) -> str:
-    """A figure of a paper; a dash where it gives none."""
+    """A figure of a paper; a dash if the paper gives none."""
     return "-" if value is None else value if isinstance(value, str) else f"{value:g}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A claim, with what was found on each pair; by the pair's draft model.
+    """A claim, with the results of each pair by its draft model.
 
     Attributes:
-        found: Claims as `claims.json` has them, and whether their steps were counted apart from the clock.
+        found: The entries of `claims.json`, and whether their steps were counted apart from the clock.
     """
 
     claim: str
@@ -160,17 +160,17 @@ def lines(runs: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def draft_of(run: Mapping[str, Any]) -> str:
-    """The draft model that a run was made with."""
+    """The draft model of a run."""
     return Path(run["circumstances"]["arguments"]["draft"]).name
 
 
 def pair_of(draft: str) -> str:
-    """What the page calls the pair with a draft model."""
+    """The page's name for the pair with a draft model."""
     return PAIRS.get(draft, f"with `{draft}`")
 
 
 def figure(claim: Mapping[str, Any] | None) -> str:
-    """A figure with its interval; a dash where there is none.
+    """A figure with its interval; a dash if there is none.
 
     Example:
         >>> figure({"our_value": 5.584, "interval": (0.043, 16.187)})
@@ -183,12 +183,12 @@ def figure(claim: Mapping[str, Any] | None) -> str:
 
 
 def verdict(claim: Mapping[str, Any] | None) -> str:
-    """A verdict in a word; a dash where there is none."""
+    """A verdict in one word; a dash if there is none."""
     return "-" if claim is None else f"**{VERDICTS[claim['holds']]}**"
 
 
 def hours(value: float | None) -> str:
-    """How much longer; whole hours, or tenths of few."""
+    """The further time: whole hours, or tenths of an hour below a few hours."""
     if value is None:
         return "not known"
     if value >= LONG:
@@ -197,13 +197,13 @@ def hours(value: float | None) -> str:
 
 
 def counts(claims: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How many of some claims hold, do not, and are undecided."""
+    """How many of some claims hold, do not hold, and are undecided."""
     holds = [claim["holds"] for claim in claims]
     return [str(holds.count(verdict)) for verdict in VERDICTS]
 
 
 def remark(line: Line) -> str:
-    """What is to be said of a claim besides its figures: what holds of all pairs first, then what differs."""
+    """The remark on a claim: first the part that is true for all pairs, then the differences."""
     parts = {pair: list(filter(None, claim["note"].split("; "))) for pair, claim in line.found.items()}
     shared = [part for part in next(iter(parts.values())) if all(part in own for own in parts.values())]
     made = [] if line.unit.startswith(GAIN) else [f"the figures are {line.unit}"]
@@ -217,7 +217,7 @@ def remark(line: Line) -> str:
 
 
 def remarks(made: Sequence[Line]) -> str:
-    """What is to be said of claims, by their numbers; claims of which the same is to be said share a line."""
+    """The remarks on claims, by their numbers; claims with the same remark share a line."""
     numbers: dict[str, list[str]] = {}
     for i, line in enumerate(made, 1):
         if text := remark(line):
@@ -226,7 +226,7 @@ def remarks(made: Sequence[Line]) -> str:
 
 
 def short(paper: str) -> str:
-    """What a paper is called in the table: the method.
+    """The table's name for a paper: the method.
 
     Example:
         >>> short("Weng et al. 2025, traversal verification")
@@ -249,7 +249,7 @@ def overview(made: Sequence[Line], pairs: Sequence[str]) -> str:
 
 
 def summary(made: Sequence[Line]) -> str:
-    """How many claims of each paper hold, do not, and are undecided, over all pairs."""
+    """How many claims of each paper hold, do not hold, and are undecided, over all pairs."""
     body = []
     for paper, url in dict.fromkeys((line.paper, line.url) for line in made):
         body.append(
@@ -267,7 +267,7 @@ def total(made: Sequence[Line]) -> str:
 
 
 def undecided(made: Sequence[Line]) -> str:
-    """The hours that each undecided claim would take, and all of them."""
+    """The hours that each undecided claim would take, and their sum."""
     said, left = [], list[float]()
     for i, line in enumerate(made, 1):
         own = {pair: claim.get("hours") for pair, claim in line.found.items() if claim["holds"] is None}
@@ -299,7 +299,7 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def described(run: Mapping[str, Any]) -> str:
-    """A run in a line."""
+    """A run in one line."""
     made, given = run["circumstances"], run["circumstances"]["arguments"]
     changed = " with uncommitted changes" if made["uncommitted_changes"] else ""
     where = Path(run["folder"])

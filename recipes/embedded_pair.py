@@ -1,11 +1,11 @@
-"""Make the embedded pair again from text: train the target, let it speak, distil the draft model from it.
+"""Make the embedded pair again from text: train the target, let it generate text, distil the draft model from it.
 
 The text is JSON lines with `domain` and `text`, plain or gzipped. Each part is a function that returns what it made;
 `python -m recipes embedded_pair` runs the parts one after another, with checkpoints, on a CPU.
 
 The draft model is wide and shallow, because a draft costs its depth (Yan et al. 2024,
 https://arxiv.org/abs/2402.01528).
-It is trained on the text and on what the target says itself (Zhou et al. 2023, DistillSpec,
+It is trained on the text and on the target's own outputs (Zhou et al. 2023, DistillSpec,
 https://arxiv.org/abs/2310.08461), with the hybrid of forward KL and total variation whose weight moves to total
 variation as acceptance grows (LK losses, https://arxiv.org/abs/2602.23881).
 """
@@ -36,7 +36,7 @@ from transformers import (
 from outrider.embedded import EMBEDDED_TARGET
 
 REPEATS = {"story": 3, "math": 3}
-"""How often the documents of a domain are read; short stories and word problems teach the most per token."""
+"""How often the documents of a domain are repeated; short stories and word problems teach most per token."""
 
 TARGET_SHAPE = {
     "hidden_size": 320,
@@ -148,10 +148,11 @@ def train(
     minutes: float,
     out: Path,
 ) -> None:
-    """Step every model on its own loss until the time is over; a linear warm-up, then a cosine to a twentieth.
+    """Step every model on its own loss until the time is over. The learning rate rises linearly in the warm-up and then
+    falls as a cosine to a twentieth.
 
-    `losses(step, models)` gives for each model its loss and one figure to print. Checkpoints go to `out/NAME` every
-    ten minutes, each written beside its place and renamed.
+    `losses(step, models)` gives for each model its loss and one figure to print. Checkpoints go to `out/NAME` every ten
+    minutes; each is written under a temporary name and renamed.
     """
     optimisers = {name: optimizers(model.train()) for name, model in models.items()}
     base = {name: [group["lr"] for o in each for group in o.param_groups] for name, each in optimisers.items()}
@@ -191,7 +192,9 @@ def save(models: dict[str, PreTrainedModel], out: Path) -> None:
 
 
 def train_target(tokens: Int[Tensor, " tokens"], tokenizer: PreTrainedTokenizerBase, minutes: float, out: Path) -> None:
-    """Train the target from nothing on next-token cross-entropy; the figure printed is the loss in nats per token."""
+    """Train the target from random weights on next-token cross-entropy; the printed figure is the loss in nats per
+    token.
+    """
     stream = windows(tokens, batch=16, length=513, seed=1)
 
     def losses(step: int, models: dict[str, PreTrainedModel]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -208,7 +211,7 @@ def train_target(tokens: Int[Tensor, " tokens"], tokenizer: PreTrainedTokenizerB
 def speak(
     target: PreTrainedModel, tokens: Int[Tensor, " tokens"], minutes: float, out: Path, batch: int = 128
 ) -> Int[Tensor, "rows 256"]:
-    """What the target says after openings of the text, a third of it greedily; saved as it grows."""
+    """The target's continuations of openings of the text, a third of them greedy. They are saved while they grow."""
     rows: list[Tensor] = []
     began = time.monotonic()
     starts = (tokens == target.config.eos_token_id).nonzero().squeeze(1)
@@ -248,9 +251,9 @@ def distil(
     out: Path,
     batch: int = 16,
 ) -> None:
-    """Distil draft models of several shapes at once, half on the text and half on the target's own words.
+    """Distil draft models of several shapes at once, half on the text and half on the target's own outputs.
 
-    One forward of the target teaches all of them. The figure printed is the mean acceptance $1 - TV(p, q)$.
+    One forward of the target teaches all of them. The printed figure is the mean acceptance $1 - TV(p, q)$.
     """
     drafts = {name: llama(tokenizer, **shape) for name, shape in shapes.items()}
     for draft in drafts.values():

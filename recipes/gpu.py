@@ -2,9 +2,9 @@
 
 `python -m recipes gpu --out DIR` first checks greedy identity of the embedded pair in float32 on the card, for a chain,
 a branching tree, PEARL on two streams, and compiled forwards. Then it steps a random Llama of about a billion
-parameters in bfloat16 with a draft model of one layer, alone and in a batch of 8, compiled and not. While a forward is
-bound by memory it cannot take less than reading the weights once, so forwards are given beside `weights / bandwidth`,
-with the bandwidth of the card measured by copying a large tensor. Without a GPU it says so and ends.
+parameters in bfloat16 with a draft model of one layer, alone and in a batch of 8, compiled and not. A forward that is
+bound by memory takes at least as long as reading the weights once. So forwards are listed beside `weights / bandwidth`;
+the bandwidth of the card is measured by copying a large tensor. Without a GPU the recipe ends with an error.
 """
 
 import statistics
@@ -37,15 +37,15 @@ PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("chain", {}),
     ("tree", {"tree": "gumbel:branching=3x2x1x1"}),
     ("pearl", {"decoding": "pearl:4"}),
-    ("chain, compiled", {"compile": True}),
+    ("chain, compiled", {"forward": "compiled"}),
 )
-"""What must give the tokens of plain decoding."""
+"""Ways to decode that must give the tokens of plain decoding."""
 GREEDY = Sampling(temperature=0.0, seed=0)
 QUICK = {"steps": 8}
 
 
 def bandwidth(device: torch.device, num_bytes: int = 1 << 30, rounds: int = 20) -> float:
-    """Bytes per second that the card reads and writes, from copies of a large tensor; the best of several."""
+    """Bytes per second that the card reads and writes: the best of several copies of a large tensor."""
     source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / min(seconds(lambda: target.copy_(source), device) for _ in range(rounds))
@@ -63,19 +63,19 @@ def identities(num_prompts: int = 4, max_new_tokens: int = 48) -> list[dict[str,
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """What a forward reads of a model at least."""
+    """Bytes of weights that a forward reads at least."""
     return sum(weight.nbytes for weight in model.parameters())
 
 
 def profile(target: PreTrainedModel, draft: Path, *, batch: int, compile: bool, steps: int, gamma: int) -> list[Row]:
-    """Steps of one engine, after as many that warm up."""
+    """Steps of one engine, after as many steps of warm-up."""
     engine = outrider.load(
         target,
         drafter=f"model:path={draft}",
         length=f"fixed:{gamma}",
         max_slots=batch,
         max_context=1024,
-        compile=compile,
+        forward="compiled" if compile else "eager",
     )
     device = engine.parts.target.device
     for i in range(batch):
@@ -92,7 +92,7 @@ def profile(target: PreTrainedModel, draft: Path, *, batch: int, compile: bool, 
 
 
 def summarise(rows: Sequence[Row], floor: float) -> list[dict[str, Any]]:
-    """Medians by batch size and way; `floor` is how long reading the target's weights takes."""
+    """Medians by batch size and way; `floor` is the time for reading the target's weights."""
     found = []
     for key in dict.fromkeys((row["batch"], row["compiled"]) for row in rows):
         some = [row for row in rows if (row["batch"], row["compiled"]) == key]
@@ -141,7 +141,7 @@ def findings(summary: Mapping[str, Any]) -> Findings:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """How many requests step together, and whether as CUDA graphs."""
+    """A number of requests that step together, with or without CUDA graphs."""
 
     batch: int
     compiled: bool

@@ -1,10 +1,10 @@
 """Trees over per-position rows against the chain, by budget of nodes (DDTree).
 
 `python -m recipes marginals --out DIR` drafts six deep, as a chain and as the best prefixes of a lattice of 4, 8, 16,
-32 and 64 nodes, at temperatures 0 and 1. The paper's rows are the marginals of a block-diffusion drafter; ours are the
-draft model's own rows along its likeliest chain, taken as if they did not depend on the branch. So a lattice here costs
-six draft calls a step, as the chain does, and beyond its first branch its rows are those of another context. With
-`--timed DIR`, a folder that `--clock` wrote, tokens per second are compared too.
+32 and 64 nodes, at temperatures 0 and 1. The paper's rows are the marginals of a block-diffusion drafter. Ours are the
+draft model's own rows along its likeliest chain, used for all branches. So a lattice here costs six draft calls a step,
+like the chain, and off the likeliest chain its rows belong to another context. `--timed DIR` names a folder that
+`--clock` wrote; then tokens per second are compared too.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,6 @@ from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.trial import Method, Setting
-from outrider.bench.workload import PROMPTS
-from outrider.embedded import EMBEDDED_DRAFT
 from recipes import options
 
 PAPER = Paper(name="Ringel and Romano 2026, DDTree", url="https://arxiv.org/abs/2604.12989")
@@ -120,20 +118,7 @@ def _claims(figures: Figures, t: float, timed: bool) -> list[Claim]:
 INQUIRY = Inquiry(recipe="marginals", methods=METHODS, findings=findings)
 
 
-def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 40,
-    seeds: options.Seeds = 4,
-    max_new_tokens: options.MaxNewTokens = 64,
-    threads: options.Threads = 2,
-    dtype: options.Dtype = "float32",
-    timed: options.Timed = None,
-    clock: options.Clock = False,
-    as_is: options.AsIs = False,
-) -> None:
+@options.with_setting(num_prompts=40, seeds=4, max_new_tokens=64, dtype="float32")
+def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
     """Measure what a tree over per-position rows gains over the chain."""
-    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
-    INQUIRY.run(Setting(**given), timed=timed, clock=clock)
+    INQUIRY.run(setting, timed=timed, clock=clock)

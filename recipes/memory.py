@@ -1,9 +1,9 @@
 """Resident memory: transformers with both models, outrider with the pair, and growth over many requests.
 
-Every figure comes from a fresh process and is VmRSS of /proc/self/status in MB (10^6 bytes); this needs Linux.
-`python -m recipes memory` measures `transformers` (both models loaded plainly, each generates some tokens), `outrider`
-(the pair loaded, the same tokens), their `difference`, and `growth` (one engine, from the end of the warm-up to the
-last of many requests in a row). Each is a median with its lowest and highest value over the repeats.
+Every figure comes from a fresh process. It is VmRSS of /proc/self/status in MB (10^6 bytes), so the recipe needs Linux.
+`python -m recipes memory` measures `transformers` (both models loaded, each generates some tokens), `outrider` (the
+pair loaded, the same tokens), their `difference`, and `growth` (one engine, from the end of the warm-up to the last of
+many requests in a row). Each is a median with its lowest and highest value over the repeats.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 import typer
 
 if TYPE_CHECKING:
-    # A process that measures transformers must not import outrider, so that what needs it is imported where it is used.
+    # A process that measures transformers must not import outrider. So outrider is imported only inside functions.
     from outrider.bench.evidence import Estimate, Row
 
 Part = Literal["transformers", "outrider", "growth"]
@@ -27,17 +27,17 @@ Part = Literal["transformers", "outrider", "growth"]
 PROMPT = "Once upon a time, there was a little fox who"
 NEW_TOKENS = 16
 ASSETS = Path(__file__).parent.parent / "outrider" / "assets"
-"""Written out for the same reason."""
+"""Not imported from outrider, for the same reason."""
 QUICK = {"requests": 4, "warmup": 2, "repeats": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What every process is told.
+    """The settings of every process.
 
     Attributes:
-        requests: In a row.
-        warmup: After how many of them the first look is taken.
+        requests: Requests in a row.
+        warmup: Requests before the first measurement.
     """
 
     target: str = str(ASSETS / "target")
@@ -93,7 +93,7 @@ def outrider_pair(plan: Plan) -> dict[str, float]:
 
 
 def many_requests(plan: Plan) -> dict[str, float]:
-    """One engine, requests in a row with prompts of 8 to 128 tokens; the first is the longest."""
+    """One engine and requests in a row, with prompts of 8 to 128 tokens; the first prompt is the longest."""
     import torch
     from transformers.utils import logging
 
@@ -144,7 +144,7 @@ def spread(values: Sequence[float]) -> "Estimate":
 
 
 def summarise(raw: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, "Estimate"]]:
-    """Each figure of each part over the repeats, and what outrider takes beyond transformers."""
+    """Each figure of each part over the repeats, and the memory that outrider needs beyond transformers."""
     found = {part: {name: spread([each[part][name] for each in raw]) for name in raw[0][part]} for part in PARTS}
     more = [each["outrider"]["worked"] - each["transformers"]["worked"] for each in raw]
     return {**found, "difference": {"worked": spread(more)}}
@@ -185,7 +185,7 @@ def _figures(row: "Row") -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """One of the parts, as what takes turns."""
+    """One of the parts, which take turns."""
 
     name: str
 

@@ -1,12 +1,12 @@
-"""How near the rules for several drafts come to the optimum at one node, by temperature (Hu et al. 2025).
+"""How close the rules for several drafts come to the optimum at one node, by temperature (Hu et al. 2025).
 
-`python -m recipes optimal_rate --out DIR` lets the target speak at temperatures 0.2 to 1.2, feeds its outputs to both
-models, and takes their rows at every second token. For n = 2 and 3 drafts from such a pair of rows it computes with
-which probability each rule accepts one of them, and with which the best rule could. No decoding is involved but the
-target's own; a row of `rows.jsonl` is one output, and holds the sums of the figures of all its positions.
+`python -m recipes optimal_rate --out DIR` lets the target generate at temperatures 0.2 to 1.2, feeds its outputs to
+both models, and takes their rows at every second token. For n = 2 and 3 drafts from such a pair of rows it computes the
+probability that each rule accepts one of them, and the highest possible probability. Only the target decodes. A row of
+`rows.jsonl` belongs to one output and holds the figures summed over its positions.
 
-All figures are closed forms but recursive rejection of three drafts without replacement, which is the mean over the
-first draft that is refused; 16 of them, spread evenly over its law from a start that is drawn anew at every position.
+All figures are closed forms, except for recursive rejection of three drafts without replacement. That figure is a mean
+over 16 possible first refused drafts, spread evenly over their law from a start that is drawn at every position.
 """
 
 import time
@@ -30,8 +30,6 @@ from outrider.bench.runs import Conditions, Job, on_engine
 from outrider.bench.texts import logits_along, rows_at
 from outrider.bench.trial import Bench, Setting, whole_jobs
 from outrider.bench.turns import Turn, turns
-from outrider.bench.workload import PROMPTS
-from outrider.embedded import EMBEDDED_DRAFT
 from outrider.theory import acceptance, optimum
 from recipes import options
 
@@ -39,9 +37,9 @@ PAPER = Paper(name="Hu et al. 2025, optimal multi-draft", url="https://arxiv.org
 TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
 DRAFTS = (2, 3)
 REFUSED = 16
-"""First drafts over which three drafts without replacement are averaged."""
+"""Number of first drafts over which recursive rejection of three drafts is averaged."""
 FEW = 5.0
-"""What stands for the paper's `a few percent`."""
+"""Our number for the paper's `a few percent`."""
 NEAR_PAPER = (0.6, 0.8)
 """Temperatures around the paper's 0.7."""
 QUICK = {"num_prompts": 4, "max_new_tokens": 6}
@@ -55,12 +53,12 @@ def without_replacement(
 ) -> Float[Tensor, " positions"]:
     r"""Recursive rejection of n drafts without replacement: exact for two, unbiased for three.
 
-    The first draft passes with $\sum_x \min(p, q)$ and is refused at x with $(q - p)_+(x)$; after that, n - 1 drafts
-    from q without x face what is left of p. The mean over x is taken at 16 points that lie evenly over its law, behind
-    a start that is uniform (systematic sampling).
+    The first draft passes with probability $\sum_x \min(p, q)$. It is x and refused with probability $(q - p)_+(x)$;
+    then n - 1 drafts from q without x are judged by the rest of p. The mean over x is taken at 16 points that lie
+    evenly over its law after a uniform start (systematic sampling).
 
     Args:
-        starts: Where the points begin, in [0, 1) of their distance, at every position; by default they are drawn.
+        starts: The start of the points at every position, in [0, 1) of their distance; by default it is drawn.
     """
     if n <= 2:
         return acceptance.recursive_without_replacement(p, q, n)
@@ -95,7 +93,7 @@ OPTIMUM = {
     "recursive without replacement": "optimum without replacement",
     "top plus one": "optimum without replacement",
 }
-"""What each rule is held against. `top plus one` draws by another law, whose optimum it attains."""
+"""The optimum with which each rule is compared. `top plus one` draws by another law, and attains the optimum there."""
 
 
 def key(rule: str, n: int) -> str:
@@ -111,12 +109,12 @@ class Heat:
 
     @property
     def name(self) -> str:
-        """As rows have it."""
+        """Its name in rows."""
         return f"T={self.temperature:g}"
 
 
 def figures(p: Rows, q: Rows) -> dict[str, float]:
-    """What every rule accepts, summed over positions."""
+    """Acceptance of every rule, summed over positions."""
     found = {key(rule, n): float(of(p, q, n).sum()) for rule, of in RULES.items() for n in DRAFTS}
     return {"positions": len(p), "one draft": float(torch.minimum(p, q).sum()), **found}
 
@@ -177,7 +175,7 @@ def findings(sums: Sums, seconds: float) -> Findings:
 
 
 def claims(sums: Sums, seconds: float) -> list[Claim]:
-    """How far each rule falls short, which drafts are better, and whether the temperature works one way."""
+    """How far each rule falls short, which drafts are better, and whether acceptance turns with the temperature."""
     n = max(DRAFTS)
 
     def near(name: str) -> Float[np.ndarray, " samples"]:
@@ -243,19 +241,9 @@ def run(setting: Setting, every: int = 2) -> list[dict[str, Any]]:
         return place.finish(replace(found, text=replace(setting, num_prompts=sums.num_prompts).about))
 
 
+@options.with_setting(num_prompts=40, max_new_tokens=64, dtype="float32")
 def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 40,
-    seeds: options.Seeds = 1,
-    max_new_tokens: options.MaxNewTokens = 64,
-    threads: options.Threads = 2,
-    dtype: options.Dtype = "float32",
-    every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2,
-    as_is: options.AsIs = False,
+    setting: Setting, every: Annotated[int, typer.Option(min=1, help="Take every such token's rows.")] = 2
 ) -> None:
     """Compare rules for several drafts with the best rule there can be."""
-    given = {name: value for name, value in locals().items() if name != "every"}
-    run(Setting(**given), every)
+    run(setting, every)

@@ -1,10 +1,14 @@
 """Options that several recipes share, each declared once."""
 
+import functools
+import inspect
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from outrider.bench.trial import Setting
 from outrider.types import InputError
 
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target; by default the embedded one.")]
@@ -29,6 +33,68 @@ Timed = Annotated[
     Path | None, typer.Option(help="Folder that --clock wrote; without it nothing is said of tokens per second.")
 ]
 
+OF_SETTING: dict[str, Any] = {
+    "out": Out,
+    "target": Target,
+    "draft": Draft,
+    "prompts": Prompts,
+    "num_prompts": NumPrompts,
+    "seeds": Seeds,
+    "max_new_tokens": MaxNewTokens,
+    "threads": Threads,
+    "dtype": Dtype,
+    "as_is": AsIs,
+}
+"""The option of each field of a `Setting`."""
+
+
+def with_setting(*, without: Collection[str] = (), **defaults: object) -> Callable[[Callable[..., None]], Any]:
+    """Decorate a recipe's function, whose first parameter is a `Setting`: the setting's fields become options.
+
+    The function's other parameters stay options.
+
+    Args:
+        without: Fields that the recipe has no option for; they keep the defaults of `Setting`.
+        defaults: Defaults of fields, where they differ from those of `Setting`.
+
+    Example:
+        >>> @with_setting(num_prompts=40)
+        ... def main(setting: Setting, clock: Clock = False) -> None:
+        ...     print(setting.num_prompts, setting.seeds, clock)
+        >>> main()
+        40 1 False
+        >>> main(seeds=3, clock=True)
+        40 3 True
+    """
+    if unknown := {*without, *defaults} - set(OF_SETTING):
+        raise TypeError(f"{', '.join(sorted(unknown))} are no fields of a setting")
+    usual = inspect.signature(Setting).parameters
+    fields = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, usual[name].default), annotation=option
+        )
+        for name, option in OF_SETTING.items()
+        if name not in without
+    ]
+
+    def decorate(main: Callable[..., None]) -> Callable[..., None]:
+        _, *others = inspect.signature(main).parameters.values()
+        keyed = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in others]
+        signature = inspect.Signature([*fields, *keyed])
+
+        @functools.wraps(main)
+        def run(**given: Any) -> None:
+            bound = signature.bind(**given)
+            bound.apply_defaults()
+            values = bound.arguments
+            main(Setting(**{field.name: values.pop(field.name) for field in fields}), **values)
+
+        run.__signature__ = signature  # type: ignore[attr-defined]
+        run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        return run
+
+    return decorate
+
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
     """The numbers of an option that takes several, in ascending order.
@@ -44,7 +110,7 @@ def whole_numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def numbers(option: str, text: str) -> tuple[float, ...]:
-    """The same for numbers that need not be whole.
+    """The same for numbers that may have fractions.
 
     Example:
         >>> numbers("--temperatures", "1, 0.5")

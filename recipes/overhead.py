@@ -1,16 +1,18 @@
-"""What a step costs beyond its bare forwards, and plain decoding against transformers' own loop.
+"""The cost of a step beyond its bare forwards, and plain decoding against transformers' own loop.
 
 `python -m recipes overhead --out DIR` drafts chains of five with the embedded draft model, for the embedded target and
 for the stand-in of 110 million parameters (`recipes.stand_in`), alone and in batches of 8. After each step of the
-engine the bare forwards of such a step are made: the plain model call, on prepared tensors of the very same shapes,
-behind a transformers cache as long as the engine's is in the middle of the run. So everything is timed side by side.
+engine, the recipe runs the bare forwards of such a step: plain model calls on prepared tensors of the same shapes,
+behind a transformers cache as long as the engine's cache in the middle of the run. So everything is timed side by side.
 
-- overhead: 1 - bare forwards / step, both of the same moment; median and quartiles over steps.
-- efficiency: speedup over plain steps of the same engine, over what the bare forwards would allow.
-- plain decoding and `model.generate` take turns on the same prompts; a decoding rate is that of the tokens after the
-  first, from the median of what a run of many tokens takes longer than one of one.
+- overhead: 1 - bare forwards / step, both measured at the same moment; median and quartiles over steps.
+- efficiency: the speedup over plain steps of the same engine, divided by the speedup that the bare forwards would
+  allow.
+- plain decoding and `model.generate` take turns on the same prompts; a decoding rate counts the tokens after the first,
+  and the median time by which a run of many tokens is longer than a run of one token.
 
-The bare forwards pay for transformers' cache, which is copied at every step, and not for the engine's.
+The bare forwards include the cost of transformers' cache, which is copied at every step, and exclude the cost of the
+engine's.
 """
 
 import statistics
@@ -167,12 +169,11 @@ def findings(summary: Mapping[str, Any], about: str) -> Findings:
 
 
 def about(plan: Plan, parameters: Mapping[str, int]) -> str:
-    """What was measured, and what is synthetic about it."""
-    how = "".join(f", {word}" for word, wanted in (("compiled", plan.compile), ("packed", plan.prepack)) if wanted)
+    """What was measured, and which part of it is synthetic."""
     counts = ", ".join(f"{name} {count:,}" for name, count in parameters.items())
     return (
-        f"{plan.dtype}{how}. The stand-in's costs are synthetic: the embedded target with neurons added whose outputs "
-        f"count nothing. Parameters: {counts}. Chains of {GAMMA}. Milliseconds: medians with quartiles."
+        f"{plan.dtype}, {plan.forward}. The stand-in's costs are synthetic: the embedded target with neurons added "
+        f"whose outputs count nothing. Parameters: {counts}. Chains of {GAMMA}. Milliseconds: medians with quartiles."
     )
 
 
@@ -217,10 +218,7 @@ def main(
     parameters: Annotated[int, typer.Option(help="Of the stand-in.")] = PARAMETERS,
     dtype: options.Dtype = "bfloat16",
     threads: options.Threads = 2,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the engines.")] = False,
-    prepack: Annotated[
-        bool, typer.Option("--prepack", help="Pack the engines' weights, and the bare models'.")
-    ] = False,
+    forward: Annotated[str, typer.Option(help="How the engines' forwards run, and the bare ones.")] = "eager",
 ) -> None:
     """Measure what a step costs beyond its bare forwards, and plain decoding against transformers."""
     given: dict[str, Any] = locals()

@@ -11,14 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.bench.bare import Bare, seconds
+from outrider.bench.bare import bare, seconds
 from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS, law
 from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.lm.forward import as_forward
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
-from outrider.lm.packed import packed
 from outrider.types import InputError, Sampling, Step
 from recipes.stand_in import PARAMETERS, stand_in
 
@@ -49,12 +49,12 @@ class Plan:
     parameters: int = PARAMETERS
     dtype: str = "bfloat16"
     threads: int = 2
-    compile: bool = False
-    prepack: bool = False
+    forward: str = "eager"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InputError(f"unknown dtype {self.dtype!r}; available: {', '.join(DTYPES)}")
+        as_forward(self.forward)
         for name in ("context", "steps", "repeats", "parameters", "threads"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 1, got {getattr(self, name)}")
@@ -62,17 +62,17 @@ class Plan:
             raise InputError(f"new_tokens must be >= 2, got {self.new_tokens}")
 
     def load(self, model: PreTrainedModel, **parts: Any) -> outrider.Engine:
-        """An engine, compiled or packed if that is asked for."""
-        return outrider.load(model, compile=self.compile, prepack=self.prepack, **parts)
+        """An engine whose forwards run as the plan says."""
+        return outrider.load(model, forward=self.forward, **parts)
 
 
 def prompts_of(texts: Sequence[int], batch: int, size: int) -> list[list[int]]:
-    """So many different prompts of one length, from one long text."""
+    """Different prompts of one length, from one long text."""
     return [[texts[(37 * i + k) % len(texts)] for k in range(size)] for i in range(batch)]
 
 
 class Stepping:
-    """An engine over a batch that decodes on; one step at a time."""
+    """An engine whose batch decodes one step at a time."""
 
     def __init__(self, engine: outrider.Engine, prompts: Sequence[Sequence[int]], most: int) -> None:
         self.engine = engine
@@ -82,14 +82,14 @@ class Stepping:
             pass
 
     def step(self) -> tuple[float, list[Step]]:
-        """Seconds of a step, and what it did for each request."""
+        """Seconds of a step, and its result for each request."""
         made: list[Step] = []
         spent = seconds(lambda: self.engine.step(sink=made.append), self.engine.parts.target.device)
         self.made = made
         return spent, made
 
     def end(self) -> None:
-        """Take the requests out."""
+        """Cancel the requests."""
         for id in self.ids:
             self.engine.cancel(id)
         self.engine.rest()
@@ -97,11 +97,11 @@ class Stepping:
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """A target and what it is measured beside.
+    """A target and the models beside it.
 
     Attributes:
         target: The engines' target.
-        bare_target: The target of the bare calls; another copy where the engines are compiled.
+        bare_target: The target of the bare calls; another copy if the engines are compiled.
         texts: One long text to cut prompts from.
     """
 
@@ -116,15 +116,15 @@ class Models:
         model = open_model(str(EMBEDDED_TARGET)) if pair == PAIRS[0] else stand_in(plan.parameters)
         draft = open_model(str(EMBEDDED_DRAFT), dtype=plan.dtype)
         model = model.to(draft.device, DTYPES[plan.dtype])
-        bare = copy.deepcopy(model) if plan.compile else model
-        # All runs go on past end tokens; transformers has no option for that.
-        bare.generation_config.eos_token_id = None
-        return cls(target=model, bare_target=bare, bare_draft=draft, texts=_texts())
+        plain = copy.deepcopy(model) if plan.forward == "compiled" else model
+        # All runs continue after end tokens; transformers has no option for that.
+        plain.generation_config.eos_token_id = None
+        return cls(target=model, bare_target=plain, bare_draft=draft, texts=_texts())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is measured at once: steps of a pair in batches of a size, or plain decoding behind prompts of a length."""
+    """A unit of measurement: steps of a pair at a batch size, or plain decoding behind prompts of a length."""
 
     pair: str
     batch: int
@@ -144,14 +144,11 @@ def profile(plan: Plan, case: Case, models: Models) -> list[Row]:
     drafting = plan.load(models.target, drafter=f"model:path={EMBEDDED_DRAFT}", length=f"fixed:{GAMMA}", **own)
     plains = {f"plain {pad}": plan.load(models.target, drafter="none", pad_to=pad, **own) for pad in (1, 2)}
     prompts = prompts_of(models.texts, batch, plan.context)
-    # Requests whose prefill ends first decode while the others prefill.
+    # Requests whose prefill ends early decode while the others prefill.
     most = (plan.steps + 1 + batch * (1 + plan.context // PREFILL_CHUNK)) * (GAMMA + 1) + 1
     middle = torch.tensor(prompts_of(models.texts, batch, plan.context + plan.steps)).to(models.target.device)
 
-    def as_run(model: PreTrainedModel) -> PreTrainedModel:
-        return packed(model) if plan.prepack else model
-
-    target, draft = Bare(as_run(models.bare_target), middle), Bare(as_run(models.bare_draft), middle)
+    target, draft = (bare(model, middle, plan.forward) for model in (models.bare_target, models.bare_draft))
     rows: list[Row] = []
     for repeat in range(plan.repeats + 1):
         runs = {"step": Stepping(drafting, prompts, most)}

@@ -1,13 +1,13 @@
 """Drafting and verifying at once, against drafting and verifying in turn, and against plain decoding (PEARL).
 
-`python -m recipes pearl --out DIR` decodes at temperatures 0 and 1: plainly; in turn (`step`), with each length; and at
-once (`pearl`), with the same lengths, on two clocks. The simulated clock counts the longer of both sides of a step, as
-if each had a device of its own and none waited for data from the other; the real one is that of two threads on this
-machine, one for each side. What drafts in turn or not at all may use both threads, and is measured with one thread too,
-because that is what each simulated device has.
+`python -m recipes pearl --out DIR` decodes at temperatures 0 and 1: plainly, in turn (`step`) with each length, and at
+once (`pearl`) with the same lengths on two clocks. The simulated clock counts the longer side of each step, as if each
+side had its own device and never waited for data from the other. The real clock measures two threads of this machine,
+one for each side. Plain decoding and `step` may use both threads. They are also measured with one thread, because a
+simulated device has one.
 
-On both clocks the speed is tokens over the seconds of the steps behind the first, for all ways to decode alike;
-prefill, which PEARL does not change, is left out, and so is the first step, which may contain it.
+On both clocks and for all ways to decode, the speed is tokens over seconds of all steps but the first. Prefill, which
+PEARL does not change, is left out. So is the first step, which may contain prefill.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,6 @@ from outrider.bench.folder import folder
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.trial import Bench, Method, Setting
-from outrider.bench.workload import PROMPTS
-from outrider.embedded import EMBEDDED_DRAFT
 from recipes import options
 
 PAPER = Paper(name="Liu et al. 2024, PEARL", url="https://arxiv.org/abs/2408.11850")
@@ -39,7 +37,7 @@ WAYS = {
     "pearl, simulated": ("pearl:clock=simulated", 1),
     "pearl, a thread each": ("pearl", 1),
 }
-"""By name, how to decode, and with how many threads per side."""
+"""By name: the decoding and its threads per side."""
 PLAIN = tuple(way for way, (decoding, _) in WAYS.items() if decoding == "plain")
 DRAFTING = tuple(way for way in WAYS if way not in PLAIN)
 QUICK = {"num_prompts": 1, "max_new_tokens": 20, "lengths": "2"}
@@ -51,7 +49,7 @@ def name(way: str, length: int | None, temperature: float) -> str:
 
 
 def methods(lengths: Sequence[int] = LENGTHS) -> list[Method]:
-    """Every way to decode, those that draft with every length, at both temperatures."""
+    """Every way to decode at both temperatures; ways that draft have every length."""
     return [
         Method(
             name=name(way, length, t),
@@ -73,7 +71,7 @@ def speed(sums: Sums, method: str) -> Float[np.ndarray, " samples"]:
 
 
 def best(sums: Sums, ways: Sequence[str], lengths: Sequence[int], t: float) -> Float[np.ndarray, " samples"]:
-    """Speed of the way and length that are best on the other half of the prompts."""
+    """Speed of the best way and length, chosen on the other half of the prompts."""
     names = [name(way, n, t) for way in ways for n in ((None,) if way in PLAIN else lengths)]
     return sums.best("stepped", "stepping", names)
 
@@ -181,16 +179,10 @@ def run(setting: Setting, lengths: Sequence[int] = LENGTHS) -> list[dict[str, An
         return place.finish(replace(found, text=setting.about))
 
 
+@options.with_setting(without=("threads", "dtype", "as_is"), num_prompts=16)
 def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 16,
-    seeds: options.Seeds = 1,
-    max_new_tokens: options.MaxNewTokens = 64,
+    setting: Setting,
     lengths: Annotated[str, typer.Option(help="Draft lengths, with commas.")] = ",".join(map(str, LENGTHS)),
 ) -> None:
     """Measure drafting and verifying at once against in turn."""
-    given = {name: value for name, value in locals().items() if name != "lengths"}
-    run(Setting(**given), options.whole_numbers("--lengths", lengths))
+    run(setting, options.whole_numbers("--lengths", lengths))

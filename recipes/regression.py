@@ -1,13 +1,13 @@
-"""What the engine says in fixed configurations, to compare before and after a change that should alter nothing.
+"""Outputs of the engine in fixed configurations, to compare before and after a change that should alter nothing.
 
 `python -m recipes regression --out BEFORE` lets the embedded pair continue the embedded prompts in each configuration
 of `CONFIGURATIONS`, at temperatures 0 and 1 with fixed seeds, and writes every output to `BEFORE/outputs.json`: its
-tokens, and what each step drafted and accepted. `--against BEFORE/outputs.json` compares what is recorded now with
-that: it prints that all outputs are identical, or the first difference and exits with status 1. `--recorded FILE`
-records nothing and compares that file instead.
+tokens, and the drafted and accepted tokens of each step. `--against BEFORE/outputs.json` compares a new recording with
+that file. It prints that all outputs are identical, or it prints the first difference and exits with status 1.
+`--recorded FILE` takes that file instead of a new recording.
 
-The models compute in float32: a change that only turns the order of a sum does not alter an output there, but where a
-draw lies within rounding of its threshold. Requests share batches, and their prompts have different lengths.
+The models compute in float32. There, a change in the order of a sum alters an output only if a draw lies within
+rounding of its threshold. Requests share batches, and their prompts have different lengths.
 """
 
 import json
@@ -32,16 +32,16 @@ from outrider.types import InputError, Sampling
 
 TEMPERATURES = (0.0, 1.0)
 SLOTS = 8
-"""Requests at once: fewer than there are, so that requests join a running batch."""
+"""Requests at once: fewer than there are prompts, so that requests join a running batch."""
 QUICK = {"num_prompts": 3, "max_new_tokens": 12}
 
 Recorded = dict[str, Any]
-"""What was recorded of one output: `tokens`, and per step `drafted`, `accepted` and `emitted`."""
+"""The record of one output: `tokens`, and per step `drafted`, `accepted` and `emitted`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """A combination of parts, as the catalog writes them; None is what `outrider.load` takes by itself."""
+    """A combination of parts, as the catalog writes them; None stands for the default of `outrider.load`."""
 
     drafter: str | None = None
     tree: str = "chain"
@@ -93,14 +93,14 @@ def engine_of(configuration: Configuration) -> outrider.Engine:
 def record(
     engine: outrider.Engine, prompts: Mapping[str, Sequence[int]], temperature: float, max_new_tokens: int
 ) -> dict[str, Recorded]:
-    """What an engine says, by the prompt's name; the i-th prompt has seed i."""
+    """An engine's outputs by the prompt's name; the i-th prompt has seed i."""
     samplings = [Sampling(temperature=temperature, seed=seed) for seed in range(len(prompts))]
     outputs = engine.generate(list(prompts.values()), max_new_tokens=max_new_tokens, sampling=samplings)
     return {name: recorded(output) for name, output in zip(prompts, outputs, strict=True)}
 
 
 def recorded(output: Output) -> Recorded:
-    """What is kept of an output."""
+    """The record of an output."""
     return {
         "tokens": output.tokens,
         "drafted": [step.num_draft_tokens for step in output.steps],
@@ -110,7 +110,7 @@ def recorded(output: Output) -> Recorded:
 
 
 def first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str | None:
-    """Where two recordings first differ, as one sentence; None if they are identical."""
+    """The first difference of two recordings, as one sentence; None if they are identical."""
     for configuration, outputs in before["outputs"].items():
         for prompt, output in outputs.items():
             other = after["outputs"].get(configuration, {}).get(prompt)
@@ -125,7 +125,7 @@ def first_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str
 
 
 def _first_of(before: Recorded, after: Recorded) -> str | None:
-    """Where two outputs first differ: the first token, or the first step whose counts are others."""
+    """The first difference of two outputs: a token, or a step with other counts."""
     for kind, unit in (("tokens", "token"), ("drafted", "step"), ("accepted", "step"), ("emitted", "step")):
         for place, (old, new) in enumerate(zip_longest(before[kind], after[kind])):
             if old != new:
@@ -142,7 +142,7 @@ def run(
     given = read_prompts(PROMPTS)
     if not 1 <= num_prompts <= len(given):
         raise InputError(f"num_prompts must be in 1 .. {len(given)}, the embedded prompts, got {num_prompts}")
-    # One of every category, then the next of every category, so that few prompts are of many kinds.
+    # One prompt of every category, then the next one of every category, so that a few prompts are of many kinds.
     chosen = sorted(given, key=lambda prompt: int(prompt[0].rpartition("/")[2]))[:num_prompts]
     prompts = {name: encode(prompt, tokenizer) for name, _, prompt in chosen}
     outputs: dict[str, dict[str, Recorded]] = {}
@@ -159,7 +159,7 @@ def run(
 
 
 def read(file: Path) -> Recorded:
-    """A recording. Raises InputError where the file holds none."""
+    """A recording. Raises InputError if the file holds none."""
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -1,11 +1,11 @@
 """Sharing a batch's verification budget by estimated acceptance, against sharing it evenly (TETRIS).
 
-`python -m recipes sharing --out DIR` runs batches of 4, 8 and 16 requests at temperature 1 with k + 2 tokens drafted
-for each request, and the k per request most promising of the whole batch verified (`tetris`), k from 2 to 5. What k
-draft tokens for each request (`fixed:k`) would take is computed on the same texts. The criterion is the one that keeps
-the target's law, not the published one. End tokens are ignored, so that every request is as long; a batch shrinks
-towards its end, where requests finish at different steps. With `--timed DIR`, a folder that `--clock` wrote, tokens per
-second are compared too.
+`python -m recipes sharing --out DIR` runs batches of 4, 8 and 16 requests at temperature 1. `tetris` drafts k + 2
+tokens for each request, and verifies the most promising tokens of the whole batch, k per request on average, for k from
+2 to 5. The steps that k draft tokens for each request (`fixed:k`) would take are computed on the same texts. The
+criterion is the one that keeps the target's law, not the published one. End tokens are ignored, so that all requests
+have the same length. A batch shrinks towards its end, because requests finish at different steps. `--timed DIR` names a
+folder that `--clock` wrote; then tokens per second are compared too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,8 +25,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Job
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
-from outrider.bench.workload import PROMPTS, Question
-from outrider.embedded import EMBEDDED_DRAFT
+from outrider.bench.workload import Question
 from outrider.types import InputError
 from recipes import options
 
@@ -59,7 +58,7 @@ def methods(policies: Sequence[str] = tuple(POLICIES), lengths: Sequence[int] = 
 
 
 def batches(questions: Sequence[Question], size: int, seeds: int) -> list[Job]:
-    """Prompts in batches, shuffled anew for each seed; what does not fill a batch is left out of that seed's."""
+    """Prompts in batches, shuffled for each seed. Prompts that do not fill a batch are left out for that seed."""
     jobs = []
     for seed in range(seeds):
         order = np.random.default_rng([seed, size]).permutation(len(questions)).tolist()
@@ -185,20 +184,7 @@ def run(
         return place.finish(replace(findings(found, policies, lengths), text=text))
 
 
-def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 32,
-    seeds: options.Seeds = 8,
-    max_new_tokens: options.MaxNewTokens = 64,
-    threads: options.Threads = 2,
-    dtype: options.Dtype = "float32",
-    timed: options.Timed = None,
-    clock: options.Clock = False,
-    as_is: options.AsIs = False,
-) -> None:
-    """Measure sharing a batch's budget by promise against sharing it evenly."""
-    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
-    run(Setting(**given), timed=timed, clock=clock)
+@options.with_setting(num_prompts=32, seeds=8, max_new_tokens=64, dtype="float32")
+def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
+    """Measure sharing a batch's budget by estimated acceptance against sharing it evenly."""
+    run(setting, timed=timed, clock=clock)

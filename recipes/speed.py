@@ -1,8 +1,8 @@
-"""How fast the embedded pair is: plain, speculative, and transformers' own assisted generation.
+"""The speed of the embedded pair: plain, speculative, and transformers' own assisted generation.
 
 `python -m recipes speed --prompts PROMPTS.jsonl --out DIR` lets all configurations take turns on every prompt in every
-round. Only the run itself is timed: prompts are tokenised before, and no run finds the cache of an earlier one. The
-engine's runs include turning tokens into text, those of transformers do not. The draft length is the one that is
+round. Only the run itself is timed: prompts are tokenised before, and no run finds the cache of an earlier run. The
+engine's runs include turning tokens into text; the runs of transformers do not. The draft length is the one that is
 fastest on a pilot of other prompts.
 
 A prompt's seconds are the median over the rounds; a configuration's tokens per second are the sum of tokens over the
@@ -39,7 +39,7 @@ QUICK = {"num_prompts": 2, "pilot_prompts": 1, "rounds": 1, "max_new_tokens": 16
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Figures of all measured rows: the plain baselines, the prompts that repeat themselves, one entry per way."""
+    """Figures of all measured rows: the plain baselines, the prompts that repeat themselves, and an entry per way."""
     groups: dict[tuple[float, str], list[Row]] = defaultdict(list)
     for each in rows:
         groups[each["temperature"], each["method"]].append(each)
@@ -73,8 +73,8 @@ def entry(
     """Figures of one way at one temperature.
 
     Args:
-        plain: Runs that its speedup is taken over.
-        reference: Runs whose outputs its own are compared with.
+        plain: Runs that its speedup is relative to.
+        reference: Runs whose outputs are compared with its outputs.
     """
 
     def over(chosen: Sequence[str]) -> dict[str, float] | None:
@@ -112,7 +112,7 @@ def bare_summary(
     gammas: Mapping[float, int],
     entries: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """Bare forwards, their ratios v and c, and how much of what they allow each temperature reaches."""
+    """Bare forwards, their ratios v and c, and how much of the speedup that they allow each temperature reaches."""
     both = {name: statistics.median([*before[name], *after[name]]) for name in before}
     reached = {}
     for each in entries:
@@ -188,7 +188,7 @@ def findings(summary: Mapping[str, Any]) -> Findings:
 
 
 def _lengths(pilot: Mapping[str, Any]) -> str:
-    """Which length was picked at each temperature."""
+    """The picked length at each temperature."""
     picked = []
     for t, rates in pilot["tokens_per_second"].items():
         tried = ", ".join(f"{length}: {value:.1f}" for length, value in rates.items())

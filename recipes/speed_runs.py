@@ -35,7 +35,7 @@ class Plan:
     Attributes:
         lengths: Fixed draft lengths that the pilot tries.
         pilot_prompts: Further prompts, for the pilot alone.
-        seed: Of the choice and the order of prompts.
+        seed: Seed of the choice and the order of prompts.
     """
 
     prompts: Path = PROMPTS
@@ -52,7 +52,7 @@ class Plan:
 
 
 def repeat_share(tokens: Sequence[int], n: int = NGRAM) -> float:
-    """Share of a text's n-grams that stood in it before; 0 where it has none."""
+    """Share of a text's n-grams that occurred in it before; 0 if it has none."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -99,11 +99,11 @@ class Pair:
         )
 
     def conditions(self, temperature: float) -> Conditions:
-        """How every way does its jobs."""
+        """The conditions of all ways."""
         return Conditions(max_new_tokens=self.plan.max_new_tokens, temperature=temperature)
 
     def ways(self, lengths: Mapping[float, int]) -> list[Way]:
-        """All that are compared, with the draft length of each temperature."""
+        """All ways that are compared, with the draft length of each temperature."""
         found = []
         for t in TEMPERATURES:
             found += [self.engine_way(name, plain, t) for name, plain in self.plains.items()]
@@ -117,7 +117,7 @@ class Pair:
 
 
 def measure(place: Folder, phase: str, pair: Pair, ways: Sequence[Way], jobs: Sequence[Job], rounds: int) -> list[Row]:
-    """All ways on all prompts in all rounds; sampled runs have a seed of their own."""
+    """All ways on all prompts in all rounds; each sampled run has its own seed."""
     for way in ways:
         way.run(jobs[0])
 
@@ -132,7 +132,7 @@ def measure(place: Folder, phase: str, pair: Pair, ways: Sequence[Way], jobs: Se
 
 
 def profile_of(run: Run) -> dict[str, float]:
-    """Where the seconds of an engine's run went; `rest` holds chunks of prompts, admission and text."""
+    """The seconds of an engine's run by their purpose; `rest` holds chunks of prompts, admission and text."""
     if not run.outputs:
         return {}
     steps = [step for output in run.outputs for step in output.steps]
@@ -141,7 +141,7 @@ def profile_of(run: Run) -> dict[str, float]:
 
 
 def jobs_of(chosen: Sequence[Question]) -> list[Job]:
-    """Every prompt by itself, each with a seed of its own."""
+    """Every prompt by itself, with its own seed."""
     return [Job(questions=(question,), seed=i) for i, question in enumerate(chosen)]
 
 

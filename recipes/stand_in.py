@@ -1,10 +1,10 @@
 """A target with the outputs of the embedded target and the cost of a larger one, to measure drafting at that cost.
 
-`python -m recipes stand_in --out DIR` widens the feed-forward layers of the embedded target by neurons that compute
-like any others and whose outputs have the weight zero, until the model has 110 million parameters. Its logits are the
-embedded target's up to the order of sums, so the embedded draft model is accepted exactly as often; a forward costs
-what the added weights cost. The acceptance is real, the cost is synthetic: a trained model of this size would have more
-layers and wider ones, and would be harder to guess.
+`python -m recipes stand_in --out DIR` widens the feed-forward layers of the embedded target until the model has 110
+million parameters. The added neurons compute like the others, but their outputs have the weight zero. The logits equal
+the embedded target's up to the order of sums, so the embedded draft model is accepted exactly as often. A forward costs
+as much as the added weights require. The acceptance is real and the cost is synthetic: a trained model of this size
+would have more and wider layers, and would be harder to predict.
 """
 
 import shutil
@@ -22,18 +22,18 @@ from outrider.types import InputError
 PARAMETERS = 110_000_000
 QUICK = {"parameters": 20_000_000}
 WIDTHS = 64
-"""Feed-forward layers are as wide as a multiple of this."""
+"""The width of feed-forward layers is a multiple of this."""
 SPREAD = 0.02
-"""Standard deviation of the weights into the added neurons, as of weights that no training has moved."""
+"""Standard deviation of the weights into the added neurons, as in untrained layers."""
 
 
 def num_parameters(model: PreTrainedModel) -> int:
-    """Weights, tied ones once."""
+    """Number of weights; tied weights count once."""
     return sum(weight.numel() for weight in model.parameters())
 
 
 def width_for(model: PreTrainedModel, parameters: int) -> int:
-    """The feed-forward width at which the model has about so many parameters."""
+    """The feed-forward width at which the model has about `parameters` parameters."""
     config = model.config
     per_neuron = 3 * config.hidden_size * config.num_hidden_layers
     more = (parameters - num_parameters(model)) / per_neuron
@@ -47,11 +47,11 @@ def width_for(model: PreTrainedModel, parameters: int) -> int:
 
 @torch.no_grad()
 def widen(model: PreTrainedModel, width: int, seed: int = 0) -> PreTrainedModel:
-    """The model with feed-forward layers of another width, in place; what it computes stays the same.
+    """The model with wider feed-forward layers, changed in place; its outputs stay the same.
 
     Args:
-        model: One whose layers have `mlp.gate_proj`, `up_proj` and `down_proj` without biases, such as a Llama.
-        width: Neurons of each layer, no fewer than there are.
+        model: A model whose layers have `mlp.gate_proj`, `up_proj` and `down_proj` without biases, such as a Llama.
+        width: Neurons of each layer, at least as many as before.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in model.model.layers:
@@ -95,7 +95,7 @@ def main(
     parameters: Annotated[int, typer.Option(help="How many it is to have, about.")] = PARAMETERS,
     seed: Annotated[int, typer.Option(help="Of the added weights.")] = 0,
 ) -> None:
-    """Write a model that says what the embedded target says and costs what a larger one costs."""
+    """Write a model with the outputs of the embedded target and the cost of a larger model."""
     build(out, parameters, seed)
     made = open_model(str(out), device="cpu")
     typer.echo(f"{out}: {num_parameters(made):,} parameters, feed-forward layers of {made.config.intermediate_size}")

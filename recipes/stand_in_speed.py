@@ -1,11 +1,12 @@
-"""Speedup over plain decoding where a target forward is worth saving: the stand-in, with every kind of drafter.
+"""Speedup over plain decoding with an expensive target, the stand-in, and every kind of drafter.
 
 `python -m recipes stand_in_speed --out DIR` builds the stand-in of `recipes.stand_in` in memory and lets all ways to
-decode take turns on the same prompts, alone and in batches, at temperature 0 and 1. Outputs run past end tokens, so
-that all are equally long. The acceptance is that of the embedded pair; the costs are synthetic.
+decode take turns on the same prompts, alone and in batches, at temperature 0 and 1. Outputs continue after end tokens,
+so that all have the same length. The acceptance is that of the embedded pair; the costs are synthetic.
 
-A prompt's (a batch's) seconds are the median over the rounds, a way's tokens per second the sum of tokens over the sum
-of these, its speedup the quotient with the fastest way that drafts nothing. `--target DIR` measures another model.
+The seconds of a prompt or batch are the median over the rounds. A way's tokens per second are the sum of tokens over
+the sum of these seconds. Its speedup is relative to the fastest way that drafts nothing. `--target DIR` measures
+another model.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from outrider.bench.trial import Setting
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.lm.forward import Forward
 from outrider.lm.open import DTYPES, open_model, open_tokenizer
 from outrider.lm.packed import worth_packing
 from outrider.proof.gate import gate
@@ -38,7 +40,7 @@ from recipes.stand_in import PARAMETERS, num_parameters, stand_in
 LENGTHS = tuple(range(2, 9))
 TRANSFORMERS = "transformers"
 REFERENCE = "plain pad_to=2"
-"""The way whose outputs the others' are compared with."""
+"""The way with whose outputs all others are compared."""
 QUICK = {
     "num_prompts": 2,
     "max_new_tokens": 8,
@@ -54,8 +56,8 @@ class Kind:
     """A way to decode, at any temperature.
 
     Attributes:
-        drafter: `model` is the draft model; others as the catalog writes them.
-        depth: Where it stands in the plot.
+        drafter: `model` for the draft model, or a drafter as the catalog writes it.
+        depth: Its place in the plot.
     """
 
     name: str
@@ -86,14 +88,14 @@ OTHERS = (
 
 
 def kinds(costs: Costs, lengths: Sequence[int] = LENGTHS, others: Sequence[Kind] = OTHERS) -> list[Kind]:
-    """All that are compared; the planned length is told the costs."""
+    """All kinds that are compared; the planned length gets the costs."""
     chains = [Kind(name=f"chain of {n}", length=f"fixed:{n}", depth=n) for n in lengths]
     told = f"planned:draft_cost={costs.draft:.4f},token_cost={costs.token:.4f}"
     return [*PLAIN, *chains, Kind(name="planned chain", length=told, depth=max(lengths) + 1), *others]
 
 
 class Pair:
-    """A target and a draft model, loaded once, in as many engines as there are kinds."""
+    """A target and a draft model, loaded once for the engines of all kinds."""
 
     def __init__(
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setting: Setting, max_slots: int
@@ -101,17 +103,22 @@ class Pair:
         self.model, self.tokenizer, self.setting, self.max_slots = model, tokenizer, setting, max_slots
         self.first = self.load(drafter=f"model:path={setting.draft}")
 
+    @property
+    def forward(self) -> Forward:
+        """How the target's forwards run."""
+        return "packed" if worth_packing(self.model) else "eager"
+
     def load(self, **parts: Any) -> outrider.Engine:
         """An engine over the model, packed as one that is loaded by its path."""
-        own = {"tokenizer": self.tokenizer, "max_slots": self.max_slots, "prepack": worth_packing(self.model)}
+        own = {"tokenizer": self.tokenizer, "max_slots": self.max_slots, "forward": self.forward}
         return outrider.load(self.model, **own, **parts)
 
     def conditions(self, temperature: float) -> Conditions:
-        """Ends are ignored."""
+        """The conditions of all ways: end tokens are ignored."""
         return Conditions(max_new_tokens=self.setting.max_new_tokens, temperature=temperature, ignore_eos=True)
 
     def ways(self, kind: Kind, temperatures: Sequence[float]) -> list[Way]:
-        """A kind at some temperatures, each time from a cold cache."""
+        """A kind at some temperatures, always with a cold cache."""
         if kind.name == TRANSFORMERS:
             return [self._transformers(t) for t in temperatures]
         drafter = self.first.parts.drafter if kind.drafter == "model" else kind.drafter
@@ -180,7 +187,7 @@ def findings(rows: Sequence[Row], given: Sequence[Kind]) -> Findings:
 
 
 def _by_round(ours: Sequence[Row], plain: Sequence[Row]) -> list[float]:
-    """Speedups of the rounds, each by itself."""
+    """The speedup of each round."""
     rounds = sorted({row["round"] for row in ours})
     return [rate([r for r in ours if r["round"] == k]) / rate([r for r in plain if r["round"] == k]) for k in rounds]
 
@@ -197,7 +204,7 @@ def run(
     others: Sequence[Kind] = OTHERS,
     costs: Costs | None = None,
 ) -> Findings:
-    """Measure and write everything to the setting's folder. Costs are measured unless given."""
+    """Measure and write everything to the setting's folder. Costs are measured if they are not given."""
     if dtype not in DTYPES:
         raise InputError(f"unknown dtype {dtype!r}; available: {', '.join(DTYPES)}")
     if min(batch_sizes) < 1 or max(batch_sizes) > setting.num_prompts:
@@ -257,7 +264,7 @@ def measure(
 
 
 def about(setting: Setting, model: PreTrainedModel, costs: Costs, dtype: str) -> str:
-    """What was measured, and what is synthetic about it."""
+    """What was measured, and which part of it is synthetic."""
     kind = (
         "The costs are synthetic: the target is the embedded one with neurons added whose outputs count nothing. "
         "The acceptance is that of the embedded pair, and a forward costs what the added weights cost. "

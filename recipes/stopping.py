@@ -3,7 +3,7 @@
 `python -m recipes stopping --out DIR` drafts chains for the block verifier at temperatures 0 and 1: `adaedl` and `svip`
 choose the length, at most 16 tokens. The steps of static lengths of 1 to 16 are computed on the same texts. The claims
 are about tokens per second: `--timed DIR` names a folder that `--clock` wrote, where all of them take turns. The best
-static length for one half of the prompts is the one that was best on the other half.
+static length for one half of the prompts is chosen on the other half.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,6 @@ from outrider.bench.judging import Inquiry
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.trial import Method, Setting
-from outrider.bench.workload import PROMPTS
-from outrider.embedded import EMBEDDED_DRAFT
 from recipes import options
 
 ADAEDL = Paper(name="Agrawal et al. 2024, AdaEDL", url="https://arxiv.org/abs/2410.18351")
@@ -155,20 +153,7 @@ def inquiry(lengths: Sequence[int] = LENGTHS, stoppers: Sequence[str] = tuple(ST
     )
 
 
-def main(
-    out: options.Out = None,
-    target: options.Target = None,
-    draft: options.Draft = EMBEDDED_DRAFT,
-    prompts: options.Prompts = PROMPTS,
-    num_prompts: options.NumPrompts = 40,
-    seeds: options.Seeds = 4,
-    max_new_tokens: options.MaxNewTokens = 96,
-    threads: options.Threads = 2,
-    dtype: options.Dtype = "float32",
-    timed: options.Timed = None,
-    clock: options.Clock = False,
-    as_is: options.AsIs = False,
-) -> None:
+@options.with_setting(num_prompts=40, seeds=4, max_new_tokens=96, dtype="float32")
+def main(setting: Setting, timed: options.Timed = None, clock: options.Clock = False) -> None:
     """Measure stopping rules against every static length."""
-    given = {name: value for name, value in locals().items() if name not in ("timed", "clock")}
-    inquiry().run(Setting(**given), timed=timed, clock=clock)
+    inquiry().run(setting, timed=timed, clock=clock)

@@ -1,4 +1,4 @@
-"""Tokens per second of a full engine: more requests than slots, so that each ended request makes room for the next.
+"""Tokens per second of a full engine: more requests than slots, so that each finished request makes room for the next.
 
 `python -m recipes throughput --out DIR` sends the shipped prompts through engines over the embedded pair with 1 and
 with 8 slots, greedily: plain, and with chains of 2 to 5 drafted tokens. All ways take turns, in rounds. A fixed batch
@@ -38,7 +38,7 @@ def name_of(length: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Full:
-    """An engine with so many slots that drafts so many tokens; plain ones run blocks of one column."""
+    """An engine with a number of slots and of draft tokens; plain engines run blocks of one column."""
 
     slots: int
     length: int
@@ -51,7 +51,7 @@ class Full:
 
     @classmethod
     def of(cls, slots: int, length: int, target: str) -> "Full":
-        """Over the embedded pair, or another target."""
+        """An engine over the embedded pair, or over another target."""
         if length == 0:
             engine = outrider.load(target, drafter="none", max_slots=slots, pad_to=1)
         else:

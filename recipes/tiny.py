@@ -51,7 +51,7 @@ _SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""What every config is given of the settings that it has."""
+"""Values for the settings that a config has."""
 
 _GEMMA4: dict[str, Any] = {"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2}
 OWN: dict[str, dict[str, Any]] = {
@@ -95,11 +95,11 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zaya": {"num_experts_per_tok": 1},
 }
-"""What single model types need besides."""
+"""Further settings that single model types need."""
 _START: dict[str, dict[str, Any]] = {
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
 }
-"""What a default config needs to be valid at all."""
+"""Settings without which a default config is not valid."""
 _SPARED = {
     "dots3_note": ("vision_config", "audio_config"),
     "falcon": ("head_dim",),
@@ -107,12 +107,12 @@ _SPARED = {
     "xlnet": ("max_position_embeddings",),
     "xlstm": ("head_dim", "v_head_dim"),
 }
-"""Settings that look like others and are derived from them."""
+"""Settings that are derived from other settings."""
 
 
 class Float64(TorchFunctionMode):
-    """Within it nothing is computed in a lower floating type: transformers casts to float32 in norms, softmaxes,
-    rotary tables and routers, which would hide small errors and make two ways of computing one thing disagree.
+    """Inside it, nothing is computed in a lower floating type. transformers casts to float32 in norms, softmaxes,
+    rotary tables and routers. This would hide small errors, and two ways to compute one value would differ.
     """
 
     def __enter__(self) -> "Float64":
@@ -139,7 +139,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
     Args:
         model_type: One of `MODEL_TYPES`, or of a model of text and images.
-        changes: Settings of the language model to give besides.
+        changes: Further settings of the language model.
     """
     kind = CONFIG_MAPPING[model_type]
     start = kind(**_START.get(model_type, {}))
@@ -152,7 +152,7 @@ def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
 
 
 def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
-    """Small values for what a config has: sizes, and per-layer lists in which every value occurs that did before."""
+    """Small values for a config's settings: sizes, and per-layer lists that keep each of their values."""
     spared = _SPARED.get(config.model_type, ())
     given = {name: v for name, v in _SMALL.items() if _setting(config, name) is not None and name not in spared}
     heads, shared = (_setting(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
@@ -174,7 +174,7 @@ def _shrunk(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _setting(config: PreTrainedConfig, name: str) -> Any:
-    """A setting; one that differs by layer is there, and larger than it will be."""
+    """A setting, or a large number if it differs by layer, so that it counts as present and is shrunk."""
     try:
         return getattr(config, name, None)
     except RuntimeError:
@@ -190,7 +190,9 @@ def tiny_model(config: PreTrainedConfig, *, attention: str | None = None, seed: 
 
 
 def scrambled(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
-    """The model with random weights: matrices that keep or enlarge what they are given, vectors near what they were."""
+    """The model with random weights: matrices that keep or raise the size of their input, and vectors close to their
+    old values.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -203,7 +205,7 @@ def scrambled(model: PreTrainedModel, seed: int = 0) -> PreTrainedModel:
 
 
 def noisy(model: PreTrainedModel, noise: float = 0.02) -> PreTrainedModel:
-    """A copy with some noise on its weights: it agrees with the model often, not always."""
+    """A copy with some noise on its weights: it often agrees with the model, but not always."""
     twin, generator = copy.deepcopy(model), torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in twin.parameters():

@@ -1,12 +1,13 @@
 """Measure what a tree of tokens costs: one `LanguageModel.extend` over it, relative to the bare causal forward.
 
-For the embedded target and a random Llama of about 110M parameters, in bfloat16, behind two contexts: a chain, a binary
-tree and a random recursive tree of n nodes, the root among them, against the plain transformers call over as many
-tokens with a prepared `DynamicCache` that is cropped back after each call. The bare forward is the faster of two ways:
-without a mask, and with an explicit causal one and positions. All take turns in every round.
+The models are the embedded target and a random Llama of about 110M parameters, in bfloat16, behind two contexts. A
+chain, a binary tree and a random recursive tree of n nodes, root included, are compared with the plain transformers
+call over n tokens. That call has a prepared `DynamicCache` that is cropped after each call. The bare forward is the
+faster of two calls: one without a mask, one with an explicit causal mask and positions. All of them take turns in every
+round.
 
-`python -m recipes tree_cost --out DIR` writes one row per timing. A ratio is that of two timings of the same round; its
-median and quartiles are over the rounds. The promise: a tree of 32 nodes costs at most 1.15 times the bare forward of
+`python -m recipes tree_cost --out DIR` writes one row per timing. A ratio has two timings of the same round; its median
+and quartiles are over the rounds. The promise is that a tree of 32 nodes costs at most 1.15 times the bare forward of
 32 tokens.
 """
 
@@ -39,7 +40,7 @@ CONTEXTS = (128, 900)
 TREES = ("chain", "binary", "random")
 BARE = ("bare, no mask", "bare, causal mask")
 PROMISE = 1.15
-"""Most that a tree of 32 nodes may cost, in bare forwards of 32 tokens."""
+"""Highest allowed cost of a tree of 32 nodes, in bare forwards of 32 tokens."""
 QUICK = {"contexts": "32", "sizes": "2,8", "rounds": 2}
 
 
@@ -69,7 +70,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where forwards are made: behind how much context, over how many tokens."""
+    """The context behind which forwards run, and their number of tokens."""
 
     model: str
     context: int
@@ -84,7 +85,7 @@ class Place:
 def tree_forward(
     lm: LanguageModel, slot: int, tokens: Int[torch.Tensor, " nodes"], parents: Int[np.ndarray, " nodes"] | None
 ) -> Callable[[], float]:
-    """A call that times `extend` over a tree; nothing of it is kept."""
+    """A call that times `extend` over a tree and then drops the tree."""
 
     def go() -> float:
         segment = Segment(slot=slot, tokens=tokens, parents=parents)
@@ -96,7 +97,7 @@ def tree_forward(
 
 
 def calls(lm: LanguageModel, slot: int, ids: Int[torch.Tensor, "one tokens"], where: Place, seed: int) -> list[Call]:
-    """Both bare forwards, and one over each kind of tree."""
+    """Both bare forwards, and a forward over each kind of tree."""
     bare = Bare(lm.model, ids, where.context)
     tokens = ids[0, : where.nodes].contiguous()
     trees = [Call(name=tree, go=tree_forward(lm, slot, tokens, parents_of(tree, where.nodes, seed))) for tree in TREES]
@@ -113,7 +114,7 @@ def measure(
     rounds: int,
     seed: int = 0,
 ) -> list[Row]:
-    """All timings, after one of each that is thrown away."""
+    """All timings, after one warm-up of each call."""
     rows: list[Row] = []
     for name, model in models.items():
         lm = LanguageModel(model, max_slots=1, max_context=max(contexts) + max(sizes))
@@ -139,7 +140,7 @@ def measure(
 
 
 def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One entry per model, context, size and tree; ratios are to the bare way that is faster in the median."""
+    """One entry per model, context, size and tree; ratios are relative to the bare forward with the lower median."""
     timings: dict[tuple[str, int, int], dict[str, list[float]]] = {}
     for row in rows:
         ways = timings.setdefault((row["model"], row["context"], row["nodes"]), {})
@@ -185,7 +186,7 @@ def findings(entries: Sequence[Mapping[str, Any]], rounds: int) -> Findings:
 
 
 def promise(entries: Sequence[Mapping[str, Any]]) -> str:
-    """Whether the promise is kept, where it was measured."""
+    """Whether the promise is kept, if it was measured."""
     asked = [e for e in entries if e["nodes"] == 32]
     if not asked:
         return ""

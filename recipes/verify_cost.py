@@ -1,12 +1,12 @@
-"""Measure what verifying costs at a large vocabulary: target rows and verifier, as a share of the target's forward.
+"""Measure the cost of verifying at a large vocabulary: target rows and verifier, as a share of the target's forward.
 
 The target is a Llama of about 1B parameters with random weights in bfloat16. Its forward, the plain model call on
-prepared tensors behind a context in its cache, takes turns with every verifier of the catalog in every round. Drafts
-are grown by each verifier's own kind of tree from a guesser that knows the target's logits up to some noise; rows are
-float32 and either nearly flat ("random": logits are standard normal) or "peaked" (Zipf-like, about 2 nats).
+prepared tensors behind a context in its cache, takes turns with every verifier of the catalog in every round. Each
+verifier judges its own kind of tree. The drafter knows the target's logits up to some noise. Rows are float32 and
+either nearly flat ("random": logits are standard normal) or "peaked" (Zipf-like, about 2 nats).
 
 `python -m recipes verify_cost --out DIR` writes one row per timing. A share is the seconds of `to_rows` and `verify`
-over those of the forward of the same round; its median and quartiles are over the rounds.
+divided by the seconds of the forward in the same round; its median and quartiles are over the rounds.
 """
 
 import statistics
@@ -46,13 +46,13 @@ KINDS: tuple[Kind, ...] = ("random", "peaked")
 ZIPF = 1.75
 """Exponent of the peaked rows."""
 NOISE = 0.3
-"""Standard deviation of a guess around the target's logit."""
+"""Standard deviation of the drafter's logits around the target's."""
 QUICK = {"vocab": 4096, "hidden": 128, "layers": 2, "context": 16, "batches": "1,2", "rounds": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A verifier with a kind of tree and how deep it grows; those that the catalog lacks are left out."""
+    """A verifier with a kind of tree and its depth."""
 
     verifier: str
     tree: str
@@ -77,13 +77,13 @@ SAMPLINGS = {"T=0.8": Sampling(temperature=0.8), "T=0.8, top-p 0.95": Sampling(t
 
 
 def known_cases() -> list[Case]:
-    """The cases whose verifier and tree are in the catalog."""
+    """The cases whose verifier and tree are in the catalog; others are left out."""
     verifiers, trees = catalog_rows("verifier"), catalog_rows("tree")
     return [c for c in CASES if c.verifier in verifiers and c.tree.partition(":")[0] in trees]
 
 
 def target_logits(kind: Kind, count: int, vocab: int, seed: int = 0) -> Float[Tensor, "count vocab"]:
-    """Raw logits of a kind."""
+    """Raw logits of one kind."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(count, vocab, generator=generator)
     if kind == "peaked":
@@ -95,17 +95,17 @@ def target_logits(kind: Kind, count: int, vocab: int, seed: int = 0) -> Float[Te
 
 @dataclass(frozen=True, kw_only=True)
 class Near:
-    """A guesser that knows the target's logits of each request's nodes, by number, up to noise."""
+    """A drafter that knows the target's logits of each request's nodes, by number, up to noise."""
 
     logits: Float[Tensor, "requests nodes vocab"]
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        """What follows the roots."""
+        """Logits after the roots."""
         slots = np.array([state.slot for state in states])
         return self._guess(slots, np.zeros_like(slots))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        """What follows other nodes."""
+        """Logits after other nodes."""
         return self._guess(np.array([states[owner].slot for owner in frontier.owners]), frontier.nodes)
 
     def _guess(self, slots: Int[np.ndarray, " n"], nodes: Int[np.ndarray, " n"]) -> Guess:
@@ -155,7 +155,7 @@ def bare_forward(model: PreTrainedModel, requests: int, nodes: int, context: int
 
 
 def verifying(case: Case, near: Near, draft: Draft, sampling: Sampling) -> Callable[[int], Row]:
-    """A call that times one verification; the number is the step, which every draw depends on."""
+    """A call that times one verification. Its number is the step, on which every draw depends."""
     verifier = cast(Verifier, make("verifier", case.verifier))
     requests = draft.num_requests
     owners = np.repeat(np.arange(requests), np.diff(draft.offsets))
@@ -185,7 +185,7 @@ def verifying(case: Case, near: Near, draft: Draft, sampling: Sampling) -> Calla
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The forward, or a verification: given the number of the round, its row."""
+    """The forward, or a verification: a function from the number of the round to its row."""
 
     name: str
     go: Callable[[int], Row]
@@ -193,7 +193,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Circumstance:
-    """For how many requests, on which rows, at which settings everything is timed."""
+    """The number of requests, the rows and the settings of timings."""
 
     requests: int
     kind: Kind
@@ -230,7 +230,7 @@ def measure(
     depth: int | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """All timings, after one of each that is thrown away; `depth` makes every tree that shallow."""
+    """All timings, after one warm-up of each call. `depth` limits the depth of every tree."""
     rows: list[Row] = []
     for requests in batches:
         forward = bare_forward(model, requests, nodes, context)
@@ -251,7 +251,7 @@ def measure(
 
 
 def count_timings(batches: int, rounds: int) -> int:
-    """How many rows `measure` gives."""
+    """The number of rows that `measure` gives."""
     return batches * len(KINDS) * len(SAMPLINGS) * rounds * (len(known_cases()) + 1)
 
 
@@ -335,7 +335,7 @@ def bars(entries: Sequence[Mapping[str, Any]]) -> list[Bars]:
 
 
 ENDS = {"value": "median", "low": "low", "high": "high"}
-"""What an estimate calls the parts of a spread."""
+"""An estimate's names for the parts of a spread."""
 
 
 @torch.inference_mode()

@@ -1,10 +1,10 @@
 """Every causal LM architecture of transformers as a target, tiny and random: exact, or refused with a reason?
 
 `python -m recipes zoo --out DIR --page FILE` builds one model per architecture (`recipes/tiny.py`) and variant, in
-float64 and in a process of its own, and compares greedy outputs with what `model.generate` gives: chains and branching
-trees from a draft model that agrees often, for three prompts of different lengths at once, and for each alone. Writes
-`DIR/rows.jsonl`, in which rows that are there already are not made again, and a page. With `measurements/architectures`
-and `docs/architectures.md` it goes on where the published page ended.
+float64 and in its own process, and compares greedy outputs with those of `model.generate`. It uses chains and branching
+trees from a draft model that often agrees, for three prompts of different lengths at once and for each prompt alone. It
+writes a page and `DIR/rows.jsonl`, and keeps rows that exist already. `--out measurements/architectures --page
+docs/architectures.md` continues the published page.
 """
 
 import json
@@ -72,7 +72,7 @@ def prompts() -> list[list[int]]:
 
 
 def generated(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    """What `model.generate` says."""
+    """The output of `model.generate`."""
     ids = torch.tensor([prompt])
     said = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS, eos_token_id=None
@@ -81,9 +81,9 @@ def generated(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
 
 
 def read(model: PreTrainedModel, prompt: Sequence[int], said: Sequence[int]) -> list[int]:
-    """What the model says if it reads the whole text anew for every token, without a cache.
+    """The output of the model if it reads the whole text again for every token, without a cache.
 
-    That is what was `said`, if it would have said so all along.
+    This equals `said` if every token of `said` is the model's choice.
     """
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *said]]), use_cache=False).logits[0]
@@ -96,7 +96,7 @@ def read(model: PreTrainedModel, prompt: Sequence[int], said: Sequence[int]) -> 
 
 
 def talkative(config: PreTrainedConfig, attention: str | None) -> tuple[PreTrainedModel, list[list[int]]]:
-    """A random model that says various things, if one of a few does; and what `generate` makes it say."""
+    """A random model with varied outputs, if one of a few seeds gives one, and its outputs by `generate`."""
     best: tuple[PreTrainedModel, list[list[int]]] | None = None
     most = 0
     for seed in range(SEEDS):
@@ -112,9 +112,9 @@ def talkative(config: PreTrainedConfig, attention: str | None) -> tuple[PreTrain
 
 
 def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
-    """What becomes of one architecture: `refused` with a reason, or per way whether outputs are what they should be.
+    """The result of one architecture: `refused` with a reason, or whether the outputs of each way are right.
 
-    More settings of the language model can be given.
+    Further settings of the language model can be given.
     """
     torch.manual_seed(0)
     changes = VARIANTS[variant](tiny_config(model_type)) | more
@@ -166,7 +166,7 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
 
 
 def judged(task: Mapping[str, str]) -> dict[str, Any]:
-    """The same, with crashes as a result."""
+    """The same, with a crash as a result."""
     torch.set_num_threads(1)
     try:
         with Float64():
@@ -180,7 +180,7 @@ def _send(task: Mapping[str, Any], end: Any) -> None:
 
 
 def apart(task: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """The same in a process of its own, which may crash or hang."""
+    """The same in its own process, which may crash or hang."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(task, theirs))
@@ -197,7 +197,7 @@ def apart(task: Mapping[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _windows(config: PreTrainedConfig) -> dict[str, Any]:
-    """Windows shorter than the text, on half of the layers where layers have types."""
+    """Windows shorter than the text; if layers have types, on half of the layers."""
     text = config.get_text_config(decoder=True)
     if not hasattr(text, "sliding_window"):
         return {}
@@ -211,7 +211,7 @@ def _tied(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _rotary(config: PreTrainedConfig) -> dict[str, Any]:
-    """Half of each head turned, slowly; per layer type where these have settings of their own."""
+    """Slow rotation of half of each head; per layer type if layer types have their own settings."""
     given = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     new: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     nested = {kind: {**p, **new} for kind, p in given.items() if isinstance(p, dict)}
@@ -245,17 +245,17 @@ VARIANTS: Mapping[str, Callable[[PreTrainedConfig], dict[str, Any]]] = {
     "eager": lambda config: {"attn_implementation": "eager"},
     "tied": _tied,
 }
-"""What is changed of an architecture's default settings; nothing where it has no such setting."""
+"""Changes to an architecture's default settings; none if it has no such setting."""
 
 
 def right(row: Mapping[str, Any]) -> bool:
-    """Whether all outputs are what the model says by itself, alone and in a batch."""
+    """Whether all outputs equal the model's own outputs, alone and in a batch."""
     ways = [row[way] for way in WAYS if way in row]
     return bool(ways) and all(way["identical"] and way["batch"] for way in ways)
 
 
 def tasks(rows: Sequence[Mapping[str, Any]], names: Sequence[str], plain: bool) -> Iterator[tuple[str, str]]:
-    """What is left to judge: architectures as they are, or the variants of those that are right."""
+    """The tasks that are left: architectures with default settings, or the variants of those that are right."""
     done = {(row["model_type"], row["variant"]): row for row in rows}
     if plain:
         yield from ((name, "") for name in names if (name, "") not in done)
@@ -269,7 +269,7 @@ def tasks(rows: Sequence[Mapping[str, Any]], names: Sequence[str], plain: bool) 
 
 
 def _remark(row: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> str:
-    """Why not, or what else was tried."""
+    """The reason for a refusal, or the further settings that were tried."""
     for found in (row, *others):
         if trouble := found.get("crashed") or ("outputs differ" if "chains" in found and not right(found) else None):
             return f"{found['variant'] or 'as it is'}: {trouble}"
@@ -308,7 +308,7 @@ def main(
     only: Annotated[str, typer.Option(help="Model types, separated by commas; all by default.")] = "",
     seconds: Annotated[float, typer.Option(help="Most time per model.")] = 180.0,
 ) -> None:
-    """Judge every architecture, first as it is, then with other settings."""
+    """Judge every architecture, first with default settings, then with others."""
     logging.set_verbosity_error()
     names = only.split(",") if only else MODEL_TYPES
     if unknown := sorted(set(names) - set(MODEL_TYPES)):

@@ -1,9 +1,12 @@
-"""What all tests share: shapes checked at run time, one thread (models are tiny), no network, float64 on request."""
+"""What all tests share: shapes checked at run time, one thread (models are tiny), no network, a cache folder of
+their own, float64 on request."""
 
 import os
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["OMP_NUM_THREADS"] = "1"  # For the processes that tests start.
 
 from tests import shapes
 
@@ -14,6 +17,8 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 torch.set_num_threads(1)
+_CACHE = tempfile.TemporaryDirectory(prefix="outrider-")
+os.environ["OUTRIDER_CACHE"] = _CACHE.name
 
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -20,7 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.sampling import FIRST_LOOK, WIDE, Prefix, to_rows
+from outrider.nucleus import FIRST_LOOK, WIDE
+from outrider.sampling import Prefix, to_rows
 from outrider.types import InputError, Sampling
 
 PROMPT, OUTPUT = [3, 9, 9, 4], [5, 9, 5, 5]

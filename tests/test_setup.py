@@ -75,7 +75,7 @@ def test_a_setup_that_cannot_be_written_leaves_the_old_file(tmp_path):
         ("a.toml", "[sampling]\nseed = 1", "unknown option 'sampling'. Available: target"),
         ("a.toml", 'max_slots = "8"', "max_slots must be a whole number, got '8'"),
         ("a.toml", "max_slots = 0", "max_slots must be >= 1, got 0"),
-        ("a.toml", "compile = 1", "compile must be true or false, got 1"),
+        ("a.toml", "allow_lossy = 1", "allow_lossy must be true or false, got 1"),
         ("a.toml", "revision = 3", "revision must be a text, got 3"),
         ("a.toml", 'quantization_config = "int8"', "quantization_config must be a JSON object, got 'int8'"),
         ("a.toml", "drafter = ", "a.toml is not TOML: Invalid value (at end of document)"),

@@ -58,7 +58,7 @@ WRONG = {
     "outrider.load(tokenizer=3)": "tokenizer must be a directory, a hub id or a tokenizer, got 3",
     "outrider.load(max_slots='8')": "max_slots must be a whole number, got '8'",
     "outrider.load(max_context=2.5)": "max_context must be a whole number, got 2.5",
-    "outrider.load(compile='yes')": "compile must be true or false, got 'yes'",
+    "outrider.load(allow_lossy='yes')": "allow_lossy must be true or false, got 'yes'",
     "outrider.Setup(max_slots='8')": "max_slots must be a whole number, got '8'",
     "outrider.Request(id='a', prompt=(1, 2.0), max_new_tokens=4, sampling=outrider.Sampling())": (
         "a token of the prompt must be a whole number, got 2.0"

@@ -8,6 +8,10 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.lm.model import LanguageModel
+from outrider.lm.packed import packed
+from outrider.lm.protocol import Segment
+
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """How long a call takes, the device's work included."""
@@ -53,6 +57,35 @@ class Bare:
         spent = seconds(call, self.model.device)
         self.cache.crop(-width)
         return spent
+
+
+class BareCompiled:
+    """The same for a model's compiled forward, called with tensors that are ready.
+
+    Args:
+        ids: Tokens of each row; all are the context, and a forward is over the first ones again.
+    """
+
+    def __init__(self, model: PreTrainedModel, ids: Int[Tensor, "batch tokens"]) -> None:
+        self.ids = ids
+        self.lm = LanguageModel(model, max_slots=len(ids), max_context=2 * ids.shape[1])
+        self.lm.prepare()
+        self._slots = [self.lm.open() for _ in ids]
+        for slot, row in zip(self._slots, ids, strict=True):
+            self.lm.extend([Segment(slot=slot, tokens=row, logits="none")])
+        self.lm.commit({slot: range(ids.shape[1]) for slot in self._slots})
+
+    def forward(self, width: int) -> float:
+        """Seconds of a forward over so many new tokens per row."""
+        segments = [Segment(slot=s, tokens=row[:width]) for s, row in zip(self._slots, self.ids, strict=True)]
+        return seconds(self.lm.repeated(segments), self.lm.device)
+
+
+def bare(model: PreTrainedModel, ids: Int[Tensor, "batch tokens"], forward: str) -> Bare | BareCompiled:
+    """Bare forwards of a kind."""
+    if forward == "compiled":
+        return BareCompiled(model, ids)
+    return Bare(packed(model) if forward == "packed" else model, ids)
 
 
 def random_llama(

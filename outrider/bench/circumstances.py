@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import outrider
+from outrider.remembered import cpu_name
 
 ROOT = Path(outrider.__file__).parent.parent
 
@@ -44,14 +45,6 @@ def sentence(recipe: str, made: Mapping[str, Any]) -> str:
         f"`python -m recipes {recipe}`: {made['cpu']}, {made['threads']} threads; {versions} "
         f"({made['commit']}{changed}); {made['date']}."
     )
-
-
-def cpu_name() -> str:
-    """The processor's name as Linux gives it, elsewhere what Python knows."""
-    table = Path("/proc/cpuinfo")
-    lines = table.read_text().splitlines() if table.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def shown(value: object) -> object:

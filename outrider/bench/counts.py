@@ -113,7 +113,7 @@ def covered(
         engine: Its target said the output, however it drafted; its drafter is a draft model.
     """
     draft: Any = engine.parts.drafter
-    ratios = log_ratios(engine.parts.target, draft.lm, prompt, output, conditions.temperature)
+    ratios = log_ratios(engine.parts.target, draft.lm, prompt, output, conditions.temperature, draft.short_list)
     return by_chains(ratios, conditions, chains, ended=_ended(engine, output, conditions))
 
 
@@ -140,8 +140,8 @@ def listen(engine: Engine, job: Job, conditions: Conditions) -> list[Said]:
     found = []
     for i, (question, output) in enumerate(zip(job.questions, made.tokens, strict=True)):
         p, q = (
-            rows_at(logits_along(model, question.tokens, output), conditions.temperature).numpy()
-            for model in (engine.parts.target, draft.lm)
+            rows_at(logits_along(model, question.tokens, output, few), conditions.temperature).numpy()
+            for model, few in ((engine.parts.target, None), (draft.lm, draft.short_list))
         )
         starts = np.random.default_rng([job.seed, i]).random(len(output))
         ended = _ended(engine, output, conditions)

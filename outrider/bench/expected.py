@@ -1,13 +1,13 @@
 """How likely a rule accepts each node of a draft: its chances are noted where production throws coins."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.dice import Draws
+from outrider.dice import Draws, Pick
 from outrider.types import Draft
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.kseq import KseqVerifier
@@ -69,6 +69,10 @@ class NotingDice:
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         """The token that follows does not matter here."""
         return torch.zeros(len(weights), dtype=torch.long, device=weights.device)
+
+    def picks(self, draws: Draws, counts: Sequence[int], device: torch.device) -> list[Pick]:
+        """No rule draws before it has weights."""
+        raise NotImplementedError("a rule draws from weights that it has")
 
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws

@@ -123,7 +123,7 @@ class Folder:
         self,
         phase: str,
         turns: Iterable[Turn[W, J]],
-        run: Callable[[Turn[W, J]], Row],
+        run: Callable[[Turn[W, J]], Row | None],
         *,
         quiet: bool = False,
         as_is: bool = False,
@@ -132,7 +132,7 @@ class Folder:
 
         Args:
             phase: Named in the rows.
-            run: Does a turn; what it returns is the row.
+            run: Does a turn; what it returns is the row. None leaves no row, and the turn is taken in the next run.
             as_is: Take no turn, and return the rows that are there.
         """
         todo = list(turns)
@@ -145,8 +145,10 @@ class Folder:
                 continue
             if row is None:
                 head = {"phase": phase, "turn": turn.name, "order": len(self.rows), "round": turn.round}
-                row = self.add({**head, **run(turn)})
-            found.append(row)
+                made = run(turn)
+                row = None if made is None else self.add({**head, **made})
+            if row is not None:
+                found.append(row)
             self.progress.advance(task)
         return found
 

@@ -12,11 +12,7 @@ from outrider.bench.plot import Bars, Panel, draw
 
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 
-PAGE = """<!doctype html>
-<html lang="en">
-<meta charset="utf-8">
-<title>{{ recipe }}</title>
-<style>
+STYLE = """
   body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
   table { border-collapse: collapse; margin: 1em 0; font-size: 13px; display: block; overflow-x: auto }
   th, td { border: 1px solid #ccc; padding: .25em .6em; text-align: left; white-space: nowrap }
@@ -24,7 +20,14 @@ PAGE = """<!doctype html>
   svg { max-width: 100%; height: auto }
   .holds { color: #17692c } .does-not-hold { color: #9c1c1c } .undecided { color: #666 }
   pre { font-size: 12px; background: #f7f7f7; padding: 1em; overflow-x: auto }
-</style>
+"""
+"""How tables and plots look."""
+
+PAGE = """<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>{{ recipe }}</title>
+<style>{{ style | safe }}</style>
 <h1>{{ recipe }}</h1>
 <p>{{ about }}</p>
 {% if text %}<p>{{ text }}</p>{% endif %}
@@ -121,6 +124,7 @@ class Findings:
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
         return page.render(
             recipe=recipe,
+            style=STYLE,
             about=sentence(recipe, made),
             text=self.text,
             claims=self.claims,

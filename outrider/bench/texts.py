@@ -9,12 +9,18 @@ from torch import Tensor
 
 from outrider.lm.protocol import LM, Segment
 from outrider.sampling import Prefix, to_rows
-from outrider.types import Sampling
+from outrider.types import Sampling, ShortList
 
 
 @torch.inference_mode()
-def logits_along(lm: LM, prompt: Sequence[int], output: Sequence[int]) -> Float[Tensor, "output vocab"]:
-    """A model's logits before each token of an output, in float32 on the host."""
+def logits_along(
+    lm: LM, prompt: Sequence[int], output: Sequence[int], few: ShortList | None = None
+) -> Float[Tensor, "output vocab"]:
+    """A model's logits before each token of an output, in float32 on the host.
+
+    Args:
+        few: The tokens that the model's logits are of; others get -inf. None: all.
+    """
     slot = lm.open()
     try:
         told = [*prompt, *output]
@@ -25,7 +31,8 @@ def logits_along(lm: LM, prompt: Sequence[int], output: Sequence[int]) -> Float[
         lm.commit({slot: []})
     finally:
         lm.release(slot)
-    return logits.float().cpu()
+    wide = logits if few is None else few.widened(logits, -torch.inf)
+    return wide.float().cpu()
 
 
 def rows_at(logits: Float[Tensor, "positions vocab"], temperature: float) -> Float[Tensor, "positions vocab"]:
@@ -35,13 +42,21 @@ def rows_at(logits: Float[Tensor, "positions vocab"], temperature: float) -> Flo
 
 
 def log_ratios(
-    target: LM, draft: LM, prompt: Sequence[int], output: Sequence[int], temperature: float
+    target: LM,
+    draft: LM,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    temperature: float,
+    few: ShortList | None = None,
 ) -> Float[np.ndarray, " output"]:
     r"""$\log p(y) / q(y)$ of each token of an output of the target; inf where the draft model gives the token
     probability 0.
+
+    Args:
+        few: The tokens that the draft model proposes; None: all.
     """
     said = torch.tensor(output)[:, None]
-    q = rows_at(logits_along(draft, prompt, output), temperature).gather(1, said)[:, 0].numpy()
+    q = rows_at(logits_along(draft, prompt, output, few), temperature).gather(1, said)[:, 0].numpy()
     # A greedy output token is the target's argmax, even if another forward differs in the last bits.
     p = np.ones_like(q)
     if temperature > 0:

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider import catalog
 from outrider.bench.counts import Chain, listen, rows_of, rows_told
 from outrider.bench.evidence import Row
@@ -25,6 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.load import load
 from outrider.theory.coverage import Rule
+from outrider.threads import use_threads
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from outrider.types import InputError
@@ -142,7 +141,7 @@ class Bench:
     """A pair, loaded once, in as many engines as there are methods; they take turns and share the models' slots."""
 
     def __init__(self, setting: Setting, *, max_slots: int = 1, ignore_eos: bool = False) -> None:
-        torch.set_num_threads(setting.threads)
+        use_threads(setting.threads)
         self.setting, self.max_slots, self.ignore_eos = setting, max_slots, ignore_eos
         drafter = ModelPath(path=str(setting.draft))
         self.first = load(setting.target, drafter=drafter, max_slots=max_slots, dtype=setting.dtype)
@@ -201,7 +200,7 @@ class Bench:
     def run(self, method: Method, job: Job, max_new_tokens: int | None = None) -> Row:
         """One run, from a cold cache to the last token, as a line of `rows.jsonl`."""
         engine, conditions = self.engine(method), self.conditions(method, max_new_tokens)
-        torch.set_num_threads(method.threads or self.setting.threads)
+        use_threads(method.threads or self.setting.threads)
         made = on_engine(engine, job, conditions, columns=1 if method.decoding == "plain" else None)
         labels = {**method.parts, **method.labels}
         found = as_row(made, method.name, job, conditions, deepest=method.deepest, labels=labels)

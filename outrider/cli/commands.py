@@ -6,8 +6,11 @@ from typing import Annotated
 import typer
 
 from outrider import __version__
+from outrider.cli import pruning
+from outrider.cli.learn import LearnOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
+from outrider.cli.train import train
 from outrider.setup import Setup
 
 app = typer.Typer(
@@ -16,6 +19,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.add_typer(train)
+app.add_typer(pruning.app, name="prune")
 DRAWS = 1000
 """Outputs that `prove` draws where no number is named: enough to see a wrong residual."""
 MEASURED = ("tree", "verifier", "length", "decoding", "allow_lossy")
@@ -43,6 +48,7 @@ def root(
 def generate(
     setup: Setup,
     request: RequestOptions,
+    learn: LearnOptions,
     prompt: Annotated[list[str] | None, typer.Option(help="The text to continue; may be given several times.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -83,6 +89,7 @@ def generate(
             as_json=as_json,
             profile=profile,
             compare=compare,
+            learn=learn,
         )
     )
 
@@ -145,6 +152,19 @@ def doctor(
 
     plan = Plan(gamma=num_speculative_tokens, temperature=temperature, num_tokens=num_tokens, rounds=rounds)
     doctor(setup, plan, text=text, as_json=as_json)
+
+
+@app.command()
+@with_options()
+def prepare(setup: Setup, as_json: Json = False) -> None:
+    """Compile the forwards of the target and the draft model for this machine, and keep them.
+
+    This takes a minute or two for a dozen layers. Later commands find the result by the models' weights, and use it
+    where it is the fastest way.
+    """
+    from outrider.cli.prepare import prepare
+
+    prepare(setup, as_json=as_json)
 
 
 @app.command()

@@ -24,6 +24,7 @@ from outrider.engine.prompts import Prompt
 from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
+from outrider.threads import use_threads
 from outrider.types import InputError
 
 TEXT = ASSETS / "prompts.jsonl"
@@ -61,6 +62,7 @@ def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> Non
     """Examine a target and a drafter, measure them, and print the findings."""
     as_dtype(setup.dtype)
     as_device(setup.device)
+    use_threads(setup.threads)
     if text is not None and setup.target is not None and setup.drafter is None:
         raise InputError("--text is for measuring a drafter; give --drafter too, or leave out --text")
     chosen = completed(setup).drafter if setup.target is None else setup.drafter

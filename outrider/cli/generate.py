@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
+from outrider.cli.forwards import chosen
+from outrider.cli.learn import LearnOptions, summary
 from outrider.cli.opened import opened
 from outrider.cli.outputs import OutputFile, Wanted, profile
-from outrider.cli.printed import compared, print_comparison, print_json, print_measures, print_output, print_profile
+from outrider.cli.printed import print_json, print_line, print_measures, print_output, print_profile
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
 from outrider.engine.engine import Engine
@@ -46,6 +48,7 @@ class Task:
         as_json: Whether outputs are printed as JSON.
         profile: Whether the parts of a step's time are reported.
         compare: Whether plain decoding is measured too.
+        learn: How the draft model learns.
     """
 
     setup: Setup
@@ -58,6 +61,7 @@ class Task:
     as_json: bool
     profile: bool
     compare: bool
+    learn: LearnOptions
 
     def __post_init__(self) -> None:
         if self.n < 1:
@@ -66,7 +70,11 @@ class Task:
             raise InputError(f"logprobs must be >= 0, got {self.logprobs}")
         if self.logprobs is not None and not self.as_json and self.output is None:
             raise InputError("log-probabilities are in JSON only; give --json or --output, or leave out --logprobs")
+        if self.compare and (self.learn.learn_drafts or 1) > 1:
+            raise InputError("--compare measures one draft model; leave out --compare or --learn-drafts")
         # Check the input before a model is loaded.
+        if self.learn.learn:
+            self.learn.settings()
         self.request.sampling(Sampling())
         if self.request.constraint() is not None and self.compare:
             raise InputError("--compare measures decoding without a grammar; leave out --compare or the grammar")
@@ -103,6 +111,7 @@ class Run:
         records: The same as objects of JSON.
         failed: Prompts that failed, with the reason.
         steps: Steps of each request, if they are reported.
+        forwards: How the forwards of each model run.
     """
 
     task: Task
@@ -110,6 +119,7 @@ class Run:
     records: list[dict[str, Any]] = field(default_factory=list)
     failed: dict[str, Exception] = field(default_factory=dict)
     steps: dict[str, list[Step]] = field(default_factory=lambda: defaultdict(list))
+    forwards: dict[str, str] = field(default_factory=dict)
 
     @property
     def status(self) -> int:
@@ -125,7 +135,7 @@ class Run:
         """Note an output, write it and print it."""
         record = wanted.record(output)
         if self.task.profile:
-            record["profile"] = profile(self.steps[output.id])
+            record["profile"] = profile(self.steps[output.id]) | {"forwards": self.forwards}
         if self.task.output is not None:
             OutputFile(path=self.task.output).add(record)
         self.outputs.append(output)
@@ -151,13 +161,21 @@ def run(task: Task) -> None:
         return
     made = Run(task=task)
     engine = opened(task.setup)
+    made.forwards = chosen(engine)
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
-    if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:
-        _stream(engine, prompts[0], made)
-    else:
-        _together(engine, prompts, wanted, made)
-        _complain(made)
+    learning = task.learn.begin(engine)
+    try:
+        if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:
+            _stream(engine, prompts[0], made)
+        else:
+            _together(engine, prompts, wanted, made)
+            _complain(made)
+    finally:
+        if learning is not None:
+            learning.finish()
+    if learning is not None and made.outputs:
+        print_line(summary(learning, made.outputs))
     _report(engine, [entry.prompt for entry in prompts if entry.prompt and entry.place not in made.failed], made)
     raise typer.Exit(made.status)
 
@@ -239,6 +257,8 @@ def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
     task = made.task
     report = None
     if task.compare and made.outputs:
+        from outrider.cli.compared import compared
+
         settings = task.request.sampling(engine.sampling)
         report = compared(engine, prompts, settings, task.request.max_new_tokens or MAX_NEW_TOKENS)
     if task.as_json:
@@ -248,6 +268,8 @@ def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
     if made.outputs:
         print_measures(made.outputs)
     if task.profile:
-        print_profile(profile([step for steps in made.steps.values() for step in steps]))
+        print_profile(profile([step for steps in made.steps.values() for step in steps]), chosen(engine))
     if report is not None:
+        from outrider.cli.compared import print_comparison
+
         print_comparison(report)

@@ -1,14 +1,33 @@
 """The engine of a command."""
 
+import sys
+import warnings
+
 from transformers.utils import logging
 
 from outrider.assembly import assemble
+from outrider.engine.crowd import CrowdedWarning
 from outrider.engine.engine import Engine
 from outrider.setup import Setup
 
+USUAL = warnings.formatwarning
+"""How Python shows warnings."""
+
 
 def opened(setup: Setup) -> Engine:
-    """The engine that a setup describes, without transformers' own messages."""
+    """The engine that a setup describes, without transformers' own messages. Its warning is one line."""
+    warnings.formatwarning = _one_line
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return assemble(setup)
+
+
+def _one_line(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning as standard error shows it. The warning of a crowded machine is a line without a place in the code."""
+    if issubclass(category, CrowdedWarning):
+        # On a terminal, text of an output may stand before it.
+        start = "\n" if sys.stderr.isatty() else ""
+        return f"{start}warning: {message}\n"
+    return USUAL(message, category, filename, lineno, line)

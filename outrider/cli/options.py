@@ -14,10 +14,15 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.failure import INTERRUPTED
+from outrider.cli.learn import LearnOptions
 from outrider.cli.request import RequestOptions
 from outrider.setup import Setup, documentation
+from outrider.training.settings import Settings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+PANELS = {Setup: "Setup", RequestOptions: "Request", LearnOptions: "Learning", Settings: "Training"}
+"""The heading of each dataclass's options in the help."""
 
 CONFIG = Parameter(
     "config",
@@ -89,7 +94,7 @@ def kind_of(hint: Any) -> Any:
 
 def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     """The options of a dataclass. An option that is not given is None, so that a file can set it."""
-    panel = {Setup: "Setup", RequestOptions: "Request"}[group]
+    panel = PANELS[group]
     words, hints = documentation(group), typing.get_type_hints(group)
     found: list[Parameter] = []
     for field in fields(group):

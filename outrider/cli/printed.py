@@ -6,18 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
-from outrider.bench.compare import compare
-from outrider.engine.engine import Engine
 from outrider.engine.output import Output
-from outrider.engine.prompts import Prompt
-from outrider.proof.gate import gate
-from outrider.types import Sampling
-
-ROUNDS = 3
-"""How often the configurations of a comparison are timed."""
 
 
 def print_json(record: Mapping[str, Any]) -> None:
@@ -43,11 +34,16 @@ def print_measures(outputs: Sequence[Output]) -> None:
         line += f", {accepted} of {drafted} draft tokens accepted ({accepted / drafted:.0%})"
     if len(outputs) == 1:
         line += f", {outputs[0].tokens_per_second:.0f} tokens/s"
+    print_line(line)
+
+
+def print_line(line: str) -> None:
+    """Print a line of measurements on standard error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="cyan")
 
 
-def print_profile(found: Mapping[str, Any]) -> None:
-    """Print the parts of a step's time."""
+def print_profile(found: Mapping[str, Any], forwards: Mapping[str, str]) -> None:
+    """Print the parts of a step's time, and how the forwards of each model run."""
     spent = dict(found["ms_per_iteration"])
     overlap = spent.pop("overlap")
     total = sum(spent.values()) - overlap or 1
@@ -56,37 +52,7 @@ def print_profile(found: Mapping[str, Any]) -> None:
         table.add_column(column, justify="right" if column != "part" else "left")
     for part, milliseconds in [*spent.items(), *([("at once", -overlap)] if overlap else [])]:
         table.add_row(part, f"{milliseconds:.2f}", f"{milliseconds / total:.1%}")
-    Console(stderr=True).print(table)
-
-
-def compared(engine: Engine, prompts: Sequence[Prompt], settings: Sampling, max_new_tokens: int) -> dict[str, Any]:
-    """Compare speculative and plain decoding of the same prompts, after the gate."""
-    with Progress(console=Console(stderr=True), transient=True, redirect_stdout=False) as progress:
-        task = progress.add_task("comparing with plain decoding", total=ROUNDS + 2)
-        gate(engine)
-        progress.advance(task)
-        found = compare(
-            engine,
-            [engine.encode(prompt) for prompt in prompts],
-            max_new_tokens=max_new_tokens,
-            sampling=settings,
-            rounds=ROUNDS,
-            progress=lambda: progress.advance(task),
-        )
-    rates = {run.configuration: found.median(run.configuration) for run in found.runs}
-    return {"speedup": found.speedup, "plain": found.plain, "tokens_per_second": rates}
-
-
-def print_comparison(found: Mapping[str, Any]) -> None:
-    """Print the result of `compared`."""
-    title = f"measured side by side, medians of {ROUNDS} interleaved runs"
-    table = Table(title=title, title_justify="left", box=None)
-    table.add_column("configuration")
-    table.add_column("tokens/s", justify="right")
-    for name, rate in found["tokens_per_second"].items():
-        table.add_row(name, f"{rate:.1f}")
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(
-        f"speedup {found['speedup']:.2f} over {found['plain']}, the fastest that drafts nothing", style="cyan"
-    )
+    for role, how in forwards.items():
+        console.print(f"forwards of the {role}: {how}", style="cyan")

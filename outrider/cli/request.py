@@ -34,7 +34,7 @@ class RequestOptions:
     """Options of requests. None takes the value of the model's generation config, or no setting.
 
     Attributes:
-        max_new_tokens: Most tokens of an output. By default 128, in `chat` 256.
+        max_new_tokens: Most tokens of an output. By default 128, in `chat` and `train data` 256.
         min_tokens: Fewest tokens before an output may end by an end token.
         temperature: Divides the logits; 0 is greedy. By default what the model's generation config says.
         top_k: Keep the k most likely tokens; 0 keeps all.

@@ -1,7 +1,6 @@
-"""JSON schemas and regular expressions: what the grammar compiler passes over in silence, and so is refused here.
+"""JSON schemas and regular expressions: the parts that the grammar compiler silently ignores are refused here.
 
-xgrammar ignores what it cannot express, at most with a warning. An output would then fit the grammar and not the
-schema.
+xgrammar ignores what it cannot express, or only warns. An output could then fit the grammar and break the schema.
 """
 
 import json
@@ -12,7 +11,7 @@ from outrider.types import InputError
 
 SPREAD = frozenset({"not", "if", "then", "else", "contains", "dependentRequired", "dependentSchemas", "dependencies"})
 SPREAD |= {"uniqueItems", "minContains", "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef"}
-"""Keywords that assert something and are never enforced."""
+"""Keywords that restrict the output and are never enforced."""
 SCALARS = {
     "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
     "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
@@ -24,23 +23,24 @@ ARRAY = frozenset({"items", "prefixItems", "unevaluatedItems", "minItems", "maxI
 OBJECT = frozenset({"properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"})
 OBJECT |= {"propertyNames", "minProperties", "maxProperties"}
 BY_TYPE = SCALARS | {"array": ARRAY, "object": OBJECT}
-"""Keywords that are enforced where a schema names the type."""
+"""Keywords that are enforced if the schema names the type."""
 FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Keywords that decide alone, in the order in which they are looked for; what stands beside them is not read."""
+"""Keywords that decide alone, in the order in which they are looked for. The compiler does not read the keywords beside
+them."""
 OF_TYPES: frozenset[str] = frozenset().union(*BY_TYPE.values())
 ASSERTIONS = SPREAD | OF_TYPES | {"type", *FORMS}
-"""Everything that asserts something. Other keywords are annotations."""
+"""All keywords that restrict the output. Other keywords are annotations."""
 TELLING = {"array": frozenset({"items", "prefixItems", "unevaluatedItems"})}
 TELLING["object"] = frozenset({"properties", "additionalProperties", "unevaluatedProperties"})
-"""Keywords that stand for a type where none is named."""
+"""Keywords from which the compiler infers the type if the schema names none."""
 APART: tuple[tuple[str, frozenset[str], str], ...] = (
     ("pattern", frozenset({"minLength", "maxLength"}), "put the length into the pattern"),
-    ("format", frozenset({"minLength", "maxLength", "pattern"}), "say all of it by a pattern"),
+    ("format", frozenset({"minLength", "maxLength", "pattern"}), "write one pattern for all of it"),
     ("multipleOf", BY_TYPE["number"], "list the values in an enum"),
     ("patternProperties", frozenset({"properties", "propertyNames"}), "list the properties by name"),
     ("propertyNames", frozenset({"properties"}), "list the properties by name"),
 )
-"""Keywords that are not enforced together, and what to do instead."""
+"""Keywords that are not enforced together with others, and what to do instead."""
 PYTHON: dict[str, type | tuple[type, ...]] = {
     "string": str,
     "integer": int,
@@ -51,15 +51,15 @@ PYTHON: dict[str, type | tuple[type, ...]] = {
 PYTHON |= {"array": list, "object": dict}
 FORMATS = frozenset({"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"})
 FORMATS |= {"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
-"""Formats that are enforced; others are annotations."""
+"""Formats that are enforced. Others are annotations."""
 ESCAPES = "aefnrtv0dDwWsSxucbBpPk123456789"
-"""Letters and digits that mean something to xgrammar behind a backslash, or that it refuses by itself."""
+"""Letters and digits that xgrammar understands, or refuses itself, behind a backslash."""
 
 
 def check_schema(text: str) -> None:
-    """Raise InputError where a part of a schema that would constrain the output is not enforced.
+    """Raise InputError if a part of the schema restricts the output and is not enforced.
 
-    `oneOf` is enforced as `anyOf`: that just one alternative holds is up to the schema.
+    `oneOf` is enforced as `anyOf`: the schema itself must ensure that only one alternative holds.
 
     Example:
         >>> check_schema('{"type": "array", "uniqueItems": true}')
@@ -77,7 +77,7 @@ def check_schema(text: str) -> None:
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise InputError where a regular expression holds an anchor inside, or an escape that has no meaning.
+    """Raise InputError if a regular expression has an anchor in its middle, or an unknown escape.
 
     Example:
         >>> check_pattern("a$b")
@@ -106,7 +106,7 @@ def check_pattern(pattern: str) -> None:
 
 
 def _class_end(pattern: str, first: int) -> int:
-    """Where the bracket closes that opens at `first`; the pattern's end where none does."""
+    """Index of the bracket that closes the one at `first`; the pattern's end if none does."""
     i = first + 1
     while i < len(pattern) and pattern[i] != "]":
         i += 2 if pattern[i] == "\\" else 1
@@ -119,17 +119,17 @@ def _misplaced(anchor: str, at: int, where: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Walk:
-    """A walk through a schema and all that it refers to.
+    """A walk through a schema and all schemas that it refers to.
 
     Attributes:
-        seen: Places that were referred to and looked at.
+        seen: References that were followed already.
     """
 
     root: object
     seen: set[str] = field(default_factory=set)
 
     def check(self, schema: object, at: str) -> None:
-        """Look at a schema and at those within it."""
+        """Check a schema and the schemas inside it."""
         if not isinstance(schema, Mapping):
             return
         said = {key for key in ASSERTIONS.intersection(schema) if key != "uniqueItems" or schema[key] is not False}
@@ -143,7 +143,7 @@ class _Walk:
             self.check(inner, f"{at}/{place}")
 
     def _check_form(self, schema: Mapping[str, object], said: set[str], form: str | None, at: str) -> None:
-        """Look at which keywords stand side by side."""
+        """Check which keywords stand beside each other."""
         if form is None:
             _check_types(schema, said, at)
             return
@@ -160,7 +160,7 @@ class _Walk:
             raise _refused("allOf", at, "write its parts as one schema")
 
     def _follow(self, place: str, at: str) -> None:
-        """Look at what is referred to. That it exists is up to the compiler."""
+        """Check the schema that a reference leads to. The compiler checks that it exists."""
         if place in self.seen:
             return
         self.seen.add(place)
@@ -173,7 +173,7 @@ class _Walk:
 
 
 def _check_types(schema: Mapping[str, object], said: set[str], at: str) -> None:
-    """A schema that names its type, or is silent about it. What belongs to other types than these asserts nothing."""
+    """Check a schema with or without a type. Keywords of other types restrict nothing."""
     named = schema.get("type")
     types = {str(each) for each in named} if isinstance(named, list) else {str(named)} if named else set()
     if not types:
@@ -196,13 +196,13 @@ def _check_types(schema: Mapping[str, object], said: set[str], at: str) -> None:
 
 
 def _names_are_given(schema: Mapping[str, object]) -> bool:
-    """Whether an object can have no other properties than those that are listed."""
+    """Whether an object can only have the properties that are listed."""
     others = (schema.get("additionalProperties"), schema.get("unevaluatedProperties"))
     return "properties" in schema and all(other in (None, False) for other in others)
 
 
 def _within(schema: Mapping[str, object], form: str | None) -> Iterator[tuple[object, str]]:
-    """The schemas that a schema is made of, and where they stand."""
+    """The schemas inside a schema, and their places."""
     if form is not None:
         given = schema[form] if form in ("anyOf", "oneOf", "allOf") else ()
         if isinstance(given, list):
@@ -223,7 +223,7 @@ def _within(schema: Mapping[str, object], form: str | None) -> Iterator[tuple[ob
 
 
 def _fits(schema: Mapping[str, object], form: str) -> bool:
-    """Whether all values that a schema lists are of the type that it names."""
+    """Whether all values that a schema lists have the type that it names."""
     named = schema.get("type")
     types = named if isinstance(named, list) else [named]
     values = schema["enum"] if form == "enum" else [schema["const"]]

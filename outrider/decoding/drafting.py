@@ -11,6 +11,8 @@ from jaxtyping import Int
 from outrider.decoding.protocol import Parts
 from outrider.dice import Dice
 from outrider.drafters.protocol import Drafter, Observed
+from outrider.lengths.experience import Choice
+from outrider.lengths.protocol import LoadPolicy
 from outrider.trees.grow import grow
 from outrider.types import Draft, Running
 
@@ -74,10 +76,33 @@ def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         drafter.commit([states[i] for i in places], [paths[i] for i in places])
 
 
-def observe(states: Sequence[Running], observed: Observed) -> None:
-    """Give each drafter the new positions of its requests."""
+def bounded(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> tuple[Sequence[int], Choice | None]:
+    """Rooms within the length that the length policy chooses for all requests, and this choice.
+
+    A policy may give requests that must repeat a length of their own. A step with such a request teaches nothing about
+    the choice, which is then None.
+    """
+    # Asking a protocol takes twenty times as long as asking for an attribute.
+    if not hasattr(parts.length, "choose"):
+        return rooms, None
+    policy = cast(LoadPolicy, parts.length)
+    choice = policy.choose(parts.experience, len(states))
+    if policy.seeded is None or not any(state.request.repeats for state in states):
+        return [min(room, choice.length) for room in rooms], choice
+    own = [policy.seeded if state.request.repeats else choice.length for state in states]
+    return [min(room, length) for room, length in zip(rooms, own, strict=True)], None
+
+
+def observe(parts: Parts, states: Sequence[Running], observed: Observed) -> None:
+    """Give each drafter the new positions of its requests.
+
+    If the length policy may choose to draft nothing, a drafter that can wait reads them when it drafts next.
+    """
+    waits = hasattr(parts.length, "choose")
     grouped = groups(states)
     for drafter, places in grouped:
+        if waits and drafter.waits:
+            continue
         own = observed if len(grouped) == 1 else _part(observed, places, drafter.taps)
         drafter.observe([states[i] for i in places], own)
 

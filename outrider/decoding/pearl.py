@@ -34,6 +34,7 @@ from outrider.dice import Dice
 from outrider.drafters.protocol import Observed
 from outrider.lengths.fixed import FixedLength
 from outrider.sampling import without_law
+from outrider.trees.shape import chain_shape
 from outrider.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 
 LONGEST = 16
@@ -116,7 +117,8 @@ class PearlDecoding:
         counts, following = verdict.num_accepted.tolist(), verdict.next_tokens.tolist()
         clock.lap("verify")
         if watch is not None:
-            watch(Cycle(states=states, draft=judged, rows=rows, verdict=verdict))
+            logits = _with_leaves(judged, side.reading.extension.logits)
+            watch(Cycle(states=states, draft=judged, rows=rows, logits=logits, verdict=verdict))
         outcomes = [_outcome(parts, state, new[i], counts[i], following[i], keep) for i, state in enumerate(states)]
         steps = [_made(s, side.reading, i, outcomes[i], counts[i], clock, len(states)) for i, s in enumerate(states)]
         parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
@@ -271,22 +273,18 @@ def _room(parts: Parts, shadow: Running) -> int:
 def _packed(anchors: Sequence[int], blocks: Sequence[Ahead], device: torch.device) -> Draft:
     """Chains of given tokens behind given anchors."""
     chains = [[anchor, *block.tokens] for anchor, block in zip(anchors, blocks, strict=True)]
-    sizes = np.array([len(chain) for chain in chains])
-    offsets = np.concatenate([[0], np.cumsum(sizes)])
-    depths = np.concatenate([np.arange(size) for size in sizes.tolist()])
-    inner = np.ones(len(depths), dtype=bool)
-    inner[offsets[1:] - 1] = False
+    shape = chain_shape(tuple(len(block.tokens) for block in blocks))
     drawn = _rows_of(blocks, device)
-    owners = np.repeat(np.arange(len(blocks)), sizes)
-    sampled = inner & np.array([block.rows is not None for block in blocks])[owners]
+    owners = np.repeat(np.arange(len(blocks)), np.diff(shape.offsets))
+    sampled = (shape.row_of >= 0) & np.array([block.rows is not None for block in blocks])[owners]
     return Draft(
         tokens=torch.tensor([token for chain in chains for token in chain]).to(device, non_blocking=True),
-        parents=np.where(depths > 0, np.arange(len(depths)) - 1, -1),
-        depths=depths,
-        numbers=depths,
-        offsets=offsets,
-        first_child=np.concatenate([[0], np.cumsum(inner)]),
-        links=np.flatnonzero(inner) + 1,
+        parents=shape.parents,
+        depths=shape.depths,
+        numbers=shape.depths,
+        offsets=shape.offsets,
+        first_child=shape.first_child,
+        links=shape.links,
         rows=drawn.rows,
         row_of=np.where(sampled, np.cumsum(sampled) - 1, -1),
         structure="chain",
@@ -364,7 +362,7 @@ def _tell(
         tokens=np.array([token for own in known for token in own], dtype=np.int64),
         offsets=np.cumsum([0, *map(len, known)]),
     )
-    drafting.observe(states, observed)
+    drafting.observe(parts, states, observed)
 
 
 def _check(judged: Draft, rows: Float[Tensor, "nodes vocab"], states: Sequence[Running]) -> None:

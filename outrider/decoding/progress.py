@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from outrider.decoding.drafting import drafter_of
+from outrider.decoding.drafting import drafter_of, observe
 from outrider.decoding.protocol import Keep, Parts
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import Segment
@@ -74,7 +74,7 @@ def digest(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> No
         offsets=np.cumsum([0, *map(len, chunks)]),
         taps=extension.taps,
     )
-    drafter.observe(states, observed)
+    observe(parts, states, observed)
 
 
 def tokens_left(parts: Parts, state: Running) -> int:

@@ -1,7 +1,7 @@
 """The parts of a decoder, and the interface of decodings: the orders of drafting and verifying."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol, runtime_checkable
 
 from jaxtyping import Float
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from outrider.dice import Dice
 from outrider.drafters.protocol import Drafter
+from outrider.lengths.experience import Experience
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lm.protocol import LM
 from outrider.trees.protocol import Tree
@@ -32,12 +33,14 @@ class Cycle:
         states: The requests before the step's tokens were added.
         draft: The draft that was verified.
         rows: The target's distribution after each node of the draft.
+        logits: The target's raw logits there. Where the target did not run on a leaf, a placeholder.
         verdict: What was accepted.
     """
 
     states: Sequence[Running]
     draft: Draft
     rows: Float[Tensor, "nodes vocab"]
+    logits: Float[Tensor, "nodes vocab"]
     verdict: Verdict
 
 
@@ -80,7 +83,11 @@ class Decoding(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a decoder. A running request may have another drafter than `drafter`: see `Running.drafter`."""
+    """The parts of a decoder. A running request may have another drafter than `drafter`: see `Running.drafter`.
+
+    Attributes:
+        experience: What the decoder has learnt of its own steps, if the length policy reads it. Changes in place.
+    """
 
     target: LM
     drafter: Drafter
@@ -88,6 +95,7 @@ class Parts:
     verifier: Verifier
     length: LengthPolicy
     decoding: Decoding
+    experience: Experience = field(default_factory=Experience, compare=False)
 
 
 @runtime_checkable

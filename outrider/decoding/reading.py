@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.constraints.masks import batch_masks
+from outrider.constraints.masks import batch_masks, is_masked
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import LM, Extension, Segment
@@ -156,6 +156,8 @@ class LogProbs:
 
 def masks_of(draft: Draft, states: Sequence[Running], vocab_size: int) -> Int[Tensor, "nodes words"] | None:
     """The tokens that may follow each node of a draft, as packed masks; None if no request has a constraint."""
+    if not any(is_masked(state) for state in states):
+        return None
     owners = _owners(draft)
     above = np.maximum(draft.parents - draft.offsets[owners], -1)
     return batch_masks(states, owners, draft.tokens, above, vocab_size)

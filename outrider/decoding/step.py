@@ -46,7 +46,8 @@ class StepDecoding:
         clock = Clock()
         dice = dice or step_dice(states)
         follow(states)
-        rooms = [drafting.room(parts, state, tokens_left(parts, state) - 1) for state in states]
+        rooms: Sequence[int] = [drafting.room(parts, state, tokens_left(parts, state) - 1) for state in states]
+        rooms, choice = drafting.bounded(parts, states, rooms)
         draft = drafting.draft(parts, states, rooms, dice, parts.target.device)
         clock.lap("drafter")
         reading = Reading.of(parts.target, draft, states, drafting.taps(states))
@@ -57,7 +58,8 @@ class StepDecoding:
         survivors = reading.survivors(verdict, rows, states)
         clock.lap("verify")
         if watch is not None:
-            watch(Cycle(states=states, draft=draft, rows=rows, verdict=verdict))
+            logits = reading.extension.logits
+            watch(Cycle(states=states, draft=draft, rows=rows, logits=logits, verdict=verdict))
         emitted = [cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
         paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
         steps = [
@@ -73,8 +75,12 @@ class StepDecoding:
         drafting.commit(states, reading.numbered(paths))
         for state, made in zip(states, steps, strict=True):
             advance(parts, state, made)
-        drafting.observe(states, reading.observed(kept, known))
+        drafting.observe(parts, states, reading.observed(kept, known))
         clock.lap("drafter")
+        if choice is not None:
+            accepted = [made.num_accepted_tokens for made in steps]
+            ordinary = not any(reading.behind)
+            parts.experience.note(choice, rooms, accepted, clock.timing.total, ordinary)
         return steps
 
 

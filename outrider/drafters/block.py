@@ -6,30 +6,32 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.drafters.protocol import Observed, Rows, Surroundings
+from outrider.drafters.slotted import SlotState, SlottedDrafter, state_of
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Segment
+from outrider.trees.chained import Follow
 from outrider.types import Frontier, Guess, Request, Running, ShortList
 
 
 @dataclass(kw_only=True)
-class BlockState:
+class BlockState(SlotState):
     """One request's slot of a block head, and the block that it guessed last; changes in place.
 
+    The slot holds keys and values for every position before the anchor.
+
     Attributes:
-        slot: The head's slot, with keys and values for every position before the anchor.
         block: Logits for the positions behind the anchor, in order.
     """
 
-    slot: int
     block: Float[Tensor, "depth vocab"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDrafter(Drafter):
+class BlockDrafter(SlottedDrafter):
     """Guess all tokens behind the anchor at once: one row per position, independent of the other guesses.
 
     The head reads the target's features of all positions before the anchor, and caches its keys and values for them.
@@ -51,7 +53,6 @@ class BlockDrafter(Drafter):
 
     rows: ClassVar[Rows] = "marginal"
     context_pure: ClassVar[bool] = False
-    keeps_cache: ClassVar[bool] = True
 
     lm: HeadLM
     block_size: int
@@ -66,14 +67,6 @@ class BlockDrafter(Drafter):
     @property
     def max_depth(self) -> int:
         return self.block_size if self.from_anchor else self.block_size - 1
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm.device
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        return self.lm.modules
 
     @abstractmethod
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
@@ -114,19 +107,26 @@ class BlockDrafter(Drafter):
         rows = [_row(_own(states[owner]), depth) for owner, depth in pairs]
         return Guess(logits=torch.stack(rows), short_list=self.short_list)
 
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        depths = iter(range(1, max(counts) + 1))
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            depth = next(depths)
+            pairs = zip(states, counts, strict=True)
+            return torch.stack([_row(_own(state), depth) for state, count in pairs if count >= depth])
+
+        return step
+
     def needs(self, state: object, length: int) -> int:
-        return min(self.lm.length(_state(state).slot), length)
+        return min(self.lm.length(state_of(BlockState, state).slot), length)
 
     def reuse(self, state: object, request: Request, length: int) -> BlockState:
-        own = _state(state)
+        own = state_of(BlockState, state)
         self.lm.truncate(own.slot, self.needs(state, length))
         return BlockState(slot=own.slot)
 
     def fork(self, state: object, request: Request, length: int) -> BlockState:
-        return BlockState(slot=self.lm.copy(_state(state).slot, self.needs(state, length)))
-
-    def close(self, state: object) -> None:
-        self.lm.release(_state(state).slot)
+        return BlockState(slot=self.lm.copy(state_of(BlockState, state).slot, self.needs(state, length)))
 
     def cast(self, surroundings: Surroundings) -> "BlockDrafter":
         return replace(self, lm=self.lm.cast(surroundings.dtype))
@@ -138,11 +138,5 @@ def _row(own: BlockState, depth: int) -> Float[Tensor, " vocab"]:
     return own.block[depth]
 
 
-def _state(state: object) -> BlockState:
-    if not isinstance(state, BlockState):
-        raise TypeError(f"a block head keeps a BlockState, got {type(state).__name__}")
-    return state
-
-
 def _own(state: Running) -> BlockState:
-    return _state(state.drafter_state)
+    return state_of(BlockState, state.drafter_state)

@@ -1,24 +1,28 @@
 """A draft model: any causal LM (Leviathan et al. 2023; Chen et al. 2023)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.open import as_lm, logit_width, open_config, open_model, open_tokenizer
-from outrider.lm.packed import packable
-from outrider.lm.protocol import LM, Segment
+from outrider.drafters.protocol import Observed, Rows, Surroundings
+from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
+from outrider.drafters.token_map import checked_ids, read_token_map
+from outrider.lm.chain import chain
+from outrider.lm.model import runnable
+from outrider.lm.narrow import narrowed
+from outrider.lm.open import as_device, as_lm, logit_width, open_config, open_model, open_tokenizer
+from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
-from outrider.types import Frontier, Guess, InputError, Request, Running
+from outrider.trees.chained import Follow
+from outrider.types import Frontier, Guess, InputError, Request, Running, ShortList
 
 CHUNK = 512
 """Most tokens of one request in one forward."""
@@ -27,25 +31,12 @@ LEAST_SHARE = 0.05
 target's size has at most 10 % of its ids, and these are the commonest words. Two byte-level vocabularies without a
 common word still share 256 bytes, which is 3 % of 8192 ids."""
 BACKLOG = 16
-"""This many committed tokens that the draft model has not read are prefilled at once. Fewer wait for the next draft's
-first forward."""
-
-
-@dataclass(kw_only=True)
-class ModelState:
-    """One request's slot of the draft model; changes in place.
-
-    Attributes:
-        slot: Where the draft model keeps the request.
-        fed: For each expanded node of the growing tree, its pending number in the slot.
-    """
-
-    slot: int
-    fed: dict[int, int] = field(default_factory=dict)
+"""This many committed tokens that the draft model has not read are prefilled in a forward of their own. Fewer wait for
+the next draft's first forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelDrafter(Drafter):
+class ModelDrafter(SlottedDrafter):
     """Guess with the next-token distribution of `lm`.
 
     The draft model's cache holds every committed token but the newest one or two: after a full acceptance the last
@@ -55,24 +46,17 @@ class ModelDrafter(Drafter):
         lm: The draft model.
         vocab_size: Width of the target's logits, if it is wider than the draft model's. Tokens that the draft model
             lacks are never guessed.
+        short_list: The target's tokens that the draft model's logits are of; None: all, from the first on.
     """
 
     rows: ClassVar[Rows] = "sampled"
     context_pure: ClassVar[bool] = True
-    keeps_cache: ClassVar[bool] = True
+    waits: ClassVar[bool] = True
     trainer: ClassVar[str | None] = "distill"
     exports: ClassVar[tuple[str, ...]] = ("draft_model",)
 
-    lm: LM
     vocab_size: int | None = None
-
-    @property
-    def max_context(self) -> int | None:
-        return self.lm.max_context
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm.device
+    short_list: ShortList | None = None
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -82,31 +66,48 @@ class ModelDrafter(Drafter):
     def chains_only(self) -> str | None:
         return self.lm.chains_only
 
-    def open(self, request: Request) -> ModelState:
-        return ModelState(slot=self.lm.open())
+    def open(self, request: Request) -> TreeState:
+        return TreeState(slot=self.lm.open())
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        self._digest(states, [len(s.tokens) - 1 - (len(s.tokens) - 1 - self._length(s)) % CHUNK for s in states])
+        behind = [s for s in states if len(s.tokens) - 1 - self._length(s) >= BACKLOG]
+        self._digest(behind, [len(s.tokens) - 1 for s in behind])
+        owns = [_own(s) for s in states]
+        missing = [len(s.tokens) - self.lm.length(own.slot) for s, own in zip(states, owns, strict=True)]
+        tokens = [token for s, count in zip(states, missing, strict=True) for token in s.tokens[-count:]]
         segments = [
-            Segment(slot=_own(s).slot, tokens=self._tensor(s.tokens[self._length(s) :]), logits="last") for s in states
+            Segment(slot=own.slot, tokens=part, logits="last", features=self._newest_features(s, len(part)))
+            for s, own, part in zip(states, owns, self._tensor(tokens).split(missing), strict=True)
         ]
         logits = self.lm.extend(segments).logits
         self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
-        for s in states:
-            _own(s).fed.clear()
-        return Guess(logits=self._widened(logits))
+        for own in owns:
+            own.fed.clear()
+        return Guess(logits=self._widened(logits), short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        tokens = frontier.tokens.to(self.lm.device)
-        starts = [0, *(np.flatnonzero(np.diff(frontier.owners)) + 1).tolist()]
-        segments = []
-        for first, end in zip(starts, [*starts[1:], len(frontier.owners)], strict=True):
-            own = _own(states[int(frontier.owners[first])])
-            parents = [own.fed.get(parent, -1) for parent in frontier.parents[first:end].tolist()]
-            for node in frontier.nodes[first:end].tolist():
-                own.fed[node] = len(own.fed)
-            segments.append(Segment(slot=own.slot, tokens=tokens[first:end], parents=np.array(parents)))
-        return Guess(logits=self._widened(self.lm.extend(segments).logits))
+        features = self._features([states[owner] for owner in frontier.owners.tolist()])
+        segments = tree_segments(states, frontier, self.lm.device, features)
+        return Guess(logits=self._widened(self.lm.extend(segments).logits), short_list=self.short_list)
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        owns = [_own(state) for state in states]
+        for own, count in zip(owns, counts, strict=True):
+            own.fed.update(zip(range(1, count + 1), range(count), strict=True))
+        follow = chain(self.lm, [own.slot for own in owns], counts)
+        given = self._features(states)
+        if given is None:
+            return lambda tokens: self._widened(follow(tokens).logits)
+        features, left = given, np.array(counts)
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            nonlocal features, left
+            if not (left > 0).all():
+                features = features[torch.from_numpy(np.flatnonzero(left > 0)).to(features.device)]
+            left = left[left > 0] - 1
+            return self._widened(follow(tokens, features).logits)
+
+        return step
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         counts = observed.counts()
@@ -122,29 +123,41 @@ class ModelDrafter(Drafter):
             own.fed.clear()
         self.lm.commit(kept)
 
-    def reuse(self, state: object, request: Request, length: int) -> ModelState:
-        own = _state(state)
+    def reuse(self, state: object, request: Request, length: int) -> TreeState:
+        own = state_of(TreeState, state)
         self.lm.truncate(own.slot, min(length, self.lm.length(own.slot)))
         own.fed.clear()
         return own
 
-    def fork(self, state: object, request: Request, length: int) -> ModelState:
-        own = _state(state)
-        return ModelState(slot=self.lm.copy(own.slot, min(length, self.lm.length(own.slot))))
-
-    def close(self, state: object) -> None:
-        self.lm.release(_state(state).slot)
+    def fork(self, state: object, request: Request, length: int) -> TreeState:
+        own = state_of(TreeState, state)
+        return TreeState(slot=self.lm.copy(own.slot, min(length, self.lm.length(own.slot))))
 
     def cast(self, surroundings: Surroundings) -> "ModelDrafter":
         return replace(self, lm=self.lm.cast(surroundings.dtype))
 
     def on_tables(self, vocab_size: int, seed: int) -> "ModelDrafter":
-        return ModelDrafter(lm=TabularLM(random_rows(vocab_size, seed), vocab_size))
+        if self.short_list is None:
+            return ModelDrafter(lm=TabularLM(random_rows(vocab_size, seed), vocab_size))
+        width = vocab_size - 1
+        few = ShortList.of(torch.arange(width), vocab_size)
+        return ModelDrafter(lm=TabularLM(random_rows(width, seed), width), short_list=few)
+
+    def _features(self, states: Sequence[Running]) -> Float[Tensor, "n dim"] | None:
+        """The vectors that it reads with a draft token of each of these requests; None where it reads tokens alone."""
+        return None
+
+    def _newest_features(self, state: Running, count: int) -> Float[Tensor, "count dim"] | None:
+        """The vectors that it reads with the newest `count` committed tokens of a request."""
+        return None
 
     def _length(self, state: Running) -> int:
         return self.lm.length(_own(state).slot)
 
-    def _widened(self, logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n target_vocab"]:
+    def _widened(self, logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n width"]:
+        """Logits over the target's vocabulary, or over the short list."""
+        if self.short_list is not None:
+            return logits
         missing = (self.vocab_size or self.lm.vocab_size) - self.lm.vocab_size
         # Finite, so that products with probabilities of 0 are numbers.
         return torch.nn.functional.pad(logits, (0, missing), value=torch.finfo(logits.dtype).min) if missing else logits
@@ -175,6 +188,12 @@ class ModelPath:
         dtype: The dtype that it computes in; by default the target's.
         revision: Branch, tag or commit of a hub id.
         max_context: Longest context; by default as long as the model and the memory allow.
+        token_map: A file of the tokens that it may propose, the most frequent first: `read_token_map` says which
+            kinds there are. Its output layer is cut to these. By default it may propose all tokens.
+        vocabulary: How many tokens of the file to take; by default all.
+
+    References:
+        Zhao et al. 2025, FR-Spec: the output layer of the most frequent tokens. https://arxiv.org/abs/2502.14856
     """
 
     path: str
@@ -182,6 +201,14 @@ class ModelPath:
     dtype: str | None = None
     revision: str | None = None
     max_context: int | None = None
+    token_map: str | None = None
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.vocabulary is not None and self.token_map is None:
+            raise InputError(
+                "vocabulary says how many tokens of a file the draft model may propose; give the file, token_map=FILE"
+            )
 
     def read_config(self) -> PreTrainedConfig:
         return open_config(self.path, revision=self.revision)
@@ -191,23 +218,59 @@ class ModelPath:
 
     def bind(self, surroundings: Surroundings) -> ModelDrafter:
         """Load the draft model. If its vocabulary differs from the target's, it proposes the tokens that both have."""
+        listed = None if self.token_map is None else read_token_map(self.token_map, self.vocabulary)
+        if listed is not None and self.device is not None and not _same(as_device(self.device), surroundings.device):
+            raise InputError(
+                f"token_map needs the draft model on the target's device {surroundings.device}, got {self.device}; "
+                "leave out device or token_map"
+            )
         model = open_model(
             self.path,
             dtype=self.dtype or surroundings.dtype,
             device=self.device or surroundings.device,
             revision=self.revision,
         )
-        width = logit_width(model)
+        width, few = logit_width(model), None
         words = shared_words(self.path, self.read_tokenizer(), width, surroundings)
+        shared = min(width, surroundings.vocab_size)
+        if listed is not None and words is not None:
+            words = self._restricted(words, listed)
+            model = narrowed(model, words.theirs.tolist())
+            words = replace(words, theirs=np.arange(len(words.ours)))
+        elif listed is not None:
+            ids = checked_ids(listed, shared, str(self.token_map))
+            model = narrowed(model, ids)
+            few = ShortList.of(torch.tensor(ids, device=surroundings.device), surroundings.vocab_size)
         lm = as_lm(
             model,
             max_slots=surroundings.max_slots,
             max_context=self.max_context,
-            vocab_size=min(width, surroundings.vocab_size) if words is None else None,
-            compile=surroundings.compile and not Anatomy.of(model).recurrent,
-            prepack=surroundings.prepack and packable(model),
+            vocab_size=shared if words is None and few is None else None,
+            forward=runnable(model, surroundings.forward),
         )
-        return ModelDrafter(lm=lm if words is None else Translated(lm, words), vocab_size=surroundings.vocab_size)
+        if few is not None and lm.vocab_size != len(few.ids):
+            raise InputError(
+                f"the draft model {self.path} computes all logits whatever its output layer is; leave out token_map"
+            )
+        return ModelDrafter(
+            lm=lm if words is None else Translated(lm, words), vocab_size=surroundings.vocab_size, short_list=few
+        )
+
+    def _restricted(self, words: Translation, listed: Sequence[int]) -> Translation:
+        """The shared tokens that the list names. Its ids are the target's."""
+        checked_ids(listed, words.vocab_size, str(self.token_map))
+        kept = np.isin(words.ours, listed)
+        if not kept.any():
+            raise InputError(
+                f"token_map {self.token_map} names no token that the target and the draft model {self.path} share; "
+                "make the list with the target's tokenizer"
+            )
+        return replace(words, ours=words.ours[kept], theirs=words.theirs[kept])
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    """Whether two names mean one device; without a number it is the first."""
+    return (one.type, one.index or 0) == (other.type, other.index or 0)
 
 
 def shared_words(
@@ -238,11 +301,5 @@ def shared_words(
     return words
 
 
-def _state(state: object) -> ModelState:
-    if not isinstance(state, ModelState):
-        raise TypeError(f"a draft model keeps a ModelState, got {type(state).__name__}")
-    return state
-
-
-def _own(state: Running) -> ModelState:
-    return _state(state.drafter_state)
+def _own(state: Running) -> TreeState:
+    return state_of(TreeState, state.drafter_state)

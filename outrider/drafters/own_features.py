@@ -6,12 +6,14 @@ from typing import ClassVar, Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.drafters.protocol import Observed, Rows, Surroundings
+from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Extension, Segment
+from outrider.trees.chained import Follow
 from outrider.types import Frontier, Guess, Request, Running, ShortList
 
 BACKLOG = 64
@@ -19,20 +21,18 @@ BACKLOG = 64
 
 
 @dataclass(kw_only=True)
-class HeadState:
+class HeadState(TreeState):
     """One request's slot of a head, and the features that the head has not read yet; changes in place.
 
+    The slot holds one pair for each position that the head has read: the target's feature there, and the token that
+    follows.
+
     Attributes:
-        slot: The head's slot. It holds one pair for each position that the head has read: the target's feature there,
-            and the token that follows.
         unread: Features of the next positions.
-        numbers: For each expanded node of the growing tree, its pending number in the slot.
         handed_on: For the root and each expanded node, the feature that the head returned.
     """
 
-    slot: int
     unread: list[Float[Tensor, "_ dim"]] = field(default_factory=list)
-    numbers: dict[int, int] = field(default_factory=dict)
     handed_on: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
 
     @property
@@ -51,7 +51,7 @@ class HeadState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnFeatures(Drafter):
+class OwnFeatures(SlottedDrafter):
     r"""Guess by a head that reads pairs of a token and the feature of the position before it.
 
     After the target has read $x_0 \ldots x_n$, its features $f_0 \ldots f_n$ are known, and $x_{n+1}$ is the anchor.
@@ -71,22 +71,9 @@ class OwnFeatures(Drafter):
 
     rows: ClassVar[Rows] = "sampled"
     context_pure: ClassVar[bool] = False
-    keeps_cache: ClassVar[bool] = True
 
     lm: HeadLM
     short_list: ShortList | None = None
-
-    @property
-    def max_context(self) -> int | None:
-        return self.lm.max_context
-
-    @property
-    def device(self) -> torch.device:
-        return self.lm.device
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        return self.lm.modules
 
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
         """Features from the target's hidden states; by default these side by side, in the order of the taps."""
@@ -116,45 +103,51 @@ class OwnFeatures(Drafter):
         ends = np.cumsum([len(segment.tokens) for segment in segments]) - 1
         for state, end in zip(states, ends.tolist(), strict=True):
             own = _own(state)
-            own.numbers, own.handed_on = {}, {0: _handed_on(extension)[end]}
+            own.fed, own.handed_on = {}, {0: _handed_on(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        tokens, starts = frontier.tokens.to(self.lm.device), np.flatnonzero(np.diff(frontier.owners, prepend=-1))
-        segments = []
-        for first, end in zip(starts.tolist(), [*starts[1:].tolist(), len(frontier.owners)], strict=True):
-            own, above = _own(states[int(frontier.owners[first])]), frontier.parents[first:end].tolist()
-            parents = np.array([own.numbers.get(parent, -1) for parent in above])
-            features = self.fed_back(torch.stack([own.handed_on[parent] for parent in above]))
-            for node in frontier.nodes[first:end].tolist():
-                own.numbers[node] = len(own.numbers)
-            segments.append(Segment(slot=own.slot, tokens=tokens[first:end], parents=parents, features=features))
+        pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
+        features = self.fed_back(torch.stack([_own(states[owner]).handed_on[parent] for owner, parent in pairs]))
+        segments = tree_segments(states, frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
             _own(states[owner]).handed_on[node] = _handed_on(extension)[i]
         return Guess(logits=extension.logits, short_list=self.short_list)
 
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        follow = self.lm.chain([_own(state).slot for state in states], counts)
+        handed_on = torch.stack([_own(state).handed_on[0] for state in states])
+        left = np.array(counts)
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            nonlocal handed_on, left
+            if not (left > 0).all():
+                handed_on = handed_on[torch.from_numpy(np.flatnonzero(left > 0)).to(handed_on.device)]
+            extension = follow(tokens, self.fed_back(handed_on))
+            handed_on, left = _handed_on(extension), left[left > 0] - 1
+            return extension.logits
+
+        return step
+
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         self.lm.commit({_own(state).slot: [] for state in states})
 
     def needs(self, state: object, length: int) -> int:
-        own = _state(state)
+        own = state_of(HeadState, state)
         read = self.lm.length(own.slot)
         return min(read + own.num_unread, length) if read < length else max(0, length - 1)
 
     def reuse(self, state: object, request: Request, length: int) -> HeadState:
-        own = _state(state)
+        own = state_of(HeadState, state)
         kept = self._kept(own, length)
         self.lm.truncate(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
         return HeadState(slot=own.slot, unread=kept)
 
     def fork(self, state: object, request: Request, length: int) -> HeadState:
-        own = _state(state)
+        own = state_of(HeadState, state)
         slot = self.lm.copy(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
         return HeadState(slot=slot, unread=self._kept(own, length))
-
-    def close(self, state: object) -> None:
-        self.lm.release(_state(state).slot)
 
     def cast(self, surroundings: Surroundings) -> "OwnFeatures":
         return replace(self, lm=self.lm.cast(surroundings.dtype))
@@ -185,11 +178,5 @@ def _handed_on(extension: Extension) -> Float[Tensor, "nodes hidden"]:
     return extension.features
 
 
-def _state(state: object) -> HeadState:
-    if not isinstance(state, HeadState):
-        raise TypeError(f"a head keeps a HeadState, got {type(state).__name__}")
-    return state
-
-
 def _own(state: Running) -> HeadState:
-    return _state(state.drafter_state)
+    return state_of(HeadState, state.drafter_state)

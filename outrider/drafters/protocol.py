@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.lm.ends import Ends
+from outrider.lm.forward import Forward
 from outrider.lm.protocol import LM, Readable
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
@@ -68,6 +69,7 @@ class Drafter(Protocol):
         modules: The modules that it guesses with, by name. New weights in them make it another drafter.
         chains_only: Why it cannot grow a branching tree, as the end of a sentence; None if it can.
         keeps_cache: Whether it keeps keys and values, or something like them, of every request.
+        waits: Whether calls of `observe` may be left out, because `begin` reads the tokens that it has not seen.
         trainer: The name of the method that trains it; None where there is nothing to train.
         exports: The formats of other engines that fit its checkpoints.
     """
@@ -75,6 +77,7 @@ class Drafter(Protocol):
     rows: ClassVar[Rows]
     context_pure: ClassVar[bool]
     keeps_cache: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
     trainer: ClassVar[str | None] = None
     exports: ClassVar[tuple[str, ...]] = ()
 
@@ -176,8 +179,7 @@ class Surroundings:
         ends: Its input embedding, final norm and output layer; raises InputError if a drafter cannot use them.
         keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that are valid
             until the target's next call.
-        compile: Whether the target's forwards are compiled.
-        prepack: Whether the target's weights are laid out for the CPU's kernels.
+        forward: How forwards run, if that was said; otherwise each model's are chosen by measurement.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -190,8 +192,7 @@ class Surroundings:
     hidden_size: int = 0
     ends: Callable[[], Ends] = _no_ends
     keys_values: Callable[[int, int], tuple[Tensor, Tensor]] = _no_keys_values
-    compile: bool = False
-    prepack: bool = False
+    forward: Forward | None = "eager"
 
     @classmethod
     def of(
@@ -200,8 +201,7 @@ class Surroundings:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         max_slots: int | None = None,
-        compile: bool = False,
-        prepack: bool = False,
+        forward: Forward | None = "eager",
     ) -> "Surroundings":
         """The surroundings that a target offers.
 
@@ -215,8 +215,7 @@ class Surroundings:
             dtype=target.dtype,
             max_slots=max_slots or target.max_slots,
             max_context=target.max_context,
-            compile=compile,
-            prepack=prepack,
+            forward=forward,
         )
         if not isinstance(target, Readable):
             return known

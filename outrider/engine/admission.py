@@ -2,7 +2,9 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from outrider.decoding.drafting import drafter_of
 from outrider.decoding.progress import begin
@@ -12,6 +14,8 @@ from outrider.engine.prefixes import Found, Prefixes
 from outrider.engine.seats import Seat
 from outrider.types import Request, Running
 
+Route = Callable[[Request], Drafter]
+"""Chooses the drafter of a request."""
 LEAST_COPY = 16
 """Fewest shared tokens for which a slot is copied. Prefilling fewer tokens takes no longer than the copy."""
 
@@ -54,14 +58,19 @@ class Admission:
         """Add a request to the queue."""
         self._waiting.append(seat)
 
-    def admit(self) -> list[tuple[Seat, Exception]]:
-        """Give slots to the requests that wait longest. Returns the requests that failed to start, with the error."""
+    def admit(self, route: Route | None = None) -> list[tuple[Seat, Exception]]:
+        """Give slots to the requests that wait longest. Returns the requests that failed to start, with the error.
+
+        Args:
+            route: Chooses each request's drafter; None: all get the drafter of `parts`.
+        """
         failed: list[tuple[Seat, Exception]] = []
         while self._waiting and len(self._running) < self.max_slots:
             seat = self._waiting.popleft()
             seat.admitted = time.perf_counter()
             try:
-                seat.running = self._start(seat)
+                drafter = self.parts.drafter if route is None else route(seat.request)
+                seat.running = self._start(seat, drafter)
             except Exception as error:
                 failed.append((seat, error))
             else:
@@ -85,18 +94,18 @@ class Admission:
             self._running.remove(seat)
             self._give_up(seat.running)
 
-    def _start(self, seat: Seat) -> Running:
+    def _start(self, seat: Seat, drafter: Drafter) -> Running:
         """Give a request a slot. If another text begins as its prompt does, the slot already holds that beginning."""
         prompt = seat.request.prompt
         found = self.prefixes.longest(prompt, [other.state for other in self._running])
         if found is not None and self._goes_on(found):
-            state = self._taken_over(found, seat.request)
+            state = self._taken_over(found, seat.request, drafter)
         elif found is not None and found.shared >= LEAST_COPY and self._has_room_beside(found):
-            state = self._copied(found, seat.request)
+            state = self._copied(found, seat.request, drafter)
         else:
             if self._is_full:
                 self.prefixes.evict()
-            return begin(self.parts, seat.request)
+            return begin(replace(self.parts, drafter=drafter), seat.request)
         seat.reused = self.parts.target.length(state.slot)
         self.prefixes.num_reused_tokens += seat.reused
         return state
@@ -117,12 +126,12 @@ class Admission:
         """Whether there is a slot for a copy. A warm slot may be released for it, but not the slot to copy."""
         return not self._is_full or len(self.prefixes) > found.warm
 
-    def _taken_over(self, found: Found, request: Request) -> Running:
+    def _taken_over(self, found: Found, request: Request, drafter: Drafter) -> Running:
         """Start a request in the slot of an ended one."""
-        old, drafter = found.state, self.parts.drafter
+        old = found.state
         self.prefixes.take(old)
         try:
-            self.parts.target.truncate(old.slot, self._known(found))
+            self.parts.target.truncate(old.slot, _known(found, drafter))
             if old.drafter is drafter:
                 drafter_state = drafter.reuse(old.drafter_state, request, found.shared)
             else:
@@ -133,14 +142,14 @@ class Admission:
             raise
         return self._running_in(old.slot, request, drafter, drafter_state)
 
-    def _copied(self, found: Found, request: Request) -> Running:
+    def _copied(self, found: Found, request: Request, drafter: Drafter) -> Running:
         """Start a request in a new slot, with a copy of the beginning that it shares with another request."""
-        old, drafter = found.state, self.parts.drafter
+        old = found.state
         if found.warm:
             self.prefixes.touch(old)
         if self._is_full:
             self.prefixes.evict()
-        slot = self.parts.target.copy(old.slot, self._known(found))
+        slot = self.parts.target.copy(old.slot, _known(found, drafter))
         try:
             if old.drafter is drafter:
                 drafter_state = drafter.fork(old.drafter_state, request, found.shared)
@@ -150,13 +159,6 @@ class Admission:
             self.parts.target.release(slot)
             raise
         return self._running_in(slot, request, drafter, drafter_state)
-
-    def _known(self, found: Found) -> int:
-        """How many tokens need no prefill: the shared ones, up to where the drafter must see hidden states again."""
-        drafter = self.parts.drafter
-        if found.state.drafter is drafter:
-            return min(found.shared, drafter.needs(found.state.drafter_state, found.shared))
-        return 0 if drafter.taps else found.shared
 
     def _running_in(self, slot: int, request: Request, drafter: Drafter, drafter_state: object) -> Running:
         return Running(
@@ -174,3 +176,10 @@ class Admission:
             self.parts.target.release(running.slot, clean=True)
         with suppress(Exception):
             drafter_of(running).close(running.drafter_state)
+
+
+def _known(found: Found, drafter: Drafter) -> int:
+    """How many tokens need no prefill: the shared ones, up to where the drafter must see hidden states again."""
+    if found.state.drafter is drafter:
+        return min(found.shared, drafter.needs(found.state.drafter_state, found.shared))
+    return 0 if drafter.taps else found.shared

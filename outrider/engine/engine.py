@@ -5,7 +5,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import ParamSpec, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -18,31 +17,24 @@ from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
+from outrider.engine.admission import Route
+from outrider.engine.crowd import Crowd, warn_of_crowd
+from outrider.engine.lock import alone
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
 from outrider.engine.requests import bound, check, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
 from outrider.inputs import whole
+from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
+from outrider.remembered import shapes
+from outrider.threads import threads_are_bound
 from outrider.trees.chain import ChainTree
 from outrider.types import InputError, Request, Running, Sampling, Step
 from outrider.verifiers.match import MatchVerifier
 
 Sink = Callable[[Step], None]
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
-
-
-def alone(method: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Let one thread at a time run a method of the engine."""
-
-    @functools.wraps(method)
-    def locked(*args: Given.args, **named: Given.kwargs) -> Result:
-        with args[0]._lock:  # type: ignore[attr-defined]
-            return method(*args, **named)
-
-    return locked
 
 
 class Engine:
@@ -54,6 +46,8 @@ class Engine:
 
     Attributes:
         watch: Called once per step with its draft, the target's rows and the verdict; None calls nothing.
+        between: Called after each step, when no forward runs; it may call `swap`. None calls nothing.
+        route: Returns a request's drafter, once, when the request gets its slot. None gives all the drafter of `parts`.
 
     Args:
         parts: Target, drafter, tree, verifier, length policy and decoding.
@@ -98,11 +92,19 @@ class Engine:
         self.max_prefill_tokens = max_prefill_tokens
         self.dice = dice
         self.watch: Watch | None = None
+        self.between: Callable[[], None] | None = None
+        self.route: Route | None = None
         self._refuses = refuses
         self._lock = threading.RLock()
         self._mail = Mailboxes()
+        watched = parts.target.device.type == "cpu" and not threads_are_bound()
         self._schedule = Schedule(
-            parts, tokenizer, max_slots=max_slots, max_warm=max_slots if keep_warm else 0, deliver=self._mail.deliver
+            parts,
+            tokenizer,
+            max_slots=max_slots,
+            max_warm=max_slots if keep_warm else 0,
+            deliver=self._mail.deliver,
+            timed=functools.partial(warn_of_crowd, Crowd()) if watched else None,
         )
         self._seeds = np.random.SeedSequence()
 
@@ -119,6 +121,11 @@ class Engine:
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
         return bool(self._schedule.seats)
+
+    @property
+    def running(self) -> dict[str, Drafter]:
+        """The drafter of each request that has a slot, by the request's id."""
+        return self._schedule.running
 
     @property
     def num_reused_tokens(self) -> int:
@@ -175,7 +182,9 @@ class Engine:
         if constraint is not None:
             rule = bound(constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
             request = replace(request, constraint=rule)
-        if request.sampling.seed is None:
+        if request.sampling.seed is not None:
+            request = replace(request, repeats=request.sampling.temperature > 0)
+        else:
             seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         if request.id in self._schedule.seats:
@@ -304,13 +313,14 @@ class Engine:
     def swap(self, drafter: Drafter) -> None:
         """Use another drafter for new requests. Running requests keep theirs.
 
+        The length policy keeps what it has learnt of costs if the drafter differs in its weights alone.
+
         Raises:
             InputError: The drafter does not fit the other parts.
         """
-        parts = replace(self.parts, drafter=drafter)
-        if self._refuses is not None and (reason := self._refuses(parts)) is not None:
-            raise InputError(reason)
-        self.parts = parts
+        old = self.parts
+        alike = type(drafter) is type(old.drafter) and shapes(drafter.modules) == shapes(old.drafter.modules)
+        self.parts = self._fitting(drafter, old.experience if alike else Experience())
 
     def plain(self) -> "Engine":
         """An engine over the same target that drafts nothing. It keeps no warm slots, and this engine releases its own,
@@ -364,4 +374,19 @@ class Engine:
 
     def _advance(self) -> None:
         """One step of all requests; the updates go into the mailboxes."""
-        self._schedule.advance(self.max_prefill_tokens, self.dice, self.watch)
+        route = None if self.route is None else self._routed
+        self._schedule.advance(self.max_prefill_tokens, self.dice, self.watch, route)
+        if self.between is not None:
+            self.between()
+
+    def _routed(self, request: Request) -> Drafter:
+        """The drafter that `route` chooses, if it fits the other parts."""
+        drafter = self.parts.drafter if self.route is None else self.route(request)
+        return drafter if drafter is self.parts.drafter else self._fitting(drafter, self.parts.experience).drafter
+
+    def _fitting(self, drafter: Drafter, experience: Experience) -> Parts:
+        """The parts with another drafter. Raises InputError if it does not fit them."""
+        parts = replace(self.parts, drafter=drafter, experience=experience)
+        if self._refuses is not None and (reason := self._refuses(parts)) is not None:
+            raise InputError(reason)
+        return parts

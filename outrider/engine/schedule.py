@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.decoding.drafting import drafter_of
 from outrider.decoding.progress import Mark, digest, mark, rewind, tokens_left
 from outrider.decoding.protocol import Parts, Watch
 from outrider.dice import Dice
-from outrider.engine.admission import Admission
+from outrider.drafters.protocol import Drafter
+from outrider.engine.admission import Admission, Route
 from outrider.engine.output import FinishReason, Output, Update
 from outrider.engine.prefill import Chunk, plan
 from outrider.engine.prefixes import Prefixes
@@ -28,6 +30,7 @@ class Schedule:
         max_slots: Most slots in use at once, warm ones included.
         max_warm: Most slots that are kept warm.
         deliver: Called with every update.
+        timed: Called with the steps of each iteration that ran no prompt tokens.
     """
 
     def __init__(
@@ -38,10 +41,11 @@ class Schedule:
         max_slots: int,
         max_warm: int,
         deliver: Callable[[Update], None],
+        timed: Callable[[Sequence[Step]], None] | None = None,
     ) -> None:
         self.seats: dict[str, Seat] = {}
         self._tokenizer = tokenizer
-        self._deliver = deliver
+        self._deliver, self._timed = deliver, timed
         self._admission = Admission(parts, max_slots=max_slots, max_warm=max_warm)
 
     @property
@@ -58,6 +62,11 @@ class Schedule:
         """The slots that are kept warm."""
         return self._admission.prefixes
 
+    @property
+    def running(self) -> dict[str, Drafter]:
+        """The drafter of each request that has a slot."""
+        return {id: drafter_of(seat.running) for id, seat in self.seats.items() if seat.running is not None}
+
     def queue(self, request: Request) -> None:
         """Add a request to the queue for a slot."""
         seat = Seat(request=request, ending=Ending(self._tokenizer, request.stop))
@@ -69,10 +78,14 @@ class Schedule:
         return self._finish(self.seats[id], "cancelled") if id in self.seats else None
 
     def advance(
-        self, max_prefill_tokens: int, dice: Callable[[Sequence[Running]], Dice] | None, watch: Watch | None
+        self,
+        max_prefill_tokens: int,
+        dice: Callable[[Sequence[Running]], Dice] | None,
+        watch: Watch | None,
+        route: Route | None = None,
     ) -> None:
         """Admit requests, prefill new prompts, and make one step of all ready requests."""
-        for seat, error in self._admission.admit():
+        for seat, error in self._admission.admit(route):
             self._fail(seat, error)
         planned = plan(self.parts, list(self.seats.values()), max_prefill_tokens)
         for group in planned.digest:
@@ -103,6 +116,8 @@ class Schedule:
         by_id = {seat.request.id: seat for seat in seats}
         states = [seat.state for seat in seats]
         marks = [mark(state) for state in states]
+        # The first step of a request, and the first one after a failed step, may run prompt tokens too.
+        comparable = all(state.num_steps for state in states) and not any(seat.suspect for seat in seats)
         try:
             steps = self.parts.decoding.step(
                 self.parts,
@@ -117,6 +132,8 @@ class Schedule:
             for made in steps:
                 by_id[made.request].ready = True
                 self._deliver(self._update(by_id[made.request], made))
+            if comparable and self._timed is not None:
+                self._timed(steps)
 
     def _failed(self, seats: Sequence[Seat], marks: Sequence[Mark], error: BaseException) -> None:
         """Undo a forward that failed. A single request ends; several requests will be tried one by one. An interrupt is

@@ -100,8 +100,8 @@ def as_custom_generate(
         streamer: Gets the prompt and then each token, as from plain `generate`.
         stop_strings: End the output with the token that completes one of them; they need the option `tokenizer`.
         options: The fields of `outrider.Setup`, except those that name the target or say how to load it. The default
-            drafter is `suffix`. With `compile` or `prepack` the weights must not change between calls, and a compiled
-            model stays in memory.
+            drafter is `suffix`. Unless `forward` is `eager`, the weights must not change between calls, and what was
+            packed or compiled stays in memory.
 
     Raises:
         InputError: The option does not exist or does not apply. When called: `generate` was asked for something that

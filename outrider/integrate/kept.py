@@ -79,7 +79,9 @@ def _same(some: Setup, other: Setup) -> bool:
 def _engine(model: PreTrainedModel, options: Setup) -> Engine:
     """An engine that does not keep its model alive, and leaves text to the caller."""
     made = assemble(replace(options, target=model, vocab_size=logit_width(model)))
-    if isinstance(made.parts.target, LanguageModel | RecurrentModel):
+    if isinstance(made.parts.target, LanguageModel):
+        made.parts.target.hold_weakly()
+    elif isinstance(made.parts.target, RecurrentModel):
         made.parts.target.model = weakref.proxy(model)
     return Engine(made.parts, max_slots=made.max_slots, max_prefill_tokens=made.max_prefill_tokens)
 

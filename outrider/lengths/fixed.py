@@ -17,6 +17,7 @@ class FixedLength:
     """
 
     constant: ClassVar[bool] = True
+    known_ahead: ClassVar[bool] = True
     lossy = None
 
     num_speculative_tokens: int = 5

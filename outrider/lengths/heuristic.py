@@ -20,6 +20,7 @@ class HeuristicLength:
     """
 
     constant: ClassVar[bool] = False
+    known_ahead: ClassVar[bool] = True
     lossy = None
 
     num_speculative_tokens: int = 5

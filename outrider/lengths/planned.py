@@ -39,6 +39,7 @@ class PlannedLength:
     """
 
     constant: ClassVar[bool] = False
+    known_ahead: ClassVar[bool] = True
     lossy = None
 
     draft_cost: float = 0.15

@@ -1,12 +1,14 @@
 """The interface of length policies: the deepest draft, when to stop, and an update after each step."""
 
-from collections.abc import Sequence
-from typing import ClassVar, Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.lengths.costs import Forwards
+from outrider.lengths.experience import Choice, Experience
 from outrider.trees.protocol import Level
 from outrider.types import Step
 
@@ -18,6 +20,8 @@ class LengthPolicy(Protocol):
 
     Attributes:
         constant: Whether all drafts have the same length, as far as there is room.
+        known_ahead: Whether a step's length is known before the step: `reach` never sets a bound, and requests share
+            no budget. A policy that does not say so is asked at every level.
         lossy: Why the output has another law than the target's, and what to use instead; None if the law is the same.
     """
 
@@ -55,4 +59,27 @@ class BatchPolicy(Protocol):
 
     def share(self, notes: Float[np.ndarray, "requests depth 2"]) -> Int[np.ndarray, " requests"]:
         """How many draft tokens of each request to verify. `notes` is -inf where a request has no token."""
+        ...
+
+
+@runtime_checkable
+class LoadPolicy(Protocol):
+    """A length policy that chooses one length for all requests of a step, before drafting. It reads what the engine has
+    learnt of its own steps, and no tokens.
+
+    Attributes:
+        seeded: Draft length of requests whose outputs must repeat; None: they follow the choice too.
+    """
+
+    @property
+    def seeded(self) -> int | None: ...
+
+    def choose(self, experience: Experience, num_requests: int) -> Choice:
+        """The length of the next step, and whether it is a trial. Changes nothing."""
+        ...
+
+    def recalled(self, key: Mapping[str, Any], forwards: Forwards | None = None) -> Experience:
+        """What a new engine knows: the costs that earlier ones kept under this key, and for other costs the times of
+        forwards.
+        """
         ...

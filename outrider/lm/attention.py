@@ -26,12 +26,12 @@ from outrider.lm.slots import Pending
 
 @dataclass(frozen=True, kw_only=True)
 class Sight:
-    """What every query of a padded batch sees, on the host. Column c of a row with n new nodes stands for its node
-    `min(c, n - 1)`, so that padding repeats the last node.
+    """The keys that every query of a padded batch sees, as arrays on the host. Column c of a row with n new nodes
+    stands for its node `min(c, n - 1)`, so that padding repeats the last node.
 
-    A key's *index* is where it lies behind its slot: committed tokens first, then pending nodes by number. A query sees
-    the keys below `base` and, in a *marked* row, those pending nodes that `marks` says. A row is marked where its
-    pending nodes branch, or where its segment says what they see.
+    A key's *index* is its place in its slot: committed tokens first, then pending nodes by number. A query sees the
+    keys below `base`. In a *marked* row it also sees the pending nodes that `marks` selects. A row is marked if its
+    pending nodes branch, or if its segment states what they see.
 
     Attributes:
         positions: Position of each query.
@@ -39,7 +39,7 @@ class Sight:
         start: Index of the first pending node in a marked row; -1 in other rows.
         depths: Per marked row, the depth of each pending node; 0 elsewhere.
         marks: Per query of a marked row, the pending nodes that it sees: its ancestors and itself, unless its segment
-            says otherwise. None where no row is marked.
+            states other nodes. None where no row is marked.
     """
 
     positions: Int[np.ndarray, "rows queries"]
@@ -62,7 +62,7 @@ def look(
         sees: Per row, which pending nodes each new node sees; None is its ancestors and itself.
 
     Raises:
-        ValueError: What a row sees has not one line per new node and one column per pending one.
+        ValueError: An array of `sees` does not have one line per new node and one column per pending node.
     """
     sees = [None] * len(pendings) if sees is None else sees
     first = np.array([len(p) for p in pendings]) - counts
@@ -90,8 +90,8 @@ def look(
         if said is not None:
             if said.shape != (counts[r], len(pendings[r])):
                 raise ValueError(
-                    f"what nodes see must be of shape {(int(counts[r]), len(pendings[r]))}, one line per new node and "
-                    f"one column per pending one, got {said.shape}"
+                    f"sees must be of shape {(int(counts[r]), len(pendings[r]))}, one line per new node and one column "
+                    f"per pending node, got {said.shape}"
                 )
             marks[r, :, : said.shape[1]] = said[np.minimum(np.arange(width), counts[r] - 1)]
     within = np.where(plain[:, None], 0, numbers)
@@ -110,12 +110,13 @@ class MaskBuilder:
     """Makes the `attention_mask` argument of one model.
 
     Attributes:
-        spans: How far layers look back; a mapping where the model takes a dict of masks, None where one needs none.
+        spans: How far layers look back. It is a mapping if the model takes a dict of masks; there None stands for
+            layers that need no mask.
         additive: The dtype of additive masks; None gives bool masks, True where a key is seen.
         device: Where masks are wanted.
         blocks: Whether bool masks are wrapped as `BlockMask`s.
-        slopes: Per head, what is added per position of a key (ALiBi); the mask then has a head axis. Softmax does not
-            see a constant, so a bias by the key's position is one by its distance.
+        slopes: Per head, the bias per position of a key (ALiBi); the mask then has a head axis. A constant does not
+            change a softmax, so a bias by the key's position acts like a bias by its distance.
     """
 
     spans: Spans
@@ -126,7 +127,7 @@ class MaskBuilder:
     _keys: Int[Tensor, " numbers"] = field(default_factory=lambda: torch.arange(0), repr=False)
 
     def keys(self, count: int) -> Int[Tensor, " keys"]:
-        """The numbers below `count`, as a view of ones that are kept."""
+        """The numbers below `count`, as a view of a tensor that is kept."""
         if self._keys.shape[0] < count:
             fresh = torch.arange(1 << (count - 1).bit_length(), device=self.device)
             object.__setattr__(self, "_keys", fresh)
@@ -154,7 +155,7 @@ class MaskBuilder:
     def _marked(
         self, sight: Sight, marks: Bool[np.ndarray, "rows queries pending"], keys: Int[Tensor, " keys"]
     ) -> tuple[Bool[Tensor, "rows queries keys"], Int[Tensor, "rows keys"]]:
-        """What each query sees, and the position of each key."""
+        """The keys that each query sees, and the position of each key."""
         base, start, depths = upload([sight.base, sight.start, sight.depths], self.device)
         number = keys - start[:, None]
         inside = (start[:, None] >= 0) & (number >= 0) & (number < depths.shape[1])
@@ -189,7 +190,7 @@ class MaskBuilder:
 
 
 def mask_builder(model: PreTrainedModel, anatomy: Anatomy, spans: Spans) -> MaskBuilder:
-    """The builder of the kind of mask that a model's attention implementation takes."""
+    """A builder of the masks that a model's attention implementation takes."""
     bools = anatomy.flex or anatomy.attention == "sdpa"
     return MaskBuilder(
         spans=spans,

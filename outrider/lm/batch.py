@@ -169,3 +169,35 @@ class Batch:
         first = np.cumsum(self.counts) - self.counts
         source = first[:, None] + np.minimum(np.arange(self.width), self.counts[:, None] - 1)
         return values[upload([source], device)[0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneEach:
+    """The batch of a forward over one new node per row. Padding repeats the node.
+
+    Attributes:
+        nodes: The token of each row.
+        vectors: The feature of each row; None if they have none.
+        width: Columns.
+    """
+
+    nodes: Int[Tensor, " rows"]
+    vectors: Float[Tensor, "rows dim"] | None
+    width: int
+
+    @property
+    def digests_only(self) -> bool:
+        """Whether no logits are wanted: they are."""
+        return False
+
+    def tokens(self, device: torch.device) -> Int[Tensor, "rows width"]:
+        """The tokens of all rows, padded."""
+        tokens = self.nodes.to(device, torch.long, non_blocking=True)[:, None]
+        return tokens if self.width == 1 else tokens.repeat(1, self.width)
+
+    def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
+        """The features of all rows, padded; None if the nodes have none."""
+        if self.vectors is None:
+            return None
+        vectors = self.vectors.to(device, dtype, non_blocking=True)[:, None]
+        return vectors if self.width == 1 else vectors.repeat(1, self.width, 1)

@@ -1,11 +1,4 @@
-"""Keys and values of many slots in few tensors; the only file that knows how transformers talks to a cache.
-
-Relied on in transformers (read in 5.17 - 5.23, run in 5.23): with an explicit 4-D mask and `position_ids`, a causal LM
-calls `cache.update(keys, values, layer_idx) -> (keys, values)` once per layer that owns a cache, sometimes
-`cache.get_seq_length()`, whose result it then does not use, and nothing else; the cache need not inherit from `Cache`.
-HRM-Text asks `is_initialized`, which matters to prompts with token types, and Mllama looks in `layers` for what images
-left there.
-"""
+"""Keys and values of many slots in few tensors."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -16,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.lm.window import Window
 from outrider.types import InputError
 
 _STEP = 64
@@ -124,21 +118,6 @@ def fitting_context(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Group:
-    """Keys and values of equal shape: `[entries, rows, capacity, heads, dim]`, and the same memory seen two ways.
-
-    Attributes:
-        storage: All of it.
-        rows: Per entry, `[rows, capacity, heads, dim]`.
-        flat: Per entry, `[rows * capacity, heads, dim]`.
-    """
-
-    storage: Float[Tensor, "entries rows capacity heads dim"]
-    rows: Sequence[Float[Tensor, "rows capacity heads dim"]]
-    flat: Sequence[Float[Tensor, "places heads dim"]]
-
-
 class SlotCache:
     """Slots of different lengths that one forward reads and extends together.
 
@@ -150,9 +129,6 @@ class SlotCache:
         num_bytes: Memory held.
         bytes_moved: Bytes copied so far to compact accepted paths and to fill holes.
     """
-
-    is_initialized = True
-    layers = ()
 
     def __init__(
         self,
@@ -168,40 +144,36 @@ class SlotCache:
         self._max_capacity = _round_up(max_context + 1)
         self._device = device
         self._shapes: list[Shape] = []
-        self._counts: list[int] = []
-        self._entries: dict[int, tuple[tuple[int, int], tuple[int, int]]] = {}
+        self._entries: dict[int, tuple[int, int]] = {}
         for index, layer in sorted(layers.items()):
-            self._entries[index] = (self._entry(layer.keys), self._entry(layer.values))
+            self._entries[index] = (len(self._shapes), len(self._shapes) + 1)
+            self._shapes += [layer.keys, layer.values]
         self._row_of: dict[int, int] = {}
         self._used: dict[int, int] = {}
+        self._parts: dict[tuple[int, int], Sequence[Tensor]] = {}
         self._num_rows, self._capacity = num_rows, min(_FIRST, self._max_capacity)
-        self._groups = [self._allocate(g) for g in range(len(self._shapes))]
+        # A compiler that writes into a part of a tensor copies all of it, so each layer's keys are one, and its values.
+        self._storages = [self._allocated(shape) for shape in self._shapes]
 
-    def _entry(self, shape: Shape) -> tuple[int, int]:
-        if shape not in self._shapes:
-            self._shapes.append(shape)
-            self._counts.append(0)
-        group = self._shapes.index(shape)
-        self._counts[group] += 1
-        return group, self._counts[group] - 1
-
-    def _allocate(self, group: int) -> _Group:
-        shape = self._shapes[group]
-        size = (self._counts[group], self._num_rows, self._capacity, shape.heads, shape.dim)
+    def _allocated(self, shape: Shape) -> Float[Tensor, "rows capacity heads dim"]:
+        size = (self._num_rows, self._capacity, shape.heads, shape.dim)
         with torch.inference_mode(False):
             # Zeros, because even a masked key reaches the output if it is not finite.
-            storage = torch.zeros(size, dtype=shape.dtype, device=self._device)
-            flat = storage.view(size[0], -1, shape.heads, shape.dim)
-            return _Group(storage=storage, rows=storage.unbind(0), flat=flat.unbind(0))
+            return torch.zeros(size, dtype=shape.dtype, device=self._device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(g.storage.nbytes for g in self._groups)
+        return sum(each.nbytes for each in self._storages)
 
     @property
-    def storages(self) -> Sequence[Float[Tensor, "_ _ _ _ _"]]:
-        """The tensors that hold everything."""
-        return [g.storage for g in self._groups]
+    def storages(self) -> Sequence[Float[Tensor, "_ _ _ _"]]:
+        """The tensors that hold everything: per layer its keys and its values, `[rows, capacity, heads, dim]`."""
+        return self._storages
+
+    @property
+    def entries(self) -> Mapping[int, tuple[int, int]]:
+        """For each layer that keeps keys and values, the indices of their tensors in `storages`."""
+        return self._entries
 
     def row(self, slot: int) -> int:
         """The row in which a slot lies now."""
@@ -220,8 +192,8 @@ class SlotCache:
                 behind a mask.
         """
         hole = self._row_of.pop(slot)
-        for group in self._groups if clean and hole < self._num_rows else ():
-            group.storage[:, hole].zero_()
+        for storage in self._storages if clean and hole < self._num_rows else ():
+            storage[hole].zero_()
         self._used.pop(slot)
         last = len(self._row_of)
         if hole == last:
@@ -261,22 +233,21 @@ class SlotCache:
         Raises:
             KeyError: The layer keeps none; it shares another's.
         """
-        (keys, k), (values, v) = self._entries[layer]
-        row = self._row_of[slot]
-        return self._groups[keys].rows[k][row, :length], self._groups[values].rows[v][row, :length]
+        (keys, values), row = self._entries[layer], self._row_of[slot]
+        return self._storages[keys][row, :length], self._storages[values][row, :length]
 
     def _copy(self, source: int, target: int, used: int) -> None:
         # A slot that was opened and never extended may lie in a row that storage has not grown to yet.
-        for group in self._groups if used else ():
-            group.storage[:, target, :used].copy_(group.storage[:, source, :used])
-            self.bytes_moved += group.storage[:, target, :used].nbytes
+        for storage in self._storages if used else ():
+            storage[target, :used].copy_(storage[source, :used])
+            self.bytes_moved += storage[target, :used].nbytes
 
     def _swap(self, one: int, other: int, used: int) -> None:
         self._reserve(used)
-        for group in self._groups if used else ():
-            kept = group.storage[:, one, :used].clone()
-            group.storage[:, one, :used].copy_(group.storage[:, other, :used])
-            group.storage[:, other, :used].copy_(kept)
+        for storage in self._storages if used else ():
+            kept = storage[one, :used].clone()
+            storage[one, :used].copy_(storage[other, :used])
+            storage[other, :used].copy_(kept)
             self.bytes_moved += 2 * kept.nbytes
 
     def places(
@@ -309,10 +280,10 @@ class SlotCache:
         if (rows, capacity) == (self._num_rows, self._capacity):
             return
         self._num_rows, self._capacity = rows, capacity
-        for g, old in enumerate(self._groups):
-            new = self._allocate(g)
-            new.storage[:, : old.storage.shape[1], : old.storage.shape[2]].copy_(old.storage)
-            self._groups[g] = new
+        for i, shape in enumerate(self._shapes):
+            old, self._storages[i] = self._storages[i], self._allocated(shape)
+            self._storages[i][: old.shape[0], : old.shape[1]].copy_(old)
+        self._parts = {}
 
     def view(self, used: int, *, doubling: bool = False) -> int:
         """How many positions a forward reads, where none of its slots has more than `used`.
@@ -322,41 +293,28 @@ class SlotCache:
         wanted = max(_FIRST, 1 << (used - 1).bit_length()) if doubling else _round_up(used)
         return min(wanted, self._capacity)
 
-    def prepare(self, slots: Sequence[int], places: Int[Tensor, "slots width"], view: int) -> None:
-        """Set what `update` does during the next forward.
+    def window(self, slots: Sequence[int], places: Int[Tensor, "slots width"], view: int) -> Window:
+        """What the next forward reads and extends; valid until the next call of any method.
 
         Args:
             slots: One per row of the batch, in ascending order of their rows.
-            places: What `places` returned, on the device.
+            places: What `places` or `run` returned, on the device.
             view: How many positions the forward reads.
         """
         rows = [self._row_of[s] for s in slots]
-        self._places = places.reshape(-1)
-        self._view = view
-        self._first, self._last = rows[0], rows[-1] + 1
-        contiguous = self._last - self._first == len(rows)
-        self._select = None if contiguous else torch.tensor(rows).to(self._device, non_blocking=True)
+        first, last, flat = rows[0], rows[-1] + 1, places.reshape(-1)
+        if last - first > len(rows):
+            select = torch.tensor(rows).to(self._device, non_blocking=True)
+            return Window(self._entries, self._storages, flat, view, select)
+        if first:
+            flat = flat - first * self._capacity
+        return Window(self._entries, self._between(first, last), flat, view)
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Called by transformers: write the new keys and values of a layer, return all of them."""
-        key_entry, value_entry = self._entries[layer_idx]
-        return self._write(key_entry, keys), self._write(value_entry, values)
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Called by transformers; lengths differ by slot, and with explicit positions the answer is not used."""
-        return 0
-
-    def _write(
-        self, entry: tuple[int, int], states: Float[Tensor, "batch heads width dim"]
-    ) -> Float[Tensor, "batch heads view dim"]:
-        group, index = self._groups[entry[0]], entry[1]
-        batch, heads, width, dim = states.shape
-        group.flat[index].index_copy_(0, self._places, states.transpose(1, 2).reshape(batch * width, heads, dim))
-        if self._select is None:
-            rows = group.rows[index][self._first : self._last, : self._view]
-        else:
-            rows = group.rows[index][:, : self._view].index_select(0, self._select)
-        return rows.transpose(1, 2)
+    def _between(self, first: int, last: int) -> Sequence[Float[Tensor, "rows capacity heads dim"]]:
+        """The storages from one row to another."""
+        if (first, last) not in self._parts:
+            self._parts[first, last] = [storage[first:last] for storage in self._storages]
+        return self._parts[first, last]
 
     def move(self, moves: Mapping[int, tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]]) -> None:
         """Per slot, copy positions (the first array) to positions (the second); all slots in one copy per tensor."""
@@ -364,11 +322,9 @@ class SlotCache:
         sources = np.concatenate([offset + pair[0] for offset, pair in offsets])
         targets = np.concatenate([offset + pair[1] for offset, pair in offsets])
         both = torch.from_numpy(np.stack([sources, targets])).to(self._device, non_blocking=True)
-        for group in self._groups:
-            entries, _, _, heads, dim = group.storage.shape
-            flat = group.storage.view(entries, -1, heads, dim)
-            moved = flat.index_select(1, both[0])
-            flat.index_copy_(1, both[1], moved)
+        for flat in (storage.flatten(0, 1) for storage in self._storages):
+            moved = flat.index_select(0, both[0])
+            flat.index_copy_(0, both[1], moved)
             self.bytes_moved += moved.nbytes
 
     def shorten(self, slot: int, used: int) -> None:

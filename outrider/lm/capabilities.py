@@ -86,7 +86,7 @@ def _recurrent(anatomy: Anatomy) -> list[Capability]:
             supported=True,
             reason="a prompt that continues the last text prefills only its new tokens; any other prompt starts anew",
         ),
-        Capability(feature="compile", supported=False, reason="segments have as many lengths as drafts do"),
+        Capability(feature="compiled forwards", supported=False, reason="segments have as many lengths as drafts do"),
     ]
 
 
@@ -107,9 +107,9 @@ def _attending(anatomy: Anatomy) -> list[Capability]:
             feature="prefix reuse", supported=True, reason="the longest common beginning with the last text is kept"
         ),
         Capability(
-            feature="compile",
+            feature="compiled forwards",
             supported=uncompiled is None,
-            reason=uncompiled or "the forward traces as one graph on the architectures tried",
+            reason=uncompiled or "from a library that `outrider prepare` makes",
         ),
     ]
 

@@ -1,17 +1,19 @@
-"""Forwards compiled by torch, with the hidden states that are tapped."""
+"""Forwards compiled by torch when they are first called: those of models on GPUs, and those of heads."""
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
+from outrider.lm.eager import EagerForward
+from outrider.lm.slotted import Inputs, Outputs
 from outrider.lm.taps import attach
+from outrider.lm.twin import twin
 
 COMPILED = 64
 """Most columns of a compiled forward. Longer forwards prefill prompts; they have many shapes and are rare."""
@@ -20,41 +22,45 @@ Run = Callable[..., tuple[Tensor, tuple[Tensor, ...]]]
 """A forward that returns logits and the tapped hidden states, in the order of the taps."""
 
 
-class CompiledForwards:
-    """A model's forward, compiled for each choice of taps when it is first called with them.
+class ReplayedForward:
+    """A model's forwards on a GPU, replayed as CUDA graphs; one for each shape and choice of taps.
 
-    On a CPU shapes are symbols, so that one graph serves all lengths (and another one row), and weights become
-    constants that the kernel library lays out once. On a GPU shapes are fixed and forwards are replayed as CUDA graphs.
+    Forwards of more than `COMPILED` columns, of prompts, are not compiled.
 
     Attributes:
-        num_forwards: Forwards made so far.
+        num_forwards: Compiled forwards made so far.
 
     Args:
         model: The model; its weights must not change afterwards.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._replayed = model.device.type == "cuda"
+        self._model, self._eager = model, EagerForward(model)
         self._by_taps: dict[tuple[int, ...], Run] = {}
         self.num_forwards = 0
 
-    def __call__(
-        self, taps: Sequence[int], **inputs: Any
-    ) -> tuple[Float[Tensor, "rows width vocab"], Mapping[int, Float[Tensor, "rows width hidden"]]]:
-        """The logits and the tapped hidden states."""
-        wanted = tuple(dict.fromkeys(taps))
+    def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
+        batch, wanted = inputs.batch, tuple(dict.fromkeys(taps))
+        if batch.width > COMPILED or batch.digests_only:
+            return self._eager(inputs, taps)
         if wanted not in self._by_taps:
             self._by_taps[wanted] = self._compiled(wanted)
-        logits, seen = self._by_taps[wanted](**inputs)
+        # Where a view begins would become part of a graph. A graph computes all logits.
+        logits, seen = self._by_taps[wanted](
+            input_ids=batch.tokens(self._model.device).clone(),
+            attention_mask=inputs.masks,
+            position_ids=inputs.positions.clone(),
+            past_key_values=inputs.window,
+            use_cache=True,
+            logits_to_keep=0,
+        )
         self.num_forwards += 1
-        if self._replayed:
-            # The next replay of a CUDA graph writes where this one's output lies.
-            logits, seen = logits.clone(), tuple(each.clone() for each in seen)
-        return logits, dict(zip(wanted, seen, strict=True))
+        # The next replay of a CUDA graph writes where this one's output lies.
+        taken = {k: each.clone() for k, each in zip(wanted, seen, strict=True)}
+        return Outputs(logits=logits.clone(), columns=np.arange(batch.width), taps=taken)
 
     def _compiled(self, taps: tuple[int, ...]) -> Run:
-        model = self._model if not taps else _twin(self._model)
+        model = twin(self._model) if taps else self._model
         seen: dict[int, Tensor] = {}
         attach(Anatomy.of(model).layers, taps, seen)
 
@@ -62,16 +68,7 @@ class CompiledForwards:
             logits = model(**inputs).logits
             return logits, tuple(seen[k] for k in taps)
 
-        if self._replayed:
-            return torch.compile(_own(run), dynamic=False, mode="reduce-overhead")
-        return torch.compile(_own(run), dynamic=True, options={"freezing": True})
-
-
-def _twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy that shares all weights, so that hooks on it are not hooks on the model."""
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    twin: PreTrainedModel = copy.deepcopy(model, shared)
-    return twin
+        return torch.compile(_own(run), dynamic=False, mode="reduce-overhead")
 
 
 def _own(function: Callable[..., Any]) -> Callable[..., Any]:

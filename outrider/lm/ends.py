@@ -2,11 +2,11 @@
 
 Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `model.get_input_embeddings()`; a causal LM's forward
 calls the one of its children that holds the layers with its `inputs_embeds`, takes `last_hidden_state` or element 0 of
-what that returns, and makes logits of it (23 classes scale or cap them on the way); `last_hidden_state` is what a
-module beside the layers, the final norm, returned, or what the last layer did.
+what that returns, and computes logits from it (23 classes scale or cap them); `last_hidden_state` is the output of a
+module beside the layers, the final norm, or the output of the last layer.
 
-The output layer is the model's own forward around a stand-in for everything below it, so that scaled and capped logits
-come out right. The final norm is found by watching one forward, not by its name.
+The output layer is the model's own forward around a stand-in for everything below it, so that logits are scaled and
+capped correctly. The final norm is found by watching one forward, not by its name.
 """
 
 import copy
@@ -31,8 +31,8 @@ class Ends:
 
     Attributes:
         embed: Input embeddings of tokens.
-        norm: The final norm, from the residual stream that leaves the last layer.
-        head: Logits of normed states.
+        norm: The final norm of the last layer's output.
+        head: Logits from normed states.
     """
 
     embed: Callable[[Int[Tensor, "*batch"]], Float[Tensor, "*batch hidden"]]
@@ -40,16 +40,16 @@ class Ends:
     head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Ends":
-        """Itself: a copy of a drafter's head does not copy its target."""
+        """Returns itself: a copy of a drafter's head does not copy its target."""
         return self
 
 
 class _Below(nn.Module):
-    """Stands for the part of a model that holds its layers: says what it is given, and has the same settings."""
+    """Stands for the part of a model that holds its layers: it returns the embeddings that it gets."""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        # In a tuple it is no module of this one.
+        # The tuple keeps torch from registering it as a submodule.
         self._original = (original,)
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +68,7 @@ class _Below(nn.Module):
 
 
 class _Said:
-    """The output of a model below its output layer, with nothing in it but hidden states."""
+    """The output of a model below its output layer. It has hidden states and nothing else."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
@@ -84,15 +84,15 @@ class _Said:
 
 @torch.inference_mode()
 def find_ends(model: PreTrainedModel, anatomy: Anatomy) -> Ends:
-    """A model's ends, tried on a short text.
+    """The ends of a model, after a test on a short text.
 
     Raises:
-        InputError: They do not work in a way that is known here.
+        InputError: The model works in a way unknown here.
     """
     embedding = model.get_input_embeddings()
     if anatomy.layers is None:
         raise InputError(
-            f"{anatomy.name} has no one list of decoder layers, so a drafter cannot read its hidden states"
+            f"{anatomy.name} has no single list of decoder layers, so a drafter cannot read its hidden states"
         )
     norm, seen = _final_norm(model, anatomy.layers, anatomy.name)
     head = _output_layer(model, anatomy.layers)
@@ -111,14 +111,14 @@ def find_ends(model: PreTrainedModel, anatomy: Anatomy) -> Ends:
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What a short text gave: what left the last layer, and the logits."""
+    """The last layer's output for a short text, and the logits."""
 
     leaving: Float[Tensor, "1 tokens hidden"]
     logits: Float[Tensor, "1 tokens vocab"]
 
 
 def _final_norm(model: PreTrainedModel, layers: nn.ModuleList, name: str) -> tuple[Callable[[Tensor], Tensor], _Seen]:
-    """The module that takes what leaves the last layer, and what a short text gave."""
+    """The module that takes the last layer's output, and what was seen of a short text."""
     left: list[Tensor] = []
     followers: list[nn.Module] = []
     final: list[Tensor] = []

@@ -1,11 +1,13 @@
-"""`flex_attention`: our masks as torch's `BlockMask`, and the one form of torch's kernel that is right everywhere.
+"""`flex_attention`: our masks as torch's `BlockMask`, and the only form of torch's kernel that is right on every
+device.
 
 Relied on in transformers (read in 5.23, run in 5.23): a `BlockMask` given as `attention_mask` reaches
-`flex_attention_forward` as it is, which calls `torch.compile(flex_attention)`, one for all models of a process.
-Relied on in torch (read and run in 2.13): under `torch.compiler.set_stance("force_eager")` that call runs
-`flex_attention` uncompiled, by plain tensor operations over all pairs of queries and keys, on any device, in any dtype.
+`flex_attention_forward` as it is, which calls `torch.compile(flex_attention)`. All models of a process share this
+compiled function. Relied on in torch (read and run in 2.13): under `torch.compiler.set_stance("force_eager")` that call
+runs `flex_attention` uncompiled, by plain tensor operations over all pairs of queries and keys, on any device, in any
+dtype.
 
-Compiled, it is not used: `docs/decisions/011-flex-attention.md` says why.
+The compiled form is not used: `docs/decisions/011-flex-attention.md` gives the reasons.
 """
 
 import threading
@@ -22,9 +24,9 @@ _BLOCK = 128
 
 
 class _Stance:
-    """Torch's stance belongs to the process; this counts the forwards of all threads that want it changed.
+    """Counts the forwards, of all threads, that need torch's stance changed. The stance belongs to the process.
 
-    The first one in changes it and the last one out puts back what was there.
+    The first such forward changes the stance, and the end of the last one restores it.
     """
 
     def __init__(self) -> None:
@@ -64,7 +66,7 @@ def block_mask(seen: Bool[Tensor, "rows queries keys"]) -> BlockMask:
     numbers = torch.arange(across, dtype=torch.int32, device=seen.device)
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        # What seen[row, query, key] does, without torch's detour for such brackets: it costs milliseconds per layer.
+        # The same as seen[row, query, key], without torch's detour for such an index, which costs milliseconds a layer.
         return torch.ops.aten.index.Tensor(seen, [row, query, key])
 
     return BlockMask.from_kv_blocks(
@@ -79,7 +81,9 @@ def block_mask(seen: Bool[Tensor, "rows queries keys"]) -> BlockMask:
 
 @contextmanager
 def uncompiled(wanted: bool = True) -> Iterator[None]:
-    """While the body runs, in any thread, functions compiled by torch run uncompiled, in all threads, if wanted."""
+    """If `wanted`, all functions compiled by torch run uncompiled, in all threads, as long as any thread is in the
+    body.
+    """
     if not wanted:
         yield
         return
@@ -92,10 +96,11 @@ def uncompiled(wanted: bool = True) -> Iterator[None]:
 
 @contextmanager
 def tried(wanted: bool) -> Iterator[None]:
-    """For the trial forwards of a model when it is opened; nothing for models that attend in other ways.
+    """Surrounds the trial forwards of a model that is being opened: `uncompiled`, without two warnings.
 
-    Torch says once per process that uncompiled attention is slow, and transformers builds its masks in a way that torch
-    calls outdated; neither is of use to someone who opens a model.
+    Torch warns once per process that uncompiled attention is slow, and that transformers builds its masks in an
+    outdated way. Both warnings are useless to a person who opens a model. `wanted` is False for models with another
+    attention; then nothing changes.
     """
     if not wanted:
         yield

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from outrider.lm.anatomy import Span
 from outrider.lm.attention import MaskBuilder
-from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
+from outrider.lm.cache import Probe
 from outrider.lm.compiled import compiled_head
-from outrider.lm.slots import BRANCHES, Slots
+from outrider.lm.slots import Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.types import InputError
 
@@ -93,17 +93,14 @@ class HeadLM(SlottedLM):
         self._builder = MaskBuilder(spans=Span(), additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
-        fitting = fitting_context(
-            probe.layers, max_slots=max_slots, max_context=max_context, limit=None, free=free_bytes(self.device)
-        )
-        cache = SlotCache(
+        self._slots = Slots.fitting(
             probe.layers,
             max_slots=max_slots,
-            max_context=fitting + BRANCHES,
+            max_context=max_context,
+            limit=None,
             device=self.device,
             num_rows=2 if compile else 1,
         )
-        self._slots = Slots(cache, max_slots=max_slots, max_context=fitting)
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -123,7 +120,7 @@ class HeadLM(SlottedLM):
         if self._compile:
             # Where a view begins would become part of a graph.
             tokens, positions = tokens.clone(), positions.clone()
-        hidden = self._run(tokens, batch.features(self.device, self.dtype), positions, inputs.masks, self.cache)
+        hidden = self._run(tokens, batch.features(self.device, self.dtype), positions, inputs.masks, inputs.window)
         wanted = hidden if len(columns) == batch.width else hidden[:, torch.from_numpy(columns).to(self.device)]
         return Outputs(logits=self.module.logits(wanted), columns=columns, features=hidden)
 

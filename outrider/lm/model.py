@@ -1,7 +1,8 @@
 """A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,18 +13,22 @@ from outrider.lm import alibi, flex
 from outrider.lm.anatomy import Anatomy, Span
 from outrider.lm.attention import look, mask_builder
 from outrider.lm.batch import upload
-from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
-from outrider.lm.compiled import COMPILED, CompiledForwards
+from outrider.lm.cache import Probe
+from outrider.lm.compiled import ReplayedForward
+from outrider.lm.eager import EagerForward
 from outrider.lm.ends import Ends, find_ends
+from outrider.lm.forward import Choice, Forward
+from outrider.lm.package import Package, PackagedForward
 from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Segment
-from outrider.lm.slots import BRANCHES, Pending, Slots
+from outrider.lm.slots import Pending, Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.lm.support import refusal
-from outrider.lm.taps import tapped
 from outrider.types import InputError
 
-_TOLERANCE = 1e-2
+_TOLERANCE, _ROUGHLY = 1e-2, 0.1
+Runs = Callable[[Inputs, Sequence[int]], Outputs]
+"""Runs a forward with these taps."""
 
 
 class LanguageModel(SlottedLM):
@@ -36,6 +41,8 @@ class LanguageModel(SlottedLM):
         model: The model.
         anatomy: What is known of it.
         num_layers: Decoder layers.
+        forward: How its forwards run.
+        choice: How that was chosen; None if it was not.
 
     Args:
         model: The model, on one device.
@@ -46,12 +53,10 @@ class LanguageModel(SlottedLM):
         pad_to: Rows are padded to at least this many columns, and the output layer computed for as many. On CPUs
             bfloat16 products of 2 to 32 rows round alike and those of one row do not, so 2 makes decoding
             bit-identical to verifying.
-        compile: Compile forwards of up to `COMPILED` columns with torch.compile: on a CPU with frozen weights, one
-            graph for all lengths; on a GPU as CUDA graphs. The first forward of each kind takes long, half a minute
-            for a dozen layers. Roundings differ from those without; longer forwards, of prompts, are not compiled. The
-            weights must not change afterwards.
-        prepack: Run a twin of the model whose linear layers are laid out for the CPU's kernels; see `packed`. The
-            weights must not change afterwards.
+        forward: How forwards run: `eager` as transformers runs them; `packed` with linear layers laid out for the CPU's
+            kernels, see `packed`; `compiled` from a library on disk on a CPU, see `package`, as CUDA graphs on a GPU,
+            see `compiled`. With the last two the weights must not change afterwards. All round alike for a single
+            token and a block, or none does; the three differ from each other in roundings.
 
     Raises:
         InputError: The model cannot be supported, or the cache does not fit in memory.
@@ -80,8 +85,7 @@ class LanguageModel(SlottedLM):
         max_context: int | None = None,
         vocab_size: int | None = None,
         pad_to: int = 1,
-        compile: bool = False,
-        prepack: bool = False,
+        forward: Forward = "eager",
     ) -> None:
         for name, value in (("max_slots", max_slots), ("max_context", max_context), ("pad_to", pad_to)):
             if value is not None and value < 1:
@@ -92,57 +96,108 @@ class LanguageModel(SlottedLM):
         if self.anatomy.recurrent or self.anatomy.spans is None:
             raise InputError(f"{self.anatomy.name} has recurrent layers; open it with RecurrentModel")
         check_context(self.anatomy, max_context)
-        _check_levers(model, self.anatomy, compile, prepack)
         self.model = model.eval()
         self.device, self.dtype = model.device, model.dtype
         self.num_layers, self.hidden_size = self.anatomy.num_layers, self.anatomy.hidden_size
         self.num_taps, self.num_forwards = self.num_layers + 1, 0
         self._ends: Ends | None = None
-        # A compiler treats one column as a kind of its own.
-        self.pad_to = max(2, pad_to) if compile else pad_to
-        self._twin = packed(model) if prepack else None
-        self._layers = self.anatomy.layers if self._twin is None else Anatomy.of(self._twin).layers
-        self._compiled = CompiledForwards(model) if compile else None
-        self._doubling = compile and model.device.type == "cuda"
+        self.pad_to = pad_to
         self._builder = mask_builder(model, self.anatomy, self.anatomy.spans or Span())
         probe = Probe()
         self.vocab_size = checked_width(self._probe(probe), vocab_size)
         check_devices(probe.devices, self.device)
-        limit = self.anatomy.longest_context
-        fitting = fitting_context(
-            probe.layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free_bytes(self.device)
-        )
-        cache = SlotCache(
+        self._slots = Slots.fitting(
             probe.layers,
             max_slots=max_slots,
-            max_context=fitting + BRANCHES,
+            max_context=max_context,
+            limit=self.anatomy.longest_context,
             device=self.device,
-            num_rows=2 if compile else 1,
+            num_rows=2 if forward == "compiled" else 1,
         )
-        self._slots = Slots(cache, max_slots=max_slots, max_context=fitting)
-        if (reason := self._misread()) is not None:
-            raise InputError(reason)
+        self._forwards: dict[Forward, Runs] = {}
+        self.choice: Choice | None = None
+        self.run_by("eager")
+        if forward != "eager":
+            self.run_by(forward)
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
         """The model."""
         return {"model": self.model}
 
+    def run_by(self, forward: Forward) -> None:
+        """Choose how forwards run from now on.
+
+        Raises:
+            InputError: This model cannot run so here.
+        """
+        if (reason := self.why_not(forward)) is not None:
+            raise InputError(reason)
+        new = forward not in self._forwards
+        if new:
+            self._forwards[forward] = self._made(forward)
+        self.forward = forward
+        self._doubling = forward == "compiled" and self.device.type == "cuda"
+        if new and (reason := self._misread()) is not None:
+            raise InputError(reason)
+
+    def why_not(self, forward: Forward) -> str | None:
+        """Why its forwards cannot run so here, in one sentence; None if they can."""
+        return why_not(self.model, self.anatomy, forward)
+
+    def prepare(self, taps: Sequence[int] = ()) -> None:
+        """Make the library of forwards with these taps, if it is not there, and run by it from now on.
+
+        Raises:
+            InputError: It cannot be made.
+        """
+        self.run_by("compiled")
+        runs = self._forwards["compiled"]
+        if isinstance(runs, PackagedForward):
+            runs.prepare(taps)
+
+    def renew(self) -> None:
+        """Read the weights again, because they have changed. Packed copies of them are made anew.
+
+        Raises:
+            RuntimeError: Compiled forwards hold the weights that they were made of.
+        """
+        if "compiled" in self._forwards:
+            raise RuntimeError(f"the compiled forwards of {self.anatomy.name} hold weights that have changed")
+        if "packed" in self._forwards:
+            self._forwards["packed"] = self._made("packed")
+
+    def _made(self, forward: Forward) -> "Runs":
+        if forward == "packed":
+            return EagerForward(packed(self.model))
+        if forward == "eager":
+            return EagerForward(self.model)
+        if self.device.type == "cuda":
+            return ReplayedForward(self.model)
+        return PackagedForward(self.package)
+
     @property
-    def levers(self) -> tuple[str, ...]:
-        """The options that make its forwards faster and may change their roundings."""
-        used = {"compile": self._compiled, "prepack": self._twin}
-        return tuple(name for name, made in used.items() if made is not None)
+    def package(self) -> Package:
+        """The library of its forward."""
+        return Package(
+            model=self.model, builder=self._builder, storages=self.cache.storages, entries=self.cache.entries
+        )
 
     @property
     def num_compiled_forwards(self) -> int:
         """Number of compiled forwards so far."""
-        return 0 if self._compiled is None else self._compiled.num_forwards
+        return getattr(self._forwards.get("compiled"), "num_forwards", 0)
+
+    def hold_weakly(self) -> None:
+        """Do not keep the model alive. Forwards that were packed or compiled keep what they were made of."""
+        self.model = weakref.proxy(self.model)
+        if isinstance(eager := self._forwards["eager"], EagerForward):
+            eager.model = self.model
 
     def ends(self) -> Ends:
         """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         if self._ends is None:
-            self._ends = find_ends(self._runner, self.anatomy)
+            self._ends = find_ends(self.model, self.anatomy)
         return self._ends
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
@@ -156,43 +211,8 @@ class LanguageModel(SlottedLM):
             vocab_size=self.vocab_size,
         )
 
-    @property
-    def _runner(self) -> PreTrainedModel:
-        """The model, or its packed copy."""
-        return self.model if self._twin is None else self._twin
-
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        batch, columns = inputs.batch, inputs.columns
-        if self._compiled is not None and batch.width <= COMPILED and not batch.digests_only:
-            return self._compiled_forward(self._compiled, inputs, taps)
-        some = None if len(columns) == batch.width else columns
-        with (
-            tapped(self._layers, taps) as seen,
-            alibi.bias_in_mask(self._runner),
-            flex.uncompiled(self._builder.blocks),
-        ):
-            logits = self._runner(
-                input_ids=batch.tokens(self.device),
-                attention_mask=inputs.masks,
-                position_ids=inputs.positions,
-                past_key_values=self.cache,
-                use_cache=True,
-                logits_to_keep=0 if some is None else upload([some], self.device)[0],
-            ).logits
-        return Outputs(logits=logits, columns=columns, taps=seen)
-
-    def _compiled_forward(self, compiled: CompiledForwards, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        """A compiled forward computes all logits. Where a view begins would become part of a graph."""
-        logits, seen = compiled(
-            taps,
-            input_ids=inputs.batch.tokens(self.device).clone(),
-            attention_mask=inputs.masks,
-            position_ids=inputs.positions.clone(),
-            past_key_values=self.cache,
-            use_cache=True,
-            logits_to_keep=0,
-        )
-        return Outputs(logits=logits, columns=np.arange(inputs.batch.width), taps=seen)
+        return self._forwards[self.forward](inputs, taps)
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:
@@ -217,9 +237,10 @@ class LanguageModel(SlottedLM):
         """Why this model gives wrong logits on trees, found by trying one; None if they are right.
 
         The last of two siblings must have the logits of a plain run without the other sibling. Below float32, roundings
-        are too coarse for this test, and the model passes.
+        are too coarse to tell one mask from another, and a model passes as it is; a compiled one must be near.
         """
-        if self.dtype not in (torch.float32, torch.float64):
+        exact = self.dtype in (torch.float32, torch.float64)
+        if self.forward == "packed" or not (exact or self.forward == "compiled"):
             return None
         low, high = (n % self.vocab_size for n in (3, 5))
         slot = self.open()
@@ -231,8 +252,13 @@ class LanguageModel(SlottedLM):
         with flex.tried(self.anatomy.flex):
             plain = self.model(input_ids=tree[None, [0, 2, 3]], use_cache=False).logits[0, -1, : self.vocab_size]
         difference, spread = float((ours - plain).abs().max()), float(plain.max() - plain.min())
-        if difference <= _TOLERANCE * spread:
+        if difference <= (_TOLERANCE if exact else _ROUGHLY) * spread:
             return None
+        if self.forward == "compiled":
+            return (
+                f"the compiled forward of {self.anatomy.name} does not say what the model says (logits differ by "
+                f"{difference:.2g} in a range of {spread:.2g}); choose forward=eager"
+            )
         return (
             f"{self.anatomy.name} does not read a tree of tokens as it reads a text (logits differ by "
             f"{difference:.2g} in a range of {spread:.2g}), so its masks or positions work in a way unknown here"
@@ -259,14 +285,23 @@ def check_devices(found: set[torch.device], device: torch.device) -> None:
         raise InputError(f"the model must be on one device, got {', '.join(sorted(str(d) for d in found))}")
 
 
-def _check_levers(model: PreTrainedModel, anatomy: Anatomy, compile: bool, prepack: bool) -> None:
-    """Raise InputError if `compile` or `prepack` cannot be used with this model."""
-    if compile and anatomy.flex:
-        raise InputError(
-            "flex_attention runs uncompiled here, so compile would do nothing; load the model with "
-            "attn_implementation='sdpa', or leave compile out"
+def runnable(model: PreTrainedModel, forward: Forward | None) -> Forward | None:
+    """The kind of forward that was asked for if the model can run so, otherwise `eager`; None stays None."""
+    anatomy = Anatomy.of(model)
+    if forward is None or (not anatomy.recurrent and why_not(model, anatomy, forward) is None):
+        return forward
+    return "eager"
+
+
+def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str | None:
+    """Why this model's forwards cannot run so here, in one sentence; None if they can."""
+    if forward == "compiled" and anatomy.flex:
+        return (
+            "flex_attention runs uncompiled here; load the model with attn_implementation='sdpa', or choose "
+            "forward=eager"
         )
-    if compile and prepack:
-        raise InputError("compile lays out weights for the CPU's kernels by itself; leave prepack out")
-    if prepack and not packable(model):
-        raise InputError("prepack works for bfloat16 models on CPUs with kernels for it, and this is none")
+    if forward == "compiled" and model.config.model_type in alibi.MODELS:
+        return f"{anatomy.name} moves its bias into the mask by hand, which cannot be compiled; choose forward=eager"
+    if forward == "packed" and not packable(model):
+        return "forward=packed works for bfloat16 models on CPUs with kernels for it, and this is none"
+    return None

@@ -16,6 +16,8 @@ from transformers import (
 )
 
 from outrider.lm.anatomy import Anatomy
+from outrider.lm.choice import choose
+from outrider.lm.forward import Forward
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.support import refusal
@@ -162,28 +164,32 @@ def as_lm(
     max_slots: int,
     max_context: int | None = None,
     vocab_size: int | None = None,
-    pad_to: int = 1,
-    compile: bool = False,
-    prepack: bool = False,
+    pad_to: int | None = 1,
+    forward: Forward | None = "eager",
+    lasting: bool = True,
 ) -> LanguageModel | RecurrentModel:
     """The model as the engine sees it, in the way that its layers need.
 
-    Recurrent layers are never padded, and models with such layers neither compiled nor packed.
+    Recurrent layers are never padded, and models with such layers never compiled or packed.
+
+    Args:
+        pad_to: Fewest columns of a forward; None chooses.
+        forward: How forwards run; None chooses.
+        lasting: Whether the weights will stay as they are.
     """
     if not Anatomy.of(model).recurrent:
-        return LanguageModel(
+        lm = LanguageModel(
             model,
             max_slots=max_slots,
             max_context=max_context,
             vocab_size=vocab_size,
-            pad_to=pad_to,
-            compile=compile,
-            prepack=prepack,
+            pad_to=pad_to or 1,
+            forward=forward or "eager",
         )
-    if compile or prepack:
-        raise InputError(
-            f"{model.config.model_type} has recurrent layers and runs as it is; leave compile and prepack out"
-        )
+        lm.choice = choose(lm, forward=forward, pad_to=pad_to, lasting=lasting)
+        return lm
+    if forward not in (None, "eager"):
+        raise InputError(f"{model.config.model_type} has recurrent layers and runs as it is; choose forward=eager")
     return RecurrentModel(model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size)
 
 

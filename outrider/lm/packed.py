@@ -4,8 +4,6 @@ Relied on in torch (read and run in 2.13): `ops.mkldnn._reorder_linear_weight` a
 operations that its compiler uses when weights are frozen. They are private.
 """
 
-import copy
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -13,6 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.cache import free_bytes
+from outrider.lm.twin import twin
 
 
 class PackedLinear(nn.Module):
@@ -54,16 +53,15 @@ def packed(model: PreTrainedModel) -> PreTrainedModel:
     It says the same bits in less time. Layers of other kinds (quantised ones, adapters) and weights of
     other types are shared as they are. What is done to the model's linear layers later does not reach the twin.
     """
-    shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    twin = copy.deepcopy(model, shared)
+    made = twin(model)
     packs: dict[int, PackedLinear] = {}
-    for parent in list(twin.modules()):
+    for parent in list(made.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
                 if id(child) not in packs:
                     packs[id(child)] = PackedLinear(child)
                 setattr(parent, name, packs[id(child)])
-    return twin
+    return made
 
 
 def worth_packing(model: PreTrainedModel) -> bool:

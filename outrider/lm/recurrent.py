@@ -129,7 +129,6 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         )
         cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)
         self._slots = SlotTable(cache, max_slots=max_slots)
-        self._states.keeper = cache
         if (reason := self._misread()) is not None:
             raise InputError(reason)
 
@@ -323,7 +322,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         numbers = np.asarray(used)[:, None] - width + np.arange(width)
         written, positions = upload([places, numbers], self.device)
         view = self.cache.view(max(used))
-        self.cache.prepare(slots, written, view)
+        self._states.keeper = self.cache.window(slots, written, view)
         return {"position_ids": positions, "attention_mask": masks.masks(None, positions, view)}
 
     def _nothing(self, width: int) -> Float[Tensor, "none width"]:

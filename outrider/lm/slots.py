@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from outrider.lm.cache import SlotCache
+from outrider.lm.cache import Layer, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Segment
 
 
@@ -181,6 +181,37 @@ class Slots(SlotTable[Slot]):
         super().__init__(cache, max_slots=max_slots)
         self.max_context = max_context
 
+    @classmethod
+    def fitting(
+        cls,
+        layers: Mapping[int, Layer],
+        *,
+        max_slots: int,
+        max_context: int | None,
+        limit: int | None,
+        device: torch.device,
+        num_rows: int,
+    ) -> "Slots":
+        """Slots with a new cache that fits in the device's free memory.
+
+        Args:
+            layers: What each layer keeps, as a `Probe` recorded it.
+            max_slots: Most slots at once.
+            max_context: Most tokens of one slot. None takes as many as `limit` and memory allow.
+            limit: Most tokens that the model allows; None where there is no limit.
+            device: Where the cache lies.
+            num_rows: Rows that the cache begins with. Compiled forwards begin with 2, because a compiler treats a size
+                of 1 as a kind of its own.
+
+        Raises:
+            InputError: The cache does not fit.
+        """
+        fitting = fitting_context(
+            layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free_bytes(device)
+        )
+        cache = SlotCache(layers, max_slots=max_slots, max_context=fitting + BRANCHES, device=device, num_rows=num_rows)
+        return cls(cache, max_slots=max_slots, max_context=fitting)
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget committed tokens from `length` on, and all pending nodes."""
         own = self[slot]
@@ -231,18 +262,26 @@ class Slots(SlotTable[Slot]):
         """
         grown: dict[int, Pending] = {}
         for segment in segments:
-            own, count = self[segment.slot], segment.tokens.shape[0]
             if segment.slot in grown:
                 raise ValueError(f"slot {segment.slot} stands in two segments of one forward")
-            pending = own.pending.grown(count, segment.parents)
-            deepest = own.length + 1 + int(pending.depths.max(initial=-1))
-            if deepest > self.max_context or own.used + count > self.max_context + BRANCHES:
-                raise RuntimeError(
-                    f"slot {segment.slot} holds {own.length} committed and {len(own.pending)} pending tokens; "
-                    f"{count} more pass max_context={self.max_context}"
-                )
-            grown[segment.slot] = pending
+            grown[segment.slot] = self.longer(segment.slot, segment.tokens.shape[0], segment.parents)
         return grown
+
+    def longer(self, slot: int, count: int, parents: Int[np.ndarray, " new"] | None = None) -> Pending:
+        """A slot's pending nodes together with `count` new ones; changes nothing.
+
+        Raises:
+            RuntimeError: The slot would hold more than `max_context` tokens.
+        """
+        own = self[slot]
+        pending = own.pending.grown(count, parents)
+        deepest = own.length + 1 + int(pending.depths.max(initial=-1))
+        if deepest > self.max_context or own.used + count > self.max_context + BRANCHES:
+            raise RuntimeError(
+                f"slot {slot} holds {own.length} committed and {len(own.pending)} pending tokens; "
+                f"{count} more pass max_context={self.max_context}"
+            )
+        return pending
 
     def keep(self, slot: int, pending: Pending) -> None:
         """Store the pending nodes that `grown` returned, after the forward over them."""

@@ -1,7 +1,7 @@
 """A language model over slots: everything of the `LM` protocol except the forward itself."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
@@ -11,26 +11,29 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.lm.attention import MaskBuilder, look
-from outrider.lm.batch import Batch, padded_width, upload
+from outrider.lm.batch import Batch, OneEach, padded_width, upload
 from outrider.lm.cache import SlotCache
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.slots import Content, Slot, Slots, SlotTable
+from outrider.lm.slots import Content, Pending, Slot, Slots, SlotTable
+from outrider.lm.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """The inputs of one forward. The cache knows where to write.
+    """The inputs of one forward.
 
     Attributes:
-        batch: The segments, padded.
+        batch: The new nodes, padded.
         positions: Position of each column's node.
         masks: Which keys each column sees.
+        window: What the forward reads and extends.
         columns: The columns whose logits are computed, at least.
     """
 
-    batch: Batch
+    batch: Batch | OneEach
     positions: Int[Tensor, "rows width"]
     masks: object
+    window: Window
     columns: Int[np.ndarray, " columns"]
 
 
@@ -177,8 +180,33 @@ class SlottedLM(OverSlots[Slot]):
         given = [s for s in segments if s.tokens.shape[0]]
         if not given:
             return self._empty(taps)
+        batch = self._batch(given)
+        outputs = self._forward(self._inputs(batch, grown), taps)
+        self.num_forwards += 1
+        for slot in batch.slots:
+            self._slots.keep(slot, grown[slot])
+        logits = outputs.logits[..., : self.vocab_size]
+        return Extension(
+            logits=batch.packed(logits, outputs.columns, batch.wanted()),
+            taps=batch.packed_taps(outputs.taps),
+            features=None if outputs.features is None else batch.all_nodes(outputs.features),
+        )
+
+    @torch.inference_mode()
+    def repeated(self, segments: Sequence[Segment]) -> Callable[[], Outputs]:
+        """The forward that `extend` would make over these segments, to be made again and again; the slots stay as they
+        are. For measurements.
+        """
+        inputs = self._inputs(self._batch(segments), self._slots.grown(segments))
+        return torch.inference_mode()(lambda: self._forward(inputs, ()))
+
+    def _batch(self, given: Sequence[Segment]) -> Batch:
+        """The batch of a forward over segments that are not empty."""
         self.cache.gather([s.slot for s in given])
-        batch = Batch.of(given, self.cache.row, self._width)
+        return Batch.of(given, self.cache.row, self._width)
+
+    def _inputs(self, batch: Batch, grown: Mapping[int, Pending]) -> Inputs:
+        """The inputs of a forward over a batch; `grown` is what will be pending."""
         slots = batch.slots
         used = [self._slots[s].length + len(grown[s]) for s in slots]
         sight = None
@@ -191,19 +219,80 @@ class SlottedLM(OverSlots[Slot]):
             sight = look(lengths, pendings, batch.counts, batch.width, [s.sees for s in batch.segments])
             written, positions = upload([places, sight.positions], self.device)
         view = self.cache.view(max(used), doubling=self._doubling)
-        self.cache.prepare(slots, written, view)
-        masks = self._builder.masks(sight, positions, view)
-        columns = batch.columns(self.pad_to)
-        outputs = self._forward(Inputs(batch=batch, positions=positions, masks=masks, columns=columns), taps)
-        self.num_forwards += 1
-        for slot in slots:
-            self._slots.keep(slot, grown[slot])
-        logits = outputs.logits[..., : self.vocab_size]
-        return Extension(
-            logits=batch.packed(logits, outputs.columns, batch.wanted()),
-            taps=batch.packed_taps(outputs.taps),
-            features=None if outputs.features is None else batch.all_nodes(outputs.features),
+        return Inputs(
+            batch=batch,
+            positions=positions,
+            masks=self._builder.masks(sight, positions, view),
+            window=self.cache.window(slots, written, view),
+            columns=batch.columns(self.pad_to),
         )
+
+    def chain(self, slots: Sequence[int], counts: Sequence[int]) -> "SlotChain":
+        """Get ready to extend each slot by `counts[i]` nodes, one per forward, each the child of the one before.
+
+        The nodes of a slot are pending once its chain has come to its end.
+
+        Raises:
+            RuntimeError: A slot would hold more than `max_context` tokens.
+            ValueError: The pending nodes of a slot branch.
+        """
+        for slot, count in zip(slots, counts, strict=True):
+            if not self._slots.longer(slot, count).chain:
+                raise ValueError(f"the pending nodes of slot {slot} branch, and a chain cannot continue them")
+        return SlotChain(self, slots, counts)
+
+    def _stretch(self, slots: Sequence[int], steps: int) -> "_Stretch":
+        """Get the next `steps` forwards over the same slots ready; one transfer to the device."""
+        self.cache.gather(slots)
+        order = sorted(range(len(slots)), key=lambda i: self.cache.row(slots[i]))
+        by_row, width = [slots[i] for i in order], self._width(1)
+        used = [self._slots[slot].used for slot in by_row]
+        # One column per forward; padding is written to the place of the column behind them.
+        places = self.cache.places(by_row, [n + steps for n in used], np.full(len(slots), steps), steps + 1)
+        number = np.arange(steps)[:, None]
+        column = np.where(np.arange(width) == 0, number, steps)
+        moved = order != list(range(len(order)))
+        arrays = [
+            np.ascontiguousarray(places[:, column].swapaxes(0, 1)),
+            np.broadcast_to((np.array(used) + number)[:, :, None], (steps, len(slots), width)),
+            *([np.array(order), np.argsort(order)] if moved else []),
+        ]
+        written, positions, *orders = upload(arrays, self.device)
+        return _Stretch(
+            slots=by_row,
+            # Where a view begins would become part of a graph.
+            places=[each.clone() for each in written] if self._doubling else written.unbind(0),
+            positions=positions.unbind(0),
+            views=[self.cache.view(max(used) + k, doubling=self._doubling) for k in range(1, steps + 1)],
+            columns=np.arange(width),
+            order=orders[0] if moved else None,
+            back=orders[1] if moved else None,
+        )
+
+    def _chained(
+        self, stretch: "_Stretch", step: int, tokens: Int[Tensor, " n"], features: Float[Tensor, "n dim"] | None
+    ) -> Extension:
+        """One forward of a chain."""
+        if stretch.order is not None:
+            tokens = tokens.to(self.device, non_blocking=True)[stretch.order]
+            features = None if features is None else features[stretch.order]
+        positions, view = stretch.positions[step], stretch.views[step]
+        inputs = Inputs(
+            batch=OneEach(nodes=tokens, vectors=features, width=len(stretch.columns)),
+            positions=positions,
+            masks=self._builder.masks(None, positions, view),
+            window=self.cache.window(stretch.slots, stretch.places[step], view),
+            columns=stretch.columns,
+        )
+        outputs = self._forward(inputs, ())
+        self.num_forwards += 1
+        if step == len(stretch.views) - 1:
+            for slot in stretch.slots:
+                self._slots.keep(slot, self._slots.longer(slot, step + 1))
+        logits, vectors = outputs.logits[:, 0, : self.vocab_size], outputs.features
+        if vectors is not None:
+            vectors = vectors[:, 0] if stretch.back is None else vectors[stretch.back, 0]
+        return Extension(logits=logits if stretch.back is None else logits[stretch.back], taps={}, features=vectors)
 
     def _width(self, count: int) -> int:
         """Number of columns of a forward over this many nodes."""
@@ -213,3 +302,59 @@ class SlottedLM(OverSlots[Slot]):
         logits = torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device)
         hidden = torch.empty(0, self.hidden_size, dtype=self.dtype, device=self.device)
         return Extension(logits=logits, taps=dict.fromkeys(taps, hidden))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stretch:
+    """Forwards of a chain over the same slots. Per forward: where it writes, its positions, how many keys it reads.
+
+    Attributes:
+        slots: One per row.
+        columns: The columns of each forward; the nodes are in the first.
+        order: For each row, which of the caller's slots lies there; None where rows are in the caller's order.
+        back: For each of the caller's slots, its row; None as above.
+    """
+
+    slots: Sequence[int]
+    places: Sequence[Int[Tensor, "rows width"]]
+    positions: Sequence[Int[Tensor, "rows width"]]
+    views: Sequence[int]
+    columns: Int[np.ndarray, " width"]
+    order: Int[Tensor, " rows"] | None
+    back: Int[Tensor, " rows"] | None
+
+
+class SlotChain:
+    """Chains behind several slots, one node per slot and forward, ready to be run; changes in place.
+
+    What the forwards read and write is known before any token is. So nothing is asked of the device in between, and it
+    gets new numbers only when a slot's chain ends. Valid as long as the model is not used otherwise.
+
+    Args:
+        lm: The model.
+        slots: The slots.
+        counts: How many nodes each of them gets.
+    """
+
+    def __init__(self, lm: SlottedLM, slots: Sequence[int], counts: Sequence[int]) -> None:
+        self._lm = lm
+        self._left = dict(zip(slots, counts, strict=True))
+        self._stretch: _Stretch | None = None
+        self._step = 0
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Int[Tensor, " n"], features: Float[Tensor, "n dim"] | None = None) -> Extension:
+        """Append the next node to each slot whose chain has not ended. The logits are those after these nodes.
+
+        Args:
+            tokens: One token for each of these slots, in their order.
+            features: The vector that a head reads with each token.
+        """
+        if self._stretch is None or self._step == len(self._stretch.views):
+            used = 0 if self._stretch is None else self._step
+            self._left = {slot: count - used for slot, count in self._left.items() if count > used}
+            self._stretch = self._lm._stretch(list(self._left), min(self._left.values()))
+            self._step = 0
+        extension = self._lm._chained(self._stretch, self._step, tokens, features)
+        self._step += 1
+        return extension

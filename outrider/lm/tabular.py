@@ -41,8 +41,14 @@ def random_features(dim: int, seed: int) -> Row:
     return feature
 
 
+TABLE_FEATURES = 3
+"""Width of the vectors that stand for hidden states in proofs."""
+
+
 class TabularLM:
     """Answers `extend` with the log of a table's row for each prefix, in float64.
+
+    A segment's features are added to the logits of its nodes. So they are as wide as the logits.
 
     Args:
         row: The distribution after a prefix; zeros are allowed.
@@ -93,7 +99,9 @@ class TabularLM:
             rows += [self._row(prefix) for prefix in fresh[len(fresh) - segment.num_wanted :]]
             prefixes += fresh
         stacked = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
-        return Extension(logits=stacked.log(), taps=self._taps(prefixes, taps))
+        added = [s.features[s.wanted.start : s.wanted.stop] for s in segments if s.features is not None]
+        logits = stacked.log() + torch.cat(added) if added else stacked.log()
+        return Extension(logits=logits, taps=self._taps(prefixes, taps))
 
     def _taps(
         self, prefixes: Sequence[tuple[int, ...]], taps: Sequence[int]

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -15,7 +16,7 @@ from outrider.constraint import Constraint
 from outrider.constraints.masks import batch_masks, follow
 from outrider.decoding.progress import PREFILL_CHUNK, begin, digest, end, undigested
 from outrider.decoding.protocol import Parts
-from outrider.dice import Draws
+from outrider.dice import Draws, Pick
 from outrider.lm.protocol import Segment
 from outrider.sampling import Prefix, to_rows
 from outrider.types import Ahead, Request, Running, Sampling, Step
@@ -102,6 +103,13 @@ class EnumeratingDice:
             )
         ]
         return torch.tensor(picked, dtype=torch.long)
+
+    def picks(self, draws: Draws, counts: Sequence[int], device: torch.device) -> list[Pick]:
+        """Outcomes depend on the weights, so nothing is made beforehand: each pick walks when it is called. So chains
+        whose draws production makes at once are enumerated by the code that grows them in production.
+        """
+        ends = np.cumsum(counts)
+        return [partial(self.pick, draws=draws.part(slice(e - n, e))) for e, n in zip(ends, counts, strict=True)]
 
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
@@ -219,8 +227,13 @@ def law(
     return Law(emitted=dict(emitted), accepted=accepted, error=law_error(emitted, rows, horizon))
 
 
-def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None) -> list[Law]:
-    """Enumerate one step of a batch whose requests share a budget. Returns the law of each request."""
+def joint_law(
+    parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling | None = None, num_steps: int = 1
+) -> list[Law]:
+    """Enumerate some steps of a batch whose requests depend on each other. Returns the law of each request.
+
+    Every world begins with a copy of the parts' experience, which must not follow a clock.
+    """
     requests = [_request(prompt, sampling) for prompt in prompts]
     new = _Before(output=(), length=parts.length.open(), carried=None)
     emitted: list[dict[tuple[int, ...], float]] = [defaultdict(float) for _ in requests]
@@ -228,13 +241,19 @@ def joint_law(parts: Parts, prompts: Sequence[Sequence[int]], sampling: Sampling
     queue: list[dict[Key, int]] = [{}]
     while queue:
         world = World(script=queue.pop())
-        states = [_resume(parts, request, new) for request in requests]
-        _prefill(parts, states)
-        steps = _walk(parts, states, EnumeratingDice([world] * len(requests)))
+        own = replace(parts, experience=deepcopy(parts.experience))
+        states = [_resume(own, request, new) for request in requests]
+        _prefill(own, states)
+        counts = [0] * len(requests)
+        for step in range(num_steps):
+            dice = EnumeratingDice([world] * len(requests), [(i, step) for i in range(len(requests))])
+            for i, made in enumerate(own.decoding.step(own, states, dice=dice)):
+                counts[i] += made.num_accepted_tokens
         mass = world.probability
-        for i, (state, made) in enumerate(zip(states, steps, strict=True)):
+        for i, state in enumerate(states):
+            end(own, state)
             emitted[i][tuple(state.output)] += mass
-            accepted[i] += mass * made.num_accepted_tokens
+            accepted[i] += mass * counts[i]
         queue += world.others
     return [
         Law(

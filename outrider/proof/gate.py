@@ -12,7 +12,8 @@ import torch
 
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
-from outrider.proof.fingerprint import fingerprint, machine, source
+from outrider.lengths.experience import Experience
+from outrider.lm.fingerprint import fingerprint, machine, source
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.types import InputError
 
@@ -74,7 +75,7 @@ def in_float32(engine: Engine) -> Engine:
     target = parts.target.cast(torch.float32)
     drafter = parts.drafter.cast(Surroundings.of(target, engine.tokenizer))
     return Engine(
-        replace(parts, target=target, drafter=drafter),
+        replace(parts, target=target, drafter=drafter, experience=Experience()),
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,

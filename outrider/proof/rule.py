@@ -3,9 +3,10 @@
 from dataclasses import replace
 
 from outrider.decoding.protocol import Parts
+from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
-from outrider.lengths.protocol import BatchPolicy
-from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lengths.protocol import BatchPolicy, LoadPolicy
+from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
 from outrider.proof.enumerate import joint_law, law
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
@@ -28,19 +29,43 @@ def law_error(parts: Parts) -> float:
     """Law error of the parts on small random tables, with their own kind of drafter.
 
     A drawn tree is replaced by a small one of the same structure. A policy that shares a budget is enumerated over a
-    batch of two. Decoding that drafts ahead drafts two tokens, and is walked until it verifies some that were drafted
-    while others were verified.
+    batch of two, and so are two steps of one that chooses a length for the batch. It may choose 0, so drafts of a fixed
+    length are enumerated beside it. Decoding that drafts ahead drafts two tokens, and is walked until it verifies some
+    that were drafted while others were verified. A drafter that reads hidden states drafts nothing in a request's first
+    step, and is enumerated over more steps.
     """
+    found = _behind_taps(parts) if parts.drafter.taps else _behind_tokens(parts)
+    if isinstance(parts.length, LoadPolicy):
+        return max(found, law_error(replace(parts, length=FixedLength())))
+    return found
+
+
+def _behind_tokens(parts: Parts) -> float:
+    """Law error of parts whose drafter reads tokens alone."""
     if parts.decoding.drafts_ahead:
         small = replace(_on_tables(parts, 3), length=FixedLength(num_speculative_tokens=2))
         return law(small, PROMPT, 3).error
-    if isinstance(parts.length, BatchPolicy):
-        prompt = [token % 2 for token in PROMPT]
-        return max(found.error for found in joint_law(_on_tables(parts, 2, depth=3), [prompt, prompt[::-1]]))
+    if isinstance(parts.length, BatchPolicy | LoadPolicy):
+        prompt, chosen = [token % 2 for token in PROMPT], isinstance(parts.length, LoadPolicy)
+        small = _on_tables(parts, 2, depth=2 if chosen else 3)
+        return max(found.error for found in joint_law(small, [prompt, prompt[::-1]], num_steps=2 if chosen else 1))
     small = _on_tables(parts, 3, depth=2 if parts.tree.structure in SMALL else 4)
     if isinstance(parts.verifier, Carrying):
         return law(small, PROMPT, 3, horizon=3).error
     return law(small, PROMPT, 1).error
+
+
+def _behind_taps(parts: Parts) -> float:
+    """Law error of parts whose drafter reads hidden states.
+
+    Its state after a step depends on more than the tokens, so every world is walked from its first step on.
+    """
+    prompt = [token % 2 for token in PROMPT]
+    several = isinstance(parts.length, BatchPolicy | LoadPolicy)
+    prompts = [prompt, prompt[::-1]] if several else [prompt]
+    small = _on_tables(parts, 2, depth=2 if several else 3)
+    num_steps = 2 if isinstance(parts.length, BatchPolicy) or parts.tree.structure in SMALL else 3
+    return max(found.error for found in joint_law(small, prompts, num_steps=num_steps))
 
 
 def _on_tables(parts: Parts, vocab: int, depth: int | None = None) -> Parts:
@@ -48,7 +73,10 @@ def _on_tables(parts: Parts, vocab: int, depth: int | None = None) -> Parts:
     longest = 1 << 20 if depth is None else len(PROMPT) + 1 + depth
     return replace(
         parts,
-        target=TabularLM(random_rows(vocab, seed=0), vocab, max_context=longest),
+        target=TabularLM(
+            random_rows(vocab, seed=0), vocab, max_context=longest, feature=random_features(TABLE_FEATURES, seed=2)
+        ),
         drafter=parts.drafter.on_tables(vocab, seed=1),
         tree=SMALL.get(parts.tree.structure, parts.tree),
+        experience=Experience(clocked=False),
     )

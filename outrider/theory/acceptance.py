@@ -1,8 +1,8 @@
 """How often each rule accepts: the probability that one of n tokens drafted at a node survives, in closed form.
 
-Every function takes target rows and draft rows of one shape, float32 or float64, and the number n of drafted tokens;
-it gives one probability per row in float64, and raises `InputError` as `outrider.optimal_acceptance` does. The bound
-on all of them, for draws from the same law, is `outrider.optimal_acceptance`.
+Every function takes target rows and draft rows of one shape, in float32 or float64, and the number n of drafted tokens.
+It returns one probability per row, in float64. It raises `InputError` for the same input as
+`outrider.optimal_acceptance`, which is the upper bound of all these functions for draws from the same law.
 """
 
 import math
@@ -17,16 +17,17 @@ from outrider.theory.race import outside
 from outrider.types import InputError
 
 BISECTIONS = 80
-"""Halvings of the interval that holds K-SEQ's rho; more than float64 has digits."""
+"""How often the interval that holds K-SEQ's rho is halved: more often than a float64 has digits."""
 
 MOST_BRANCHES = 100_000
-"""Draws that `recursive_without_replacement` follows one by one, before it refuses."""
+"""Most branches that `recursive_without_replacement` follows; it refuses rows that need more."""
 
 
 def match_acceptance(
     target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."], n: int
 ) -> Float[Tensor, "*batch"]:
-    r"""Match, n independent draws: an output drawn from p is among them with $\sum_x p(x) (1 - (1 - q(x))^n)$.
+    r"""Match, n independent draws. An output drawn from p is among them with probability $\sum_x p(x) (1 - (1 -
+    q(x))^n)$.
 
     Example:
         >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
@@ -42,8 +43,9 @@ def recursive_with_replacement(
 ) -> Float[Tensor, "*batch"]:
     r"""Recursive rejection, n independent draws.
 
-    Each draw is tried against what is left of the target: it passes with $b = \sum_x \min(P, q)$, else
-    $P \leftarrow (P - q)_+$, normalised, which does not depend on the token refused. So $1 - \prod_i (1 - b_i)$.
+    Each draw is judged by $P$, the rest of the target row. It passes with probability $b = \sum_x \min(P, q)$. After a
+    refusal $P \leftarrow (P - q)_+$, normalised, which does not depend on the refused token. So the acceptance is $1 -
+    \prod_i (1 - b_i)$.
 
     Example:
         >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
@@ -68,13 +70,14 @@ def recursive_without_replacement(
 ) -> Float[Tensor, "*batch"]:
     r"""Recursive rejection, n draws without replacement, by following every draw that can be refused.
 
-    With $P$ what is left of the target and $Q$ of the draft row, a draw passes with $\sum_x \min(P, Q)$ and is x and
-    refused with $(Q - P)_+(x)$; then $P \leftarrow (P - Q)_+$ and $Q(x) \leftarrow 0$, normalised. The last draw is
-    summed over all branches at once by sorting, so two draws cost $V \log V$ and each further one a factor of up to
-    the support of q: exact, but meant for n = 2, small vocabularies, or rows cut by top-k or top-p.
+    Let $P$ be the rest of the target row and $Q$ the rest of the draft row. A draw passes with probability $\sum_x
+    \min(P, Q)$. It is x and refused with probability $(Q - P)_+(x)$; then $P \leftarrow (P - Q)_+$ and $Q(x) \leftarrow
+    0$, both normalised. Sorting sums the last draw over all branches at once, so two draws cost $V \log V$. Each
+    further draw multiplies the cost by up to the number of tokens in the support of q. The result is exact, but the
+    function is meant for n = 2, small vocabularies, or rows cut by top-k or top-p.
 
     Raises:
-        InputError: Also if there are too many branches to follow.
+        InputError: Also for more branches than `MOST_BRANCHES`.
 
     Example:
         >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
@@ -95,7 +98,7 @@ def recursive_without_replacement(
         if branches > MOST_BRANCHES:
             raise InputError(
                 f"{n} draws without replacement from {support} tokens branch up to {branches} times, "
-                f"at most {MOST_BRANCHES} are followed; cut the rows by top-k or top-p, or take n = 2"
+                f"and at most {MOST_BRANCHES} branches are followed; cut the rows by top-k or top-p, or take n = 2"
             )
         found.append(_follow(p, q, draws))
     return torch.tensor(found, dtype=torch.float64, device=rows.p.device).reshape(rows.p.shape[:-1])
@@ -107,8 +110,8 @@ def kseq_acceptance(
     r"""K-SEQ, n independent draws: each passes with $\min(1, p(x) / (\rho\, q(x)))$.
 
     With $\beta(\rho) = \sum_x \min(p / \rho, q)$ the acceptance is $1 - (1 - \beta)^n$. The smallest valid $\rho$ in
-    $[1, n]$ is where that equals $\rho \beta$. A larger one is valid too and a smaller one is not, so the upper end of
-    the bisection is kept.
+    $[1, n]$ is the one at which the acceptance equals $\rho \beta$. A larger $\rho$ is valid too, a smaller one is not.
+    So the upper end of the bisection is kept.
 
     Example:
         >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
@@ -175,8 +178,9 @@ def _last(
 ) -> float:
     r"""The last draw, after token x was refused: $\sum_x over(x) \sum_{y \ne x} \min(left(y), q(y) / (1 - q(x)))$.
 
-    Nothing is left of the target at a refused token, so $y \ne x$ need not be said. The tokens y are sorted by
-    left / q; for each x the first ones, up to $1 / (1 - q(x))$, count with left and the others with q.
+    The target has nothing left at a refused token, so the code need not exclude $y = x$. The tokens y are sorted by
+    left / q. For each x, tokens with a ratio of up to $1 / (1 - q(x))$ contribute left(y), the others
+    $q(y) / (1 - q(x))$.
     """
     refused = np.flatnonzero(over)
     others = 1 - q[refused]

@@ -17,8 +17,8 @@ class Coverage:
     """Expectations over all ways in which steps can emit one text.
 
     Attributes:
-        steps: Steps that begin before the bound.
-        tokens: Tokens that these emit.
+        steps: Expected steps that begin before the bound.
+        tokens: Expected tokens that these steps emit.
     """
 
     steps: float
@@ -26,11 +26,11 @@ class Coverage:
 
 
 def survival(log_ratios: Float[np.ndarray, " gamma"], rule: Rule) -> Float[np.ndarray, " bounds"]:
-    r"""Chance that a step accepts at least 0, 1, ..., $\gamma$ tokens, given that what it emits is the text.
+    r"""Probability that a step accepts at least 0, 1, ..., $\gamma$ tokens, given that it emits the text.
 
     A chain drafts the text's next tokens $y_1 \ldots y_i$ with probability $\prod q_j(y_j)$, the rule accepts them with
-    $w_i$, and the target says them with $\prod p_j(y_j)$. With $S_i = \sum_{j \le i} \log p_j(y_j) / q_j(y_j)$ the
-    chance is therefore
+    probability $w_i$, and the target generates them with probability $\prod p_j(y_j)$. With
+    $S_i = \sum_{j \le i} \log p_j(y_j) / q_j(y_j)$ the probability is therefore
 
     - token verification: $\prod_{j \le i} \min(1, q_j / p_j)$,
     - block verification: $\exp(-\max_{0 \le k \le i} S_k)$.
@@ -50,23 +50,24 @@ def coverage(
 ) -> Coverage:
     r"""Expected steps that a text takes with chains of $\gamma$ tokens under a rule that keeps the target's law.
 
-    Whatever is drafted and accepted, a lossless rule emits texts with the target's law. So the steps of a run can be
-    counted on a text that the target said by itself, with the probability that a step begins at each place. Nothing is
-    drafted and no coin is thrown: the mean over texts is the mean over runs, with less noise, and lengths and rules can
-    be compared on the same texts. Block efficiency is the quotient of the sums of `tokens` and `steps` over texts.
+    A lossless rule emits texts with the target's law, whatever the drafts are. So the steps of a run can be counted on
+    a text that the target generated alone: the expected number of steps is the sum of the probabilities that a step
+    begins at each place. No token is drafted and no random number is drawn. The mean over texts equals the mean over
+    runs and has less noise, and lengths and rules can be compared on the same texts. Block efficiency is the sum of
+    `tokens` over all texts, divided by the sum of `steps`.
 
-    A step at place s ends after i + 1 tokens with probability $u_i - u_{i+1}$, u being `survival` from s on, and after
-    $\gamma + 1$ with $u_\gamma$; the next one begins there.
+    Let u be `survival` from place s on. A step at s ends after i + 1 tokens with probability $u_i - u_{i+1}$, and after
+    $\gamma + 1$ tokens with probability $u_\gamma$. The next step begins there.
 
     Args:
-        log_ratios: $\log p(y) / q(y)$ of each token of the text, p being the target's row and q the drafter's after the
-            tokens before it. inf is a token that the drafter rules out.
-        before: Steps are counted that begin at one of the text's first so many places: by default all that have room
-            for a whole draft, so that none is cut.
-        ended: Whether the text's last token ended it, so that no step goes on behind it.
+        log_ratios: $\log p(y) / q(y)$ of each token of the text, where p is the target's row after the tokens before it
+            and q the drafter's. inf stands for a token that the drafter rules out.
+        before: Only steps that begin at one of the text's first `before` places are counted. By default these are all
+            places with room for a whole draft.
+        ended: Whether the text's last token is an end token, so that no step goes beyond it.
 
     Raises:
-        InputError: gamma is below 1, or a step could begin so late that the text does not show what it emits.
+        InputError: gamma is below 1, or a step could begin so late that the text ends before its tokens.
 
     Example:
         >>> coverage(np.zeros(5), 1, "token"), coverage(np.full(3, np.inf), 2, "block", before=1)
@@ -82,7 +83,7 @@ def coverage(
         raise InputError(f"gamma must be >= 1, got {gamma}")
     if not ended and bound + gamma > length:
         raise InputError(
-            f"a text of {length} tokens shows steps of {gamma} draft tokens that begin before {length - gamma}, "
+            f"steps of {gamma} draft tokens in a text of {length} tokens must begin before {length - gamma}, "
             f"got before={bound}"
         )
     places = range(min(bound, length))
@@ -90,10 +91,10 @@ def coverage(
 
 
 def expected(survivals: Sequence[Float[np.ndarray, " bounds"]], length: int) -> Coverage:
-    """Steps of a text, and the tokens that they emit, from `survival` at each place where a step may begin.
+    """Expected steps of a text and the tokens that they emit, from `survival` at each place where a step may begin.
 
     Args:
-        length: Of the text.
+        length: Tokens of the text.
     """
     bound = len(survivals)
     begun = np.zeros(length + max(map(len, survivals), default=1) + 1)

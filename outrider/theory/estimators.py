@@ -1,4 +1,4 @@
-"""What three rules would accept, from one recorded trace of chains: token, block, and the bound on any rule."""
+"""Expected acceptance of token verification, block verification and the best rule, from one trace of chains."""
 
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ class ExpectedAccepted:
     In every single step token <= block <= bound. Block efficiency is one more than any of them.
 
     Attributes:
-        token: Of token verification, per step.
-        block: Of block verification, per step.
-        bound: Most that any rule could reach that is lossless over the one block, per step.
+        token: Under token verification, per step.
+        block: Under block verification, per step.
+        bound: Under the best rule that is lossless over one block, per step.
     """
 
     token: Float[np.ndarray, " steps"]
@@ -41,22 +41,22 @@ class ExpectedAccepted:
 
 
 def expected_accepted(log_ratios: Float[np.ndarray, "steps gamma"]) -> ExpectedAccepted:
-    r"""Expected accepted tokens of three rules from one trace: low variance, no second decoder, no coins.
+    r"""Expected accepted tokens of three rules from one trace, without a second run and without random numbers.
 
-    A step drafted $x_1 \ldots x_\gamma$, all of them from the draft rows q and whether or not they were accepted. With
+    A step drafted $x_1 \ldots x_\gamma$ from the draft rows q. The trace has all of them, accepted or not. With
     $r_j = p_j(x_j) / q_j(x_j)$, $S_i = \sum_{j \le i} \log r_j$ and $S_0 = 0$ the expectation of $\tau$ over the rule's
-    coins is
+    random decisions is
 
     - token verification: $\sum_i \prod_{j \le i} \min(1, r_j)$,
     - block verification: $\sum_i \exp(S_i - \max_{0 \le k \le i} S_k)$,
     - the bound: $\sum_i \min(1, \exp(S_i))$, whose mean over chains is $\sum_i \sum_x \min(p(x_{1..i}), q(x_{1..i}))$.
 
-    All three see the same chains, so that their differences carry far less noise than those of three runs. The chains
-    start where the recorded run's steps started; another rule would have started its own steps elsewhere.
+    All three rules judge the same chains, so their differences have far less noise than those between three runs. The
+    chains start where the recorded run's steps started; another rule would have started its own steps elsewhere.
 
     Args:
-        log_ratios: $\log r_j$ of each step. -inf is a token that the target rules out; it and all after it count
-            nothing. NaN pads the end of a chain shorter than gamma, which likewise counts nothing.
+        log_ratios: $\log r_j$ of each step. -inf stands for a token that the target rules out; this token and all after
+            it count nothing. NaN pads the end of a chain shorter than gamma and counts nothing either.
 
     Raises:
         InputError: If there are no steps, if a ratio is +inf (a drafted token has q > 0), or if NaN stands before a

@@ -16,7 +16,7 @@ GAP = 1e-10
 """How far the minimum found may lie above the true one."""
 
 SPLIT = 64
-"""Parts into which a stretch of prefixes is cut."""
+"""Number of parts into which a range of prefixes is cut."""
 
 OFF = 1e-4
 """How far the sum of a row may be from one."""
@@ -31,20 +31,20 @@ def optimal_acceptance(
     r"""Highest probability with which any lossless verifier can accept one of n tokens drawn from the draft row.
 
     A verifier couples the drafted tokens with an output drawn from the target row p; it accepts if the output is among
-    them. If all of them fall into a set H, an accepted output does too, so rejections make up at least
-    $Q(H) - p(H)$, where $Q(H)$ is the probability that all n fall into H. By duality of optimal transport the worst H
-    is attained:
+    them. If all drafted tokens lie in a set H, an accepted output lies in H too. So the probability of a rejection is
+    at least $Q(H) - p(H)$, where $Q(H)$ is the probability that all n drafted tokens lie in H. By duality of optimal
+    transport the best verifier attains the bound of the worst H:
 
     $$\alpha^* = 1 + \min_H\, [\, p(H) - Q(H) \,].$$
 
     For draws from one row q, with or without replacement, the worst H is a prefix of the tokens sorted by $p/q$, the
-    smallest ratio first. With replacement $Q(H) = q(H)^n$; without, `Race` has it. The result is exact up to rounding
-    and the search's tolerance of 1e-10. A row of 128,000 tokens takes tens of milliseconds; rows on which nearly every
-    prefix attains the minimum take longest, because none can be skipped.
+    smallest ratio first. With replacement $Q(H) = q(H)^n$; without replacement, `Race` computes it. The result is exact
+    up to rounding and the search's tolerance of 1e-10. A row of 128,000 tokens takes tens of milliseconds; rows on
+    which nearly every prefix attains the minimum take longest, because none can be skipped.
 
     Tokens with $q = 0$ are never drafted, and draws without replacement end when the support of q is used up. For
-    n = 1 the optimum is $\sum_x \min(p, q)$, which speculative sampling reaches; for more draws it is the bound to
-    hold the rules of `outrider.theory.acceptance` against.
+    n = 1 the optimum is $\sum_x \min(p, q)$, which speculative sampling reaches; for more draws it is an upper bound of
+    the rules in `outrider.theory.acceptance`.
 
     Args:
         target_probs: Target row or rows, float32 or float64, each summing to one; computed in float64.
@@ -85,7 +85,7 @@ class Rows:
 
 
 def checked(target_probs: Float[Tensor, "..."], draft_probs: Float[Tensor, "..."], n: int) -> Rows:
-    """Refuse rows that are no distributions or do not belong together; normalise what rounding left of the sums."""
+    """Refuse rows that are not distributions or differ in shape; remove the rounding errors of their sums."""
     if n < 1:
         raise InputError(f"n must be >= 1 (the number of tokens drafted at a node), got {n}")
     if target_probs.shape != draft_probs.shape:
@@ -134,10 +134,10 @@ def _escape_of_two(q: Float[np.ndarray, " tokens"]) -> Float[np.ndarray, " prefi
 def _least(
     inside: Float[np.ndarray, " prefixes"], escape: Callable[[Int[np.ndarray, " some"]], Float[np.ndarray, " some"]]
 ) -> float:
-    """Minimum of `inside + escape` over all prefixes, without looking at all of them.
+    """Minimum of `inside + escape` over all prefixes, computed for few of them.
 
-    `inside` grows with the prefix and `escape` falls, so that between prefixes a and b their sum is at least
-    `inside[a + 1] + escape[b]`. A stretch that cannot hold the minimum is dropped, any other is cut into parts.
+    `inside` grows with the prefix and `escape` falls. So between prefixes a and b their sum is at least
+    `inside[a + 1] + escape[b]`. A range that cannot hold the minimum is dropped; every other range is cut into parts.
     """
     escaped = np.full(len(inside), math.nan)
     low, high = np.array([0]), np.array([len(inside) - 1])

@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 DEGREE = 8
-"""Degree of the power series that stands for the small tokens."""
+"""Degree of the power series that represents the small tokens."""
 
 SMALL = 0.25
-"""A token is small if fewer arrivals than this are expected of it before the end of the race."""
+"""A token is small if its expected number of arrivals before the end of the race is below this."""
 
 CHUNK = 1 << 18
 """Most entries of an intermediate array."""
@@ -20,8 +20,8 @@ CHUNK = 1 << 18
 class Race:
     r"""Each token x arrives at an independent exponential time of rate $q(x)$; the first n to arrive are the draws.
 
-    Take the tokens in a fixed order, let H be the first k of them and $c = 1 - q(H)$. Some draw falls outside of H iff
-    the first token from outside, which comes at rate $c$, finds fewer than n tokens of H arrived:
+    The tokens have a fixed order. Let H be the first k of them and $c = 1 - q(H)$. Some draw lies outside of H exactly
+    if fewer than n tokens of H arrive before the first token from outside, which arrives at rate $c$:
 
     $$1 - Q(H) = \int_0^\infty c\, e^{-cT}\, P(N_H(T) < n)\, dT.$$
 
@@ -29,19 +29,20 @@ class Race:
     $T = \exp(s - e^{-s})$ the trapezoidal rule converges exponentially at every such scale at once (the double
     exponential rule), and the number of points grows with $\log 1/r$ only.
 
-    $N_H$ splits. Of the few *heavy* tokens, the law of the number arrived is carried along exactly, by
-    $R_j \leftarrow R_j e^{-qT} + R_{j-1} (1 - e^{-qT})$. Of the *small* ones, j have arrived with probability
-    $e^{-T q(small)} e_j(y)$, where $y = e^{qT} - 1$; the elementary symmetric polynomials $e_j$ follow by Newton's
-    identities from the power sums of y, and these, by the power series of y, from prefix sums of $q, q^2, \ldots$
-    Every term is positive and none is a difference of near numbers, so that peaked rows keep their digits.
+    $N_H$ counts two kinds of tokens. For the few *heavy* tokens, the law of the number of arrivals is updated exactly,
+    token by token, by $R_j \leftarrow R_j e^{-qT} + R_{j-1} (1 - e^{-qT})$. Of the *small* tokens, j have arrived with
+    probability $e^{-T q(small)} e_j(y)$, where $y = e^{qT} - 1$. The elementary symmetric polynomials $e_j$ follow by
+    Newton's identities from the power sums of y. The power series of y gives these sums from prefix sums of
+    $q, q^2, \ldots$ Every term is positive and no term is a difference of nearly equal numbers, so peaked rows lose no
+    digits.
 
     Attributes:
         n: Number of draws.
-        end: Time after which next to nothing is left to integrate.
+        end: Time after which the rest of the integral is negligible.
         times: Points T of the rule.
         weights: Their weights.
         outside: $c$ after each prefix, the empty one first.
-        arrived: Law of the number of heavy tokens arrived, after each of them.
+        arrived: Law of the number of arrivals among the first heavy tokens, for each number of them.
         num_heavy: Number of heavy tokens in each prefix.
         moments: Prefix sums of $(q \cdot end)^d$ over the small tokens, d = 1, 2, ...
 
@@ -119,7 +120,9 @@ class Race:
 
 
 def outside(q: Float[np.ndarray, " tokens"]) -> Float[np.ndarray, " prefixes"]:
-    """Mass after each prefix, the empty one first; summed from the far end, so that small masses keep their digits."""
+    """Mass outside each prefix, the empty prefix first. It is summed from the last token backwards, so that small
+    masses keep their digits.
+    """
     return np.concatenate([np.cumsum(q[::-1])[::-1], [0.0]])
 
 

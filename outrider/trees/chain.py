@@ -1,12 +1,14 @@
 """The chain: one child per node, drawn from the drafter's row, or the drafter's one token."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from outrider.dice import Dice, Draws
+from outrider.dice import Dice, Draws, Pick
 from outrider.trees.protocol import Children, Level, UnprunedTree
+from outrider.trees.shape import chain_shape
 from outrider.types import Structure
 
 
@@ -32,3 +34,14 @@ class ChainTree(UnprunedTree):
             tokens = torch.from_numpy(level.proposed[there])
             owners, parents = level.owners[there], level.nodes[there]
         return Children(owners=owners, parents=parents, tokens=tokens, expand=np.ones(len(owners), dtype=bool))
+
+    def picks(self, limits: Sequence[int], dice: Dice, device: torch.device) -> list[Pick]:
+        """The draws of chains with known lengths, level by level: those that `choose` would make.
+
+        Args:
+            limits: How many tokens are drawn for each request of the batch.
+            device: Where rows are.
+        """
+        shape = chain_shape(tuple(limits))
+        draws = Draws(requests=shape.owners, slots=shape.numbers, purpose="draft")
+        return dice.picks(draws, [len(level.owners) for level in shape.levels], device)

@@ -1,6 +1,6 @@
 """The growth loop: the drafter guesses, the tree chooses children, the length policy stops; then pack the draft."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, cast, runtime_checkable
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
 from outrider.dice import Dice
-from outrider.sampling import Prefix, masked, pack, to_rows, unpacked
+from outrider.sampling import Prefix, masked, pack, unpacked
+from outrider.trees.chained import Chainer, chained, is_chained
+from outrider.trees.drawing import draft_rule, drafters_sampling
 from outrider.trees.protocol import Children, Grown, Level, Tree
 from outrider.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 
@@ -110,13 +112,55 @@ def grow(
 ) -> Draft:
     """Draft one tree per request, all requests together, one batched drafter call per level.
 
+    Chains whose lengths are known beforehand are drawn in one go.
+
     Args:
         states: The requests; each root holds the newest committed token.
         room: Deepest draft of each request; 0 is a plain step.
     """
-    count = len(states)
     limits = np.array([min(length.limit(s.length_state), r) for s, r in zip(states, room, strict=True)])
-    samplings = [_own(s.request.sampling, tree.structure) for s in states]
+    if not limits.any():
+        return roots(states, tree.structure, device)
+    samplings = [drafters_sampling(s.request.sampling, tree.structure) for s in states]
+    if is_chained(drafter, tree, length, states):
+        return chained(cast(Chainer, drafter), tree, states, limits, samplings, dice, device)
+    return by_level(drafter, tree, length, states, limits, samplings, dice, device)
+
+
+def roots(states: Sequence[Running], structure: Structure, device: torch.device) -> Draft:
+    """Drafts of nothing but their roots."""
+    count = len(states)
+    return Draft(
+        tokens=torch.tensor([s.tokens[-1] for s in states]).to(device, non_blocking=True),
+        parents=np.full(count, -1),
+        depths=np.zeros(count, dtype=np.int64),
+        numbers=np.zeros(count, dtype=np.int64),
+        offsets=np.arange(count + 1),
+        first_child=np.zeros(count + 1, dtype=np.int64),
+        links=np.zeros(0, dtype=np.int64),
+        rows=None,
+        row_of=np.full(count, -1),
+        structure=structure,
+    )
+
+
+def by_level(
+    drafter: Guesser,
+    tree: Tree,
+    length: Stopper,
+    states: Sequence[Running],
+    limits: Int[np.ndarray, " requests"],
+    samplings: Sequence[Sampling],
+    dice: Dice,
+    device: torch.device,
+) -> Draft:
+    """Draft one tree per request, level by level.
+
+    Args:
+        limits: Deepest node of each draft. Changes in place.
+        samplings: The drafter's sampling settings for each request.
+    """
+    count = len(states)
     roots = Children(
         owners=np.arange(count),
         parents=np.full(count, -1),
@@ -158,7 +202,9 @@ def grow(
                 if not len(here):
                     break
             if tree.structure != "deterministic":
-                level = replace(level, rows=_rows(level, samplings, partial(_prefix, states, growth, level), growth))
+                prefix = partial(_prefix, states, growth, level)
+                rule = draft_rule([samplings[i] for i in level.owners.tolist()], growth.short_list, level.raw)
+                level = replace(level, rows=rule(level.raw, prefix))
         children = tree.choose(level, dice)
         if not len(children.owners):
             break
@@ -174,13 +220,6 @@ def grow(
     grown = growth.grown()
     keep = _shared(sharer, growth, grown, notes) if sharer is not None and notes else tree.finish(grown)
     return _pack(growth, grown, keep, tree.structure)
-
-
-def _own(sampling: Sampling, structure: Structure) -> Sampling:
-    """The drafter's sampling: the request's. For a branching drawn tree, a greedy request uses temperature 1."""
-    if sampling.temperature > 0 or structure in ("chain", "deterministic"):
-        return sampling
-    return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def _frontier(growth: _Growth, here: Int[np.ndarray, " n"], depth: int) -> Frontier:
@@ -210,27 +249,6 @@ def _allowed(
     found = masked(logits, own if few is None else pack(unpacked(own, width)[:, few.ids.cpu()]))
     # If no token of the drafter is allowed, its row stays as it is, and its tokens are rejected.
     return torch.where(found.amax(-1, keepdim=True) > -torch.inf, found, logits)
-
-
-def _rows(
-    level: Level, samplings: Sequence[Sampling], prefix: Callable[[int], Prefix], growth: _Growth
-) -> Float[Tensor, "n width"]:
-    """The distributions that children are drawn from, over the short list if there is one.
-
-    Penalties, biases and processors use the target's ids. With such settings, rows are made over the whole vocabulary.
-    """
-    few = growth.short_list
-    if few is None:
-        return to_rows(level.raw, level.owners, samplings, prefix)
-    known = [samplings[owner] for owner in set(level.owners.tolist())]
-    if not any(s.reads_prefix or s.logit_bias or s.processors for s in known):
-        return to_rows(level.raw, level.owners, samplings, prefix)
-    wide = few.widened(level.raw, torch.finfo(level.raw.dtype).min)
-    rows = to_rows(wide, level.owners, samplings, prefix)[:, few.ids]
-    total = rows.sum(-1, keepdim=True)
-    # A processor may forbid all tokens of the list. Then the first of them is drafted, and is rejected.
-    first = torch.nn.functional.one_hot(torch.zeros(len(rows), dtype=torch.long), rows.shape[1]).to(rows)
-    return torch.where(total > 0, rows / total, first)
 
 
 def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:

@@ -203,7 +203,8 @@ def recover(
         last: Packed index of each request's last accepted node.
         weight: $w$ of each request; None means 1.
     """
-    p = target_rows[upload(last, target_rows.device)]
+    # Where nothing was drafted, the rows are those of the roots.
+    p = target_rows if len(last) == len(target_rows) else target_rows[upload(last, target_rows.device)]
     weights = p
     if rejected.any():
         scaled = p if weight is None else p * torch.from_numpy(weight).to(p)[:, None]

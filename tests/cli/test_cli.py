@@ -68,6 +68,8 @@ def stranger(tmp_path_factory) -> Path:
         (["--dtype", "float17"], "unknown dtype 'float17'; available: auto, float32"),
         (["--device", "warp"], "device 'warp' cannot be used"),
         (["--max-slots", "0"], "max_slots must be >= 1, got 0"),
+        (["--threads", "0"], "threads must be >= 1, got 0"),
+        (["--threads", "1000000"], "the number of this machine's cores, got 1000000"),
         (["--max-context", "5000"], "max_context must be <= 1024"),
         (["--prompt", "a", "--stop", ""], "a stop string must not be empty"),
         (["--prompt", "a", "--regex", "(a"], "the regex cannot be compiled"),

@@ -227,4 +227,5 @@ def test_an_error_begins_a_line_of_its_own_behind_a_streamed_prompt(monkeypatch,
         raise InputError("a bad day")
 
     monkeypatch.setattr(ModelDrafter, "begin", nothing)
-    assert run(monkeypatch, capsys, "generate", "--prompt", "Once") == (2, "Once\n", "error: a bad day\n")
+    arguments = ["--prompt", "Once", "--length", "fixed:4"]
+    assert run(monkeypatch, capsys, "generate", *arguments) == (2, "Once\n", "error: a bad day\n")

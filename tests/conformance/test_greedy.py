@@ -15,7 +15,9 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
+from outrider.lengths.goodput import GoodputLength
 from outrider.lengths.heuristic import HeuristicLength
 from outrider.lengths.svip import SvipLength
 from outrider.lengths.tetris import TetrisLength
@@ -98,6 +100,7 @@ CHAINS = {
     "model-block-adaedl": (None, BlockVerifier(), AdaedlLength(num_speculative_tokens=6)),
     "model-token-svip": (None, TokenVerifier(), SvipLength(num_speculative_tokens=6)),
     "model-block-tetris": (None, BlockVerifier(), TetrisLength(num_speculative_tokens=2, extra=2)),
+    "model-block-goodput": (None, BlockVerifier(), GoodputLength()),
 }
 
 
@@ -114,6 +117,7 @@ def test_chains_give_what_generate_gives(name):
             verifier=rule,
             length=length,
             decoding=StepDecoding(),
+            experience=Experience(clocked=False),
         )
         made = Engine(parts, max_slots=3).generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
         assert [output.tokens for output in made] == outputs, label

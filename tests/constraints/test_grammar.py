@@ -203,7 +203,7 @@ def _first_row(rule: grammar.Grammar, engine: Engine) -> torch.Tensor:
 
 def test_a_draft_that_strays_to_a_dead_end_ends_nothing():
     """After "a" nothing can come. Plain decoding never says it here, and the draft model of another text does."""
-    engine = outrider.load(drafter="ngram:prompt_lookup_min=1", dtype="float32")
+    engine = outrider.load(drafter="ngram:prompt_lookup_min=1", length="fixed:5", dtype="float32")
     a, c, x = (engine.encode(letter)[0] for letter in "acx")
     rule = ebnf('root ::= "a" b | "c"\nb ::= []')
     biased = [Sampling(temperature=0, logit_bias={token: 50.0}) for token in (c, a)]

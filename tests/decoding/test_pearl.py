@@ -1,51 +1,33 @@
-"""PEARL: the law by enumeration, greedy identity, one text on both clocks, what is counted, what is given back."""
+"""PEARL: the law by enumeration, the text of plain decoding, one text on both clocks, and where outputs end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 
 import outrider
-from outrider import InputError
-from outrider.decoding.pearl import LONGEST, PearlDecoding, balanced_length
+from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.protocol import Parts
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
-from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.refusals import Cell, refusal
 from outrider.types import Ahead, Request, Running, Sampling, Step
 from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier
-from tests.world.automaton import After
+from tests.decoding.pearl_engines import CLOCKS, DRAWN, GREEDY, PROMPT, SIMULATED, pearl
 from tests.world.models import CONTEXT, DRAFTERS, engine, free_slots, raw_logits
 from tests.world.tables import tables
 from tests.world.verifiers import CARRYING, each, judges_of
 from tests.world.zoo import VOCAB
 
 exactly = pytest.mark.usefixtures("float64_stays_float64")
-
 BOUND = 1e-12
-CLOCKS = ("real", "simulated")
-SIMULATED = PearlDecoding(clock="simulated")
-GREEDY = Sampling(temperature=0.0, seed=0)
-DRAWN = Sampling(temperature=1.0, seed=0)
-PROMPT = [3, 9, 4, 30, 9, 4]
 FOR_CHAINS = each(name for name in judges_of("sampled chain") if name not in CARRYING)
-
-
-def pearl(drafter: str = "model", verifier: str = "token", clock: str = "real", **others: object) -> Engine:
-    """An engine over the tiny pair that drafts and verifies at once."""
-    plain = engine(drafter, verifier, **others)
-    parts = replace(plain.parts, decoding=PearlDecoding(clock=clock))
-    return Engine(parts, max_slots=plain.max_slots, eos_ids=plain.eos_ids)
 
 
 # The law.
@@ -244,260 +226,3 @@ def test_a_prompt_that_continues_the_last_text_is_as_in_a_cold_engine():
         cold.rest()
         assert again.tokens == cold.generate([prompt], max_new_tokens=12, sampling=DRAWN)[0].tokens
     assert free_slots(warm) == [8, 8]
-
-
-# What is counted.
-
-
-@pytest.mark.parametrize("verifier", ["token", "block"])
-def test_steps_add_up_to_the_output(verifier):
-    outputs = pearl("model", verifier, gamma=4).generate([PROMPT, [5], [8, 8]], max_new_tokens=33, sampling=DRAWN)
-    whole = 0
-    for output in outputs:
-        steps = output.steps
-        assert [token for step in steps for token in step.tokens] == output.tokens
-        assert [len(step.tokens) for step in steps[:1]] == [1]
-        for step in steps:
-            assert step.num_accepted_tokens <= step.num_draft_tokens
-            assert len(step.tokens) in (step.num_accepted_tokens, step.num_accepted_tokens + 1), step
-        for before, step in pairwise(steps):
-            if len(before.tokens) == before.num_accepted_tokens + 1:
-                assert len(step.tokens) == 1, "a pre-verify follows a rejection"
-            whole += len(step.tokens) == step.num_accepted_tokens > 1
-    assert whole > 0
-
-
-@pytest.mark.parametrize("clock", CLOCKS)
-@pytest.mark.parametrize("gamma", [2, 4])
-def test_a_step_is_one_target_forward_and_one_draft_forward_per_token(gamma, clock):
-    counted = pearl("model", gamma=gamma, clock=clock)
-    target, draft = counted.parts.target, counted.parts.drafter.lm
-    for i in range(3):
-        counted.add([5 + i] * (2 + i), max_new_tokens=60, sampling=DRAWN, id=str(i))
-    counted.step()
-    for _ in range(8):
-        before = target.num_forwards, draft.num_forwards
-        counted.step()
-        assert (target.num_forwards - before[0], draft.num_forwards - before[1]) == (1, gamma)
-
-
-def test_the_target_reads_no_token_twice_and_none_after_the_last_one_ahead():
-    same = random_rows(3, seed=2)
-    parts = replace(
-        tables(3, TokenVerifier(), 4, drafter=ModelDrafter(lm=TabularLM(same, 3)), decoding=SIMULATED),
-        target=TabularLM(same, 3),
-    )
-    read, extend = [], parts.target.extend
-
-    def counting(segments, taps=()):
-        read.append(sum(len(segment.tokens) for segment in segments))
-        return extend(segments, taps)
-
-    parts.target.extend = counting
-    [output] = Engine(parts).generate([[0]], max_new_tokens=12, sampling=DRAWN)
-    assert read == [len(step.tokens) for step in output.steps] == [1, 3, 4, 4]
-
-
-class TickingLM(TabularLM):
-    """Tables whose every forward takes some ticks of a clock."""
-
-    def __init__(self, seed: int, ticks: float, clock: list[float]) -> None:
-        super().__init__(random_rows(3, seed), 3)
-        self._ticks, self._clock = ticks, clock
-
-    def extend(self, segments, taps=()):
-        self._clock[0] += self._ticks
-        return super().extend(segments, taps)
-
-
-@pytest.mark.parametrize(("target", "draft", "gamma"), [(9.0, 2.0, 4), (5.0, 2.0, 4), (8.0, 2.0, 4), (1.0, 3.0, 2)])
-def test_a_simulated_step_takes_the_longer_of_drafting_and_verifying_not_their_sum(target, draft, gamma):
-    clock = [0.0]
-    parts = tables(3, TokenVerifier(), gamma, drafter=ModelDrafter(lm=TickingLM(1, draft, clock)), decoding=SIMULATED)
-    decoding = PearlDecoding(clock="simulated", _now=lambda: clock[0])
-    parts = replace(parts, target=TickingLM(2, target, clock), decoding=decoding)
-    [output] = Engine(parts).generate([[0, 1]], max_new_tokens=40, sampling=DRAWN)
-    whole = [step.timing for step in output.steps if step.timing.drafter == draft * gamma]
-    assert len(whole) > len(output.steps) // 2
-    for timing in whole:
-        assert (timing.target, timing.overlap) == (target, min(target, draft * gamma))
-        assert timing.total == max(target, draft * gamma)
-
-
-def test_an_overlapped_step_takes_no_less_than_either_side_and_no_more_than_both():
-    [output] = pearl("model").generate([PROMPT], max_new_tokens=40, sampling=DRAWN)
-    for timing in (step.timing for step in output.steps):
-        sides = timing.drafter, timing.target + timing.rows
-        others = timing.verify + timing.commit + timing.rest
-        assert max(sides) - 1e-9 <= timing.total - others + timing.rest
-        assert 0 <= timing.overlap <= min(sides) + 1e-9
-        assert all(part >= 0 for part in vars(timing).values())
-
-
-# What goes wrong.
-
-
-class Broken(Exception):
-    """What a model raises in these tests."""
-
-
-@pytest.mark.parametrize("clock", CLOCKS)
-@pytest.mark.parametrize("sides", [("target",), ("draft",), ("target", "draft")])
-def test_an_error_on_either_side_surfaces_and_leaves_nothing_running_or_taken(sides, clock):
-    used = pearl("model", clock=clock)
-    fine = used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
-    lms = {"target": used.parts.target, "draft": used.parts.drafter.lm}
-    kept = {side: lms[side].extend for side in sides}
-    for side in sides:
-        calls = iter(range(100))
-
-        def failing(segments, taps=(), side=side, calls=calls):
-            if next(calls) >= (6 if side == "target" else 18):
-                raise Broken(side)
-            return kept[side](segments, taps)
-
-        lms[side].extend = failing
-    with pytest.raises(Broken) as raised:
-        used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
-    assert str(raised.value) in sides
-    assert not used.busy
-    for side in sides:
-        lms[side].extend = kept[side]
-    assert free_slots(used) == [8, 8]
-    again = used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
-    assert [output.tokens for output in again] == [output.tokens for output in fine]
-
-
-@pytest.mark.parametrize("clock", CLOCKS)
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_an_error_that_passes_changes_no_output(side, clock):
-    used = pearl("model", clock=clock)
-    fine = used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
-    lm = used.parts.target if side == "target" else used.parts.drafter.lm
-    kept, calls = lm.extend, iter(range(1000))
-
-    def failing(segments, taps=()):
-        if next(calls) == (6 if side == "target" else 18):
-            raise Broken(side)
-        return kept(segments, taps)
-
-    lm.extend = failing
-    again = used.generate([PROMPT, [5]], max_new_tokens=20, sampling=DRAWN)
-    assert next(calls) > 18
-    assert [output.tokens for output in again] == [output.tokens for output in fine]
-
-
-# How it is put together.
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"tree": "gumbel:branching=2x2"}, "a tree has no one end to go on from; use tree 'chain', or decoding 'step'"),
-        ({"length": "adaedl"}, "not as length 'adaedl' says; use length 'fixed', or decoding 'step'"),
-        ({"length": "tetris"}, "not as length 'tetris' says; use length 'fixed'"),
-        (
-            {"verifier": "greedy_block"},
-            "'greedy_block' carries rows from step to step, past them; use verifier 'block'",
-        ),
-        ({"decoding": "pearl:1"}, "num_speculative_tokens must be >= 2, got 1"),
-        ({"decoding": "pearl:4", "length": "fixed:4"}, "give one of them"),
-        ({"decoding": "perl"}, "unknown decoding 'perl'; did you mean 'pearl'?"),
-        ({"decoding": "pearl:clock=wall"}, "unknown decoding 'pearl' field 'clock' 'wall'"),
-    ],
-)
-def test_what_does_not_fit_is_refused_with_what_does(options, sentence):
-    with pytest.raises(InputError) as refused:
-        outrider.load(**{"decoding": "pearl"} | options)
-    assert sentence in str(refused.value)
-
-
-def test_a_drafter_that_reads_the_target_is_refused():
-    reads = Cell(rows="sampled", structure="chain", verifier=TokenVerifier(), taps=True)
-    assert refusal(reads) is None
-    assert "hidden states" in refusal(replace(reads, decoding=PearlDecoding()))
-
-
-def test_the_length_is_what_was_named_or_what_the_clock_says():
-    assert outrider.load(decoding="pearl:3").parts.length == FixedLength(num_speculative_tokens=3)
-    assert outrider.load(decoding="pearl", length="fixed:7").parts.length == FixedLength(num_speculative_tokens=7)
-    measured = outrider.load(decoding=PearlDecoding()).parts.length
-    assert 2 <= measured.num_speculative_tokens <= LONGEST
-
-
-@pytest.mark.parametrize(
-    ("target", "draft", "length"), [(9.0, 2.0, 5), (8.0, 2.0, 4), (1.0, 2.0, 2), (99.0, 1.0, LONGEST)]
-)
-def test_the_measured_length_is_how_often_the_drafter_fits_into_a_target_forward(target, draft, length):
-    clock = [0.0]
-    parts = tables(3, TokenVerifier(), 4, drafter=ModelDrafter(lm=TickingLM(1, draft, clock)), decoding=SIMULATED)
-    parts = replace(parts, target=TickingLM(2, target, clock))
-    assert balanced_length(parts, now=lambda: clock[0]) == length
-
-
-# Constraints.
-
-TRIGGER = After(vocab=3, followers={2: frozenset({0, 1}), 0: frozenset({1, 2})})
-"""Begins and ends inside drafts, and inside what lies ahead."""
-
-
-@pytest.mark.parametrize(
-    ("verifier", "drafter"),
-    [
-        (TokenVerifier(), None),
-        (BlockVerifier(), None),
-        (MatchVerifier(), None),
-        (MatchVerifier(), NgramDrafter(prompt_lookup_min=1)),
-    ],
-    ids=["token", "block", "match", "ngram"],
-)
-def test_a_constraint_keeps_the_law_of_constrained_plain_decoding(verifier, drafter):
-    prompt = [0, 1, 2, 0, 1, 2, 2, 0, 0, 1]
-    row = random_rows(3, 0)
-
-    def plainly(output: tuple[int, ...]) -> np.ndarray:
-        kept = np.where(TRIGGER.allowed(output), row((*prompt, *output)), 0.0)
-        return kept / kept.sum()
-
-    found = law(
-        tables(3, verifier, 2, drafter=drafter, decoding=SIMULATED), prompt, 3, target_law=plainly, constraint=TRIGGER
-    )
-    assert found.error < BOUND
-    assert found.accepted > 0
-    assert all(TRIGGER.fits(output) for output in found.emitted)
-
-
-@exactly
-def test_constrained_outputs_are_those_of_plain_decoding_and_the_same_on_both_clocks():
-    rule = After(vocab=VOCAB, followers={t: frozenset({(t + 1) % 8 + 3, t % 8 + 3}) for t in range(3, 11)})
-    asked = {"max_new_tokens": 30, "constraint": [rule, None, rule], "sampling": [GREEDY, DRAWN, DRAWN]}
-    prompts = [PROMPT, [5], [4, 7]]
-    real, simulated = (pearl("model", "block", clock).generate(prompts, **asked) for clock in CLOCKS)
-    assert [out.tokens for out in real] == [out.tokens for out in simulated]
-    assert all(rule.fits(real[i].tokens) for i in (0, 2))
-    [plain] = engine("none").generate([PROMPT], max_new_tokens=30, constraint=rule, sampling=GREEDY)
-    assert real[0].tokens == plain.tokens
-    assert real[0].num_accepted_tokens > 0
-    [alone] = pearl("model", "block").generate([[5]], max_new_tokens=30, sampling=DRAWN)
-    assert real[1].tokens == alone.tokens
-
-
-@exactly
-@pytest.mark.parametrize("side", ["target", "draft"])
-def test_a_failed_step_takes_its_constraint_back(side):
-    rule = After(vocab=VOCAB, followers={t: frozenset({(t + 1) % 8 + 3, t % 8 + 3}) for t in range(3, 11)})
-    used = pearl("model", "token")
-    asked = {"max_new_tokens": 24, "constraint": rule, "sampling": DRAWN}
-    fine = used.generate([PROMPT, [5]], **asked)
-    lm = used.parts.target if side == "target" else used.parts.drafter.lm
-    kept, calls = lm.commit, iter(range(1000))
-
-    def failing(paths):
-        if next(calls) == 9:
-            raise Broken(side)
-        return kept(paths)
-
-    lm.commit = failing
-    again = used.generate([PROMPT, [5]], **asked)
-    assert next(calls) > 9
-    assert [output.tokens for output in again] == [output.tokens for output in fine]

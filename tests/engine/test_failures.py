@@ -13,6 +13,7 @@ from outrider.drafters.token_only import TokenOnly
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lm.model import LanguageModel
+from outrider.trees.chained import Follow
 from outrider.types import Frontier, Guess, Request, Running, Sampling
 from tests.engine.test_engine import tokens_of
 from tests.world.automaton import After
@@ -57,6 +58,20 @@ class Failing(TokenOnly):
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         self._call("expand")
         return self.inner.expand(states, frontier)
+
+    def __getattr__(self, name: str) -> object:
+        if name != "chain" or not hasattr(self.inner, "chain"):
+            raise AttributeError(name)
+        return self._chain
+
+    def _chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        follow = self.inner.chain(states, counts)
+
+        def step(tokens: torch.Tensor) -> torch.Tensor:
+            self._call("expand")
+            return follow(tokens)
+
+        return step
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         self._call("commit")

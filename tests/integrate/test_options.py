@@ -31,9 +31,9 @@ VALUES = {
     "max_context": 60,
     "max_prefill_tokens": 5,
     "trust_remote_code": True,
+    "threads": 1,
     "pad_to": 2,
-    "compile": False,
-    "prepack": False,
+    "forward": "eager",
 }
 """A value of every option that holds inside transformers."""
 SETTLED = {

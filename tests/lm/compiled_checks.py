@@ -1,6 +1,11 @@
 """Run by `test_compiled.py` in a process of its own, where no shapes are checked: such checks cannot be compiled."""
 
+import contextlib
+import io
 import json
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,15 +14,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider
 from outrider import catalog
+from outrider.cli.prepare import prepare
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
+from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.compiled import COMPILED
+from outrider.lm.choice import at_hand
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.proof.runs import law_of_runs, plain_rows
+from outrider.setup import Setup
 from outrider.types import Request
 from tests.world.heads import toy
 
@@ -35,8 +43,8 @@ CASES = {
 }
 
 
-def llama(num_layers: int) -> LlamaForCausalLM:
-    torch.manual_seed(0)
+def llama(num_layers: int, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=64,
         hidden_size=32,
@@ -72,14 +80,6 @@ def said(
     return found
 
 
-def is_compiled(lm: LanguageModel, width: int, logits: str, taps: tuple[int, ...] = ()) -> bool:
-    """Whether a forward runs as a compiled graph."""
-    before, slot = lm.num_compiled_forwards, lm.open()
-    lm.extend([Segment(slot=slot, tokens=torch.zeros(width, dtype=torch.long), logits=logits)], taps=taps)
-    lm.release(slot)
-    return lm.num_compiled_forwards == before + 1
-
-
 def differences(plain: LanguageModel, compiled: LanguageModel, taps: tuple[int, ...]) -> dict[str, float]:
     """By case, the largest difference over the spread of what plain forwards say."""
     found = {}
@@ -93,7 +93,9 @@ def law(model: LlamaForCausalLM) -> float:
     """How far all runs of a compiled engine are from plain forwards, where three tokens can come."""
     sampling = outrider.Sampling(logit_bias=dict.fromkeys(range(3, 64), -torch.inf))
     request = Request(id="", prompt=(1, 0, 2, 1, 0, 2), max_new_tokens=3, sampling=sampling)
-    engine = outrider.load(model, drafter="ngram:prompt_lookup_min=1", compile=True, max_slots=4)
+    engine = outrider.load(
+        model, drafter="ngram:prompt_lookup_min=1", length="fixed:5", forward="compiled", max_slots=4
+    )
     whole = plain_rows(model, request.prompt)
 
     def row(output: tuple[int, ...]) -> np.ndarray:
@@ -132,37 +134,104 @@ def heads(model: LlamaForCausalLM) -> dict[str, object]:
     return found
 
 
+def laws_with_a_draft_model(model: LlamaForCausalLM) -> dict[str, float]:
+    """The error of the law of runs in which the target is compiled, and of those in which the draft model is."""
+    sampling = outrider.Sampling(logit_bias=dict.fromkeys(range(3, 64), -torch.inf))
+    request = Request(id="", prompt=(1, 0, 2), max_new_tokens=3, sampling=sampling)
+    other, found = llama(1, seed=5), {}
+    for name, target, draft in (("target", model, other), ("draft model", other, model)):
+        whole = plain_rows(target, request.prompt)
+
+        def row(output: tuple[int, ...], whole: Callable[[tuple[int, ...]], np.ndarray] = whole) -> np.ndarray:
+            some = np.where(np.arange(64) < 3, whole(output), 0)
+            return some / some.sum()
+
+        for tree, verifier in (("chain", "block"), ("gumbel:branching=2x1", "recursive")):
+            engine = outrider.load(
+                target,
+                drafter=ModelDrafter(
+                    lm=LanguageModel(draft, max_slots=4, forward="compiled" if draft is model else "eager")
+                ),
+                tree=tree,
+                verifier=verifier,
+                length="fixed:2",
+                forward="compiled" if target is model else "eager",
+                max_slots=4,
+            )
+            found[f"{name}, {tree}"] = law_of_runs(engine, [request], [row]).error
+    return found
+
+
+def kept(model: LlamaForCausalLM) -> dict[str, object]:
+    """What becomes of the library on disk: who finds it, and who does not."""
+    lm = LanguageModel(model, max_slots=2)
+    package, folder = lm.package, lm.package.folder
+    found: dict[str, object] = {"there": package.exists()}
+    before = sorted(path.name for path in folder.parent.iterdir())
+    again = LanguageModel(model, max_slots=4)
+    again.prepare()
+    found["not made again"] = sorted(path.name for path in folder.parent.iterdir()) == before
+    found["at hand"] = at_hand(again)
+    other = llama(1, seed=1)
+    found["of other weights"] = LanguageModel(other).package.exists()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    found["with other threads"] = LanguageModel(model).package.exists()
+    torch.set_num_threads(threads)
+    found["of other taps"] = replace(package, taps=(0,)).exists()
+    key = (folder / "key.json").read_text()
+    (folder / "key.json").write_text(key.replace("machine", "engine"))
+    found["with another key"] = LanguageModel(model).package.exists()
+    (folder / "key.json").write_text(key)
+    return found
+
+
+def prepared(model: LlamaForCausalLM) -> dict[str, object]:
+    """What `outrider prepare` says of the same weights in a folder, and what a later engine takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            prepare(Setup(folder, drafter="ngram", vocab_size=64, threads=1), as_json=True)
+        [found] = json.loads(said.getvalue())["models"]
+        engine = outrider.load(folder, drafter="ngram", length="fixed:5", vocab_size=64, threads=1)
+        choice = engine.parts.target.choice
+    return {
+        "same folder": found["folder"] == str(LanguageModel(model).package.folder),
+        "measured": sorted(found["milliseconds"]),
+        "remembered": choice.milliseconds == {name: tuple(times) for name, times in found["milliseconds"].items()},
+        "taken": engine.parts.target.forward
+        == found["forward"]
+        == min(found["milliseconds"], key=lambda name: sum(found["milliseconds"][name])),
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
     model = llama(1)
-    plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, compile=True)
+    plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
     found: dict[str, object] = {}
     for name, taps in (("without taps", ()), ("with taps", (0, 1))):
-        first = counters["stats"]["unique_graphs"]
+        before = compiled.num_forwards, compiled.num_compiled_forwards
         found[f"differences {name}"] = differences(plain, compiled, taps)
-        said(compiled, [[3, 1, 4]], [[5] * 4], None, taps)  # once more, because storage has grown
-        before = counters["stats"]["unique_graphs"]
-        for width in (3, 6, 17):
-            said(compiled, [[3, 1, 4]], [[5] * width], None, taps)
-        found[f"new graphs for new lengths {name}"] = counters["stats"]["unique_graphs"] - before
-        found[f"graphs {name}"] = counters["stats"]["unique_graphs"] - first
+        after = compiled.num_forwards, compiled.num_compiled_forwards
+        found[f"all forwards {name} are compiled"] = after[0] - before[0] == after[1] - before[1] > 0
     found["heads"] = heads(llama(2))
-    found["graph breaks"] = sum(counters["graph_break"].values())
-    found["forwards with taps are compiled"] = is_compiled(compiled, 3, "all", (0, 1))
-    long = is_compiled(compiled, COMPILED + 1, "all") or is_compiled(compiled, 3, "none")
-    found["long forwards are plain"] = not long
-    settings = {"drafter": "ngram:prompt_lookup_min=1", "max_slots": 2}
+    settings = {"drafter": "ngram:prompt_lookup_min=1", "length": "fixed:5", "max_slots": 2}
     texts = [
         [
             out.tokens
-            for out in outrider.load(model, compile=compile, **settings).generate(
+            for out in outrider.load(model, forward=forward, **settings).generate(
                 [[3, 1, 4], [5, 9]], max_new_tokens=40, sampling=outrider.Sampling(temperature=0)
             )
         ]
-        for compile in (False, True)
+        for forward in ("eager", "compiled")
     ]
     found["greedy output is the same"] = texts[0] == texts[1]
     found["error of the law"] = law(model)
+    found["errors with a draft model"] = laws_with_a_draft_model(model)
+    found["kept"] = kept(model)
+    found["prepared"] = prepared(model)
     print(json.dumps(found))
 
 

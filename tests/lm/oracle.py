@@ -46,8 +46,8 @@ def poison(lm: LanguageModel | RecurrentModel, twins: dict[int, Twin]) -> None:
     """Put large finite numbers wherever nothing of worth lies."""
     used = {lm.cache.row(s): len(t.tokens) + len(t.pending) for s, t in twins.items()}
     for storage in lm.cache.storages:
-        for row in range(storage.shape[1]):
-            storage[:, row, used.get(row, 0) :] = POISON
+        for row in range(storage.shape[0]):
+            storage[row, used.get(row, 0) :] = POISON
 
 
 @dataclass(kw_only=True)

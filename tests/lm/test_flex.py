@@ -98,7 +98,7 @@ def engines(dtype: torch.dtype, device: str) -> dict[str, Engine]:
     return {
         "chain": drafting(ChainTree()),
         "tree": drafting(GumbelTree(branching=(3, 2, 1, 1))),
-        "ngram": outrider.load(model, drafter="ngram:prompt_lookup_min=1", max_slots=3),
+        "ngram": outrider.load(model, drafter="ngram:prompt_lookup_min=1", length="fixed:5", max_slots=3),
     }
 
 
@@ -173,9 +173,9 @@ def test_functions_of_others_are_compiled_again_behind_every_forward() -> None:
 def test_what_cannot_work_is_said() -> None:
     model = tiny("llama", attention="flex_attention")
     with pytest.raises(outrider.InputError, match="flex_attention runs uncompiled here"):
-        LanguageModel(model, compile=True)
+        LanguageModel(model, forward="compiled")
     lines = {line.feature: line for line in capabilities(model)}
-    assert not lines["compile"].supported
+    assert not lines["compiled forwards"].supported
     assert lines["attention implementation"].reason.startswith("flex_attention, exact")
     sinks = tiny("gpt_oss", attention="flex_attention")
     with pytest.raises(outrider.InputError, match=r"gpt_oss, which has attention sinks .*attn_implementation='eager'$"):

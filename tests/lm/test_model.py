@@ -147,7 +147,7 @@ def test_taps_are_the_inputs_of_layers_and_the_raw_output_of_the_last(name: str)
     segments = [Segment(slot=s, tokens=torch.tensor(p), logits="none") for s, p in zip(slots, prompts, strict=True)]
     extension = lm.extend(segments[::-1], taps)
     leaving = []
-    layers = lm._layers[-1].register_forward_hook(lambda _, __, out: leaving.append(out))
+    layers = lm.anatomy.layers[-1].register_forward_hook(lambda _, __, out: leaving.append(out))
     for prompt, rows in zip(prompts, (slice(5, 17), slice(0, 5)), strict=True):
         with torch.no_grad():
             states = lm.model(torch.tensor([prompt]), output_hidden_states=True, use_cache=False).hidden_states
@@ -163,7 +163,7 @@ def test_nothing_stays_hooked() -> None:
     lm = LanguageModel(tiny("llama"), max_slots=1)
     slot = lm.open()
     lm.extend([Segment(slot=slot, tokens=torch.tensor([1, 2]))], taps=(0, 3))
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in lm._layers)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in lm.anatomy.layers)
     assert lm.extend([Segment(slot=slot, tokens=torch.tensor([1, 2]))]).taps == {}
 
 

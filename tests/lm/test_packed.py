@@ -58,8 +58,8 @@ def test_the_model_itself_is_left_alone_and_its_other_weights_are_shared():
 def test_slots_trees_and_taps_are_the_same():
     plain = model()
     found = []
-    for prepack in (False, True):
-        lm = LanguageModel(plain, max_slots=2, prepack=prepack)
+    for forward in ("eager", "packed"):
+        lm = LanguageModel(plain, max_slots=2, forward=forward)
         slot = lm.open()
         lm.extend([Segment(slot=slot, tokens=torch.tensor([3, 1, 4]), logits="none")])
         lm.commit({slot: [0, 1, 2]})
@@ -72,19 +72,30 @@ def test_slots_trees_and_taps_are_the_same():
 def test_only_what_keeps_every_bit_is_packed():
     assert worth_packing(model())
     assert not packable(model(torch.float32))
-    with pytest.raises(InputError, match="prepack works for bfloat16"):
-        LanguageModel(model(torch.float32), prepack=True)
-    with pytest.raises(InputError, match="leave prepack out"):
-        LanguageModel(model(), prepack=True, compile=True)
+    with pytest.raises(InputError, match="packed works for bfloat16"):
+        LanguageModel(model(torch.float32), forward="packed")
 
 
-def test_a_model_that_is_loaded_here_is_packed_by_default_and_one_that_is_given_is_not():
+def test_a_model_that_is_loaded_here_may_be_packed_and_one_that_is_given_is_packed_only_if_asked():
     def is_packed(lm: LanguageModel) -> bool:
-        return any(isinstance(m, PackedLinear) for m in lm._runner.modules())
+        return any(isinstance(m, PackedLinear) for m in lm._forwards[lm.forward].model.modules())
 
     engine = load(dtype="bfloat16")
-    assert is_packed(engine.parts.target)
-    assert is_packed(engine.parts.drafter.lm)
-    assert not is_packed(load(dtype="bfloat16", prepack=False).parts.target)
+    for lm in (engine.parts.target, engine.parts.drafter.lm):
+        assert set(lm.choice.milliseconds) >= {"eager", "packed"}
+        assert is_packed(lm) == (lm.forward == "packed")
+    assert not is_packed(load(dtype="bfloat16", forward="eager").parts.target)
     assert not is_packed(load(model(), drafter="ngram").parts.target)
-    assert is_packed(load(model(), drafter="ngram", prepack=True).parts.target)
+    assert is_packed(load(model(), drafter="ngram", forward="packed").parts.target)
+
+
+def test_weights_that_changed_are_packed_anew():
+    lm = LanguageModel(model(), max_slots=1, forward="packed")
+    with torch.no_grad():
+        for weight in lm.model.parameters():
+            weight.mul_(1.5)
+    lm.renew()
+    segment = Segment(slot=lm.open(), tokens=torch.arange(5))
+    found = lm.extend([segment]).logits
+    with torch.inference_mode():
+        assert torch.equal(found, lm.model(torch.arange(5)[None], use_cache=False).logits[0])

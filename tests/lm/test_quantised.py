@@ -47,7 +47,7 @@ def test_greedy_output_over_integer_weights_is_the_models_own(name: str) -> None
     assert logit_width(model) == VOCAB
     lm = as_lm(model, max_slots=1)
     assert lm.dtype == torch.float64
-    engine = outrider.load(model, drafter="ngram:prompt_lookup_min=1", max_slots=2)
+    engine = outrider.load(model, drafter="ngram:prompt_lookup_min=1", length="fixed:5", max_slots=2)
     prompts = [[5, 6, 7, 5, 6], [9, 3]]
     made = engine.generate(prompts, max_new_tokens=12, sampling=GREEDY, ignore_eos=True)
     for prompt, output in zip(prompts, made, strict=True):

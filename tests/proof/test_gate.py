@@ -15,11 +15,11 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.fingerprint import fingerprint, instruction_sets, machine, source
 from outrider.lm.model import LanguageModel
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import translation
-from outrider.proof.fingerprint import fingerprint, instruction_sets, machine, source
 from outrider.proof.gate import PACKAGE, gate, key
 from outrider.trees.chain import ChainTree
 from outrider.types import Sampling

@@ -1,14 +1,12 @@
 """The law of engines over real transformers models: every run, from its prompt to its end, against plain forwards."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 from jaxtyping import Float
 from transformers import (
-    AutoModelForCausalLM,
     LogitsProcessorList,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
@@ -16,10 +14,8 @@ from transformers import (
     TopKLogitsWarper,
 )
 
-from outrider import as_custom_generate, catalog
+from outrider import as_custom_generate
 from outrider.decoding.pearl import PearlDecoding
-from outrider.decoding.protocol import Parts
-from outrider.decoding.step import StepDecoding
 from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -34,67 +30,11 @@ from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation
 from outrider.proof.enumerate import EnumeratingDice, World
-from outrider.proof.runs import Row, Runs, law_of_runs, plain_rows
-from outrider.trees.chain import ChainTree
-from outrider.trees.protocol import UnprunedTree
-from outrider.types import Request, Sampling
+from outrider.proof.runs import Row, plain_rows
+from tests.proof.tiny_runs import BOUND, PROMPT, SLOTS, assert_lossless, drafter, engine, pair, tiny, walk
 from tests.world.automaton import After
-from tests.world.biased import AcceptsEverything
-from tests.world.recurrent_zoo import RECURRENT, recurrent_config
-from tests.world.zoo import attention_of, scrambled, tiny_config
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
-
-BOUND = 1e-12
-SLOTS = 48
-PROMPT = (1, 0, 1, 1, 0)
-
-
-def tiny(name: str, vocab: int = 2, seed: int = 0) -> PreTrainedModel:
-    """A tiny model of an architecture over very few tokens, in float64; none of them is sure to come."""
-    recurrent = name in RECURRENT
-    config = recurrent_config(name) if recurrent else tiny_config(name)
-    attention = {} if recurrent else {"attn_implementation": attention_of(name)}
-    config.vocab_size = vocab
-    config.pad_token_id = config.bos_token_id = config.eos_token_id = None
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager", **attention).double().eval()
-    scrambled(model, seed).get_output_embeddings().weight.data.mul_(0.4)
-    return model
-
-
-def drafter(name: str = "llama", vocab: int = 2) -> ModelDrafter:
-    return ModelDrafter(lm=as_lm(tiny(name, vocab, seed=50), max_slots=SLOTS))
-
-
-def engine(
-    target: object, guesser: object, verifier: object = "block", tree: str = "chain", **others: object
-) -> Engine:
-    """An engine that drafts two tokens; the target is a model, or as the engine sees it."""
-    parts = Parts(
-        target=as_lm(target, max_slots=SLOTS) if isinstance(target, PreTrainedModel) else target,
-        drafter=guesser,
-        tree=catalog.make("tree", tree) if isinstance(tree, str) else tree,
-        verifier=catalog.make("verifier", verifier) if isinstance(verifier, str) else verifier,
-        length=FixedLength(num_speculative_tokens=2),
-        decoding=StepDecoding(),
-    )
-    return Engine(replace(parts, **others), max_slots=SLOTS)
-
-
-def walk(made: Engine, prompt: Sequence[int] = PROMPT, most: int = 4, rows: Row | None = None, **asked: object) -> Runs:
-    """All runs of one request."""
-    request = Request(id="", prompt=tuple(prompt), max_new_tokens=most, sampling=Sampling(), **asked)
-    found = law_of_runs(made, [request], [rows or plain_rows(made.parts.target.model, prompt)])
-    made.rest()
-    print(found.num_runs, "runs,", found.drafted, "drafted,", found.accepted, "accepted, error", found.error)
-    assert sum(found.outputs.values()) == pytest.approx(1, abs=BOUND)
-    return found
-
-
-def assert_lossless(found: Runs) -> None:
-    """The law is kept by runs in which some draft tokens are accepted and some are not."""
-    assert found.error < BOUND, found
-    assert 0.1 < found.accepted < found.drafted - 0.1, found
 
 
 @pytest.mark.parametrize(
@@ -222,60 +162,20 @@ def test_packed_weights_change_no_bit_of_the_law(monkeypatch):
     both = [
         walk(
             engine(
-                as_lm(model, max_slots=SLOTS, prepack=prepack),
-                ModelDrafter(lm=as_lm(draft, max_slots=SLOTS, prepack=prepack)),
+                as_lm(model, max_slots=SLOTS, forward=forward),
+                ModelDrafter(lm=as_lm(draft, max_slots=SLOTS, forward=forward)),
             )
         )
-        for prepack in (False, True)
+        for forward in ("eager", "packed")
     ]
     assert both[0] == both[1]
     assert both[1].error < 0.02
-
-
-# Two at once.
-
-
-def pair(made: Engine, prompts: Sequence[Sequence[int]], most: int) -> Runs:
-    requests = [Request(id="", prompt=tuple(p), max_new_tokens=most, sampling=Sampling()) for p in prompts]
-    found = law_of_runs(made, requests, [plain_rows(made.parts.target.model, p) for p in prompts])
-    print(found.num_runs, "runs, error", found.error)
-    return found
 
 
 @pytest.mark.parametrize("target", ["llama", "qwen3_next"])
 def test_two_requests_in_one_batch_have_the_product_of_their_laws(target):
     made = engine(tiny(target), drafter(), "token", length=FixedLength(num_speculative_tokens=1))
     assert_lossless(pair(made, [PROMPT, (0, 1)], most=3 if target == "llama" else 2))
-
-
-@dataclass(frozen=True, kw_only=True)
-class DraftsTheSameForAll(UnprunedTree):
-    """A chain whose tokens are drawn once, for the first request of the batch."""
-
-    @property
-    def structure(self):
-        return "chain"
-
-    def choose(self, level, dice):
-        drawn = ChainTree().choose(level, dice)
-        first = np.flatnonzero(drawn.owners % 2 == 0).repeat(2)
-        return replace(drawn, tokens=drawn.tokens[torch.from_numpy(first)])
-
-
-def test_draws_that_two_requests_share_are_caught_though_each_alone_keeps_its_law():
-    made = engine(
-        tiny("llama"), drafter(), "token", DraftsTheSameForAll(), length=FixedLength(num_speculative_tokens=1)
-    )
-    prompts = [PROMPT, PROMPT]
-    found = pair(made, prompts, most=2)
-    for i in range(2):
-        alone = {}
-        for outputs, mass in found.outputs.items():
-            alone[outputs[i]] = alone.get(outputs[i], 0.0) + mass
-        row = plain_rows(made.parts.target.model, PROMPT)
-        for output, mass in alone.items():
-            assert mass == pytest.approx(row(())[output[0]] * row(output[:1])[output[1]], abs=BOUND)
-    assert found.error > 1e-3
 
 
 # Steps that fail.
@@ -357,75 +257,3 @@ def test_through_custom_generate_every_row_has_the_law_of_the_processors(target)
         assert mass == pytest.approx(expected, abs=BOUND), output
     assert sum(outputs.values()) == pytest.approx(1, abs=BOUND)
     assert len(outputs) > 4
-
-
-# What is wrong. A checker that passes one of these is broken.
-
-
-class KeepsRejectedStates(RecurrentModel):
-    """Takes the state after all drafted tokens for the state after the accepted ones, once it is `broken`."""
-
-    broken = False
-
-    def commit(self, paths):
-        if not self.broken:
-            return super().commit(paths)
-        newest = {slot: self._slots[slot].borders[max(self._slots[slot].borders)] for slot in paths}
-        super().commit(paths)
-        for slot, state in newest.items():
-            self._slots[slot].borders[self._slots[slot].length] = state
-
-
-class LeavesKeysWhereTheyAre(LanguageModel):
-    """Does not bring the keys and values of an accepted path together."""
-
-    def __init__(self, *given, **named):
-        super().__init__(*given, **named)
-        self.cache.move = lambda moves: None
-
-
-def keeping_rejected_states() -> Engine:
-    target = KeepsRejectedStates(tiny("mamba2"), max_slots=SLOTS)
-    target.broken = True
-    return engine(target, drafter(), "block")
-
-
-def leaving_keys_where_they_are() -> Engine:
-    target = LeavesKeysWhereTheyAre(tiny("llama", 3), max_slots=SLOTS)
-    return engine(target, drafter("llama", 3), "match", "dynamic:width=2,num_nodes=4")
-
-
-def accepting_everything() -> Engine:
-    return engine(tiny("llama"), drafter(), AcceptsEverything())
-
-
-@pytest.mark.parametrize("wrong", [accepting_everything, keeping_rejected_states, leaving_keys_where_they_are])
-def test_what_is_wrong_is_caught(wrong):
-    assert walk(wrong(), most=4).error > 1e-3
-
-
-# The walk itself.
-
-
-def test_a_script_holds_where_rounding_makes_two_outcomes_of_one_or_one_of_two():
-    a, b, c = ((0, "accept", slot) for slot in range(3))
-    world = World(script={a: 1, b: 0})
-    assert [world.choose((1, "draft", 0), [(5, 1.0)]), world.choose(a, [(0, 0.25), (1, 0.75)])] == [5, 1]
-    assert world.choose(b, [(0, 1.0)]) == 0
-    assert (world.probability, world.others) == (0.75, [])
-    assert world.choose(c, [(2, 0.5), (7, 0.5)]) == 2
-    assert world.others == [{a: 1, b: 0, c: 7}]
-    assert world.choose(a, [(0, 1.0)]) == 1
-    assert world.probability == 0, "an outcome that cannot come any more"
-
-
-def test_an_engine_gets_its_own_draws_back_and_must_have_room():
-    made = engine(tiny("llama"), drafter())
-    texts = []
-    for _ in range(2):
-        texts += [out.tokens for out in made.generate([PROMPT], max_new_tokens=8, sampling=Sampling(seed=3))]
-        walk(made, most=2)
-    assert texts[0] == texts[1]
-    asked = Request(id="", prompt=PROMPT, max_new_tokens=2, sampling=Sampling())
-    with pytest.raises(ValueError, match="49 requests cannot run at once in an engine with max_slots=48"):
-        law_of_runs(made, [asked] * 49, [])

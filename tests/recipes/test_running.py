@@ -1,10 +1,14 @@
 """One entry point for all recipes: they are listed, and each has a quick form of options that it knows."""
 
+import dataclasses
 import importlib
 import inspect
 
 import pytest
+import typer
 
+from outrider.bench.trial import Setting
+from recipes import options
 from recipes.__main__ import main, recipes, with_quick
 
 NAMES = list(recipes())
@@ -26,7 +30,7 @@ def test_every_recipe_has_a_quick_form_and_writes_only_when_asked(name):
         assert quick[option].default == value
     out = inspect.signature(module.main).parameters["out"].default
     # What a recipe makes is a folder of models, or its results, which nobody gets unasked.
-    assert out is None or (out is inspect.Parameter.empty and name in ("stand_in", "embedded_pair"))
+    assert out is None or (out is inspect.Parameter.empty and name in ("stand_in", "embedded_pair", "moe_target"))
 
 
 def test_options_that_are_given_count_before_those_of_the_quick_form(capsys):
@@ -61,3 +65,29 @@ def test_wrong_input_gets_one_sentence(arguments, sentence, capsys):
         main(arguments)
     assert ended.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_every_field_of_a_setting_is_an_option():
+    fields = dataclasses.fields(Setting)
+    assert list(options.OF_SETTING) == [field.name for field in fields]
+    made = inspect.signature(options.with_setting()(lambda setting: None)).parameters
+    assert {name: option.default for name, option in made.items()} == {field.name: field.default for field in fields}
+
+
+def test_what_is_no_field_of_a_setting_is_a_mistake():
+    with pytest.raises(TypeError, match="nonsense, rounds are no fields of a setting"):
+        options.with_setting(without=["nonsense"], rounds=3)
+
+
+def test_a_setting_holds_what_was_typed_and_the_recipe_gets_its_other_options():
+    seen = []
+
+    @options.with_setting(without=["dtype"], seeds=4)
+    def recipe(setting, clock: options.Clock = False):
+        seen.append((setting, clock))
+
+    app = typer.Typer()
+    app.command()(recipe)
+    app(["--num-prompts", "7", "--clock"], standalone_mode=False)
+    assert seen == [(Setting(num_prompts=7, seeds=4), True)]
+    assert "dtype" not in inspect.signature(recipe).parameters

@@ -1,6 +1,5 @@
 """The stand-in says what the embedded target says; its measurements run and add up."""
 
-import inspect
 import json
 import statistics
 
@@ -44,8 +43,8 @@ def test_the_stand_in_costs_its_parameters_and_loads_with_its_tokenizer(place):
     model = open_model(str(place), device="cpu")
     assert stand_in.num_parameters(model) == pytest.approx(30e6, rel=0.02)
     assert all(float(layer.mlp.gate_proj.weight.detach()[896:].float().std()) > 0.01 for layer in model.model.layers)
-    engine = outrider.load(place, drafter=f"model:path={EMBEDDED_DRAFT}", dtype="float32")
-    own = outrider.load(dtype="float32")
+    engine = outrider.load(place, drafter=f"model:path={EMBEDDED_DRAFT}", length="fixed:4", dtype="float32")
+    own = outrider.load(length="fixed:4", dtype="float32")
     greedy = Sampling(temperature=0)
     [ours], [theirs] = (e.generate([TEXT], max_new_tokens=12, sampling=greedy) for e in (engine, own))
     assert ours.tokens == theirs.tokens
@@ -150,9 +149,8 @@ def test_overhead_is_what_the_rows_say(tmp_path):
     assert "The stand-in's costs are synthetic" in (plan.out / "table.md").read_text()
 
 
-def test_compiling_is_refused_where_engines_cannot_be_compiled(tmp_path):
-    if "compile" not in inspect.signature(outrider.load).parameters:
-        with pytest.raises(InputError, match="cannot be compiled"):
-            overhead_runs.Plan(out=tmp_path, compile=True)
+def test_wrong_plans_are_refused(tmp_path):
+    with pytest.raises(InputError, match="unknown forward 'fast'"):
+        overhead_runs.Plan(out=tmp_path, forward="fast")
     with pytest.raises(InputError, match="new_tokens must be >= 2, got 1"):
         overhead_runs.Plan(out=tmp_path, new_tokens=1)

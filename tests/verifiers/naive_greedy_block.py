@@ -62,6 +62,11 @@ def greedy_block(tree: Tree, dice: Choices, carried: Carried) -> tuple[list[int]
     return [*tokens[:tau], y], tuple((weight, remaining) for weight, remaining in after if remaining > 0)
 
 
+def greedy_block_once(tree: Tree, dice: Choices) -> list[int]:
+    """The tokens that the rule emits in one step that owes nothing."""
+    return greedy_block(tree, dice, ())[0]
+
+
 def _times(weight: float, p: float, q: float) -> float:
     """weight * p / q; infinite, and from then on, where the draft could not have drawn the token."""
     return float(weight * p / q) if q > 0 and np.isfinite(weight) else float("inf")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import platform
 from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.lm.protocol import LM
 from outrider.lm.translated import Translated
@@ -20,7 +21,7 @@ CHUNK = 1 << 24
 """Bytes of a tensor that are hashed at once, and copied to the host where it lies elsewhere."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, Path, Enum, np.generic, torch.dtype, torch.device)
 
-SETTINGS = ("vocab_size", "max_context", "max_slots", "device", "dtype", "pad_to", "levers", "stepwise")
+SETTINGS = ("vocab_size", "max_context", "max_slots", "device", "dtype", "pad_to", "forward", "stepwise")
 """Attributes of a language model that matter besides its modules; some models lack some."""
 
 
@@ -44,6 +45,21 @@ def fingerprint(*values: object) -> str | None:
         return _hash(values).hex()[:32]
     except Unreadable:
         return None
+
+
+def shape_of(model: PreTrainedModel) -> str:
+    """A hash of what a model is without its weights: its class, dtype and config, wherever it was loaded from."""
+    config = model.config.to_dict()
+    for where in ("_name_or_path", "architectures", "dtype", "transformers_version"):
+        config.pop(where, None)
+    said = json.dumps([type(model).__qualname__, str(model.dtype), config], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+def weights_of(model: PreTrainedModel) -> str | None:
+    """A hash of a model's weights and buffers; None if not all bytes can be read."""
+    kept = model.state_dict()
+    return fingerprint(str(model), kept, {name: each for name, each in model.named_buffers() if name not in kept})
 
 
 def source(package: Path) -> dict[str, bytes]:

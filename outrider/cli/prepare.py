@@ -1,0 +1,52 @@
+"""outrider prepare: compile the forwards of a target and its draft model for this machine, and keep them."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from outrider.cli.forwards import models
+from outrider.cli.opened import opened
+from outrider.cli.printed import print_json
+from outrider.inputs import InputError
+from outrider.lm.choice import choose
+from outrider.setup import Setup
+
+
+def prepare(setup: Setup, *, as_json: bool) -> None:
+    """Make the libraries that are not there yet, time the kinds of forward, and print what will be used from now on."""
+    if setup.forward not in (None, "compiled"):
+        raise InputError(f"prepare makes compiled forwards; leave out --forward {setup.forward}")
+    found: list[dict[str, Any]] = []
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    engine = opened(replace(setup, forward="eager"))
+    made = models(engine)
+    if "target" not in made or made["target"].device.type != "cpu":
+        raise InputError("only models without recurrent layers, on a CPU, have forwards that are compiled beforehand")
+    for role, lm in made.items():
+        if (reason := lm.why_not("compiled")) is not None and role != "target":
+            console.print(f"{role}: not compiled, because {reason}", style="cyan")
+            continue
+        began = time.perf_counter()
+        lm.prepare()
+        if role == "target" and engine.parts.drafter.taps:
+            lm.prepare(engine.parts.drafter.taps)
+        spent = time.perf_counter() - began
+        choice = choose(lm, forward=None, pad_to=setup.pad_to if role == "target" else 1)
+        place = str(lm.package.folder)
+        found.append(
+            {
+                "role": role,
+                "folder": place,
+                "seconds": spent,
+                "forward": choice.forward,
+                "pad_to": choice.pad_to,
+                "milliseconds": {name: list(times) for name, times in choice.milliseconds.items()},
+            }
+        )
+        if not as_json:
+            console.print(f"{role}: ready after {spent:.0f} s, in {place}", style="cyan")
+            console.print(f"{role}: {choice}")
+    if as_json:
+        print_json({"models": found})

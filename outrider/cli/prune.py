@@ -1,0 +1,248 @@
+"""outrider prune: cut a draft model out of a target, or plan which shape would pay."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from outrider.cli.printed import print_json
+from outrider.embedded import EMBEDDED_TARGET
+from outrider.inputs import InputError, text_of
+from outrider.lm.open import open_model, open_tokenizer
+from outrider.surgery import experts, reshape
+from outrider.surgery import plan as planning
+from outrider.surgery.checkpoint import check_free, write
+from outrider.surgery.family import same_size
+from outrider.surgery.shape import num_parameters, shape_of, smaller_shape
+
+SHARE = 5
+"""A draft model has one of so many parts of the target's parameters where no number is given."""
+
+DEPTHS = (1, 2, 4, 8, 16, 32)
+"""Depths to compare where none are given, as far as the target has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is to be cut.
+
+    Attributes:
+        target: Directory or hub id; None is the embedded target.
+        device: Where it runs; None chooses.
+        data: The file of the text.
+        out: The folder of the result.
+        num_tokens: Most tokens of text to read.
+        as_json: Whether to print for programs.
+    """
+
+    target: str | None
+    device: str | None
+    data: Path
+    out: Path
+    num_tokens: int
+    as_json: bool
+
+    @property
+    def source(self) -> str:
+        """Directory or hub id of the target."""
+        return self.target or str(EMBEDDED_TARGET)
+
+
+def prune_experts(job: Job, num_experts: int, method: str, experts_per_token: int | None) -> None:
+    """Write a model with fewer experts, and say what was kept."""
+    model, tokenizer, texts = _opened(job)
+    with _progress(job, texts) as progress:
+        found = experts.prune_experts(
+            model, texts, num_experts, method, experts_per_token=experts_per_token, progress=progress
+        )
+    record = {
+        "method": method,
+        "num_experts": num_experts,
+        "experts_per_token": found.model.config.get_text_config(decoder=True).num_experts_per_tok,
+        "num_tokens": found.num_tokens,
+        "origins": found.origins,
+        "usage": found.usage,
+    }
+    _write(job, model, found.model, tokenizer, record, f"{num_experts} experts in each layer")
+
+
+def prune_shape(
+    job: Job, *, layers: int | None, width: int | None, heads: int | None, feed_forward: int | None
+) -> None:
+    """Write a model of a smaller shape, and say what was kept."""
+    if layers is width is heads is feed_forward is None:
+        raise InputError("nothing is to be cut; give --layers, --width, --heads or --feed-forward")
+    model, tokenizer, texts = _opened(job)
+    shape = smaller_shape(shape_of(model.config), layers=layers, width=width, heads=heads, feed_forward=feed_forward)
+    with _progress(job, texts) as progress:
+        found = reshape.prune_shape(model, texts, shape, progress)
+    record = {
+        "method": "shape",
+        "shape": asdict(found.shape),
+        "layers": found.layers,
+        "influence": found.importance.layers.tolist(),
+        "num_tokens": sum(map(len, texts)),
+    }
+    _write(job, model, found.model, tokenizer, record, str(found.shape))
+
+
+def plan(
+    target: str | None,
+    *,
+    parameters: int | None,
+    layers: str | None,
+    alpha: str,
+    context: int,
+    rounds: int,
+    device: str | None,
+    as_json: bool,
+) -> None:
+    """Time shapes of one size, and print what each would be worth."""
+    depths = None if layers is None else _numbers("--layers", layers, int)
+    alphas = _numbers("--alpha", alpha, float)
+    _quiet()
+    model = open_model(target or str(EMBEDDED_TARGET), device=device)
+    if depths is None:
+        depths = [n for n in DEPTHS if n <= shape_of(model.config).layers]
+    if len(alphas) not in (1, len(depths)):
+        raise InputError(f"--alpha must be one number or {len(depths)}, one for each depth, got {len(alphas)}")
+    wanted = parameters or num_parameters(model.config) // SHARE
+    given = dict(zip(depths, alphas * len(depths) if len(alphas) == 1 else alphas, strict=True))
+    family = same_size(model.config, wanted, depths)
+    values = [given[sized.shape.layers] for sized in family]
+    found = planning.plan(model, family, values, context=context, rounds=rounds)
+    if as_json:
+        print_json({"parameters": wanted, "context": context, "shapes": [asdict(each) for each in found]})
+        return
+    table = Table(title=f"shapes of about {wanted:,} parameters, the fastest first", title_justify="left", box=None)
+    columns = (
+        "shape",
+        "parameters",
+        "ms per draft token",
+        "alpha",
+        "best length",
+        "tokens/s",
+        "speedup",
+        "alpha needed",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "shape" else "right")
+    for each in found:
+        table.add_row(
+            str(each.shape),
+            f"{each.num_parameters:,}",
+            f"{each.draft_seconds * 1000:.2f}",
+            f"{each.alpha:.2f}",
+            str(each.length),
+            f"{each.tokens_per_second:.0f}",
+            f"{each.speedup:.2f}",
+            "never" if each.needed is None else f"{each.needed:.2f}",
+        )
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(table)
+    console.print("alpha needed: the acceptance that would make the shape as fast as the first one")
+
+
+def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, num_tokens: int) -> list[list[int]]:
+    """Token ids of the documents of a file, until there are enough tokens.
+
+    Raises:
+        InputError: The file cannot be read, a line has no `text`, or there is no text at all.
+    """
+    texts: list[list[int]] = []
+    left = num_tokens
+    for document in _documents(file):
+        if left <= 0:
+            break
+        tokens = tokenizer(document, add_special_tokens=True)["input_ids"][:left]
+        texts.append(tokens)
+        left -= len(tokens)
+    if left == num_tokens:
+        raise InputError(f"{file} holds no text; give documents of the task that the draft model is for")
+    return texts
+
+
+def _documents(file: Path) -> Iterator[str]:
+    wanted = "JSON lines with `text`, or a text file"
+    if file.name.endswith((".jsonl", ".jsonl.gz")):
+        for number, line in enumerate(_lines(file, wanted), 1):
+            if line.strip():
+                try:
+                    entry = json.loads(line)
+                except (json.JSONDecodeError, RecursionError) as error:
+                    raise InputError(f"line {number} of {file} is not JSON: {error}") from error
+                if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
+                    raise InputError(f"line {number} of {file} is not a JSON object with `text`")
+                if entry["text"]:
+                    yield entry["text"]
+    elif text := text_of(file, "text", wanted).strip():
+        yield text
+
+
+def _lines(file: Path, wanted: str) -> Iterator[str]:
+    if not file.name.endswith(".gz"):
+        yield from text_of(file, "text", wanted).split("\n")
+        return
+    try:
+        with gzip.open(file, "rt", encoding="utf-8") as lines:
+            yield from lines
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} cannot be read: {error}; give {wanted}") from error
+
+
+def _opened(job: Job) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]]]:
+    """The target, its tokenizer and the text. What is wrong with folders and text is found before the target."""
+    check_free(job.out)
+    _quiet()
+    tokenizer = open_tokenizer(job.source)
+    if tokenizer is None:
+        raise InputError(f"there is no tokenizer beside {job.source}, so no text can be read; put one into the folder")
+    texts = read_texts(job.data, tokenizer, job.num_tokens)
+    return open_model(job.source, device=job.device), tokenizer, texts
+
+
+@contextmanager
+def _progress(job: Job, texts: list[list[int]]) -> Iterator[Callable[[int], None]]:
+    with Progress(console=Console(stderr=True), transient=True, disable=job.as_json) as progress:
+        task = progress.add_task("reading the text", total=sum(map(len, texts)))
+        yield lambda count: progress.advance(task, count)
+
+
+def _write(
+    job: Job,
+    model: PreTrainedModel,
+    made: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    record: dict[str, Any],
+    what: str,
+) -> None:
+    before, after = (sum(weight.numel() for weight in each.parameters()) for each in (model, made))
+    full = {"target": job.source, "data": str(job.data), "parameters": {"before": before, "after": after}, **record}
+    write(made, tokenizer, job.out, full)
+    if job.as_json:
+        print_json({"out": str(job.out), **full})
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{job.out}: {what}; {after:,} of {before:,} parameters", markup=False)
+
+
+def _numbers(option: str, text: str, kind: type) -> list[Any]:
+    try:
+        return [kind(each) for each in text.split(",")]
+    except ValueError as error:
+        what = "whole numbers" if kind is int else "numbers"
+        raise InputError(f"{option} must be {what} with commas between them, got {text!r}") from error
+
+
+def _quiet() -> None:
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

@@ -1,0 +1,249 @@
+"""outrider train distill: train a draft model to guess what a target says."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from outrider.cli.opened import opened
+from outrider.cli.printed import print_json
+from outrider.lm.open import open_model, open_tokenizer
+from outrider.setup import Setup
+from outrider.training import processes
+from outrider.training.batches import Batches
+from outrider.training.checkpoint import make_folder, newest
+from outrider.training.distill import HARD, Data, Distilled, distilled
+from outrider.training.divergences import CHUNK, divergence
+from outrider.training.documents import Document, fingerprint_of
+from outrider.training.estimate import Work, estimate, trial
+from outrider.training.journal import read
+from outrider.training.loop import FOLDER, Progress, Trained, place, train
+from outrider.training.records import read_documents
+from outrider.training.regenerate import Wish, regenerate
+from outrider.training.settings import Settings
+from outrider.training.sources import Part
+from outrider.training.watch import Watch, hold_out
+from outrider.types import Sampling
+
+ANSWERS = "answers.jsonl"
+"""The file of the target's answers, in the folder of the run."""
+REPORT = "report.html"
+HELD_OUT = 0.05
+"""Share of the documents that is watched if no other file is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What was asked for.
+
+    Attributes:
+        settings: How to train.
+        target: The target's directory or hub id.
+        drafter: The draft model's.
+        sources: Where the texts are.
+        out: Folder of the result.
+        divergence: Name of the loss.
+        texts: Which texts the draft model learns on.
+        held_out: Where the watched texts are; empty takes a share of the documents.
+        depth: Draft tokens of a step that is watched.
+        watch_temperature: At which temperature the best drafter is the best.
+        split: The split of a dataset.
+        subset: The configuration of a dataset.
+        limit: Most documents to read.
+        as_json: Whether the result is printed as JSON.
+    """
+
+    settings: Settings
+    target: str
+    drafter: str
+    sources: Sequence[str]
+    out: Path
+    divergence: str
+    texts: str
+    held_out: Sequence[str]
+    depth: int
+    watch_temperature: int
+    split: str
+    subset: str | None
+    limit: int | None
+    as_json: bool
+
+
+Make = Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, torch.device], Distilled]
+"""Makes a learner from the target, its tokenizer and the device."""
+
+
+def run(task: Task) -> None:
+    """Train, write the draft model and the report, and print what was reached."""
+    data = Data.of(task.texts)
+
+    def make(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> Distilled:
+        return distilled(
+            task.drafter,
+            target,
+            tokenizer,
+            loss=task.divergence,
+            data=data,
+            seed=task.settings.seed,
+            device=device,
+        )
+
+    run_with(task, make, regenerated=data.regenerated, about={"texts": task.texts}, name="model")
+
+
+def run_with(task: Task, make: Make, *, regenerated: bool, about: dict[str, Any], name: str) -> None:
+    """Train a learner, write its drafter and the report, and print what was reached.
+
+    Args:
+        make: Makes the learner.
+        regenerated: Whether the target answers the prompts of the corpus first.
+        about: What a run must keep when it goes on, beside what every run has.
+        name: The drafter's name in the catalog.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # Wrong names are told before anything is loaded.
+    if task.divergence != HARD:
+        divergence(task.divergence)
+    device, main = place(task.settings), processes.is_first()
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=task.as_json or not main)
+    tokenizer = open_tokenizer(task.target)
+    learnt, watched = _documents(task, tokenizer, regenerated=regenerated, console=console)
+    target = open_model(task.target, device=device).requires_grad_(False)
+    learner = make(target, tokenizer, device)
+    settings = task.settings
+    about = {
+        **about,
+        "target": Path(task.target).name,
+        "drafter": Path(task.drafter).name,
+        "divergence": task.divergence,
+        "documents": fingerprint_of(learnt),
+        "held_out": fingerprint_of(watched),
+        "depth": task.depth,
+        "watch_temperature": task.watch_temperature,
+    }
+    console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
+    batches = Batches(learnt, num_rows=settings.num_rows, max_length=settings.max_length, seed=settings.seed)
+    watch = Watch(
+        watched, depth=task.depth, max_length=settings.max_length, temperature=1 if task.watch_temperature else 0
+    )
+    if newest(task.out / FOLDER) is None:
+        console.print(_foretold(learner, target, batches, settings), style="cyan")
+    with _shown(console) as show:
+        done = train(learner, batches, settings, task.out, watch, show, about=about)
+    if main:
+        _tell(task, done, console, name)
+
+
+def _foretold(learner: Distilled, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
+    """The memory and the time that training will take: from the models, and from a few passes."""
+    rows = min(settings.micro_rows or settings.num_rows, max(1, settings.num_rows // processes.count()))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    work = Work(
+        rows=rows,
+        length=settings.max_length,
+        chunk=CHUNK,
+        activation_bytes=4 if half is None else 2,
+        num_shards=processes.num_shards(),
+    )
+    planned = estimate(learner.model, target, work, target_bytes=target.dtype.itemsize)
+    batch = batches.share(batches.batch(0), range(rows)).to(target.device)
+
+    def loss() -> torch.Tensor:
+        with torch.autocast(target.device.type, dtype=half, enabled=half is not None):
+            found = learner(batch)
+        return found.total / max(1.0, float(found.weight))
+
+    timed = trial(loss, [p for p in learner.parameters() if p.requires_grad], num_tokens=int(batch.lengths.sum()))
+    return f"{planned}\n{timed}"
+
+
+def _documents(
+    task: Task, tokenizer: PreTrainedTokenizerBase | None, *, regenerated: bool, console: Console
+) -> tuple[Sequence[Document], Sequence[Document]]:
+    """The documents to learn from, and those to watch."""
+    part = Part(split=task.split, config=task.subset)
+    if regenerated:
+        corpus = read_documents(_answers(task, part, console), tokenizer)
+    else:
+        corpus = read_documents(task.sources, tokenizer, part=part, limit=task.limit)
+    if task.held_out:
+        return corpus, read_documents(task.held_out, tokenizer, part=part)
+    return hold_out(corpus, HELD_OUT, seed=task.settings.seed)
+
+
+def _answers(task: Task, part: Part, console: Console) -> Path:
+    """The file of the target's answers to the prompts of the corpus. The first process of each machine writes it."""
+    folder = task.out / FOLDER
+    make_folder(folder)
+    if processes.is_first_of_machine():
+        setup = Setup(target=task.target, drafter=f"model:path={task.drafter}", device=task.settings.device)
+        engine = opened(setup)
+        width = engine.parts.target.vocab_size
+        corpus = read_documents(
+            task.sources, engine.tokenizer, part=part, limit=task.limit, prompts=True, vocab_size=width
+        )
+        wish = Wish(sampling=Sampling(seed=task.settings.seed), max_new_tokens=max(1, task.settings.max_length // 2))
+        console.print(f"the target answers {len(corpus):,} prompts", style="cyan")
+        done = regenerate(engine, corpus, folder / ANSWERS, wish)
+        if done.failed:
+            console.print(f"{len(done.failed):,} prompts have no answer", style="red")
+    processes.wait()
+    return folder / ANSWERS
+
+
+@contextmanager
+def _shown(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """A bar of the steps, with the loss, the last measurement and the time left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, TextColumn("{task.fields[said]}"), console=console, disable=console.quiet) as bars:
+        bar = bars.add_task("training", total=None, said="")
+
+        def show(progress: Progress) -> None:
+            said = f"{progress.seconds_left or 0:.0f} s left"
+            if progress.loss is not None:
+                said += f", loss {progress.loss:.4f}"
+            if progress.watched is not None:
+                said += f", block efficiency {progress.watched.block_efficiency:.3f}"
+            bars.update(bar, total=progress.steps, completed=progress.step, said=said)
+
+        yield show
+
+
+def _tell(task: Task, done: Trained, console: Console, name: str) -> None:
+    """Write the report, and print what was reached."""
+    lines = read(done.log)
+    watched = [line for line in lines if line["kind"] == "watch"]
+    record: dict[str, Any] = {"out": str(done.out), "step": done.step, "log": str(done.log)}
+    if watched:
+        kept = next((line for line in watched if line["step"] == done.step), watched[-1])
+        names = ("block_efficiency", "block_efficiency_greedy")
+        record |= {"before": {name: watched[0][name] for name in names}, "after": {name: kept[name] for name in names}}
+    try:
+        from outrider.bench.training_report import page
+    except ModuleNotFoundError as error:
+        console.print(f"the report needs {error.name}; `pip install outrider[bench]` installs it", style="red")
+    else:
+        report = done.log.with_name(REPORT)
+        report.write_text(page(task.out.name, lines), encoding="utf-8")
+        record["report"] = str(report)
+    if task.as_json:
+        print_json(record)
+        return
+    if watched:
+        before, after = record["before"], record["after"]
+        console.print(
+            f"block efficiency on held-out texts: {before['block_efficiency']:.3f} before, "
+            f"{after['block_efficiency']:.3f} after {done.step} steps; at temperature 0 "
+            f"{before['block_efficiency_greedy']:.3f} and {after['block_efficiency_greedy']:.3f}",
+            style="cyan",
+        )
+    console.print(f"the draft model is in {done.out}; use it with --drafter {name}:path={done.out}", style="cyan")

@@ -1,0 +1,96 @@
+"""The base of drafters that guess with a language model over slots: a draft model or a head."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from outrider.drafters.protocol import Drafter
+from outrider.lm.protocol import LM, Segment
+from outrider.types import Frontier, Running
+
+
+@dataclass(kw_only=True)
+class SlotState:
+    """One request's slot of the language model; changes in place.
+
+    Attributes:
+        slot: Where the language model keeps the request.
+    """
+
+    slot: int
+
+
+@dataclass(kw_only=True)
+class TreeState(SlotState):
+    """The state of a drafter that runs its language model on the nodes of the growing tree; changes in place.
+
+    Attributes:
+        fed: For each expanded node, its pending number in the slot. The root has none, because it is committed.
+    """
+
+    fed: dict[int, int] = field(default_factory=dict)
+
+
+State = TypeVar("State", bound=SlotState)
+
+
+def state_of(kind: type[State], state: object) -> State:
+    """A drafter's own state. Raises TypeError if it is another drafter's."""
+    if not isinstance(state, kind):
+        raise TypeError(f"this drafter keeps a {kind.__name__}, got {type(state).__name__}")
+    return state
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlottedDrafter(Drafter):
+    """Guess with a language model that has a slot for each request. The state of a request is a `SlotState`.
+
+    Attributes:
+        lm: The language model.
+    """
+
+    keeps_cache: ClassVar[bool] = True
+
+    lm: LM
+
+    @property
+    def max_context(self) -> int | None:
+        return self.lm.max_context
+
+    @property
+    def device(self) -> torch.device:
+        return self.lm.device
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return self.lm.modules
+
+    def close(self, state: object) -> None:
+        self.lm.release(state_of(SlotState, state).slot)
+
+
+def tree_segments(
+    states: Sequence[Running], frontier: Frontier, device: torch.device, features: Float[Tensor, "n dim"] | None = None
+) -> list[Segment]:
+    """One segment per request for the nodes of a frontier. Notes the pending numbers that the nodes will get.
+
+    Args:
+        states: The requests; the state of each is a `TreeState`.
+        device: Where the language model is.
+        features: The vector that the language model reads with each node.
+    """
+    tokens, parents, nodes = frontier.tokens.to(device), frontier.parents.tolist(), frontier.nodes.tolist()
+    starts, segments = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist(), []
+    for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
+        own = state_of(TreeState, states[int(frontier.owners[first])].drafter_state)
+        above = np.array([own.fed.get(parent, -1) for parent in parents[first:end]])
+        for node in nodes[first:end]:
+            own.fed[node] = len(own.fed)
+        segment = Segment(slot=own.slot, tokens=tokens[first:end], parents=above)
+        segments.append(segment if features is None else replace(segment, features=features[first:end]))
+    return segments

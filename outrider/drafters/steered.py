@@ -1,0 +1,227 @@
+"""A draft model that the target's hidden states steer (SD², Berdoz et al. 2025)."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from outrider.drafters.model import ModelDrafter, shared_words
+from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.slotted import TreeState, state_of
+from outrider.heads.steering import Steering, SteeringConfig, read_steering
+from outrider.lm.open import logit_width, open_config, open_model, open_tokenizer
+from outrider.lm.steered import SteeredLM
+from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_rows
+from outrider.types import Guess, InputError, Request, Running
+
+
+@dataclass(kw_only=True)
+class SteeredState(TreeState):
+    """One request's slot of the draft model, and what steers it; changes in place.
+
+    Attributes:
+        request: The request.
+        num_seen: How many of its positions the target's hidden states were observed of, from the first on.
+        newest: The tapped states of the last observed position, side by side; None before any.
+        vectors: What they add in the draft model's layers, since the last `begin`.
+    """
+
+    request: Request
+    num_seen: int = 0
+    newest: Float[Tensor, " all"] | None = None
+    vectors: Float[Tensor, " widths"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeredDrafter(ModelDrafter):
+    r"""Guess with a draft model whose feed-forward layers the target's newest hidden states steer.
+
+    The newest states are those of the last position before the anchor: from them the target drew the anchor. Their
+    vectors $\delta$ are added at all tokens that the draft model reads in a step: committed tokens that it has not read
+    yet, the anchor, and all draft tokens. The tokens of the prompt are read without them. What the cache holds of a
+    token stays as it was read, under older vectors too.
+
+    So a guess depends on the hidden states, and on how the text was cut into steps.
+
+    Attributes:
+        lm: The draft model.
+        steering: The module that makes the vectors.
+
+    References:
+        Berdoz et al. 2025. https://arxiv.org/abs/2511.09844
+    """
+
+    context_pure: ClassVar[bool] = False
+    waits: ClassVar[bool] = False
+    trainer: ClassVar[str | None] = "steer"
+    exports: ClassVar[tuple[str, ...]] = ()
+
+    steering: Steering
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.steering.config.taps
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {**super().modules, "steering": self.steering}
+
+    def open(self, request: Request) -> SteeredState:
+        return SteeredState(slot=self.lm.open(), request=request)
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        beside = self.steering.beside(observed.taps)
+        for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
+            if count:
+                own = _own(state)
+                own.num_seen += count
+                # A copy, so that the states of all other positions can be freed.
+                own.newest = beside[int(observed.offsets[i + 1]) - 1].clone()
+        super().observe(states, observed)
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        self._steer([_own(state) for state in states])
+        return super().begin(states, depths)
+
+    def needs(self, state: object, length: int) -> int:
+        seen = state_of(SteeredState, state).num_seen
+        # Only the states of the last position are kept.
+        return seen if seen <= length else max(0, length - 1)
+
+    def reuse(self, state: object, request: Request, length: int) -> SteeredState:
+        own = state_of(SteeredState, state)
+        self.lm.truncate(own.slot, self._kept(own, request, length))
+        return self._shortened(own, own.slot, request, length)
+
+    def fork(self, state: object, request: Request, length: int) -> SteeredState:
+        own = state_of(SteeredState, state)
+        slot = self.lm.copy(own.slot, self._kept(own, request, length))
+        return self._shortened(own, slot, request, length)
+
+    def cast(self, surroundings: Surroundings) -> "SteeredDrafter":
+        lm = self.lm.cast(surroundings.dtype)
+        return replace(self, lm=lm, steering=copy.deepcopy(self.steering).to(lm.device, lm.dtype))
+
+    def on_tables(self, vocab_size: int, seed: int) -> "SteeredDrafter":
+        config = SteeringConfig(taps=(0,), target_layers=1, target_size=TABLE_FEATURES, widths=(vocab_size,))
+        steering = Steering(config).double()
+        noise = torch.randn(vocab_size, TABLE_FEATURES, generator=torch.Generator().manual_seed(seed))
+        with torch.no_grad():
+            steering.inject.weight.copy_(noise)
+        return SteeredDrafter(lm=TabularLM(random_rows(vocab_size, seed), vocab_size), steering=steering)
+
+    @torch.inference_mode()
+    def _steer(self, owns: Sequence[SteeredState]) -> None:
+        """Make the vectors of each request from its newest states."""
+        known = [(own, own.newest) for own in owns if own.newest is not None]
+        if known:
+            stacked = torch.stack([newest for _, newest in known]).to(self.lm.device, self.lm.dtype)
+            for (own, _), vectors in zip(known, self.steering(stacked), strict=True):
+                own.vectors = vectors
+
+    def _features(self, states: Sequence[Running]) -> Float[Tensor, "n widths"]:
+        return torch.stack([self._vectors(_own(state)) for state in states])
+
+    def _newest_features(self, state: Running, count: int) -> Float[Tensor, "count widths"]:
+        steered = self._vectors(_own(state)).expand(count, -1)
+        in_prompt = len(state.request.prompt) - (len(state.tokens) - count)
+        if in_prompt <= 0:
+            return steered
+        return torch.cat([torch.zeros_like(steered[:in_prompt]), steered[in_prompt:]])
+
+    def _vectors(self, own: SteeredState) -> Float[Tensor, " widths"]:
+        if own.vectors is None:
+            return torch.zeros(sum(self.steering.config.widths), device=self.lm.device, dtype=self.lm.dtype)
+        return own.vectors
+
+    def _kept(self, own: SteeredState, request: Request, length: int) -> int:
+        """How many tokens of the draft model's cache another text with the same first `length` tokens can use.
+
+        Another request would read tokens that were output here as a part of its prompt, without vectors.
+        """
+        if request is not own.request:
+            length = min(length, len(own.request.prompt))
+        return min(length, self.lm.length(own.slot))
+
+    def _shortened(self, own: SteeredState, slot: int, request: Request, length: int) -> SteeredState:
+        """The state after the first `length` tokens of a text."""
+        newest = own.newest if own.num_seen <= length else None
+        return SteeredState(slot=slot, request=request, num_seen=self.needs(own, length), newest=newest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteeredPath:
+    """A steered draft model before it is bound to a target: `steered:path=...`.
+
+    Attributes:
+        path: Directory or hub id of a draft model with its steering, as `outrider train steer` writes it.
+        device: Where it runs; by default on the target's device.
+        dtype: The dtype that it computes in; by default the target's.
+        revision: Branch, tag or commit of a hub id.
+        max_context: Longest context; by default as long as the model and the memory allow.
+    """
+
+    path: str
+    device: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    max_context: int | None = None
+
+    def read_config(self) -> PreTrainedConfig:
+        return open_config(self.path, revision=self.revision)
+
+    def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
+        return open_tokenizer(self.path, revision=self.revision)
+
+    def bind(self, surroundings: Surroundings) -> SteeredDrafter:
+        """Load the draft model and its steering."""
+        steering = read_steering(self.path, revision=self.revision)
+        self._check_target(steering.config, surroundings)
+        model = open_model(
+            self.path,
+            dtype=self.dtype or surroundings.dtype,
+            device=self.device or surroundings.device,
+            revision=self.revision,
+        )
+        width = logit_width(model)
+        if shared_words(self.path, self.read_tokenizer(), width, surroundings) is not None:
+            raise InputError(
+                f"the draft model {self.path} has another vocabulary than the target, and a steered draft model needs "
+                "the same one; use drafter model"
+            )
+        lm = SteeredLM(
+            model,
+            max_slots=surroundings.max_slots,
+            max_context=self.max_context,
+            vocab_size=min(width, surroundings.vocab_size),
+        )
+        widths = tuple(part.width for part in lm.parts)
+        if widths != steering.config.widths:
+            raise InputError(
+                f"the steering in {self.path} was made for feed-forward layers of widths "
+                f"{list(steering.config.widths)}, and the draft model beside it has {list(widths)}; train it again"
+            )
+        return SteeredDrafter(lm=lm, vocab_size=surroundings.vocab_size, steering=steering.to(lm.device, lm.dtype))
+
+    def _check_target(self, config: SteeringConfig, surroundings: Surroundings) -> None:
+        """Raise InputError if the steering was made for another kind of target."""
+        if not surroundings.num_layers:
+            raise InputError("a steered draft model reads the target's hidden states, and this target shows none")
+        made, here = (
+            (config.target_layers, config.target_size),
+            (surroundings.num_layers, surroundings.hidden_size),
+        )
+        if made != here:
+            raise InputError(
+                f"the steering in {self.path} was made for a target with {made[0]} layers of width {made[1]}, and this "
+                f"target has {here[0]} layers of width {here[1]}"
+            )
+
+
+def _own(state: Running) -> SteeredState:
+    return state_of(SteeredState, state.drafter_state)

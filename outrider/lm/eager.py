@@ -1,0 +1,38 @@
+"""Forwards of a transformers model as it is, operation by operation."""
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from outrider.lm import alibi, flex
+from outrider.lm.anatomy import Anatomy
+from outrider.lm.batch import upload
+from outrider.lm.slotted import Inputs, Outputs
+from outrider.lm.taps import tapped
+
+
+class EagerForward:
+    """Runs a model's own modules.
+
+    Args:
+        model: The model; its weights may change between forwards.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        anatomy = Anatomy.of(model)
+        self._layers, self._flex = anatomy.layers, anatomy.flex
+
+    def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
+        batch, columns, device = inputs.batch, inputs.columns, self.model.device
+        some = None if len(columns) == batch.width else columns
+        with tapped(self._layers, taps) as seen, alibi.bias_in_mask(self.model), flex.uncompiled(self._flex):
+            logits = self.model(
+                input_ids=batch.tokens(device),
+                attention_mask=inputs.masks,
+                position_ids=inputs.positions,
+                past_key_values=inputs.window,
+                use_cache=True,
+                logits_to_keep=0 if some is None else upload([some], device)[0],
+            ).logits
+        return Outputs(logits=logits, columns=columns, taps=seen)

@@ -1,0 +1,230 @@
+"""Batches of documents, each a function of a seed and a step alone, so that a run can continue at any step."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from outrider.training.documents import Document
+from outrider.training.top_rows import TopRows
+from outrider.types import InputError
+
+PADDING = 0
+"""The token id behind the end of a row. No token of the row sees it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Rows of one optimizer step: the global batch, or a share of it. Rows are padded on the right.
+
+    Attributes:
+        tokens: The token ids.
+        learnt: Whether a drafter learns to guess the token; never at index 0. Logits at index j - 1 guess token j.
+        lengths: Tokens of each row without padding.
+        step: Number of the optimizer step, from 0.
+        rows: Numbers of these rows in the global batch. A random draw for a row is keyed by seed, step and this number.
+        hidden: Captured states of the target by tap; empty if none were captured. 0 in the padding.
+        rows_of_target: Captured likeliest tokens of the target's logits; None if they were not captured.
+        logits_of_target: The target's captured logits; None if they were not captured.
+    """
+
+    tokens: Int[Tensor, "rows length"]
+    learnt: Bool[Tensor, "rows length"]
+    lengths: Int[Tensor, " rows"]
+    step: int
+    rows: range
+    hidden: Mapping[int, Float[Tensor, "rows length hidden"]] = field(default_factory=dict)
+    rows_of_target: TopRows | None = None
+    logits_of_target: Float[Tensor, "rows length vocab"] | None = None
+
+    def to(self, device: torch.device) -> "Batch":
+        """The batch on a device."""
+        top, logits = self.rows_of_target, self.logits_of_target
+        if top is not None:
+            top = TopRows(
+                tokens=top.tokens.to(device), log_probs=top.log_probs.to(device), log_rest=top.log_rest.to(device)
+            )
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            learnt=self.learnt.to(device),
+            lengths=self.lengths.to(device),
+            hidden={tap: states.to(device) for tap, states in self.hidden.items()},
+            rows_of_target=top,
+            logits_of_target=None if logits is None else logits.to(device),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class States:
+    """What was captured of the target along one document.
+
+    Attributes:
+        hidden: States by tap.
+        rows: The likeliest tokens after each token, with the mass of the rest; None if they were not captured.
+        logits: Logits after each token; None if they were not captured.
+    """
+
+    hidden: Mapping[int, Float[Tensor, "length hidden"]]
+    rows: TopRows | None = None
+    logits: Float[Tensor, "length vocab"] | None = None
+
+
+@runtime_checkable
+class HasStates(Protocol):
+    """States of the target by the number of the document."""
+
+    def states(self, number: int, first: int = 0, last: int | None = None) -> States:
+        """The states of tokens `first` to before `last` of a document."""
+        ...
+
+
+class Batches:
+    """The batches of a run.
+
+    Every document comes once before any comes again. A document longer than `max_length` is cut to a part of that
+    length, drawn from all parts that have a token to learn.
+
+    Args:
+        documents: The corpus.
+        num_rows: Rows of the global batch.
+        max_length: Most tokens of a row.
+        seed: Of the order and of the parts.
+        captured: States of the target along the documents; None if they were not captured.
+
+    Raises:
+        InputError: A number is too small, or a document has no token that a drafter can learn.
+
+    Example:
+        >>> corpus = [Document(tokens=np.arange(9), start=4), Document(tokens=np.arange(3), start=0)]
+        >>> batch = Batches(corpus, num_rows=2, max_length=8, seed=0).batch(0)
+        >>> batch.tokens.shape, batch.lengths.sort().values.tolist(), batch.rows
+        (torch.Size([2, 8]), [3, 8], range(0, 2))
+    """
+
+    def __init__(
+        self,
+        documents: Sequence[Document],
+        *,
+        num_rows: int,
+        max_length: int,
+        seed: int,
+        captured: HasStates | None = None,
+    ) -> None:
+        for name, value, least in (("num_rows", num_rows, 1), ("max_length", max_length, 2), ("seed", seed, 0)):
+            if value < least:
+                raise InputError(f"{name} must be >= {least}, got {value}")
+        if not documents:
+            raise InputError("the corpus is empty")
+        self.documents, self.captured = documents, captured
+        self.num_rows, self.max_length, self.seed = num_rows, max_length, seed
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def batch(self, step: int) -> Batch:
+        """The global batch of a step. Raises InputError if a document has no token that a drafter can learn."""
+        parts = [self._part(step * self.num_rows + row) for row in range(self.num_rows)]
+        length = max(len(part.tokens) for part in parts)
+        tokens = torch.full((self.num_rows, length), PADDING)
+        learnt = torch.zeros(self.num_rows, length, dtype=torch.bool)
+        for row, part in enumerate(parts):
+            tokens[row, : len(part.tokens)] = torch.from_numpy(part.tokens)
+            learnt[row, max(part.start, 1) : len(part.tokens)] = True
+        lengths = torch.tensor([len(part.tokens) for part in parts])
+        bare = Batch(tokens=tokens, learnt=learnt, lengths=lengths, step=step, rows=range(self.num_rows))
+        return bare if self.captured is None else _with_states(bare, [self._states(part) for part in parts])
+
+    @staticmethod
+    def share(batch: Batch, part: range) -> Batch:
+        """Some rows of a batch, no wider than they need.
+
+        Args:
+            part: Numbers of the rows in the global batch, as in `Batch.rows`.
+        """
+        if part.step != 1 or not set(part) <= set(batch.rows) or not part:
+            raise ValueError(f"the rows must be some of {batch.rows}, one after the other, got {part}")
+        begin = part.start - batch.rows.start
+        lengths = batch.lengths[begin : begin + len(part)]
+        where = (slice(begin, begin + len(part)), slice(0, int(lengths.max())))
+        top, logits = batch.rows_of_target, batch.logits_of_target
+        return Batch(
+            tokens=batch.tokens[where],
+            learnt=batch.learnt[where],
+            lengths=lengths,
+            step=batch.step,
+            rows=part,
+            hidden={tap: states[where] for tap, states in batch.hidden.items()},
+            rows_of_target=None if top is None else top[where],
+            logits_of_target=None if logits is None else logits[where],
+        )
+
+    def _permutation(self, epoch: int) -> Int[np.ndarray, " documents"]:
+        return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.documents))
+
+    def _part(self, place: int) -> "_Part":
+        """The tokens of the row at a place in the stream of all rows of all steps."""
+        epoch, within = divmod(place, len(self.documents))
+        number = int(self._order(epoch)[within])
+        document = self.documents[number]
+        length, start = len(document.tokens), max(document.start, 1)
+        if start >= length:
+            raise InputError(
+                f"document {number} has no token to learn: it has {length} tokens and its prompt has {document.start}"
+            )
+        first, last = max(0, start + 1 - self.max_length), length - self.max_length
+        if last > 0:
+            first = int(np.random.default_rng([self.seed, 1, place]).integers(first, last, endpoint=True))
+        tokens = document.tokens[first : first + self.max_length]
+        return _Part(number=number, first=first, tokens=tokens, start=max(document.start - first, 0))
+
+    def _states(self, part: "_Part") -> States:
+        if self.captured is None:
+            raise ValueError("no states were captured")
+        return self.captured.states(part.number, part.first, part.first + len(part.tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """A part of a document.
+
+    Attributes:
+        number: Of the document.
+        first: Index of the part's first token in the document.
+        start: Index of the first token to learn in the part.
+    """
+
+    number: int
+    first: int
+    tokens: Int[np.ndarray, " length"]
+    start: int
+
+
+def _with_states(batch: Batch, states: Sequence[States]) -> Batch:
+    """A batch with captured states."""
+    length = batch.tokens.shape[1]
+    tops = [each.rows for each in states if each.rows is not None]
+    whole = [each.logits for each in states if each.logits is not None]
+    return replace(
+        batch,
+        hidden={tap: _stack([each.hidden[tap] for each in states], length) for tap in states[0].hidden},
+        rows_of_target=TopRows(
+            tokens=_stack([top.tokens for top in tops], length),
+            log_probs=_stack([top.log_probs for top in tops], length),
+            log_rest=_stack([top.log_rest for top in tops], length),
+        )
+        if tops
+        else None,
+        logits_of_target=_stack(whole, length) if whole else None,
+    )
+
+
+def _stack(tensors: Sequence[Tensor], length: int) -> Tensor:
+    """Tensors of different lengths as one, with zeros behind each."""
+    stacked = tensors[0].new_zeros(len(tensors), length, *tensors[0].shape[1:])
+    for row, tensor in enumerate(tensors):
+        stacked[row, : len(tensor)] = tensor
+    return stacked

@@ -1,0 +1,240 @@
+r"""How far a drafter's rows are from the target's: the losses of distillation, by name.
+
+$p$ is the target's row, $q$ the drafter's, and $\alpha = \sum_x \min(p(x), q(x))$ the probability that a draft token
+is accepted. Every divergence is at least 0, and 0 only where $p = q$. Gradients flow to the drafter alone.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from outrider.inputs import unknown
+from outrider.training.top_rows import TopRows
+from outrider.types import InputError
+
+Divergence = Callable[[Float[Tensor, "n vocab"], Float[Tensor, "n vocab"]], Float[Tensor, " n"]]
+"""The divergence of each row, from the target's logits and the drafter's."""
+CHUNK = 512
+"""Rows whose logits are in memory at once: 300 MB for a vocabulary of 150,000."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardKl:
+    r"""$\sum p \log(p/q)$. Its gradient with respect to the drafter's logits is $q - p$."""
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        log_p, log_q = _logs(target).detach(), _logs(draft)
+        p = log_p.exp()
+        return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReverseKl:
+    r"""$\sum q \log(q/p)$, with the gradient $q (\log(q/p) - \mathrm{RKL})$. It is infinite if $p(x) = 0$ for an $x$
+    with $q(x) > 0$.
+    """
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        log_p, log_q = _logs(target).detach(), _logs(draft)
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JensenShannon:
+    r"""$\beta \mathrm{KL}(p \| m) + (1 - \beta) \mathrm{KL}(q \| m)$ with $m = \beta p + (1 - \beta) q$.
+
+    Divided by $\beta$ it tends to the forward KL for $\beta \to 0$; divided by $1 - \beta$ to the reverse KL for
+    $\beta \to 1$. Its gradient is $q (g - \sum q g)$ with $g = (1 - \beta) \log(q/m)$.
+    """
+
+    beta: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.beta < 1:
+            raise InputError(f"beta must be above 0 and below 1, got {self.beta}; use fkl or rkl at the ends")
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        log_p, log_q = _logs(target).detach(), _logs(draft)
+        log_m = torch.logaddexp(log_p + math.log(self.beta), log_q + math.log(1 - self.beta))
+        p = log_p.exp()
+        of_target = torch.where(p > 0, p * (log_p - log_m), 0).sum(-1)
+        of_draft = (log_q.exp() * (log_q - log_m)).sum(-1)
+        return self.beta * of_target + (1 - self.beta) * of_draft
+
+
+@dataclass(frozen=True, kw_only=True)
+class TotalVariation:
+    r"""$\frac12 \sum |p - q| = 1 - \alpha$: the probability that a draft token is rejected.
+
+    Its gradient is $q (Q - 1[q < p])$ with $Q = \sum_{q < p} q$.
+    """
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        return 0.5 * (_logs(target).detach().exp() - _logs(draft).exp()).abs().sum(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NegativeLogAcceptance:
+    r"""$-\log \alpha$. Its gradient is that of the total variation divided by $\alpha$: where little is accepted, it
+    does not vanish.
+    """
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        # A sum of logarithms, so that it stays finite where p and q have nothing in common.
+        return -torch.minimum(_logs(target).detach(), _logs(draft)).logsumexp(-1).clamp_max(0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelihoodKl:
+    r"""$\lambda \mathrm{FKL} + (1 - \lambda) \mathrm{TVD}$ with $\lambda = e^{-c \alpha}$, which has no gradient.
+
+    Far from the target the forward KL leads, which has a gradient everywhere; near it the total variation.
+
+    References:
+        LK losses, https://arxiv.org/abs/2602.23881
+    """
+
+    decay: float = 3.0
+
+    def __post_init__(self) -> None:
+        if not (self.decay >= 0 and math.isfinite(self.decay)):
+            raise InputError(f"decay must be >= 0, got {self.decay}")
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        kl, tv = ForwardKl()(target, draft), TotalVariation()(target, draft)
+        share = torch.exp(-self.decay * (1 - tv.detach()))
+        return share * kl + (1 - share) * tv
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopK:
+    r"""Another divergence over the target's k likeliest tokens, with all other tokens as one more outcome.
+
+    It is what can be computed from logits that were kept in part. It is biased: merging outcomes can only make a
+    divergence smaller, and it is 0 also for rows that differ within the rest. A total variation of 0.1 may be shown
+    as 0.
+
+    Attributes:
+        of: The divergence over the k + 1 outcomes.
+        k: How many tokens keep their own outcome.
+    """
+
+    of: Divergence
+    k: int
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        return over_top_rows(self.of, TopRows.of(target.detach(), self.k), draft)
+
+
+NAMED: dict[str, type] = {
+    "fkl": ForwardKl,
+    "rkl": ReverseKl,
+    "jsd": JensenShannon,
+    "tvd": TotalVariation,
+    "nla": NegativeLogAcceptance,
+    "lk": LikelihoodKl,
+}
+"""The divergences by name."""
+
+
+def divergence(name: str) -> Divergence:
+    """The divergence of `name:field=value,field=value`. Every divergence also has the field `top_k`.
+
+    Raises:
+        InputError: There is no such name or field, or the value is not a number that the field allows.
+
+    Example:
+        >>> divergence("jsd:beta=0.3"), divergence("tvd:top_k=20")
+        (JensenShannon(beta=0.3), TopK(of=TotalVariation(), k=20))
+    """
+    kind, _, rest = name.partition(":")
+    if kind not in NAMED:
+        raise unknown("divergence", kind, NAMED)
+    known = {field.name: float for field in dataclasses.fields(NAMED[kind])} | {"top_k": int}
+    values: dict[str, float] = {}
+    for item in filter(None, rest.split(",")):
+        key, _, value = item.partition("=")
+        if key not in known:
+            raise unknown(f"divergence {kind!r} field", key, known)
+        try:
+            values[key] = known[key](value)
+        except ValueError:
+            what = "a whole number" if known[key] is int else "a number"
+            raise InputError(f"divergence {kind!r} field {key!r} must be {what}, got {value!r}") from None
+    k = values.pop("top_k", None)
+    made: Divergence = NAMED[kind](**values)
+    if k is None:
+        return made
+    if k < 1:
+        raise InputError(f"divergence {kind!r} field 'top_k' must be >= 1, got {k}")
+    return TopK(of=made, k=int(k))
+
+
+def over_top_rows(of: Divergence, rows: TopRows, draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+    """A divergence over the outcomes of captured rows: their tokens, and the rest as one more. Biased as `TopK` is."""
+    return of(rows.outcomes, rows.grouped(draft))
+
+
+def cross_entropy(tokens: Int[Tensor, " n"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+    r"""$-\log q(y)$ of the tokens that stand in the text: training on hard labels, without a target."""
+    return F.cross_entropy(_wide(draft), tokens, reduction="none")
+
+
+RowLoss = Callable[[slice, Float[Tensor, "rows vocab"]], Float[Tensor, " rows"]]
+"""The loss of some rows: which rows they are, and the drafter's logits there."""
+
+
+def chunked(
+    loss: RowLoss,
+    hidden: Float[Tensor, "n hidden"],
+    head: Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]],
+    *,
+    chunk: int = CHUNK,
+) -> Float[Tensor, " n"]:
+    """The loss of every row, with the logits of one chunk in memory at a time, forwards and backwards.
+
+    The logits of a chunk are dropped after the forward and computed again in the backward. The values are those of
+    `loss(slice(0, n), head(hidden))`.
+
+    Args:
+        loss: Of some rows, from their logits. It computes the target's logits itself, so that these come in chunks
+            too. It is called a second time in the backward and must then return the same.
+        hidden: The drafter's states below its output layer.
+        head: Its output layer.
+        chunk: Rows of a chunk.
+    """
+    if chunk < 1:
+        raise InputError(f"chunk must be >= 1, got {chunk}")
+
+    def one(states: Float[Tensor, "rows hidden"], begin: int) -> Float[Tensor, " rows"]:
+        return loss(slice(begin, begin + len(states)), head(states))
+
+    parts = [
+        typing.cast(Tensor, checkpoint(one, states, i * chunk, use_reentrant=False))
+        for i, states in enumerate(hidden.split(chunk))
+    ]
+    return torch.cat(parts)
+
+
+def _wide(logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
+    """Logits in float32; float64 stays."""
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _logs(logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
+    return _wide(logits).log_softmax(-1)

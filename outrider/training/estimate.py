@@ -1,0 +1,295 @@
+"""What training needs, told before it starts: memory from the configs alone, hours from a short trial.
+
+The memory of weights, gradients and optimizer is exact. The memory of activations is a closed form for decoder layers
+with gated feed-forwards, counted in `tests/training/test_estimate.py` against the tensors that torch saves.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from outrider.types import InputError
+
+MASTER = 4
+"""Bytes of a trained weight, of its gradient, and of each of AdamW's two moments."""
+LOGIT_COPIES = 6
+"""Float32 tensors of a chunk of logits at once: both models' logits, their log-probabilities, a product, a gradient."""
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names that configs use for the number of experts."""
+HOUR, MILLION = 3600, 1e6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one process does at once.
+
+    Attributes:
+        rows: Rows of a micro-batch.
+        length: Tokens of a row.
+        chunk: Rows of logits that are computed at once; None computes all at once.
+        activation_bytes: Bytes of a number between layers: 4 in float32, 2 in mixed precision.
+        num_shards: Processes over which FSDP divides weights, gradients and optimizer; 1 divides nothing.
+    """
+
+    rows: int
+    length: int
+    chunk: int | None = None
+    activation_bytes: int = 4
+    num_shards: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "length", "activation_bytes", "num_shards"):
+            if (value := getattr(self, name)) < 1:
+                raise InputError(f"{name} must be >= 1, got {value}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a micro-batch."""
+        return self.rows * self.length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Bytes on one device, and floating-point operations.
+
+    Attributes:
+        num_trained: Parameters that are trained.
+        num_frozen: Parameters of the target.
+        weights: Trained weights in float32, and their copies in half precision where precision is mixed.
+        gradients: Gradients.
+        optimizer: AdamW's two moments.
+        target: The target's weights.
+        activations: What the backward pass needs of a micro-batch.
+        logits: A chunk of logits of both models.
+        flops_per_token: Of the matrix products, for one token of training: forward and backward of the trained model,
+            forward of the target.
+    """
+
+    num_trained: int
+    num_frozen: int
+    weights: int
+    gradients: int
+    optimizer: int
+    target: int
+    activations: int
+    logits: int
+    flops_per_token: float
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.weights + self.gradients + self.optimizer + self.target + self.activations + self.logits
+
+    def hours_per_million(self, flops_per_second: float) -> float:
+        """Hours to train on a million tokens, at a rate of operations such as `Trial.flops_per_second`."""
+        return self.flops_per_token * MILLION / flops_per_second / HOUR
+
+    def __str__(self) -> str:
+        parts = ("weights", "gradients", "optimizer", "target", "activations", "logits")
+        listed = ", ".join(f"{name} {_size(getattr(self, name))}" for name in parts if getattr(self, name))
+        return (
+            f"{self.num_trained:,} trained parameters, {self.num_frozen:,} of the target; about {_size(self.total)} of "
+            f"memory: {listed}"
+        )
+
+
+def estimate(
+    draft: PreTrainedConfig | PreTrainedModel,
+    target: PreTrainedConfig | PreTrainedModel | None,
+    work: Work,
+    *,
+    target_bytes: int = 2,
+) -> Estimate:
+    """What it takes to train a draft model against a target.
+
+    Args:
+        draft: The model that is trained. A config is enough: no weights are made.
+        target: The target; None if its states were captured.
+        target_bytes: Bytes of a weight of the target.
+    """
+    trained, frozen = _skeleton(draft), None if target is None else _skeleton(target)
+    num_trained, num_frozen = num_parameters(trained), 0 if frozen is None else num_parameters(frozen)
+    copies = work.activation_bytes if work.activation_bytes < MASTER else 0
+    chunk = min(work.chunk or work.num_tokens, work.num_tokens)
+    width = max(_text(model).vocab_size for model in (trained, frozen) if model is not None)
+    backward = 3 * forward_flops(trained, work.length)
+    return Estimate(
+        num_trained=num_trained,
+        num_frozen=num_frozen,
+        weights=(MASTER + copies) * num_trained // work.num_shards,
+        gradients=MASTER * num_trained // work.num_shards,
+        optimizer=2 * MASTER * num_trained // work.num_shards,
+        target=target_bytes * num_frozen,
+        activations=work.num_tokens * work.activation_bytes * activations_per_token(trained),
+        logits=LOGIT_COPIES * 4 * chunk * width,
+        flops_per_token=backward + (0 if frozen is None else forward_flops(frozen, work.length)),
+    )
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Parameters of a model. A tied weight counts once."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def activations_per_token(model: PreTrainedModel) -> int:
+    r"""Numbers that the backward pass keeps of one token, without the output layer.
+
+    For width $h$, queries of width $a$, keys and values of width $k$ each and feed-forwards of width $f$, a layer keeps
+    the input, the normed input and the scaled input of two norms, queries, keys, values, the attention's output twice,
+    and four vectors of the feed-forward: $6 h + 3 a + 2 k + 4 f$. A norm of queries and keys keeps two more of each. A
+    mixture keeps $f$ of each chosen expert, and its inputs and outputs. Outside the layers, $3 h$ are kept.
+    """
+    text = _text(model)
+    h, heads = text.hidden_size, text.num_attention_heads
+    head = getattr(text, "head_dim", None) or h // heads
+    a, k = heads * head, (getattr(text, "num_key_value_heads", None) or heads) * head
+    normed = any(name.endswith("q_norm.weight") for name, _ in model.named_parameters())
+    _, chosen = _experts(text)
+    f = chosen * _feed_forward(text)
+    layer = 6 * h + (5 if normed else 3) * a + (3 if normed else 2) * k + 4 * f + (2 * chosen * h if chosen > 1 else 0)
+    return int(text.num_hidden_layers * layer + 3 * h)
+
+
+def forward_flops(model: PreTrainedModel, length: int) -> float:
+    r"""Operations of the matrix products in the forward pass of one token, on average over a text.
+
+    Two for each weight that multiplies the token, and $4 \cdot a \cdot n / 2$ a layer for the attention, where $a$ is
+    the width of the queries and $n$ the length. Of experts, the chosen share counts.
+    """
+    text = _text(model)
+    number, chosen = _experts(text)
+    embedded = {id(weight) for weight in model.get_input_embeddings().parameters()}
+    products = text.hidden_size * text.vocab_size
+    head = model.get_output_embeddings()
+    outside = embedded | ({id(weight) for weight in head.parameters()} if head is not None else set())
+    total = float(products)
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1 and id(weight) not in outside:
+            total += weight.numel() * (chosen / number if number > 1 and ".experts." in f".{name}." else 1)
+    width = text.num_attention_heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    return 2 * total + 2 * width * length * text.num_hidden_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A few steps that were timed on this machine.
+
+    Attributes:
+        seconds: Time of one forward and backward pass, the fastest of all.
+        num_tokens: Tokens of that pass.
+        saved_bytes: Bytes of the tensors that the backward pass kept.
+    """
+
+    seconds: float
+    num_tokens: int
+    saved_bytes: int
+
+    @property
+    def hours_per_million(self) -> float:
+        """Hours to train on a million tokens."""
+        return self.seconds / self.num_tokens * MILLION / HOUR
+
+    def flops_per_second(self, estimate: Estimate) -> float:
+        """Operations a second, to plan the hours of other sizes on this machine."""
+        return estimate.flops_per_token * self.num_tokens / self.seconds
+
+    def __str__(self) -> str:
+        return (
+            f"{self.hours_per_million:.2g} hours per million tokens on this machine; the backward pass keeps "
+            f"{_size(self.saved_bytes)}"
+        )
+
+
+def trial(
+    loss: Callable[[], Float[Tensor, ""]], parameters: Sequence[nn.Parameter], *, num_tokens: int, rounds: int = 2
+) -> Trial:
+    """Run a loss forward and backward a few times. Gradients are cleared, and no weight changes.
+
+    Args:
+        loss: Computes the loss of one micro-batch.
+        parameters: The trained parameters.
+        num_tokens: Tokens of the micro-batch.
+        rounds: Timed passes, after one that counts what is kept.
+    """
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(keep, _same):
+        value = loss()
+    value.backward()
+    seconds = []
+    for _ in range(rounds):
+        _clear(parameters)
+        _wait(value.device)
+        begin = time.perf_counter()
+        loss().backward()
+        _wait(value.device)
+        seconds.append(time.perf_counter() - begin)
+    _clear(parameters)
+    return Trial(seconds=min(seconds), num_tokens=num_tokens, saved_bytes=sum(kept.values()))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _clear(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _skeleton(given: PreTrainedConfig | PreTrainedModel) -> PreTrainedModel:
+    """A model without weights."""
+    if isinstance(given, PreTrainedModel):
+        return given
+    with torch.device("meta"):
+        found: PreTrainedModel = AutoModelForCausalLM.from_config(given)
+    return found
+
+
+def _text(model: PreTrainedModel) -> PreTrainedConfig:
+    return model.config.get_text_config(decoder=True)
+
+
+def _experts(text: PreTrainedConfig) -> tuple[int, int]:
+    """Number of experts, and how many of them a token goes through; one of each without a mixture."""
+    number = next((int(value) for name in EXPERTS if (value := getattr(text, name, None))), 1)
+    return number, int(getattr(text, "num_experts_per_tok", None) or 1) if number > 1 else 1
+
+
+def _feed_forward(text: PreTrainedConfig) -> int:
+    """Width of a feed-forward, or of an expert's."""
+    number, _ = _experts(text)
+    width = getattr(text, "moe_intermediate_size", None) if number > 1 else None
+    found = width or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    return int(max(found) if isinstance(found, list | tuple) else found)
+
+
+def _size(count: float) -> str:
+    """A number of bytes for people.
+
+    Example:
+        >>> _size(950), _size(12_340_000), _size(16.1e9)
+        ('950 B', '12.3 MB', '16.1 GB')
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count:.0f} B"

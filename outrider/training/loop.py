@@ -1,0 +1,395 @@
+"""The one training loop: a learner, batches and settings become a trained drafter.
+
+`accelerate` is underneath. The same function runs in one process, in several with a copy of the learner each, and with
+its weights divided among them (FSDP), as `accelerate launch` says. The learning curve does not depend on the number of
+processes, apart from rounding.
+"""
+
+import math
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
+from accelerate.utils import broadcast_object_list
+from jaxtyping import Float, Real
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from outrider.training import checkpoint, processes
+from outrider.training.batches import Batch, Batches
+from outrider.training.journal import Journal
+from outrider.training.optimizer import adamw
+from outrider.training.settings import Settings, check_same
+from outrider.training.watch import Judging, Watch, Watched
+from outrider.types import InputError
+
+FOLDER = "training"
+"""Folder beside the drafter in which a run keeps its log and its checkpoints."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The loss of some rows, as sums.
+
+    The loop divides by the weight of the whole step, over all processes and micro-batches.
+
+    Attributes:
+        total: Sum over the learnt tokens, times their weights.
+        weight: Sum of the weights.
+        parts: Other sums for the log. They are divided by the same weight.
+    """
+
+    total: Float[Tensor, ""]
+    weight: Real[Tensor, ""]
+    parts: Mapping[str, Real[Tensor, ""]] = field(default_factory=dict)
+
+
+class Learner(nn.Module):
+    """What is trained: all its parameters that require a gradient. Every one of them takes part in every loss.
+
+    What is not trained, such as the target, is no submodule, so that it is neither saved nor divided among processes;
+    a tuple hides it from torch. A learner that is watched also has the method of `Judging`.
+    """
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Loss:
+        """The loss of rows. A random draw for a row is keyed by the seed, the step and the number of the row."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the drafter into an empty folder, as a user loads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The best drafter until now.
+
+    Attributes:
+        step: After how many steps.
+        score: Its block efficiency.
+    """
+
+    step: int
+    score: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Steps made.
+        steps: Steps to make.
+        loss: Of the last step; None before it.
+        seconds_left: By the mean of this process's steps; None before the first.
+        watched: The last measurement; None before it.
+    """
+
+    step: int
+    steps: int
+    loss: float | None
+    seconds_left: float | None
+    watched: Watched | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A run that has ended.
+
+    Attributes:
+        out: The folder of the drafter.
+        log: The log, as JSON lines.
+        step: After how many steps the drafter was written.
+        watched: The last measurement; None if nothing was watched.
+        best: The best measurement; None if nothing was watched.
+    """
+
+    out: Path
+    log: Path
+    step: int
+    watched: Watched | None
+    best: Best | None
+
+
+def place(settings: Settings) -> torch.device:
+    """The device that this process trains on: where a learner puts what it does not train."""
+    return PartialState(cpu=settings.device == "cpu").device
+
+
+def train(
+    learner: Learner,
+    batches: Batches,
+    settings: Settings,
+    out: Path,
+    watch: Watch | None = None,
+    progress: Callable[[Progress], object] | None = None,
+    *,
+    about: Mapping[str, Any] | None = None,
+) -> Trained:
+    """Train a learner and write its drafter. A run that was cut off goes on from its last checkpoint.
+
+    Args:
+        learner: What is trained. Its weights change in place.
+        batches: The data.
+        out: Folder for the drafter. The log and the checkpoints are in its folder `training`.
+        watch: What is measured beside; None measures nothing, and the last drafter is kept.
+        progress: Called after every step, in the first process.
+        about: Other values that a run must keep when it goes on, such as the name of a loss; they go to the log.
+
+    Raises:
+        InputError: The folder holds a run with other settings, the loss is not finite, or a file cannot be written.
+    """
+    run = _Run(learner, batches, settings, out, watch, dict(about or {}))
+    try:
+        while run.step < settings.steps:
+            loss = run.advance()
+            if progress is not None and run.accelerator.is_main_process:
+                progress(run.progress(loss))
+        return run.finish()
+    finally:
+        run.close()
+
+
+class _Run:
+    """A run between two steps."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        batches: Batches,
+        settings: Settings,
+        out: Path,
+        watch: Watch | None,
+        about: dict[str, Any],
+    ) -> None:
+        self.settings, self.batches, self.watch, self.out = settings, batches, watch, out
+        self.folder = out / FOLDER
+        self.identity = settings.fixed() | about
+        # An older run in this process may have had another precision.
+        AcceleratorState._reset_state()
+        self.accelerator = Accelerator(mixed_precision=settings.precision, cpu=settings.device == "cpu")
+        self.share = self._own_rows()
+        optimizer = adamw(learner, settings)
+        self.learner: Learner = learner
+        self.model, self.optimizer = self.accelerator.prepare(learner, optimizer)
+        self.step, self.best, self.watched = 0, cast(Best | None, None), cast(Watched | None, None)
+        self.spent = 0.0
+        self._resume()
+        self.began, self.began_at = time.perf_counter(), self.step
+        self.journal = Journal(self.folder, step=self.step) if self.accelerator.is_main_process else None
+        if self.step == 0:
+            self._write_settings()
+            self._look()
+
+    def advance(self) -> float:
+        """Make one optimizer step. Returns the loss."""
+        settings, step = self.settings, self.step
+        # No random state has to be saved: it begins anew at every step.
+        torch.manual_seed(_seed(settings.seed, step, self.accelerator.process_index))
+        rate = settings.rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        sums, names = self._backward(self.batches.batch(step))
+        weight = float(sums["weight"])
+        loss = float(sums["total"]) / weight if weight else 0.0
+        if not math.isfinite(loss):
+            raise self._not_finite("loss", loss)
+        self._scale_gradients(weight)
+        norm = self._clip()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        if self.step % settings.log_every == 0 or self.step == settings.steps:
+            parts = {name: float(sums[name]) / weight for name in names}
+            self._log("step", {"loss": loss, "rate": rate, "norm": norm, "tokens": weight, **parts})
+        if self.watch is not None and (self.step % settings.watch_every == 0 or self.step == settings.steps):
+            self._look()
+        if self.step % settings.save_every == 0 or self.step == settings.steps:
+            self._save()
+        return loss
+
+    def finish(self) -> Trained:
+        """Write the drafter to its place."""
+        kept = self.best if self.best is not None and self.settings.keep_best else None
+        last = self.folder / "last"
+        with processes.whole(self.model):
+            if self.accelerator.is_main_process:
+                source = last if kept is None else self.folder / f"best-{kept.step:08d}"
+                if kept is None:
+                    checkpoint.write_folder(last, self.learner.write)
+                if source.is_dir():
+                    checkpoint.publish(source, self.out)
+        self.accelerator.wait_for_everyone()
+        return Trained(
+            out=self.out,
+            log=self.folder / "log.jsonl",
+            step=self.step if kept is None else kept.step,
+            watched=self.watched,
+            best=self.best,
+        )
+
+    def progress(self, loss: float) -> Progress:
+        """How far the run is."""
+        each = (time.perf_counter() - self.began) / max(1, self.step - self.began_at)
+        return Progress(
+            step=self.step,
+            steps=self.settings.steps,
+            loss=loss,
+            seconds_left=each * (self.settings.steps - self.step),
+            watched=self.watched,
+        )
+
+    def close(self) -> None:
+        """Let go of files and of what belongs to several processes."""
+        if self.journal is not None:
+            self.journal.close()
+        self.accelerator.free_memory()
+
+    def _own_rows(self) -> range:
+        """The rows of the global batch that this process runs."""
+        rows, count = self.settings.num_rows, self.accelerator.num_processes
+        if rows % count:
+            raise InputError(f"num_rows must be a multiple of the number of processes, got {rows} and {count}")
+        own = rows // count
+        return range(self.accelerator.process_index * own, (self.accelerator.process_index + 1) * own)
+
+    def _backward(self, whole: Batch) -> tuple[dict[str, Tensor], list[str]]:
+        """Add up the gradients of the step's rows. Returns sums over all processes, and the names of the parts.
+
+        Losses are divided by the number of learnt tokens, which every process knows beforehand, so that half-precision
+        gradients do not overflow. `_scale_gradients` corrects for the weight that the losses turn out to have.
+        """
+        size = self.settings.micro_rows or len(self.share)
+        starts = range(self.share.start, self.share.stop, size)
+        self.nominal = max(1, int(whole.learnt.sum()))
+        added: dict[str, Tensor] = {}
+        for start in starts:
+            batch = Batches.share(whole, range(start, min(start + size, self.share.stop)))
+            last = start + size >= self.share.stop
+            with self.accelerator.no_sync(self.model) if not last else nullcontext():
+                loss = cast(Loss, self.model(batch.to(self.accelerator.device)))
+                self.accelerator.backward(loss.total / self.nominal)
+            found = {"total": loss.total.detach(), "weight": loss.weight, **loss.parts}
+            for name, value in found.items():
+                value = torch.as_tensor(value, dtype=torch.float64, device=self.accelerator.device).detach()
+                added[name] = added.get(name, torch.zeros_like(value)) + value
+        names = sorted(added)
+        summed = cast(Tensor, self.accelerator.reduce(torch.stack([added[name] for name in names]), "sum")).cpu()
+        return dict(zip(names, summed, strict=True)), [n for n in names if n not in ("total", "weight")]
+
+    def _scale_gradients(self, weight: float) -> None:
+        """Make the gradient that of the mean over the step's weight: so far it is a mean over processes."""
+        factor = self.accelerator.num_processes * self.nominal / weight if weight else 0.0
+        if factor != 1:
+            for parameter in self._trained():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)
+
+    def _clip(self) -> float:
+        """Scale a long gradient down. Returns its length."""
+        longest = self.settings.clip or torch.inf
+        norm = self.accelerator.clip_grad_norm_(self._trained(), longest)
+        length = float(norm) if norm is not None else 0.0
+        if not math.isfinite(length) and self.accelerator.scaler is None:
+            raise self._not_finite("gradient", length)
+        return length
+
+    def _trained(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    def _not_finite(self, what: str, value: float) -> InputError:
+        saved = self.step // self.settings.save_every * self.settings.save_every
+        return InputError(
+            f"the {what} is {value} at step {self.step + 1}; use a lower learning rate or a longer "
+            f"warm-up, in another folder; the last checkpoint is that of step {saved}"
+        )
+
+    def _look(self) -> None:
+        """Measure the drafter, and keep it if it is the best."""
+        if self.watch is None:
+            return
+        found: Watched | None = None
+        with processes.whole(self.model):
+            if self.accelerator.is_main_process:
+                self.learner.eval()
+                with self.accelerator.autocast():
+                    found = self.watch.look(cast(Judging, self.learner), self.accelerator.device)
+                self.learner.train()
+                score = self.watch.score(found)
+                if self.best is None or score > self.best.score:
+                    self.best = Best(step=self.step, score=score)
+                    if self.settings.keep_best:
+                        checkpoint.write_folder(self.folder / f"best-{self.step:08d}", self.learner.write)
+        self.accelerator.wait_for_everyone()
+        self.watched = found
+        if found is not None:
+            self._log("watch", found.record())
+
+    def _save(self) -> None:
+        """Write a checkpoint, then delete what it makes useless."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
+        weights, moments = get_state_dict(self.model, self.optimizer.optimizer, options=options)
+        if self.accelerator.is_main_process:
+            scaler = self.accelerator.scaler
+            best = None if self.best is None else {"step": self.best.step, "score": self.best.score}
+            state = {
+                "step": self.step,
+                "identity": self.identity,
+                "best": best,
+                "weights": weights,
+                "moments": moments,
+                "scaler": None if scaler is None else scaler.state_dict(),
+            }
+            checkpoint.save(self.folder, self.step, state)
+            kept = "" if self.best is None else f"best-{self.best.step:08d}"
+            checkpoint.delete_folders(self.folder, "best-*", kept)
+        self.accelerator.wait_for_everyone()
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint if there is one."""
+        told: list[Any] = [None]
+        state: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
+            checkpoint.make_folder(self.folder)
+            file = checkpoint.newest(self.folder)
+            if file is not None:
+                state = checkpoint.read(file)
+                told = [{name: state[name] for name in ("step", "identity", "best", "scaler")}]
+        broadcast_object_list(told)
+        if told[0] is None:
+            return
+        check_same(told[0]["identity"], self.identity, self.out)
+        several = self.accelerator.num_processes > 1
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=several, strict=False)
+        set_state_dict(
+            self.model,
+            self.optimizer.optimizer,
+            model_state_dict=state.get("weights", {}),
+            optim_state_dict=state.get("moments", {}),
+            options=options,
+        )
+        self.step = int(told[0]["step"])
+        self.best = None if told[0]["best"] is None else Best(**told[0]["best"])
+        if self.accelerator.scaler is not None and told[0]["scaler"] is not None:
+            self.accelerator.scaler.load_state_dict(told[0]["scaler"])
+
+    def _write_settings(self) -> None:
+        count = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
+        processes = self.accelerator.num_processes
+        self._log("settings", {**self.identity, "num_processes": processes, "num_parameters": count})
+
+    def _log(self, kind: str, numbers: Mapping[str, Any]) -> None:
+        if self.journal is not None:
+            self.journal.add(kind, self.step, numbers)
+
+
+def _seed(seed: int, step: int, process: int) -> int:
+    return int(np.random.SeedSequence([seed, step, process]).generate_state(1, np.uint64)[0] >> 1)

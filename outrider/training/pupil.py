@@ -1,0 +1,200 @@
+"""A draft model that learns from traffic: when it learns, when it goes back, what it keeps."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from outrider.drafters.model import ModelDrafter
+from outrider.drafters.protocol import Drafter
+from outrider.inputs import InputError
+from outrider.training.corrections import Buffer
+from outrider.training.divergences import divergence
+from outrider.training.online_draft import OnlineDraft
+from outrider.training.snapshots import Snapshots
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineSettings:
+    """How draft models learn from traffic.
+
+    Attributes:
+        interval: Number of requests of a draft model that must end before its next optimizer step.
+        learning_rate: Of AdamW. Traffic of one kind bears 1e-3 or 1e-4; mixed traffic wants 1e-5.
+        divergence: What an optimizer step lowers, between the target's rows and the drafter's.
+        clip: Largest norm of a gradient.
+        max_length: Most tokens of text before a correction that training reads.
+        max_corrections: Most corrections in the buffer of a draft model, each with one row of logits. The oldest go
+            first.
+        in_thread: Whether optimizer steps run in a thread of their own, beside decoding. Otherwise requests wait.
+        margin: By how much the acceptance rate may fall below that of the best weights before these come back; None
+            never brings them back.
+        least_drafted: Fewest draft tokens that say how good weights are.
+        snapshots: The folder for snapshots; None writes none.
+        snapshot_interval: Number of optimizer steps between two snapshots.
+
+    Raises:
+        InputError: A value that is out of bounds.
+
+    Example:
+        >>> OnlineSettings(interval=0)
+        Traceback (most recent call last):
+        ...
+        outrider.inputs.InputError: interval must be >= 1, got 0
+    """
+
+    interval: int = 8
+    learning_rate: float = 1e-4
+    divergence: str = "fkl"
+    clip: float = 1.0
+    max_length: int = 512
+    max_corrections: int = 1024
+    in_thread: bool = False
+    margin: float | None = 0.1
+    least_drafted: int = 512
+    snapshots: Path | None = None
+    snapshot_interval: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("interval", "max_length", "max_corrections", "least_drafted", "snapshot_interval"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be >= 1, got {getattr(self, name)}")
+        if not 0 <= self.learning_rate < float("inf"):
+            raise InputError(f"learning_rate must be >= 0, got {self.learning_rate}")
+        if not self.clip > 0:
+            raise InputError(f"clip must be > 0, got {self.clip}")
+        if self.margin is not None and not 0 <= self.margin <= 1:
+            raise InputError(f"margin must be in [0, 1], or None for never, got {self.margin}")
+        divergence(self.divergence)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Best:
+    """The weights with the highest acceptance rate so far."""
+
+    acceptance_rate: float
+    weights: list[Tensor]
+
+
+class Pupil:
+    """A draft model that learns from the requests that it drafts for. Changes in place.
+
+    Attributes:
+        draft: The draft model.
+        buffer: The corrections that it has not learnt from.
+        best: Its best weights so far; None before enough was drafted.
+        num_rollbacks: How often its best weights have come back.
+
+    Args:
+        drafter: The draft model as a drafter.
+        settings: How it learns.
+        snapshots: Where its snapshots go; None: nowhere.
+    """
+
+    def __init__(self, drafter: ModelDrafter, settings: OnlineSettings, snapshots: Snapshots | None = None) -> None:
+        self.draft = OnlineDraft(
+            drafter,
+            divergence=divergence(settings.divergence),
+            learning_rate=settings.learning_rate,
+            clip=settings.clip,
+            max_length=settings.max_length,
+        )
+        self.buffer = Buffer(settings.max_corrections)
+        self.best: Best | None = None
+        self.num_rollbacks = 0
+        self._settings, self._snapshots = settings, snapshots
+        self._active: set[str] = set()
+        self._ended, self._drafted, self._accepted = 0, 0, 0
+        self._waits = False
+        self._worker = ThreadPoolExecutor(max_workers=1) if settings.in_thread else None
+        self._job: Future[float] | None = None
+
+    def note(self, id: str, *, drafted: int, accepted: int) -> None:
+        """Count a step of one of its requests."""
+        self._active.add(id)
+        self._drafted += drafted
+        self._accepted += accepted
+
+    def between(self, running: Mapping[str, Drafter]) -> Drafter | None:
+        """Learn if it is time, and return a new drafter if there is one. Called between steps.
+
+        Args:
+            running: The drafters of running requests.
+        """
+        ended = self._active - running.keys()
+        self._active -= ended
+        self._ended += len(ended)
+        self._collect(wait=False)
+        if self._ended >= self._settings.interval and self._job is None and not self._waits:
+            self._ended = 0
+            if not self._goes_back():
+                self._learn()
+        return self._published(running)
+
+    def finish(self, running: Mapping[str, Drafter]) -> None:
+        """Wait for a step under way, bring the newest weights to the drafter, and write the last snapshot.
+
+        Args:
+            running: The drafters of running requests.
+        """
+        self._collect(wait=True)
+        if self._worker is not None:
+            self._worker.shutdown()
+        self._published(running)
+        if self.draft.num_rounds:
+            self._save()
+
+    def _learn(self) -> None:
+        """Make an optimizer step on what the buffer holds, or begin one in the thread."""
+        lessons = self.buffer.take()
+        if not lessons:
+            return
+        if self._worker is not None:
+            self._job = self._worker.submit(self.draft.learn, lessons)
+        else:
+            self.draft.learn(lessons)
+            self._learnt()
+
+    def _collect(self, wait: bool) -> None:
+        """Take note of a step that the thread has made. Raises the error that ended it."""
+        if self._job is not None and (wait or self._job.done()):
+            job, self._job = self._job, None
+            job.result()
+            self._learnt()
+
+    def _learnt(self) -> None:
+        self._waits = True
+        if self.draft.num_rounds % self._settings.snapshot_interval == 0:
+            self._save()
+
+    def _goes_back(self) -> bool:
+        """Compare the latest acceptance rate with the best one. If it has fallen too far, bring the best weights back.
+
+        Afterwards the best weights are measured anew: if other traffic has come, their old rate is out of reach.
+        """
+        margin = self._settings.margin
+        if margin is None or self._drafted < self._settings.least_drafted:
+            return False
+        rate, self._drafted, self._accepted = self._accepted / self._drafted, 0, 0
+        if self.best is None or rate >= self.best.acceptance_rate:
+            self.best = Best(acceptance_rate=rate, weights=self.draft.weights())
+        elif rate < self.best.acceptance_rate - margin:
+            self.draft.restore(self.best.weights)
+            self.buffer.clear()
+            self.best, self._waits = None, True
+            self.num_rollbacks += 1
+            return True
+        return False
+
+    def _published(self, running: Mapping[str, Drafter]) -> Drafter | None:
+        """A new drafter with newer weights, if there are any and a copy of the draft model is free."""
+        drafter = self.draft.publish(list(running.values())) if self._waits else None
+        self._waits = self._waits and drafter is None
+        return drafter
+
+    def _save(self) -> None:
+        """Write a snapshot of the newest weights."""
+        if self._snapshots is not None:
+            self._snapshots.write(self.draft.written(), self.draft.num_rounds)

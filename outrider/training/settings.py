@@ -1,0 +1,125 @@
+"""What a run of training is told."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.inputs import InputError
+
+FREE = ("micro_rows", "save_every", "log_every", "device")
+"""Settings that may change when a run goes on. They change its weights by rounding at most."""
+LEAST = {
+    **dict.fromkeys(("steps", "num_rows", "micro_rows", "save_every", "watch_every", "log_every"), 1),
+    **dict.fromkeys(("warmup", "seed", "learning_rate", "weight_decay"), 0),
+    "max_length": 2,
+}
+"""The smallest value of each number that has one."""
+PRECISIONS = ("no", "bf16", "fp16")
+SCHEDULES = ("cosine", "constant")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a drafter is trained.
+
+    Attributes:
+        steps: Optimizer steps.
+        learning_rate: The highest learning rate.
+        warmup: Steps in which the learning rate rises from 0.
+        schedule: What follows the warm-up: `cosine` falls to `final_rate`, `constant` stays.
+        final_rate: The last learning rate of `cosine`, as a fraction of the highest.
+        num_rows: Rows of an optimizer step, over all processes.
+        micro_rows: Rows that a process runs at once; None runs its whole share. Gradients add up.
+        max_length: Most tokens of a row.
+        clip: The longest gradient; a longer one is scaled down. None never scales.
+        weight_decay: AdamW's decay of matrices; vectors, such as norms and biases, do not decay.
+        beta1: AdamW's average of gradients.
+        beta2: AdamW's average of squared gradients.
+        precision: `no` computes in the weights' own dtype; `bf16` and `fp16` compute most products in that dtype. The
+            weights themselves stay float32.
+        seed: Of the order of the data and of every draw.
+        save_every: Steps between checkpoints.
+        watch_every: Steps between measurements of acceptance.
+        log_every: Steps between lines of the log.
+        keep_best: Keep the drafter with the highest block efficiency, not the last.
+        device: `cpu` stays on the CPU; None uses the GPU where there is one.
+    """
+
+    steps: int = 1000
+    learning_rate: float = 3e-4
+    warmup: int = 50
+    schedule: str = "cosine"
+    final_rate: float = 0.1
+    num_rows: int = 32
+    micro_rows: int | None = None
+    max_length: int = 512
+    clip: float | None = 1.0
+    weight_decay: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.95
+    precision: str = "no"
+    seed: int = 0
+    save_every: int = 200
+    watch_every: int = 200
+    log_every: int = 10
+    keep_best: bool = True
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not (value >= least and math.isfinite(value)):
+                raise InputError(f"{name} must be >= {least}, got {value}")
+        if self.clip is not None and not self.clip > 0:
+            raise InputError(f"clip must be > 0, got {self.clip}")
+        if not 0 <= self.final_rate <= 1:
+            raise InputError(f"final_rate must be in 0..1, got {self.final_rate}")
+        for name in ("beta1", "beta2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise InputError(f"{name} must be >= 0 and below 1, got {getattr(self, name)}")
+        for name, known in (("precision", PRECISIONS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in known:
+                raise InputError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+        if self.device not in (None, "cpu"):
+            raise InputError(
+                f"device must be cpu or left out, got {self.device!r}; choose among GPUs with CUDA_VISIBLE_DEVICES"
+            )
+
+    def rate(self, step: int) -> float:
+        r"""The learning rate of a step, from 0.
+
+        In the warm-up of $w$ steps it is $\eta (t + 1) / w$. Then `cosine` is
+        $\eta (f + (1 - f) (1 + \cos \pi x) / 2)$, with $f$ the final rate and $x$ the share of the other steps
+        that is done.
+
+        Example:
+            >>> settings = Settings(steps=12, learning_rate=1.0, warmup=2, final_rate=0.0)
+            >>> [round(settings.rate(step), 3) for step in (0, 1, 2, 7, 11)]
+            [0.5, 1.0, 1.0, 0.5, 0.024]
+        """
+        if step < self.warmup:
+            return self.learning_rate * (step + 1) / self.warmup
+        if self.schedule == "constant":
+            return self.learning_rate
+        share = (step - self.warmup) / max(1, self.steps - self.warmup)
+        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * share)) / 2)
+
+    def fixed(self) -> dict[str, Any]:
+        """The settings that must stay the same when a run goes on."""
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in FREE}
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], place: object) -> None:
+    """Raise InputError unless a run that goes on has the settings it began with.
+
+    Args:
+        before: What the run began with.
+        now: What it was told this time.
+        place: The run's folder, for the message.
+    """
+    other = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    if other:
+        told = ", ".join(f"{name} {before.get(name)!r} instead of {now.get(name)!r}" for name in other)
+        raise InputError(f"{place} holds a run with {told}; give these, or another folder")

@@ -1,0 +1,52 @@
+"""The rows that a drafter's tokens are drawn from: its own sampling settings, and rows over a short list."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.sampling import Prefix, RowRule
+from outrider.types import Sampling, ShortList, Structure
+
+Prefixes = Callable[[int], Prefix]
+"""Returns the text before row i."""
+
+
+def drafters_sampling(sampling: Sampling, structure: Structure) -> Sampling:
+    """The drafter's sampling: the request's. For a branching drawn tree, a greedy request uses temperature 1."""
+    if sampling.temperature > 0 or structure in ("chain", "deterministic"):
+        return sampling
+    return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def draft_rule(
+    per_row: Sequence[Sampling], few: ShortList | None, like: Float[Tensor, "n width"]
+) -> Callable[[Float[Tensor, "n width"], Prefixes], Float[Tensor, "n width"]]:
+    """Makes the distributions that children are drawn from, over the short list if there is one.
+
+    Penalties, biases and processors use the target's ids. With such settings, rows are made over the whole vocabulary.
+
+    Args:
+        per_row: The drafter's settings for each row.
+        like: Raw logits as the rule will get them.
+
+    Returns:
+        A function of raw logits, and of a function that returns the text before row i.
+    """
+    if few is None or not any(s.reads_prefix or s.logit_bias or s.processors for s in per_row):
+        return RowRule.of(per_row, like)
+    return partial(_short_rows, few, per_row)
+
+
+def _short_rows(
+    few: ShortList, per_row: Sequence[Sampling], logits: Float[Tensor, "n width"], prefix: Prefixes
+) -> Float[Tensor, "n width"]:
+    wide = few.widened(logits, torch.finfo(logits.dtype).min)
+    rows = RowRule.of(per_row, wide)(wide, prefix)[:, few.ids]
+    total = rows.sum(-1, keepdim=True)
+    # A processor may forbid all tokens of the list. Then the first of them is drafted, and is rejected.
+    first = torch.nn.functional.one_hot(torch.zeros(len(rows), dtype=torch.long), rows.shape[1]).to(rows)
+    return torch.where(total > 0, rows / total, first)

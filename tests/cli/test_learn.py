@@ -1,0 +1,46 @@
+"""`outrider generate --learn`."""
+
+import json
+import re
+
+import pytest
+
+from tests.cli.runs import run
+
+PROMPTS = ["--prompt", "Once upon a time", "--prompt", "One day", "-n", "2", "--max-new-tokens", "12"]
+GREEDY = [*PROMPTS, "--length", "fixed:4", "--temperature", "0", "--max-slots", "1", "--json"]
+
+
+def test_learning_reports_both_ends_of_the_stream_and_changes_no_greedy_output(monkeypatch, capsys, tmp_path):
+    folder = tmp_path / "kept"
+    learnt = ["--learn", "--learn-interval", "1", "--learn-rate", "1e-3", "--learn-snapshots", str(folder)]
+    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, *learnt)
+    assert status == 0, err
+    found = re.search(r"learnt in (\d) optimizer steps from 4 outputs: \d+% of draft tokens accepted", err)
+    assert found is not None, err
+    status, plain, err = run(monkeypatch, capsys, "generate", *GREEDY)
+    assert status == 0, err
+    assert [json.loads(line)["tokens"] for line in out.splitlines()] == [
+        json.loads(line)["tokens"] for line in plain.splitlines()
+    ]
+    last = folder / f"step-{int(found[1]):06d}"
+    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, "--drafter", f"model:path={last}")
+    assert status == 0, err
+    assert len(out.splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--learn-interval", "2"], "--learn-interval says how to learn; give --learn too"),
+        (["--learn", "--learn-interval", "0"], "interval must be >= 1, got 0"),
+        (["--learn", "--learn-divergence", "fk"], "unknown divergence 'fk'"),
+        (["--learn", "--learn-drafts", "2", "--compare"], "--compare measures one draft model"),
+        (["--learn", "--drafter", "ngram"], "the drafter ngram has no weights to train"),
+    ],
+)
+def test_wrong_options_of_learning_end_with_a_sentence(monkeypatch, capsys, options, message):
+    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, *options)
+    assert status == 2
+    assert message in " ".join(err.split())
+    assert out == ""

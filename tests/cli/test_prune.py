@@ -1,0 +1,150 @@
+"""`outrider prune` writes draft models that load, and answers wrong input in a sentence, with nothing half-written."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import outrider
+from outrider.embedded import EMBEDDED_TARGET
+from outrider.surgery.checkpoint import RECORD
+from recipes.tiny import tiny_config, tiny_model
+from tests.cli.runs import run
+from tests.world.tokenizers import TEXT, byte_level
+
+
+@pytest.fixture
+def text(tmp_path):
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()))
+    return file
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    tokenizer = byte_level(280)
+    config = tiny_config("mixtral", vocab_size=len(tokenizer), num_experts=6, num_local_experts=6, sliding_window=None)
+    tiny_model(config).float().save_pretrained(tmp_path / "mixture")
+    tokenizer.save_pretrained(tmp_path / "mixture")
+    return tmp_path / "mixture"
+
+
+@pytest.mark.parametrize("method", ["uncurl", "frequency", "reap"])
+def test_experts_are_pruned_to_a_checkpoint_with_its_tokenizer(method, mixture, text, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "draft"
+    status, printed, err = run(
+        monkeypatch,
+        capsys,
+        *("prune", "experts", "--target", str(mixture), "--data", str(text), "--experts", "3"),
+        *("--method", method, "--out", str(out), "--json"),
+    )
+    assert status == 0, err
+    record = json.loads(printed)
+    assert record["parameters"]["after"] < record["parameters"]["before"]
+    assert record.items() >= json.loads((out / RECORD).read_text()).items()
+    assert all(len(groups) == 3 for groups in record["origins"].values())
+    model = AutoModelForCausalLM.from_pretrained(out)
+    ids = AutoTokenizer.from_pretrained(out)("The sea", return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()
+
+
+def test_a_pruned_shape_drafts_for_its_target(monkeypatch, capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("Once upon a time, there was a little fox who lived near a quiet river.")
+    out = tmp_path / "draft"
+    status, printed, err = run(
+        monkeypatch,
+        capsys,
+        *("prune", "shape", "--data", str(tmp_path / "text.txt"), "--layers", "2", "--feed-forward", "448"),
+        *("--out", str(out)),
+    )
+    assert status == 0, err
+    assert "2 layers x 320, 5 heads on 1, 448 neurons" in printed
+    greedy = outrider.Sampling(temperature=0)
+    ways = (f"model:path={out}", "none")
+    found = [
+        outrider.load(drafter=way, dtype="float32").generate(["Once upon"], max_new_tokens=8, sampling=greedy)
+        for way in ways
+    ]
+    assert found[0][0].tokens == found[1][0].tokens
+
+
+def test_a_plan_has_a_row_for_each_depth(monkeypatch, capsys):
+    status, printed, err = run(
+        monkeypatch, capsys, "prune", "plan", "--layers", "1,4", "--rounds", "2", "--context", "16", "--json"
+    )
+    assert status == 0, err
+    found = json.loads(printed)
+    assert {each["shape"]["layers"] for each in found["shapes"]} == {1, 4}
+    assert all(abs(each["num_parameters"] / found["parameters"] - 1) <= 0.15 for each in found["shapes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["experts", "--experts", "4"], "llama has no experts, so none can be pruned"),
+        (["shape"], "nothing is to be cut; give --layers"),
+        (["shape", "--layers", "13"], "layers must be in 1..12, what the target has, got 13"),
+        (["shape", "--layers", "2", "--target", "/no/such"], "there is no directory /no/such"),
+        (["shape", "--layers", "2", "--data", "/no/such.txt"], "there is no text file /no/such.txt"),
+    ],
+)
+def test_wrong_input_is_a_sentence_and_writes_nothing(arguments, sentence, text, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "new" / "draft"
+    given = [*([] if "--data" in arguments else ["--data", str(text)]), "--out", str(out)]
+    status, printed, err = run(monkeypatch, capsys, "prune", *arguments, *given)
+    assert (status, printed) == (2, "")
+    assert sentence in err.replace("\n", " ")
+    assert not out.parent.exists()
+
+
+@pytest.mark.parametrize("experts", ["7", "1"])
+def test_a_count_of_experts_out_of_range_is_a_sentence(experts, mixture, text, monkeypatch, capsys, tmp_path):
+    out = tmp_path / "draft"
+    given = ("--target", str(mixture), "--data", str(text), "--experts", experts, "--out", str(out))
+    status, _, err = run(monkeypatch, capsys, "prune", "experts", *given)
+    assert status == 2
+    assert "num_experts must be" in err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "holds no text"),
+        ('{"text": ""}\n', "holds no text"),
+        ('{"text": "a"}\n{"prompt": "b"}\n', "is not a JSON object with `text`"),
+        ("{text}\n", "is not JSON"),
+    ],
+)
+def test_a_file_without_text_is_a_sentence(content, sentence, monkeypatch, capsys, tmp_path):
+    (tmp_path / "data.jsonl").write_text(content)
+    given = ("--data", str(tmp_path / "data.jsonl"), "--layers", "2", "--out", str(tmp_path / "out"))
+    status, _, err = run(monkeypatch, capsys, "prune", "shape", *given)
+    assert status == 2
+    assert sentence in err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layers", "one"], "--layers must be whole numbers with commas between them, got 'one'"),
+        (["--layers", "1,2", "--alpha", "0.5,0.6,0.7"], "--alpha must be one number or 2"),
+        (["--alpha", "2"], "alpha must be in 0..1"),
+    ],
+)
+def test_wrong_plans_are_refused(arguments, sentence, monkeypatch, capsys):
+    status, _, err = run(monkeypatch, capsys, "prune", "plan", *arguments)
+    assert status == 2
+    assert sentence in err
+
+
+def test_a_folder_that_is_taken_is_not_touched(text, monkeypatch, capsys):
+    before = sorted(EMBEDDED_TARGET.iterdir())
+    given = ("--data", str(text), "--layers", "2", "--out", str(EMBEDDED_TARGET))
+    status, _, err = run(monkeypatch, capsys, "prune", "shape", *given)
+    assert status == 2
+    assert "exists already; give a new folder with --out" in err
+    assert sorted(EMBEDDED_TARGET.iterdir()) == before

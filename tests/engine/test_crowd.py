@@ -1,0 +1,190 @@
+"""A crowded machine is noticed from made-up seconds and made-up use of the cores, and it is said once."""
+
+import itertools
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+
+import pytest
+
+from outrider.cli.opened import _one_line
+from outrider.cores import Usage, affinity
+from outrider.engine.crowd import LATEST, LEAST, SLOWER, Crowd, CrowdedWarning, Pace
+from outrider.types import Step, Timing
+from tests.cli.runs import ROOT
+from tests.world.models import engine
+
+CORES = len(affinity())
+THREADS = CORES + 1
+"""More threads than there are cores, so that also a single core can be crowded."""
+Done = tuple[int, int, float]
+"""Requests, nodes and seconds of a step."""
+
+
+def usages(own: float, others: float, seconds: float = 1.0) -> Iterable[Usage]:
+    """The use of the cores at moments `seconds` apart, if this process and others use so many cores."""
+    for i in itertools.count():
+        now = seconds * i
+        yield Usage(seconds=now, own=own * now, busy=(own + others) * now)
+
+
+def said(steps: Sequence[Done], look: Iterable[Usage], threads: int = THREADS) -> list[str]:
+    """All sentences about a series of steps."""
+    moments = iter(look)
+    crowd = Crowd(lambda: next(moments))
+    notes = [crowd.note(requests=r, nodes=n, seconds=s, threads=threads) for r, n, s in steps]
+    return [note for note in notes if note is not None]
+
+
+def switching(quiet: int, others: float) -> Iterable[Usage]:
+    """Quiet cores at the first `quiet` looks, then cores that others use."""
+    calm, loud = usages(own=0.2, others=0.0), usages(own=0.2, others=others)
+    yield from itertools.islice(calm, quiet)
+    yield from itertools.islice(loud, quiet, None)
+
+
+QUICK = [(1, 5, 0.01)] * 60
+SLOW = [(1, 5, 0.2)] * 20
+
+
+def test_steps_of_unlike_size_are_not_compared():
+    pace = Pace()
+    for _ in range(20):
+        pace.note(1, 5, 0.01)
+    assert {pace.note(1, 500, 1.0) for _ in range(20)} == {1.0}
+    assert {pace.note(8, 40, 1.0) for _ in range(20)} == {1.0}
+
+
+def test_the_pace_is_that_of_the_latest_steps_over_like_ones():
+    pace = Pace()
+    for _ in range(LEAST):
+        assert pace.note(1, 5, 0.01) == 1.0
+        pace.note(2, 10, 0.1)
+    for _ in range(LATEST):
+        pace.note(1, 6, 0.01)
+    paces = [pace.note(*each) for each in [(1, 7, 0.2), (2, 10, 2.0)] * (LATEST // 2)]
+    assert paces[:3] == pytest.approx([1.0] * 3)
+    assert paces[-3:] == pytest.approx([20.0] * 3)
+
+
+def test_a_single_long_step_is_no_slower_pace():
+    pace = Pace()
+    seconds = [0.01] * 30 + [60.0] + [0.01] * 30
+    assert max(pace.note(1, 5, each) for each in seconds) < SLOWER
+
+
+def test_a_slower_pace_that_stays_becomes_the_usual_one():
+    pace = Pace()
+    for seconds in [0.01] * 200 + [0.2] * 200:
+        latest = pace.note(1, 5, seconds)
+    assert latest == pytest.approx(1.0)
+
+
+def test_slow_steps_on_taken_cores_are_said_with_what_to_do():
+    # The first two looks are at the first steps.
+    [sentence] = said([*QUICK, *SLOW[:8]], switching(quiet=2, others=CORES - 1.5 if CORES > 1 else 0.5))
+    assert sentence.startswith(f"steps take 20 times as long as before: torch has {THREADS} threads, and other")
+    assert "use fewer threads (threads=1 in Python, --threads 1 on the command line), or wait until" in sentence
+    assert "\n" not in sentence
+
+
+def test_slow_steps_on_free_cores_are_not_said():
+    assert said([*QUICK, *SLOW], usages(own=1.0, others=0.0), threads=CORES) == []
+
+
+def test_quick_steps_on_taken_cores_that_leave_some_idle_are_not_said():
+    assert said(QUICK, usages(own=0.0, others=CORES - 0.5)) == []
+
+
+def test_first_steps_on_cores_that_are_all_taken_are_said():
+    [sentence] = said(QUICK, usages(own=0.4, others=CORES - 0.4))
+    assert sentence.startswith(f"torch has {THREADS} threads, and other processes leave only 0.4 cores free for them,")
+
+
+def test_first_steps_are_judged_once():
+    quiet_first = said(QUICK * 10, itertools.chain(list(itertools.islice(usages(0.4, 0.0), 2)), usages(0.4, CORES)))
+    assert quiet_first == []
+
+
+def test_a_single_thread_is_never_too_many():
+    assert said([*QUICK, *SLOW], usages(own=0.1, others=CORES), threads=1) == []
+
+
+def test_a_system_that_says_nothing_of_its_cores_is_not_judged():
+    moments = (Usage(seconds=float(i), own=0.1 * i) for i in itertools.count())
+    assert said([*QUICK, *SLOW], moments) == []
+
+
+def step(seconds: float) -> Step:
+    return Step(
+        request="a",
+        num_draft_tokens=4,
+        num_accepted_tokens=0,
+        tokens=(1,),
+        timing=Timing(target=seconds),
+        num_requests=1,
+    )
+
+
+def test_a_process_is_warned_once():
+    code = """
+import itertools, warnings
+from outrider.cores import Usage, affinity
+from outrider.engine.crowd import Crowd, warn_of_crowd
+from tests.engine.test_crowd import CORES, THREADS, step, usages
+import torch
+torch.set_num_threads(THREADS)
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as found:
+    for _ in range(2):
+        moments = iter(usages(own=0.4, others=CORES - 0.4))
+        crowd = Crowd(lambda: next(moments))
+        for _ in range(60):
+            warn_of_crowd(crowd, [step(0.1)])
+print([each.category.__name__ for each in found])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "['CrowdedWarning']\n", done.stderr
+
+
+def test_the_command_line_shows_the_warning_as_one_line():
+    assert _one_line(CrowdedWarning("a sentence"), CrowdedWarning, "crowd.py", 3) == "warning: a sentence\n"
+    assert "other.py:3: UserWarning: a sentence" in _one_line(UserWarning("a sentence"), UserWarning, "other.py", 3)
+
+
+def test_an_engine_tells_of_the_steps_that_ran_no_prompt():
+    noted: list[Sequence[Step]] = []
+    made = engine("model", max_slots=2)
+    made._schedule._timed = noted.append
+    outputs = made.generate([[1, 2, 3], [4, 5]], max_new_tokens=12, ignore_eos=True)
+    steps = [step for output in outputs for step in output.steps]
+    first = [output.steps[0] for output in outputs]
+    told = [step for group in noted for step in group]
+    assert len(told) == len(steps) - len(first)
+    assert not {id(step) for step in told} & {id(step) for step in first}
+    assert all(len({id(step.timing) for step in group}) == 1 for group in noted)
+
+
+def test_a_warning_that_is_an_error_loses_no_tokens():
+    plain = engine("model").generate([[1, 2, 3]], max_new_tokens=12, ignore_eos=True)[0]
+    made = engine("model")
+    count = itertools.count()
+
+    def refuse(steps: Sequence[Step]) -> None:
+        if next(count) == 1:
+            raise CrowdedWarning("a sentence")
+
+    made._schedule._timed = refuse
+    id = made.add([1, 2, 3], max_new_tokens=12, sampling=made.sampling, ignore_eos=True)
+    tokens: list[int] = []
+    raised = 0
+    while made.busy:
+        try:
+            updates = made.step()
+        except CrowdedWarning:
+            raised += 1
+            continue
+        tokens += [token for update in updates if update.id == id for token in update.tokens]
+    tokens += [token for update in made.step() for token in update.tokens]
+    assert raised == 1
+    assert len(tokens) == len(plain.tokens) == 12

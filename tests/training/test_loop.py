@@ -1,0 +1,235 @@
+"""The training loop: what it learns, what it repeats, what it keeps, and what stops it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from outrider.training.journal import read
+from outrider.training.loop import FOLDER, Loss, train
+from outrider.training.settings import Settings
+from outrider.training.watch import Watch
+from outrider.types import InputError
+from tests.training.learners import Bigram, batches, documents
+
+SETTINGS = Settings(
+    steps=12, num_rows=4, max_length=16, learning_rate=0.03, warmup=3, save_every=4, watch_every=4, log_every=1
+)
+
+
+def weights(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
+
+
+def losses(out: Path) -> list[float]:
+    return [line["loss"] for line in read(out / FOLDER / "log.jsonl") if line["kind"] == "step"]
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_loss_falls(tmp_path: Path) -> None:
+    train(Bigram(dropout=0), batches(), replace(SETTINGS, steps=60), tmp_path)
+    found = losses(tmp_path)
+    assert len(found) == 60
+    assert sum(found[-5:]) < 0.8 * sum(found[:5]), found
+
+
+def test_one_seed_gives_the_same_weights_bit_for_bit_and_another_seed_others(tmp_path: Path) -> None:
+    for name, seed in [("one", 0), ("two", 0), ("other", 1)]:
+        train(Bigram(), batches(seed=seed), replace(SETTINGS, seed=seed), tmp_path / name)
+    assert same(weights(tmp_path / "one"), weights(tmp_path / "two"))
+    assert not same(weights(tmp_path / "one"), weights(tmp_path / "other"))
+
+
+def test_first_step_is_that_of_plain_adamw_on_the_mean_over_learnt_tokens(tmp_path: Path) -> None:
+    ours = Bigram(dropout=0)
+    train(ours, batches(), replace(SETTINGS, steps=1, warmup=0, clip=0.5, weight_decay=0.1), tmp_path)
+    plain = Bigram(dropout=0)
+    batch = batches().batch(0)
+    loss = plain(batch)
+    (loss.total / loss.weight).backward()
+    torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    matrices = [plain.embed.weight, plain.head.weight]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": [plain.head.bias], "weight_decay": 0.0}]
+    torch.optim.AdamW(groups, lr=0.03, betas=(0.9, 0.95)).step()
+    for name, tensor in plain.state_dict().items():
+        assert torch.allclose(ours.state_dict()[name], tensor, atol=1e-7), name
+    assert losses(tmp_path)[0] == pytest.approx(float(loss.total.detach() / loss.weight))
+
+
+@pytest.mark.parametrize("micro_rows", [1, 3, 4])
+def test_rows_of_a_step_may_be_run_in_parts(tmp_path: Path, micro_rows: int) -> None:
+    train(Bigram(dropout=0), batches(), SETTINGS, tmp_path / "whole")
+    train(Bigram(dropout=0), batches(), replace(SETTINGS, micro_rows=micro_rows), tmp_path / "parts")
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
+
+
+def test_weights_of_a_loss_scale_the_gradient(tmp_path: Path) -> None:
+    class Doubled(Bigram):
+        def forward(self, batch):
+            loss = super().forward(batch)
+            return Loss(total=2 * loss.total, weight=2 * loss.weight)
+
+    train(Bigram(dropout=0), batches(), SETTINGS, tmp_path / "one")
+    train(Doubled(dropout=0), batches(), SETTINGS, tmp_path / "two")
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_rate_zero_changes_no_weight(tmp_path: Path) -> None:
+    before = {name: tensor.clone() for name, tensor in Bigram().state_dict().items()}
+    train(Bigram(), batches(), replace(SETTINGS, learning_rate=0.0), tmp_path)
+    assert same(weights(tmp_path), before)
+
+
+def test_frozen_weights_stay_and_are_in_no_checkpoint(tmp_path: Path) -> None:
+    learner = Bigram()
+    learner.embed.weight.requires_grad_(False)
+    before = learner.embed.weight.clone()
+    train(learner, batches(), SETTINGS, tmp_path)
+    (file,) = (tmp_path / FOLDER).glob("step-*.pt")
+    assert torch.equal(weights(tmp_path)["embed.weight"], before)
+    assert set(torch.load(file)["weights"]) == {"head.weight", "head.bias"}
+
+
+def test_a_run_that_stopped_at_any_step_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    class Stopping(Bigram):
+        limit = 10**9
+
+        def forward(self, batch):
+            if batch.step == self.limit:
+                raise KeyboardInterrupt
+            return super().forward(batch)
+
+    watch = Watch(documents(4, seed=9), depth=2)
+    train(Bigram(), batches(), SETTINGS, tmp_path / "alone", watch)
+    stopped = tmp_path / "stopped"
+    for limit in (2, 6, 7, 11):
+        learner = Stopping(seed=5 if limit > 6 else 0)  # The weights come from the checkpoint.
+        learner.limit = limit
+        with pytest.raises(KeyboardInterrupt):
+            train(learner, batches(), SETTINGS, stopped, watch)
+    train(Bigram(seed=7), batches(), SETTINGS, stopped, watch)
+    assert same(weights(stopped), weights(tmp_path / "alone"))
+    assert read(stopped / FOLDER / "log.jsonl") == read(tmp_path / "alone" / FOLDER / "log.jsonl")
+
+
+def test_a_run_that_has_ended_is_not_made_again(tmp_path: Path) -> None:
+    first = train(Bigram(), batches(), SETTINGS, tmp_path)
+    before = weights(tmp_path)
+    again = train(Bigram(seed=3), batches(), SETTINGS, tmp_path)
+    assert same(weights(tmp_path), before)
+    assert again.step == first.step
+
+
+def test_other_settings_are_refused_in_the_folder_of_a_run(tmp_path: Path) -> None:
+    train(Bigram(), batches(), SETTINGS, tmp_path, about={"divergence": "fkl"})
+    with pytest.raises(InputError) as raised:
+        train(Bigram(), batches(), replace(SETTINGS, seed=1, save_every=2), tmp_path, about={"divergence": "rkl"})
+    assert str(raised.value) == (
+        f"{tmp_path} holds a run with divergence 'fkl' instead of 'rkl', seed 0 instead of 1; give these, or another "
+        "folder"
+    )
+
+
+def test_the_best_drafter_is_kept_and_the_last_where_nothing_is_watched(tmp_path: Path) -> None:
+    class Worsening(Bigram):
+        """Learns until step 4, and then the opposite."""
+
+        def forward(self, batch):
+            loss = super().forward(batch)
+            return loss if batch.step < 4 else Loss(total=-loss.total, weight=loss.weight)
+
+    watch = Watch(documents(4, seed=9), depth=2)
+    longer = replace(SETTINGS, steps=20)
+    found = train(Worsening(dropout=0), batches(), longer, tmp_path / "watched", watch)
+    scores = {x["step"]: x["block_efficiency"] for x in read(found.log) if x["kind"] == "watch"}
+    assert sorted(scores) == [0, 4, 8, 12, 16, 20]
+    assert found.step == max(scores, key=scores.__getitem__) < 20, scores
+    assert found.best is not None
+    assert found.best.score == scores[found.step]
+    train(Worsening(dropout=0), batches(), replace(longer, keep_best=False), tmp_path / "last", watch)
+    train(Worsening(dropout=0), batches(), longer, tmp_path / "unwatched")
+    assert same(weights(tmp_path / "last"), weights(tmp_path / "unwatched"))
+    assert not same(weights(tmp_path / "last"), weights(tmp_path / "watched"))
+    left = {each.name for each in (tmp_path / "watched" / FOLDER).iterdir()}
+    assert left == {"log.jsonl", "tensorboard", "step-00000020.pt"}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_stops_the_run_with_a_sentence(tmp_path: Path, bad: float) -> None:
+    class Exploding(Bigram):
+        def forward(self, batch):
+            loss = super().forward(batch)
+            return Loss(total=loss.total * (bad if batch.step == 5 else 1), weight=loss.weight)
+
+    with pytest.raises(InputError, match=rf"the loss is {bad} at step 6; use a lower learning rate .* of step 4"):
+        train(Exploding(), batches(), SETTINGS, tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def test_a_gradient_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
+    class Steep(Bigram):
+        def forward(self, batch):
+            loss = super().forward(batch)
+            return Loss(total=loss.total + (self.head.bias[0] - self.head.bias[0].detach()).sqrt(), weight=loss.weight)
+
+    with pytest.raises(InputError, match=r"the gradient is (inf|nan) at step 1"):
+        train(Steep(), batches(), SETTINGS, tmp_path)
+
+
+def test_nothing_to_train_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="all its weights are frozen"):
+        train(Bigram().requires_grad_(False), batches(), SETTINGS, tmp_path)
+
+
+def test_bfloat16_products_leave_the_weights_in_float32(tmp_path: Path) -> None:
+    class Seeing(Bigram):
+        seen: ClassVar[set[torch.dtype]] = set()
+
+        def forward(self, batch):
+            Seeing.seen.add(F.linear(self.embed(batch.tokens), self.head.weight).dtype)
+            return super().forward(batch)
+
+    train(Seeing(), batches(), replace(SETTINGS, precision="bf16"), tmp_path)
+    assert Seeing.seen == {torch.bfloat16}
+    assert {tensor.dtype for tensor in weights(tmp_path).values()} == {torch.float32}
+    train(Bigram(), batches(), SETTINGS, tmp_path / "after")  # The precision of one run does not bind the next.
+
+
+def test_progress_counts_down(tmp_path: Path) -> None:
+    seen = []
+    train(Bigram(), batches(), SETTINGS, tmp_path, Watch(documents(4, seed=9), depth=2), seen.append)
+    assert [each.step for each in seen] == list(range(1, 13))
+    assert seen[-1].seconds_left == 0
+    assert all(each.watched is not None for each in seen)
+
+
+def test_log_has_settings_steps_and_tensorboard_events(tmp_path: Path) -> None:
+    train(Bigram(), batches(), SETTINGS, tmp_path, about={"divergence": "fkl"})
+    lines = [json.loads(line) for line in (tmp_path / FOLDER / "log.jsonl").read_text().splitlines()]
+    assert lines[0]["kind"] == "settings"
+    assert lines[0]["divergence"] == "fkl"
+    assert lines[0]["num_parameters"] == 272
+    assert [line["step"] for line in lines[1:]] == list(range(1, 13))
+    assert {"loss", "rate", "norm", "tokens", "right"} <= lines[1].keys()
+    assert any((tmp_path / FOLDER / "tensorboard").glob("events*"))
+
+
+def test_settings_name_what_is_wrong() -> None:
+    for values, message in [
+        ({"steps": 0}, "steps must be >= 1, got 0"),
+        ({"learning_rate": float("nan")}, "learning_rate must be >= 0, got nan"),
+        ({"precision": "fp8"}, "precision must be one of no, bf16, fp16, got 'fp8'"),
+        ({"clip": 0}, "clip must be > 0, got 0"),
+        ({"device": "tpu"}, "device must be cpu or left out, got 'tpu'; choose among GPUs with CUDA_VISIBLE_DEVICES"),
+    ]:
+        with pytest.raises(InputError) as raised:
+            Settings(**values)
+        assert str(raised.value) == message

@@ -1,0 +1,155 @@
+"""Runs in processes of their own: killed at random moments, several at once, and on a full disk."""
+
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider.training import checkpoint
+from outrider.training.journal import read
+from outrider.training.loop import FOLDER, train
+from outrider.training.settings import Settings
+from outrider.types import InputError
+from tests.training.learners import Bigram, batches
+
+ROOT = Path(__file__).parent.parent.parent
+STEPS, SAVE_EVERY = 400, 3
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"]
+FSDP += ["--fsdp_min_num_params", "50"]
+
+
+def run(
+    out: Path, *arguments: str, processes: int = 1, kind: Sequence[str] = ("--multi_gpu",)
+) -> subprocess.CompletedProcess[str]:
+    """The runner's exit status and output.
+
+    `accelerate launch --cpu` starts one process whatever their number; `--multi_gpu` starts them without a GPU too.
+    """
+    launch = ["-m", "accelerate.commands.launch", *kind, "--num_machines", "1", "--mixed_precision", "no"]
+    launch += [
+        "--dynamo_backend",
+        "no",
+        "--main_process_port",
+        str(free_port()),
+        "--num_processes",
+        str(processes),
+        "-m",
+    ]
+    command = [sys.executable, *(launch if processes > 1 else ["-m"]), "tests.training.runner", str(out), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_five_random_moments_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
+    alone, killed = tmp_path / "alone", tmp_path / "killed"
+    assert run(alone, str(STEPS), str(SAVE_EVERY)).returncode == 0
+    dice, kills, reached = random.Random(0), 0, []
+    while kills < 5:
+        # A checkpoint every third step, so that some kills hit the writing of one.
+        found = run(killed, str(STEPS), str(SAVE_EVERY), str(dice.uniform(0.01, 0.25)))
+        assert found.returncode == -signal.SIGKILL, found.stderr
+        kills += 1
+        steps = [int(each.stem.removeprefix("step-")) for each in (killed / FOLDER).glob("step-*.pt")]
+        reached.append(max(steps, default=0))
+        assert not (killed / "config.json").exists(), "a half-trained drafter can be loaded"
+    assert reached == sorted(reached), reached
+    assert reached[-1] > 0, reached
+    assert run(killed, str(STEPS), str(SAVE_EVERY)).returncode == 0
+    ours, theirs = load_file(killed / "model.safetensors"), load_file(alone / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+    assert read(killed / FOLDER / "log.jsonl") == read(alone / FOLDER / "log.jsonl")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [["--multi_gpu"], FSDP], ids=["copies", "divided"])
+def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str]) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run(one, "20", "8", "0", "0").returncode == 0
+    found = run(two, "20", "8", "0", "0", processes=2, kind=kind)
+    assert found.returncode == 0, found.stderr
+    logs = [[line for line in read(out / FOLDER / "log.jsonl") if line["kind"] == "step"] for out in (one, two)]
+    assert read(two / FOLDER / "log.jsonl")[0]["num_processes"] == 2
+    assert len(logs[0]) == len(logs[1]) == 20
+    for ours, theirs in zip(*logs, strict=True):
+        assert ours["tokens"] == theirs["tokens"]
+        assert ours["right"] == pytest.approx(theirs["right"])
+        for name in ("loss", "norm"):
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (ours, theirs)
+    for name, tensor in load_file(one / "model.safetensors").items():
+        assert torch.allclose(tensor, load_file(two / "model.safetensors")[name], atol=1e-4), name
+    # A run may go on in another number of processes.
+    assert run(two, "20", "8", "0", "0").returncode == 0
+
+
+@pytest.mark.slow
+def test_rows_must_be_dealt_evenly_to_processes(tmp_path: Path) -> None:
+    found = run(tmp_path, "2", "2", "0", "0", processes=3)
+    assert "num_rows must be a multiple of the number of processes, got 4 and 3" in found.stderr
+
+
+def limited(path: Path, size: int, state: dict) -> str:
+    """What is said when a checkpoint does not fit into the largest file that the process may write."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        with pytest.raises(InputError) as raised:
+            checkpoint.save(path, 2, state)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    return str(raised.value)
+
+
+def test_a_full_disk_gets_a_sentence_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, 1, {"weights": torch.ones(10)})
+    message = limited(tmp_path, 50_000, {"weights": torch.ones(100_000)})
+    assert message.startswith(f"{tmp_path / 'step-00000002.pt'} cannot be written: ")
+    assert message.endswith("; nothing of it was kept. Free space, then start again")
+    assert [each.name for each in tmp_path.iterdir()] == ["step-00000001.pt"]
+    newest = checkpoint.newest(tmp_path)
+    assert newest is not None
+    assert torch.equal(checkpoint.read(newest)["weights"], torch.ones(10))
+
+
+def test_half_a_folder_never_stands_under_its_name(tmp_path: Path) -> None:
+    def fails(folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(InputError, match="best cannot be written: No space left on device"):
+        checkpoint.write_folder(tmp_path / "best", fails)
+    assert not list(tmp_path.iterdir())
+    checkpoint.write_folder(tmp_path / "best", lambda folder: (folder / "a").write_text("1"))
+    checkpoint.write_folder(tmp_path / "best", lambda folder: (folder / "b").write_text("2"))
+    assert [each.name for each in (tmp_path / "best").iterdir()] == ["b"]
+
+
+def test_a_damaged_checkpoint_gets_a_sentence(tmp_path: Path) -> None:
+    settings = Settings(steps=4, num_rows=4, max_length=16, save_every=2)
+    train(Bigram(), batches(), settings, tmp_path)
+    (file,) = (tmp_path / FOLDER).glob("step-*.pt")
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"the checkpoint .* cannot be read: .*; delete it to begin again"):
+        train(Bigram(), batches(), settings, tmp_path)
