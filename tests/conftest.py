@@ -1,8 +1,9 @@
 """What all tests share: shapes checked at run time, one thread (models are tiny), no network, a cache folder of
-their own, float64 on request."""
+their own, draft lengths that no clock chooses, float64 on request."""
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -16,6 +17,9 @@ import pytest  # noqa: E402 (the hook must come first)
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from tests import clocks  # noqa: E402
+
+clocks.stop()
 torch.set_num_threads(1)
 _CACHE = tempfile.TemporaryDirectory(prefix="outrider-")
 os.environ["OUTRIDER_CACHE"] = _CACHE.name
@@ -53,6 +57,13 @@ def float64_stays_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tensor, "type", patched_type)
     monkeypatch.setattr(torch.nn.functional, "softmax", patched_softmax)
     monkeypatch.setattr(Tensor, "softmax", patched_tensor_softmax)
+
+
+@pytest.fixture
+def clocked() -> Iterator[None]:
+    """Draft lengths follow the clock, as users have it."""
+    with clocks.running():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -147,6 +147,7 @@ def test_a_cancelled_request_and_a_failed_step_leave_the_others_as_they_were():
             assert found[request.id] == tokens, request.id
 
 
+@pytest.mark.usefixtures("clocked")
 def test_costs_of_the_shipped_pair_are_kept_for_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.undo()  # The shipped pair is in bfloat16, and the fixture's float64 is not for it.
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))

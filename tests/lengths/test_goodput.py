@@ -15,6 +15,8 @@ from outrider.lengths.goodput import GoodputLength
 from outrider.types import InputError
 
 Cost = Callable[[int, int], float]
+pytestmark = pytest.mark.usefixtures("clocked")
+
 POLICY = GoodputLength()
 
 
