@@ -56,6 +56,10 @@ class Sums:
     as fresh prompts would (Rao and Wu 1988); for each prompt it draws as many of its seeds as there are. A resample is
     the same for all methods: what two methods are compared by is paired. Entry 0 of every array is the plain sum.
 
+    Args:
+        crossed: Whether a seed is one drafter, the same for all prompts. Then each resample draws seeds once, for all
+            its prompts, one less than there are (Owen 2007).
+
     Example:
         >>> rows = [{"method": "a", "prompt": p, "seed": 0, "tokens": 6, "steps": 2} for p in ("x", "y")]
         >>> Estimate.of(Sums(rows).ratio("a", "tokens", "steps"))
@@ -63,9 +67,12 @@ class Sums:
 
     References:
         Rao and Wu 1988, resampling inference with complex survey data. https://doi.org/10.1080/01621459.1988.10478591
+        Owen 2007, the pigeonhole bootstrap. https://doi.org/10.1214/07-AOAS122
     """
 
-    def __init__(self, rows: Sequence[Row], resamples: int = RESAMPLES, seed: int = 0) -> None:
+    def __init__(
+        self, rows: Sequence[Row], resamples: int = RESAMPLES, seed: int = 0, *, crossed: bool = False
+    ) -> None:
         cells: dict[str, dict[tuple[str, int], Row]] = defaultdict(dict)
         for each in rows:
             cells[each["method"]][each["prompt"], each["seed"]] = each
@@ -76,7 +83,8 @@ class Sums:
         if not rows or any(set(own) != set(self._units) for own in cells.values()):
             raise InputError("every method needs a run of every prompt with every seed; the rows are not complete")
         self.methods, self._cells = list(cells), cells
-        self._weights = _weights(_strata([categories[prompt] for prompt in prompts]), len(seeds), resamples, seed)
+        draw = _crossed if crossed else _weights
+        self._weights = draw(_strata([categories[prompt] for prompt in prompts]), len(seeds), resamples, seed)
         places = {prompt: i for i, prompt in enumerate(prompts)}
         self._odd = np.array([places[prompt] % 2 == 1 for prompt, _ in self._units])
 
@@ -140,6 +148,15 @@ def _weights(
         drawn = prompts[dice.integers(0, len(prompts), (resamples, count, 1))]
         np.add.at(weights, (lines, drawn, dice.integers(0, seeds, (resamples, count, seeds))), len(prompts) / count)
     return np.vstack([np.ones(len(strata) * seeds), weights.reshape(resamples, -1)])
+
+
+def _crossed(
+    strata: Int[np.ndarray, " prompts"], seeds: int, resamples: int, seed: int
+) -> Float[np.ndarray, "samples runs"]:
+    """The same where all prompts of a resample have the same seeds."""
+    prompts = _weights(strata, 1, resamples, seed)
+    drafters = _weights(np.zeros(seeds, dtype=int), 1, resamples, seed + 1)
+    return (prompts[:, :, None] * drafters[:, None, :]).reshape(resamples + 1, -1)
 
 
 def gain(ours: Float[np.ndarray, " samples"], theirs: Float[np.ndarray, " samples"]) -> Estimate:

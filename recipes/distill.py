@@ -1,0 +1,167 @@
+"""DistillSpec: a draft model distilled from its target against the same draft model trained on text (Zhou et al. 2023).
+
+`python -m recipes distill --data TEXTS --work DIR --out DIR` trains a small draft model on text. Then it trains copies
+of it further, each in its own way: on the texts or the target's answers to the same prompts, by the tokens alone or by
+one of the divergences, on texts that the draft model itself writes. All have the same number of steps, rows and tokens.
+Every way is run with several seeds. The drafters are judged on held-out prompts at temperatures 0 and 1.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import PreTrainedModel
+
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Row, Sums
+from outrider.bench.folder import folder
+from outrider.bench.report import Findings
+from outrider.lm.open import open_model
+from outrider.threads import use_threads
+from outrider.training.batches import Batches
+from outrider.training.distill import Distilled
+from outrider.training.divergences import divergence
+from outrider.training.documents import Document
+from outrider.training.on_policy import Sampler
+from outrider.training.settings import Settings
+from outrider.training.shards import Captured
+from recipes import options
+from recipes.trained import (
+    TEMPERATURES,
+    Texts,
+    Way,
+    against,
+    draft_of_text,
+    efficiencies,
+    embedded_target,
+    kept_states,
+    made,
+)
+
+PAPER = Paper(name="Zhou et al. 2023, DistillSpec", url="https://arxiv.org/abs/2310.08461")
+PUBLISHED = "10 to 45, in speed"
+"""The paper's gain of distillation, in percent."""
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
+DIVERGENCES = ("fkl", "rkl", "jsd", "tvd", "nla", "lk")
+UNTRAINED = "not trained further"
+HARD = "text, its tokens"
+ON_POLICY, MIXED, FIXED = "own texts, fkl", "own texts and answers, fkl", "text, fkl"
+QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 8, "length": 48, "num_rows": 4, "seeds": 1}
+
+
+def answered(loss: str) -> str:
+    """The name of the way that learns the target's answers by a divergence, or by their tokens."""
+    return f"answers, {'their tokens' if loss == 'ce' else loss}"
+
+
+def ways(base: Path, target: PreTrainedModel, texts: Texts, settings: Callable[[int], Settings]) -> list[Way]:
+    """All ways to train the draft model further."""
+    states = {id(documents): kept_states(target, documents) for documents in (texts.texts, texts.answers)}
+
+    def way(name: str, documents: Sequence[Document], loss: str, share: float = 0.0) -> Way:
+        captured: Captured | None = states[id(documents)] if share == 0 and loss != "ce" else None
+
+        def learner(seed: int) -> Distilled:
+            model = open_model(str(base), dtype=torch.float32, device="cpu")
+            sampler = Sampler(seed=seed, share=share, eos_ids=[0]) if share else None
+            return Distilled(model, target, loss=None if loss == "ce" else divergence(loss), sampler=sampler)
+
+        def batches(seed: int) -> Batches:
+            made = settings(seed)
+            return Batches(documents, num_rows=made.num_rows, max_length=made.max_length, seed=seed, captured=captured)
+
+        return Way(name=name, learner=learner, batches=batches, settings=settings)
+
+    untrained = way(UNTRAINED, texts.texts, "ce")
+    return [
+        Way(name=UNTRAINED, learner=untrained.learner),
+        way(HARD, texts.texts, "ce"),
+        way(FIXED, texts.texts, "fkl"),
+        way(answered("ce"), texts.answers, "ce"),
+        *(way(answered(loss), texts.answers, loss) for loss in DIVERGENCES),
+        way(ON_POLICY, texts.texts, "fkl", share=1.0),
+        way(MIXED, texts.answers, "fkl", share=0.5),
+    ]
+
+
+def findings(rows: Sequence[Row]) -> Findings:
+    """The table and the claims."""
+    sums = Sums(rows, crossed=True)
+    claims: list[Claim] = []
+    for t in TEMPERATURES:
+        sentences = (
+            ("Distillation emits more tokens per step than training on text", answered("fkl"), HARD, PUBLISHED),
+            ("Distillation on the text emits more tokens per step than training on it", FIXED, HARD, None),
+            ("The target's answers are better data than the text", answered("fkl"), FIXED, None),
+            ("The draft model's own texts are better data than the text", ON_POLICY, FIXED, "mostly"),
+            ("The draft model's own texts are better data than the target's answers", ON_POLICY, answered("fkl"), None),
+            ("A mix of both is better data than the target's answers", MIXED, answered("fkl"), None),
+            *(
+                (
+                    f"{loss} emits more tokens per step than fkl",
+                    answered(loss),
+                    answered("fkl"),
+                    "none is best",
+                )
+                for loss in DIVERGENCES[1:]
+            ),
+        )
+        claims += [against(PAPER, sums, said, ours, theirs, t, published=p) for said, ours, theirs, p in sentences]
+    return Findings(tables=[efficiencies(sums, sums.methods, rows)], claims=claims)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")],
+    work: Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")],
+    prompts: options.Prompts,
+    out: options.Out = None,
+    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 3000,
+    length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every way.")] = 120,
+    text_steps: Annotated[int, typer.Option(min=1, help="Steps on text, before.")] = 500,
+    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 16,
+    learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 1e-3,
+    seeds: options.Seeds = 3,
+    num_prompts: options.NumPrompts = 1000,
+    threads: options.Threads = 1,
+) -> None:
+    """Train and compare."""
+    use_threads(threads)
+    given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
+    with folder(out, "distill", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
+        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length).judged_on(num_prompts)
+
+        def settings(seed: int) -> Settings:
+            return Settings(
+                steps=steps,
+                num_rows=num_rows,
+                max_length=length,
+                learning_rate=learning_rate,
+                warmup=max(1, steps // 10),
+                seed=seed,
+                device="cpu",
+                save_every=1000,
+                keep_best=False,
+            )
+
+        on_text = Settings(
+            steps=text_steps, num_rows=num_rows, max_length=length, learning_rate=3e-3, device="cpu", keep_best=False
+        )
+        base = draft_of_text(work / f"draft-{text_steps}", texts.more, on_text, SHAPE)
+        rows = made(place, ways(base, embedded_target(), texts, settings), seeds, texts, work / "distill")
+        tokens = steps * num_rows * length
+        about = (
+            f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
+            f"{text_steps * num_rows * length:,} tokens of text, then {steps} steps of {num_rows} rows, {tokens:,} "
+            f"tokens, in each way, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
+        )
+        found = findings(rows)
+        place.finish(Findings(tables=found.tables, claims=found.claims, text=about))

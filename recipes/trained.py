@@ -1,0 +1,283 @@
+"""What recipes that train drafters share: texts, runs that are judged on held-out prompts, and gains with intervals.
+
+A drafter is judged without decoding. The target writes a text for every held-out prompt, and the rows of both models
+along it say how many steps decoding is expected to take (`outrider.theory.coverage`).
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import outrider
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.folder import Folder
+from outrider.bench.report import Table
+from outrider.bench.turns import turns
+from outrider.embedded import EMBEDDED_TARGET
+from outrider.lm.open import open_config, open_model, open_tokenizer
+from outrider.theory.coverage import Coverage, expected
+from outrider.training.batches import Batches
+from outrider.training.capture import capture
+from outrider.training.distill import Distilled
+from outrider.training.documents import Document
+from outrider.training.loop import Learner, train
+from outrider.training.records import read_documents
+from outrider.training.regenerate import Wish, regenerate
+from outrider.training.settings import Settings
+from outrider.training.shards import Captured, Contents
+from outrider.training.watch import Judging
+from outrider.types import InputError, Sampling
+
+SLOTS = 32
+"""Answers that the target writes at once."""
+PROMPT = 32
+"""Tokens of a text that are its prompt."""
+DEPTH = 5
+"""Tokens of a draft."""
+TEMPERATURES = (0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """What drafters learn from and what they are judged on.
+
+    Attributes:
+        texts: Texts that people wrote. Their first tokens are a prompt.
+        answers: What the target says to the same prompts at temperature 1, as long as the texts.
+        held: What the target says to held-out prompts, by temperature; in the order of the prompts.
+        more: Further texts that people wrote.
+    """
+
+    texts: Sequence[Document]
+    answers: Sequence[Document]
+    held: dict[int, Sequence[Document]]
+    more: Sequence[Document]
+
+    @classmethod
+    def made(
+        cls, folder: Path, data: Path, prompts: Path, *, num_texts: int, length: int, target: str | None = None
+    ) -> "Texts":
+        """Read texts and let the target write; what an earlier run has written to the folder is not written again.
+
+        Args:
+            folder: Where the target's answers are kept.
+            data: Texts, as `outrider train data` reads them.
+            prompts: Held-out prompts.
+            num_texts: How many texts to learn from; each is cut to `length` tokens, and shorter ones are left out.
+            target: By default the embedded one.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        place = target or str(EMBEDDED_TARGET)
+        tokenizer = open_tokenizer(place)
+        texts, more = _texts(data, tokenizer, num_texts, length)
+        engine = outrider.load(place, drafter="none", max_slots=SLOTS)
+        wish = Wish(sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=length - PROMPT)
+        regenerate(engine, texts, folder / "answers.jsonl", wish)
+        exact = outrider.load(place, drafter="none", max_slots=SLOTS, dtype="float32")
+        asked = read_documents(prompts, tokenizer, prompts=True)
+        held: dict[int, Sequence[Document]] = {}
+        for temperature in TEMPERATURES:
+            drawn = Sampling(temperature=float(temperature), seed=11)
+            file = folder / f"held-out-{temperature}.jsonl"
+            regenerate(exact, asked, file, Wish(sampling=drawn, max_new_tokens=length - PROMPT))
+            held[temperature] = list(read_documents(file, None))
+        answers = list(read_documents(folder / "answers.jsonl", None))
+        return cls(texts=texts, answers=answers, held=held, more=more)
+
+    def judged_on(self, count: int) -> "Texts":
+        """The same with this many of the held-out prompts, spread over all of them."""
+        chosen = np.unique(np.linspace(0, len(self.held[0]) - 1, count).round().astype(int)).tolist()
+        return replace(self, held={each: [texts[i] for i in chosen] for each, texts in self.held.items()})
+
+
+def _texts(data: Path, tokenizer: Any, count: int, length: int) -> tuple[list[Document], list[Document]]:
+    """Texts of one length, drawn from all that are long enough; and the others."""
+    found = [each for each in read_documents(data, tokenizer, max_tokens=length) if len(each.tokens) == length]
+    if len(found) < count:
+        raise InputError(f"{data} has {len(found)} texts of {length} tokens; ask for at most as many")
+    order = np.random.default_rng(0).permutation(len(found)).tolist()
+    texts = [Document(tokens=found[i].tokens, start=PROMPT, domain=found[i].domain) for i in order[:count]]
+    return texts, [found[i] for i in order[count:]] or texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """A way to make a drafter.
+
+    Attributes:
+        name: Unique within a recipe.
+        learner: A fresh learner, by seed.
+        batches: Its data, by seed.
+        settings: How it is trained, by seed; None does not train it.
+    """
+
+    name: str
+    learner: Callable[[int], Learner]
+    batches: Callable[[int], Batches] | None = None
+    settings: Callable[[int], Settings] | None = None
+
+
+def made(place: Folder, ways: Iterable[Way], seeds: int, texts: Texts, keep: Path) -> list[Row]:
+    """Make every drafter with every seed and judge it: a row for each way, seed, temperature and prompt.
+
+    Args:
+        keep: Folder of the drafters. One that an earlier run has made is not made again.
+    """
+
+    def run(turn: Any) -> Row:
+        way, seed = turn.way, turn.job
+        learner = way.learner(seed.number)
+        done: dict[str, Any] = {}
+        if way.settings is not None and way.batches is not None:
+            found = train(learner, way.batches(seed.number), way.settings(seed.number), keep / way.name / seed.name)
+            done = {"steps": found.step}
+        learner.eval()
+        return {"method": way.name, "seed": seed.number, **done, "each": judged(learner, texts)}
+
+    todo = list(turns(list(ways), [Seed(number=number) for number in range(seeds)], seed="made"))
+    return [
+        {"method": row["method"], "seed": row["seed"], **each}
+        for row in place.take("made", todo, run)
+        for each in row["each"]
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """The seed of a run, as the job of a turn."""
+
+    number: int
+
+    @property
+    def name(self) -> str:
+        """As rows name it."""
+        return f"seed-{self.number}"
+
+
+def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
+    """Expected tokens and steps for every held-out prompt: a row per prompt, with both temperatures.
+
+    A text is read up to the last place that has room for a whole draft.
+    """
+    if not isinstance(learner, Judging):
+        raise TypeError(f"{type(learner).__name__} cannot be judged along texts")
+    rows: list[Row] = []
+    for number, pair in enumerate(zip(*(texts.held[each] for each in TEMPERATURES), strict=True)):
+        if any(len(each.tokens) - each.start < 2 * depth for each in pair):
+            continue
+        row: Row = {"prompt": str(number), "category": pair[0].domain or ""}
+        for temperature, document in zip(TEMPERATURES, pair, strict=True):
+            batch = Batches([document], num_rows=1, max_length=len(document.tokens), seed=0).batch(0)
+            with torch.no_grad():
+                found = learner.judged(batch, depth)
+            chances = found.agrees.astype(float) if temperature == 0 else np.exp(np.minimum(found.log_ratios, 0))
+            told = covered(chances)
+            row |= {f"tokens_{temperature}": told.tokens, f"steps_{temperature}": told.steps}
+            row |= {f"first_{temperature}": float(chances[:, 0].sum()), f"places_{temperature}": len(chances)}
+            row[f"reach_{temperature}"] = np.cumprod(chances, 1).sum(0).tolist()
+        rows.append(row)
+    return rows
+
+
+def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
+    """Expected steps that begin at these places, and the tokens that they emit, with chains and token verification.
+
+    Args:
+        chances: Probability that a step that begins at a place accepts its i-th token, if it has accepted those before.
+
+    Example:
+        >>> covered(np.ones((4, 1))), covered(np.zeros((2, 3)))
+        (Coverage(steps=2.0, tokens=4.0), Coverage(steps=2.0, tokens=2.0))
+    """
+    begin = np.ones((len(chances), 1))
+    survivals = list(np.concatenate([begin, np.cumprod(chances, 1)], 1))
+    return expected(survivals, len(chances) + chances.shape[1])
+
+
+def embedded_target() -> PreTrainedModel:
+    """The embedded target in float32, not to be trained."""
+    return open_model(str(EMBEDDED_TARGET), dtype=torch.float32, device="cpu").requires_grad_(False).eval()
+
+
+def fresh_draft(shape: dict[str, int], seed: int = 0) -> LlamaForCausalLM:
+    """A draft model with random weights and the embedded target's vocabulary, its embeddings tied to its output."""
+    theirs = open_config(str(EMBEDDED_TARGET))
+    config = LlamaConfig(
+        vocab_size=theirs.vocab_size,
+        max_position_embeddings=theirs.max_position_embeddings,
+        rms_norm_eps=theirs.rms_norm_eps,
+        bos_token_id=theirs.bos_token_id,
+        eos_token_id=theirs.eos_token_id,
+        pad_token_id=theirs.pad_token_id,
+        tie_word_embeddings=True,
+        **shape,
+    )
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
+
+
+def draft_of_text(place: Path, corpus: Sequence[Document], settings: Settings, shape: dict[str, int]) -> Path:
+    """A draft model that has learnt texts by their own tokens, trained unless an earlier run has; its folder."""
+    if not (place / "config.json").is_file():
+        batches = Batches(corpus, num_rows=settings.num_rows, max_length=settings.max_length, seed=settings.seed)
+        learner = Distilled(fresh_draft(shape, settings.seed), None, loss=None)
+        train(learner, batches, settings, place)
+    return place
+
+
+def kept_states(target: PreTrainedModel, documents: Sequence[Document]) -> Captured:
+    """The target's last hidden states along documents, in memory: all its rows follow from them."""
+    return capture(target, documents, Contents(taps=(target.config.num_hidden_layers,)))
+
+
+def against(
+    paper: Paper,
+    sums: Sums,
+    sentence: str,
+    ours: str,
+    theirs: str,
+    temperature: int,
+    *,
+    published: float | str | None,
+    note: str = "",
+) -> Claim:
+    """A claim that a drafter makes a step emit more tokens than another."""
+    over, under = f"tokens_{temperature}", f"steps_{temperature}"
+    return paper.claim(
+        f"{sentence}, temperature {temperature}.",
+        gain(sums.ratio(ours, over, under), sums.ratio(theirs, over, under)),
+        num_prompts=sums.num_prompts,
+        published=published,
+        unit="% of block efficiency",
+        least=0.0,
+        note=note,
+        rests_on=(ours, theirs),
+    )
+
+
+def efficiencies(sums: Sums, methods: Sequence[str], rows: Sequence[Row]) -> Table:
+    """Block efficiency and acceptance of the first token of each drafter, and its spread over seeds."""
+    lines: list[Sequence[object]] = []
+    for method in methods:
+        line: list[object] = [method]
+        for temperature in TEMPERATURES:
+            over, under = f"tokens_{temperature}", f"steps_{temperature}"
+            own = [row for row in rows if row["method"] == method]
+            seeds = sorted({row["seed"] for row in own})
+            runs = [[row for row in own if row["seed"] == seed] for seed in seeds]
+            each = [sum(row[over] for row in run) / sum(row[under] for row in run) for run in runs]
+            first = sums.ratio(method, f"first_{temperature}", f"places_{temperature}")
+            line += [Estimate.of(sums.ratio(method, over, under)).text(".3f")]
+            line += [f"{min(each):.3f} to {max(each):.3f}", Estimate.of(first).text(".3f")]
+        lines.append(line)
+    head = ["drafter"]
+    for temperature in TEMPERATURES:
+        head += [f"tokens per step, T {temperature}", f"by seed, T {temperature}", f"first token, T {temperature}"]
+    return Table(title="Block efficiency, chains of 5 tokens", head=head, lines=lines)
