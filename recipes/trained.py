@@ -178,12 +178,17 @@ def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
             with torch.no_grad():
                 found = learner.judged(batch, depth)
             chances = found.agrees.astype(float) if temperature == 0 else np.exp(np.minimum(found.log_ratios, 0))
-            told = covered(chances)
-            row |= {f"tokens_{temperature}": told.tokens, f"steps_{temperature}": told.steps}
+            for length in range(1, depth + 1):
+                told, name = covered(chances[:, :length]), of(temperature, length)
+                row |= {f"tokens_{name}": told.tokens, f"steps_{name}": told.steps}
             row |= {f"first_{temperature}": float(chances[:, 0].sum()), f"places_{temperature}": len(chances)}
-            row[f"reach_{temperature}"] = np.cumprod(chances, 1).sum(0).tolist()
         rows.append(row)
     return rows
+
+
+def of(temperature: int, length: int = DEPTH) -> str:
+    """How fields of a row end that are of drafts of this length."""
+    return f"{temperature}_{length}"
 
 
 def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
@@ -199,6 +204,23 @@ def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
     begin = np.ones((len(chances), 1))
     survivals = list(np.concatenate([begin, np.cumprod(chances, 1)], 1))
     return expected(survivals, len(chances) + chances.shape[1])
+
+
+def short_run(seed: int, steps: int, num_rows: int, length: int, learning_rate: float) -> Settings:
+    """How the drafters of a comparison are trained: all in bfloat16 products, and the last weights are kept."""
+    return Settings(
+        steps=steps,
+        num_rows=num_rows,
+        max_length=length,
+        learning_rate=learning_rate,
+        warmup=max(1, steps // 10),
+        precision="bf16",
+        seed=seed,
+        device="cpu",
+        save_every=1000,
+        watch_every=1000,
+        keep_best=False,
+    )
 
 
 def embedded_target() -> PreTrainedModel:
@@ -249,7 +271,7 @@ def against(
     note: str = "",
 ) -> Claim:
     """A claim that a drafter makes a step emit more tokens than another."""
-    over, under = f"tokens_{temperature}", f"steps_{temperature}"
+    over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
     return paper.claim(
         f"{sentence}, temperature {temperature}.",
         gain(sums.ratio(ours, over, under), sums.ratio(theirs, over, under)),
@@ -268,7 +290,7 @@ def efficiencies(sums: Sums, methods: Sequence[str], rows: Sequence[Row]) -> Tab
     for method in methods:
         line: list[object] = [method]
         for temperature in TEMPERATURES:
-            over, under = f"tokens_{temperature}", f"steps_{temperature}"
+            over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
             own = [row for row in rows if row["method"] == method]
             seeds = sorted({row["seed"] for row in own})
             runs = [[row for row in own if row["seed"] == seed] for seed in seeds]
