@@ -55,7 +55,7 @@ DIVERGENCES = ("fkl", "rkl", "jsd", "tvd", "nla", "lk")
 UNTRAINED = "not trained further"
 HARD = "text, its tokens"
 ON_POLICY, MIXED, FIXED = "own texts, fkl", "own texts and answers, fkl", "text, fkl"
-QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 8, "length": 48, "num_rows": 4, "seeds": 1}
+QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "num_rows": 4, "seeds": 1}
 
 
 def answered(loss: str) -> str:
@@ -138,7 +138,8 @@ def main(
     use_threads(threads)
     given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
     with folder(out, "distill", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length).judged_on(num_prompts)
+        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
+        texts = Texts.made(work / "texts", data, prompts, **counts)
 
         def settings(seed: int) -> Settings:
             return short_run(seed, steps, num_rows, length, learning_rate)

@@ -48,7 +48,7 @@ PUBLISHED = {0: "up to 22", 1: "up to 35"}
 """The paper's gain in accepted tokens over distillation, in percent, by temperature."""
 DISTILLED, STEERED = "distilled", "distilled and steered"
 FROZEN, FROZEN_STEERED = "frozen", "frozen and steered"
-QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 8, "length": 48, "num_rows": 4, "seeds": 1}
+QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "num_rows": 4, "seeds": 1}
 
 
 def ways(base: Path, target: PreTrainedModel, texts: Texts, run: dict[str, float]) -> list[Way]:
@@ -133,7 +133,8 @@ def main(
     use_threads(threads)
     given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
     with folder(out, "steer", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length).judged_on(num_prompts)
+        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
+        texts = Texts.made(work / "texts", data, prompts, **counts)
         on_text = short_run(0, text_steps, 2 * num_rows, length, 3e-3)
         base = draft_of_text(work / f"draft-{text_steps}", texts.more, on_text, SHAPE)
         run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}

@@ -5,7 +5,7 @@ along it say how many steps decoding is expected to take (`outrider.theory.cover
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,15 @@ class Texts:
 
     @classmethod
     def made(
-        cls, folder: Path, data: Path, prompts: Path, *, num_texts: int, length: int, target: str | None = None
+        cls,
+        folder: Path,
+        data: Path,
+        prompts: Path,
+        *,
+        num_texts: int,
+        length: int,
+        num_prompts: int,
+        target: str | None = None,
     ) -> "Texts":
         """Read texts and let the target write; what an earlier run has written to the folder is not written again.
 
@@ -71,6 +79,7 @@ class Texts:
             data: Texts, as `outrider train data` reads them.
             prompts: Held-out prompts.
             num_texts: How many texts to learn from; each is cut to `length` tokens, and shorter ones are left out.
+            num_prompts: How many of the held-out prompts to judge on, at most, spread over all of them.
             target: By default the embedded one.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,20 +90,27 @@ class Texts:
         wish = Wish(sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=length - PROMPT)
         regenerate(engine, texts, folder / "answers.jsonl", wish)
         exact = outrider.load(place, drafter="none", max_slots=SLOTS, dtype="float32")
-        asked = read_documents(prompts, tokenizer, prompts=True)
+        asked = spread(list(read_documents(prompts, tokenizer, prompts=True)), num_prompts)
         held: dict[int, Sequence[Document]] = {}
         for temperature in TEMPERATURES:
             drawn = Sampling(temperature=float(temperature), seed=11)
-            file = folder / f"held-out-{temperature}.jsonl"
+            file = folder / f"held-out-{len(asked)}-temperature-{temperature}.jsonl"
             regenerate(exact, asked, file, Wish(sampling=drawn, max_new_tokens=length - PROMPT))
             held[temperature] = list(read_documents(file, None))
         answers = list(read_documents(folder / "answers.jsonl", None))
         return cls(texts=texts, answers=answers, held=held, more=more)
 
-    def judged_on(self, count: int) -> "Texts":
-        """The same with this many of the held-out prompts, spread over all of them."""
-        chosen = np.unique(np.linspace(0, len(self.held[0]) - 1, count).round().astype(int)).tolist()
-        return replace(self, held={each: [texts[i] for i in chosen] for each, texts in self.held.items()})
+
+def spread(documents: Sequence[Document], count: int) -> list[Document]:
+    """So many documents at most, evenly from all of them.
+
+    Example:
+        >>> texts = [Document(tokens=np.array([i]), start=0) for i in range(9)]
+        >>> [int(text.tokens[0]) for text in spread(texts, 3)]
+        [0, 4, 8]
+    """
+    places = np.linspace(0, len(documents) - 1, min(count, len(documents))).round().astype(int)
+    return [documents[i] for i in places.tolist()]
 
 
 def _texts(data: Path, tokenizer: Any, count: int, length: int) -> tuple[list[Document], list[Document]]:
