@@ -1,6 +1,5 @@
 """How a model's forwards run on this machine, chosen by a short measurement that is remembered."""
 
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider import remembered
+from outrider.cores import Shares, Usage, shares
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forward import BLOCK, FORWARDS, Choice, Forward
 from outrider.lm.model import LanguageModel
@@ -21,6 +21,8 @@ CONTEXT = 64
 REPEATS = 7
 PATIENCE = 0.1
 """Seconds after which a kind of forward is not repeated any more."""
+CROWDED = 0.5
+"""Cores that other processes may take from the threads of a measurement that is remembered."""
 
 
 def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, lasting: bool = True) -> Choice:
@@ -28,7 +30,8 @@ def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, la
 
     The fastest is the one with the least time for a token and a block together. Compiled forwards are at hand where
     their library is on disk already. In half precision on a CPU, one token and a block may use kernels that round
-    differently; then forwards are padded to two columns, if that is of help.
+    differently; then forwards are padded to two columns, if that is of help. What is measured is remembered, unless
+    other processes took the cores meanwhile.
 
     Args:
         forward: The kind of forward; None chooses.
@@ -51,9 +54,21 @@ def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, la
     }
     choice = _read(remembered.read("forward", key), candidates)
     if choice is None:
+        before = Usage.now()
         choice = _measured(lm, candidates, pad_to, half)
-        remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
+        if not crowded(shares(before, Usage.now()), torch.get_num_threads()):
+            remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
     return _applied(lm, choice)
+
+
+def crowded(seen: Shares | None, threads: int) -> bool:
+    """Whether other processes took so much of the cores that times say little. False if the system does not say.
+
+    Example:
+        >>> crowded(Shares(own=1.0, free=1.2), threads=2), crowded(Shares(own=1.9, free=2.0), threads=2)
+        (True, False)
+    """
+    return seen is not None and seen.free < threads - CROWDED
 
 
 def at_hand(lm: LanguageModel) -> list[Forward]:
@@ -88,7 +103,7 @@ def _measured(lm: LanguageModel, candidates: Sequence[Forward], pad_to: int | No
 
 
 def _milliseconds(lm: LanguageModel, width: int) -> float:
-    """Median time of a forward over some tokens behind a text."""
+    """Least time of a forward over some tokens behind a text: what disturbs a measurement makes it longer."""
     slot, tokens = lm.open(), _text(lm, width)
     _read_on(lm, slot, _text(lm, CONTEXT))
     spent: list[float] = []
@@ -101,7 +116,7 @@ def _milliseconds(lm: LanguageModel, width: int) -> float:
         lm.commit({slot: []})
     lm.release(slot)
     # The first one may make what the others use.
-    return 1000 * statistics.median(spent[1:])
+    return 1000 * min(spent[1:])
 
 
 def _least_padding(lm: LanguageModel) -> int:

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import torch
@@ -188,7 +189,8 @@ def kept(model: LlamaForCausalLM) -> dict[str, object]:
 
 def prepared(model: LlamaForCausalLM) -> dict[str, object]:
     """What `outrider prepare` says of the same weights in a folder, and what a later engine takes."""
-    with tempfile.TemporaryDirectory() as folder:
+    # What is measured beside other tests is remembered too.
+    with tempfile.TemporaryDirectory() as folder, mock.patch("outrider.lm.choice.crowded", return_value=False):
         model.save_pretrained(folder)
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
