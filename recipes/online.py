@@ -1,0 +1,379 @@
+"""Online speculative decoding: a draft model that learns from a shifting stream, against a frozen one (Liu 2023).
+
+`python -m recipes online --data TEXTS --out DIR` serves openings of stories, then of Python files, then of word
+problems. The draft model learns from these requests while they run. Every request is new, and it is drafted with the
+weights that the requests before it have taught. It is judged along its own output with these weights, and with those
+that the draft model began with. A seed is another order of the prompts, with other draws.
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+import outrider
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.folder import folder
+from outrider.bench.plot import Curve, Panel
+from outrider.bench.report import Findings, Table
+from outrider.bench.turns import Turn, turns
+from outrider.embedded import EMBEDDED_TARGET
+from outrider.lm.open import open_model, open_tokenizer
+from outrider.threads import use_threads
+from outrider.training.online import Learning
+from outrider.training.online_draft import model_of
+from outrider.training.pupil import OnlineSettings
+from outrider.training.sources import records
+from outrider.types import InputError, Sampling
+from recipes import options
+from recipes.trained import PROMPT, TEMPERATURES, Seed, covered
+
+PAPER = Paper(name="Liu et al. 2023, OSD", url="https://arxiv.org/abs/2310.07177")
+PUBLISHED = "+0.1 to +0.65"
+"""How much the paper's acceptance rates rise."""
+DRAFT = Path(__file__).parent / "small_draft"
+DEPTH = 4
+"""Tokens of a draft."""
+FROZEN, LEARNING = ARMS = ("frozen", "learning")
+OPENING = 512
+"""Characters of a text that are read for its prompt."""
+PARTS = 4
+"""The requests of a domain are shown in so many parts, one after another."""
+QUICK = {"requests": 4, "max_new_tokens": 10, "interval": 2, "seeds": 1}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stream:
+    """How a stream of requests is served.
+
+    Attributes:
+        domains: Prompts by domain, in the order in which the domains come.
+        target: Directory or hub id.
+        draft: Directory of the draft model.
+        max_new_tokens: Most tokens of an output.
+        interval: Requests that run at once; after them comes one optimizer step.
+        learning_rate: Of AdamW.
+        margin: As `OnlineSettings` has it.
+    """
+
+    domains: dict[str, list[list[int]]]
+    target: str
+    draft: Path
+    max_new_tokens: int
+    interval: int
+    learning_rate: float
+    margin: float
+
+    def waves(self, seed: int) -> Iterator[tuple[str, int, list[int]]]:
+        """Domain, place of the first request, and numbers of the prompts that run at once, in the order of a seed."""
+        for domain, prompts in self.domains.items():
+            order = np.random.default_rng([seed, len(prompts)]).permutation(len(prompts)).tolist()
+            for begin in range(0, len(order), self.interval):
+                yield domain, begin, order[begin : begin + self.interval]
+
+    def served(self, temperature: int, seed: int, target: PreTrainedModel, done: Callable[[], None]) -> Row:
+        """Serve all requests, and judge each with both draft models.
+
+        Args:
+            target: The target in float32, to judge with.
+            done: Called after each wave.
+        """
+        engine = outrider.load(
+            self.target,
+            drafter=f"model:path={self.draft}",
+            length=f"fixed:{DEPTH}",
+            verifier="token",
+            max_slots=self.interval,
+            dtype="float32",
+        )
+        settings = OnlineSettings(interval=self.interval, learning_rate=self.learning_rate, margin=self.margin)
+        learning = Learning(engine, settings)
+        pupil = learning.pupils[0]
+        arms = {arm: _copied(model_of(pupil.draft.drafter)) for arm in ARMS}
+        each: list[Row] = []
+        for domain, begin, numbers in self.waves(seed):
+            # All requests of a wave begin together, with these weights.
+            _overwrite(arms[LEARNING], model_of(pupil.draft.drafter))
+            first = 1_000_003 * seed + 1_009 * len(each)
+            drawn = [Sampling(temperature=float(temperature), seed=first + i) for i in range(len(numbers))]
+            prompts = [self.domains[domain][number] for number in numbers]
+            outputs = engine.generate(prompts, max_new_tokens=self.max_new_tokens, sampling=drawn)
+            told = judged(target, arms, prompts, [output.tokens for output in outputs], temperature)
+            for i, (number, output) in enumerate(zip(numbers, outputs, strict=True)):
+                row: Row = {"prompt": f"{domain} {number}", "category": domain, "place": begin + i}
+                row |= {"drafted": output.num_draft_tokens, "accepted": output.num_accepted_tokens}
+                each.append(row | told[i])
+            done()
+        learning.finish()
+        return {"rounds": pupil.draft.num_rounds, "rollbacks": pupil.num_rollbacks, "each": each}
+
+
+def _copied(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.inference_mode(False):
+        return copy.deepcopy(model).float().requires_grad_(False)
+
+
+def _overwrite(model: PreTrainedModel, newest: PreTrainedModel) -> None:
+    with torch.inference_mode(False), torch.no_grad():
+        for own, other in zip(model.parameters(), newest.parameters(), strict=True):
+            own.copy_(other)
+
+
+@torch.no_grad()
+def judged(
+    target: PreTrainedModel,
+    drafts: Mapping[str, PreTrainedModel],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    temperature: int,
+) -> list[dict[str, Row]]:
+    """How draft models do along outputs of the target: for each output, the figures of each draft model.
+
+    `tokens` and `steps` are expected ones, `first` is the sum over `places` of the chance that a draft token there is
+    accepted. An output without room for a draft counts nothing, so that each prompt has figures with each seed.
+
+    Args:
+        temperature: 0 or 1, at which the target wrote the outputs.
+    """
+    texts = [torch.tensor([*prompt, *output]) for prompt, output in zip(prompts, outputs, strict=True)]
+    # What stands behind a text changes no row of it.
+    tokens = pad_sequence(texts, batch_first=True)
+    theirs = _log_rows(target, tokens)
+    found: list[dict[str, Row]] = [{} for _ in texts]
+    for name, draft in drafts.items():
+        ours = _log_rows(draft, tokens)
+        if temperature == 0:
+            chances = (ours.argmax(-1) == theirs.argmax(-1)).double()
+        else:
+            log_q, log_p = (rows.gather(-1, tokens[:, 1:, None])[..., 0].double() for rows in (ours, theirs))
+            chances = (log_q - log_p).clamp(max=0).exp()
+        for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            found[i][name] = _figures(chances[i, len(prompt) - 1 : len(text) - 1].numpy())
+    return found
+
+
+def _log_rows(model: PreTrainedModel, tokens: Int[Tensor, "texts length"]) -> Float[Tensor, "texts places vocab"]:
+    return model(input_ids=tokens[:, :-1], use_cache=False).logits.log_softmax(-1)
+
+
+def _figures(chances: Float[np.ndarray, " output"]) -> Row:
+    if len(chances) < DEPTH + 1:
+        return {"tokens": 0.0, "steps": 0.0, "first": 0.0, "places": 0}
+    windows = np.lib.stride_tricks.sliding_window_view(chances, DEPTH)
+    told = covered(windows)
+    return {"tokens": told.tokens, "steps": told.steps, "first": float(windows[:, 0].sum()), "places": len(windows)}
+
+
+def sums_of(
+    rows: Sequence[Row], temperature: int, domain: str | None = None, part: int | None = None, parts: int = PARTS
+) -> Sums:
+    """Sums of both draft models at a temperature: over all requests, or those of a domain, or of a part of a domain.
+
+    Args:
+        part: Which of `parts` equal parts of a domain's requests, in the order in which they came.
+    """
+    kept = [row for row in rows if row["temperature"] == temperature and domain in (None, row["category"])]
+    count = 1 + max((row["place"] for row in kept), default=0)
+    flat = []
+    for row in kept:
+        # A prompt has another place with each seed. What is not in the part counts nothing.
+        counts = part is None or row["place"] * parts // count == part
+        head = {name: row[name] for name in ("prompt", "seed", "category")}
+        flat += [head | {"method": arm} | {name: counts * value for name, value in row[arm].items()} for arm in ARMS]
+    return Sums(flat, crossed=True)
+
+
+def acceptance(sums: Sums, arm: str) -> Float[np.ndarray, " samples"]:
+    """Acceptance rate: the mean over all places of the outputs, with its bootstrap."""
+    return sums.ratio(arm, "first", "places")
+
+
+def rise(sums: Sums) -> Estimate:
+    """By how much the acceptance rate of the draft model that learns is higher."""
+    return Estimate.of(acceptance(sums, LEARNING) - acceptance(sums, FROZEN))
+
+
+def table(rows: Sequence[Row], domains: Sequence[str], temperature: int) -> Table:
+    """Acceptance at the begin and at the end of each domain, and gains."""
+    lines: list[Sequence[object]] = []
+    for domain in domains:
+        line: list[object] = [domain]
+        for part in (0, PARTS - 1):
+            sums = sums_of(rows, temperature, domain, part)
+            line += [Estimate.of(acceptance(sums, arm)).text(".3f") for arm in ARMS] + [rise(sums).text("+.3f")]
+        whole = sums_of(rows, temperature, domain)
+        line += [rise(whole).text("+.3f")]
+        line += [Estimate.of(whole.ratio(arm, "tokens", "steps")).text(".3f") for arm in ARMS]
+        line += [gain(*(whole.ratio(arm, "tokens", "steps") for arm in (LEARNING, FROZEN))).text("+.1f")]
+        lines.append(line)
+    head = ["domain"]
+    for which in ("first quarter", "last quarter"):
+        head += [f"{FROZEN}, {which}", f"{LEARNING}, {which}", f"gain, {which}"]
+    head += ["gain, all", f"tokens per step, {FROZEN}", f"tokens per step, {LEARNING}", "gain in tokens per step, %"]
+    return Table(title=f"Acceptance rate over the stream, temperature {temperature}", head=head, lines=lines)
+
+
+def panel(rows: Sequence[Row], domains: Sequence[str], temperature: int) -> Panel:
+    """Acceptance over the stream."""
+    parts = [sums_of(rows, temperature, domain, part) for domain in domains for part in range(PARTS)]
+    places = [float(place) for place in range(1, len(parts) + 1)]
+    return Panel(
+        title=f"temperature {temperature}",
+        x=f"quarters of {', then '.join(domains)}",
+        y="acceptance rate",
+        curves=[
+            Curve(
+                label=arm,
+                x=places,
+                y=[Estimate.of(acceptance(sums, arm)) for sums in parts],
+                dashed=arm == FROZEN,
+            )
+            for arm in ARMS
+        ],
+    )
+
+
+def claims(rows: Sequence[Row], domains: Sequence[str]) -> list[Claim]:
+    """Whether learning raises acceptance on a domain, over its last quarter and over all of its requests."""
+    found = []
+    for temperature in TEMPERATURES:
+        for domain in domains:
+            for part, when in ((PARTS - 1, "in the last quarter of its requests"), (None, "over all its requests")):
+                sums = sums_of(rows, temperature, domain, part)
+                claim = PAPER.claim(
+                    f"Learning from the stream accepts more tokens: {domain}, {when}, temperature {temperature}.",
+                    rise(sums),
+                    num_prompts=sums.num_prompts // (1 if part is None else PARTS),
+                    published=PUBLISHED,
+                    unit="acceptance rate",
+                    least=0.0,
+                    note="each request is judged with the weights that the requests before it have taught",
+                    rests_on=ARMS,
+                )
+                found.append(claim)
+    return found
+
+
+def openings(data: Path, domains: Sequence[str], count: int, tokenizer: Any) -> dict[str, list[list[int]]]:
+    """The first tokens of texts of each domain, drawn from all that are long enough.
+
+    Raises:
+        InputError: A domain has too few texts.
+    """
+    if tokenizer is None:
+        raise InputError("there is no tokenizer beside the target, so no text can be read; put one into its folder")
+    opened: dict[str, set[tuple[int, ...]]] = {domain: set() for domain in domains}
+    for record in records(data):
+        domain, text = record.fields.get("domain"), record.fields.get("text")
+        if domain in opened and isinstance(text, str):
+            tokens = tokenizer(text[:OPENING])["input_ids"][:PROMPT]
+            if len(tokens) == PROMPT:
+                opened[domain].add(tuple(tokens))
+    for domain, found in opened.items():
+        if len(found) < count:
+            raise InputError(
+                f"{data} has {len(found)} different openings of {PROMPT} tokens of the domain {domain!r}, and "
+                f"{count} are needed; give more text, --domains or --requests"
+            )
+    drawn = {}
+    for domain, found in opened.items():
+        texts = sorted(found)
+        chosen = np.random.default_rng(0).permutation(len(texts))[:count].tolist()
+        drawn[domain] = [list(texts[i]) for i in chosen]
+    return drawn
+
+
+@dataclass(frozen=True, kw_only=True)
+class Warmth:
+    """A temperature, as the way of a turn."""
+
+    temperature: int
+
+    @property
+    def name(self) -> str:
+        """As rows name it."""
+        return f"temperature-{self.temperature}"
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="JSON lines with `domain` and `text`, plain or gzipped.")],
+    out: options.Out = None,
+    target: options.Target = None,
+    draft: options.Draft = DRAFT,
+    domains: Annotated[str, typer.Option(help="Domains in the order in which they come.")] = "story,python,math",
+    requests: Annotated[int, typer.Option(min=PARTS, help="Requests of a domain.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(min=DEPTH + 1, help="Most tokens per request.")] = 64,
+    interval: Annotated[int, typer.Option(min=1, help="Requests at once, and between two optimizer steps.")] = 4,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    margin: Annotated[
+        float, typer.Option(min=0, max=1, help="How far acceptance may fall before older weights come back; 1: never.")
+    ] = 0.1,
+    seeds: options.Seeds = 3,
+    threads: options.Threads = 1,
+) -> None:
+    """Serve the stream and compare."""
+    use_threads(threads)
+    given: dict[str, object] = {
+        "data": data,
+        "target": target,
+        "draft": draft,
+        "domains": domains,
+        "requests": requests,
+        "seeds": seeds,
+    }
+    given |= {"max_new_tokens": max_new_tokens, "interval": interval, "learning_rate": learning_rate, "margin": margin}
+    place_of_target, names = target or str(EMBEDDED_TARGET), [name.strip() for name in domains.split(",")]
+    with folder(out, "online", given | {"out": out}) as place:
+        stream = Stream(
+            domains=openings(data, names, requests, open_tokenizer(place_of_target)),
+            target=place_of_target,
+            draft=draft,
+            max_new_tokens=max_new_tokens,
+            interval=interval,
+            learning_rate=learning_rate,
+            margin=margin,
+        )
+        model = open_model(place_of_target, dtype=torch.float32, device="cpu").requires_grad_(False).eval()
+
+        def run(turn: Turn[Warmth, Seed]) -> Row:
+            t, seed = turn.way.temperature, turn.job.number
+            task = place.progress.add_task(turn.name, total=len(list(stream.waves(seed))))
+            found = stream.served(t, seed, model, lambda: place.progress.advance(task))
+            place.progress.remove_task(task)
+            return {"temperature": t, "seed": seed, **found}
+
+        todo = turns([Warmth(temperature=t) for t in TEMPERATURES], [Seed(number=n) for n in range(seeds)])
+        runs = place.take("served", todo, run)
+        rows = [
+            {"temperature": run["temperature"], "seed": run["seed"], **each} for run in runs for each in run["each"]
+        ]
+        place.finish(
+            Findings(
+                tables=[table(rows, names, t) for t in TEMPERATURES],
+                panels=[panel(rows, names, t) for t in TEMPERATURES],
+                claims=claims(rows, names),
+                text=_about(runs, stream, requests),
+            )
+        )
+
+
+def _about(runs: Sequence[Row], stream: Stream, requests: int) -> str:
+    rounds, rollbacks = ([run[name] for run in runs] for name in ("rounds", "rollbacks"))
+    return (
+        f"{requests} requests of each domain, prompts of {PROMPT} tokens, outputs of at most {stream.max_new_tokens}, "
+        f"chains of {DEPTH}. One optimizer step after each {stream.interval} requests, learning rate "
+        f"{stream.learning_rate:g}; {min(rounds)} to {max(rounds)} steps in a stream. Older weights came back "
+        f"{min(rollbacks)} to {max(rollbacks)} times. {len(runs) // len(TEMPERATURES)} seeds. Both draft models are "
+        f"judged on the same outputs. The acceptance rate is the mean over all places of the outputs of the chance "
+        f"that a draft token there is accepted."
+    )
