@@ -2,8 +2,8 @@
 
 `python -m recipes experts --target MOE --data TEXTS --prompts PROMPTS --work DIR --out DIR` prunes the experts of a
 mixture-of-experts target, such as `python -m recipes moe_target` makes: it merges them (`uncurl`), or keeps the most
-used ones (`frequency`), or those with the largest output (`reap`). Each pruned model drafts for the target, as it is and
-after distillation. A model with the same config and random weights gets the same distillation. All are judged on
+used ones (`frequency`), or those with the largest output (`reap`). Each pruned model drafts for the target, as it is
+and after distillation. A model with the same config and random weights gets the same distillation. All are judged on
 held-out prompts at temperatures 0 and 1.
 """
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_tokenizer
+from outrider.lm.open import open_config, open_tokenizer
 from outrider.types import InputError
-from recipes import online
+from recipes import online, online_stream
 from recipes.trained import embedded_target
 
 TEXTS = {
@@ -31,7 +31,7 @@ def data(tmp_path):
 
 def stream(prompts, **changes):
     options = {"max_new_tokens": 12, "interval": 2, "learning_rate": 1e-3, "margin": 1.0} | changes
-    return online.Stream(domains={"story": prompts}, target=str(EMBEDDED_TARGET), draft=online.DRAFT, **options)
+    return online_stream.Stream(domains={"story": prompts}, target=str(EMBEDDED_TARGET), draft=online.DRAFT, **options)
 
 
 def served(prompts, temperature, **changes):
@@ -106,3 +106,16 @@ def test_too_few_texts_of_a_domain_is_a_sentence(data, tmp_path):
     with pytest.raises(InputError, match=r"0 different openings of 32 tokens of the domain 'poem', and 4 are needed"):
         online.main(data=data, out=tmp_path / "out", domains="story,poem", **online.QUICK)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_model_can_begin_without_the_domains_of_the_stream(data, tmp_path):
+    with data.open("a") as file:
+        file.writelines(json.dumps({"domain": "qa", "text": f"Why did {n} foxes go home?"}) + "\n" for n in range(4))
+    tokenizer = open_tokenizer(str(EMBEDDED_TARGET))
+    place = online_stream.outsider(tmp_path / "draft", data, ["story", "python", "math"], 1, tokenizer)
+    config = open_config(str(place))
+    assert config.hidden_size == online_stream.SHAPE["hidden_size"]
+    with pytest.raises(InputError, match="has no text of another domain"):
+        online_stream.outsider(tmp_path / "other", data, [*TEXTS, "qa"], 1, tokenizer)
+    with pytest.raises(InputError, match="name a folder for it with --work"):
+        online.main(data=data, text_steps=1, **online.QUICK)
