@@ -184,13 +184,13 @@ def main(
     prompts: options.Prompts,
     out: options.Out = None,
     experts: Annotated[str, typer.Option(help="How many experts are kept in each layer; several with commas.")] = "2,4",
-    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 1000,
+    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 800,
     length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 96,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every distillation.")] = 100,
     num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 1e-3,
     seeds: options.Seeds = 3,
-    num_prompts: options.NumPrompts = 80,
+    num_prompts: options.NumPrompts = 64,
     threads: options.Threads = 1,
 ) -> None:
     """Prune, distil and compare."""
