@@ -1,8 +1,8 @@
 """Collect the published claims that were tested into one page, `docs/claims.md`.
 
 `python -m recipes claims --out docs/claims.md` reads the `claims.json` and `circumstances.json` that the recipes
-`block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`, `marginals` and `pearl` wrote to the folders of
-`measurements`, and makes one row per claim, with a column for each pair. `REASONS`, which people write, explains why
+`block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`, `marginals`, `pearl`, and those that train drafters,
+wrote to the folders of `measurements`, and makes one row per claim, with a column for each pair. `REASONS`, which people write, explains why
 our figures differ from the papers'.
 """
 
@@ -21,7 +21,9 @@ from outrider.types import InputError
 
 MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}
-PAIRS = {"draft": "embedded pair", "small_draft": "small pair"}
+TRAINED = "trained"
+"""Stands for the draft model of a run that trains drafters itself."""
+PAIRS = {"draft": "embedded pair", "small_draft": "small pair", TRAINED: "drafters of the embedded target"}
 """The page's name for each pair, by the name of its draft model."""
 GAIN = "% of "
 """Beginning of the units of gains in percent. The page does not repeat them for every claim."""
@@ -68,6 +70,13 @@ Each claim is judged on two pairs: the embedded target with the draft model that
 pair*), and with `recipes/small_draft` (*small pair*). Cells have our figure and its 95 % interval, in percent of the
 gain that the claim speaks of, unless its remark says otherwise. **yes**: the whole interval is on the claim's side.
 **no**: the whole interval is on the other side. That says nothing about the papers' own models.
+"""
+OF_TRAINING = """## Training
+
+Here drafters are trained for the embedded target, all in one comparison with equal steps, rows and tokens. Intervals
+are over held-out prompts and over seeds of the training. The budgets are those of minutes on one core; the papers train
+for days on accelerators.
+
 """
 HOURS = """## Undecided claims
 
@@ -160,8 +169,8 @@ def lines(runs: Sequence[Mapping[str, Any]]) -> list[Line]:
 
 
 def draft_of(run: Mapping[str, Any]) -> str:
-    """The draft model of a run."""
-    return Path(run["circumstances"]["arguments"]["draft"]).name
+    """The draft model of a run; `TRAINED` if the run trains its drafters."""
+    return Path(run["circumstances"]["arguments"].get("draft", TRAINED)).name
 
 
 def pair_of(draft: str) -> str:
@@ -236,10 +245,12 @@ def short(paper: str) -> str:
 
 
 def overview(made: Sequence[Line], pairs: Sequence[str]) -> str:
-    """The claims, by paper, with the figures and the verdicts on both pairs."""
+    """The claims on some pairs, by paper, with the figures and the verdicts on all of them."""
     body = []
     before = None
     for i, line in enumerate(made, 1):
+        if line.found.keys().isdisjoint(pairs):
+            continue
         own = [line.found.get(pair) for pair in pairs]
         paper = "" if line.paper == before else f"[{short(line.paper)}]({line.url})"
         before = line.paper
@@ -285,11 +296,12 @@ def undecided(made: Sequence[Line]) -> str:
 def page(runs: Sequence[Mapping[str, Any]]) -> str:
     """The page."""
     made = lines(runs)
-    pairs = list(dict.fromkeys(draft_of(run) for run in runs))
+    pairs = [pair for pair in dict.fromkeys(draft_of(run) for run in runs) if pair != TRAINED]
     about = [described(run) for run in runs]
     return "\n".join(
         [
             f"{HEAD}{total(made)}\n\n{overview(made, pairs)}",
+            *([f"{OF_TRAINING}{overview(made, [TRAINED])}"] if any(TRAINED in line.found for line in made) else []),
             f"## Remarks\n\n{remarks(made)}\n",
             f"{HOURS}{undecided(made)}",
             f"## Verdicts, by paper\n\n{summary(made)}",
@@ -304,10 +316,15 @@ def described(run: Mapping[str, Any]) -> str:
     changed = " with uncommitted changes" if made["uncommitted_changes"] else ""
     where = Path(run["folder"])
     place = where.relative_to(ROOT) if where.is_absolute() and where.is_relative_to(ROOT) else where
-    num_prompts = max(claim.get("num_prompts", 0) for claim in run["claims"]) or given["num_prompts"]
+    num_prompts = max(claim.get("num_prompts", 0) for claim in run["claims"]) or given.get("num_prompts", 0)
+    told = f"prompts: {num_prompts}"
+    if draft_of(run) != TRAINED:
+        told += f" of `{Path(given['prompts']).name}`"
+    told += f", seeds: at most {given['seeds']}"
+    if "max_new_tokens" in given:
+        told += f", tokens: at most {given['max_new_tokens']}"
     text = (
-        f"- [{place}](../{place}/table.md): `{run['recipe']}`, prompts: {num_prompts} of "
-        f"`{Path(given['prompts']).name}`, seeds: at most {given['seeds']}, tokens: at most {given['max_new_tokens']}; "
+        f"- [{place}](../{place}/table.md): `{run['recipe']}`, {told}; "
         f"{made['cpu']}, {made['threads']} threads, torch {made['versions']['torch']}, commit "
         f"{str(made['commit'])[:10]}{changed}, {made['date'][:10]}"
     )
@@ -321,7 +338,7 @@ def described(run: Mapping[str, Any]) -> str:
 def runs_of(measurements: Path) -> list[dict[str, Any]]:
     """The runs with claims in the folders of a folder; those with the embedded draft model first."""
     found = [read(place.parent) for place in sorted(measurements.glob("*/claims.json"))]
-    return [run for run in sorted(found, key=lambda run: draft_of(run) != "draft") if run["claims"]]
+    return [run for run in sorted(found, key=lambda run: list(PAIRS).index(draft_of(run)) if draft_of(run) in PAIRS else 1) if run["claims"]]
 
 
 def main(

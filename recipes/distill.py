@@ -38,6 +38,7 @@ from recipes.trained import (
     embedded_target,
     kept_states,
     made,
+    short_run,
 )
 
 PAPER = Paper(name="Zhou et al. 2023, DistillSpec", url="https://arxiv.org/abs/2310.08461")
@@ -54,7 +55,7 @@ DIVERGENCES = ("fkl", "rkl", "jsd", "tvd", "nla", "lk")
 UNTRAINED = "not trained further"
 HARD = "text, its tokens"
 ON_POLICY, MIXED, FIXED = "own texts, fkl", "own texts and answers, fkl", "text, fkl"
-QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 8, "length": 48, "num_rows": 4, "seeds": 1}
+QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "num_rows": 4, "seeds": 1}
 
 
 def answered(loss: str) -> str:
@@ -125,9 +126,9 @@ def main(
     out: options.Out = None,
     num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 3000,
     length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every way.")] = 120,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every way.")] = 150,
     text_steps: Annotated[int, typer.Option(min=1, help="Steps on text, before.")] = 500,
-    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 16,
+    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step; twice as many on text, before.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 1e-3,
     seeds: options.Seeds = 3,
     num_prompts: options.NumPrompts = 1000,
@@ -137,30 +138,19 @@ def main(
     use_threads(threads)
     given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
     with folder(out, "distill", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length).judged_on(num_prompts)
+        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
+        texts = Texts.made(work / "texts", data, prompts, **counts)
 
         def settings(seed: int) -> Settings:
-            return Settings(
-                steps=steps,
-                num_rows=num_rows,
-                max_length=length,
-                learning_rate=learning_rate,
-                warmup=max(1, steps // 10),
-                seed=seed,
-                device="cpu",
-                save_every=1000,
-                keep_best=False,
-            )
+            return short_run(seed, steps, num_rows, length, learning_rate)
 
-        on_text = Settings(
-            steps=text_steps, num_rows=num_rows, max_length=length, learning_rate=3e-3, device="cpu", keep_best=False
-        )
+        on_text = short_run(0, text_steps, 2 * num_rows, length, 3e-3)
         base = draft_of_text(work / f"draft-{text_steps}", texts.more, on_text, SHAPE)
         rows = made(place, ways(base, embedded_target(), texts, settings), seeds, texts, work / "distill")
         tokens = steps * num_rows * length
         about = (
             f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{text_steps * num_rows * length:,} tokens of text, then {steps} steps of {num_rows} rows, {tokens:,} "
+            f"{2 * text_steps * num_rows * length:,} tokens of text, then {steps} steps of {num_rows} rows, {tokens:,} "
             f"tokens, in each way, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
         )
         found = findings(rows)

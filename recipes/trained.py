@@ -5,7 +5,7 @@ along it say how many steps decoding is expected to take (`outrider.theory.cover
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,15 @@ class Texts:
 
     @classmethod
     def made(
-        cls, folder: Path, data: Path, prompts: Path, *, num_texts: int, length: int, target: str | None = None
+        cls,
+        folder: Path,
+        data: Path,
+        prompts: Path,
+        *,
+        num_texts: int,
+        length: int,
+        num_prompts: int,
+        target: str | None = None,
     ) -> "Texts":
         """Read texts and let the target write; what an earlier run has written to the folder is not written again.
 
@@ -71,6 +79,7 @@ class Texts:
             data: Texts, as `outrider train data` reads them.
             prompts: Held-out prompts.
             num_texts: How many texts to learn from; each is cut to `length` tokens, and shorter ones are left out.
+            num_prompts: How many of the held-out prompts to judge on, at most, spread over all of them.
             target: By default the embedded one.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,20 +90,27 @@ class Texts:
         wish = Wish(sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=length - PROMPT)
         regenerate(engine, texts, folder / "answers.jsonl", wish)
         exact = outrider.load(place, drafter="none", max_slots=SLOTS, dtype="float32")
-        asked = read_documents(prompts, tokenizer, prompts=True)
+        asked = spread(list(read_documents(prompts, tokenizer, prompts=True)), num_prompts)
         held: dict[int, Sequence[Document]] = {}
         for temperature in TEMPERATURES:
             drawn = Sampling(temperature=float(temperature), seed=11)
-            file = folder / f"held-out-{temperature}.jsonl"
+            file = folder / f"held-out-{len(asked)}-temperature-{temperature}.jsonl"
             regenerate(exact, asked, file, Wish(sampling=drawn, max_new_tokens=length - PROMPT))
             held[temperature] = list(read_documents(file, None))
         answers = list(read_documents(folder / "answers.jsonl", None))
         return cls(texts=texts, answers=answers, held=held, more=more)
 
-    def judged_on(self, count: int) -> "Texts":
-        """The same with this many of the held-out prompts, spread over all of them."""
-        chosen = np.unique(np.linspace(0, len(self.held[0]) - 1, count).round().astype(int)).tolist()
-        return replace(self, held={each: [texts[i] for i in chosen] for each, texts in self.held.items()})
+
+def spread(documents: Sequence[Document], count: int) -> list[Document]:
+    """So many documents at most, evenly from all of them.
+
+    Example:
+        >>> texts = [Document(tokens=np.array([i]), start=0) for i in range(9)]
+        >>> [int(text.tokens[0]) for text in spread(texts, 3)]
+        [0, 4, 8]
+    """
+    places = np.linspace(0, len(documents) - 1, min(count, len(documents))).round().astype(int)
+    return [documents[i] for i in places.tolist()]
 
 
 def _texts(data: Path, tokenizer: Any, count: int, length: int) -> tuple[list[Document], list[Document]]:
@@ -178,12 +194,17 @@ def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
             with torch.no_grad():
                 found = learner.judged(batch, depth)
             chances = found.agrees.astype(float) if temperature == 0 else np.exp(np.minimum(found.log_ratios, 0))
-            told = covered(chances)
-            row |= {f"tokens_{temperature}": told.tokens, f"steps_{temperature}": told.steps}
+            for length in range(1, depth + 1):
+                told, name = covered(chances[:, :length]), of(temperature, length)
+                row |= {f"tokens_{name}": told.tokens, f"steps_{name}": told.steps}
             row |= {f"first_{temperature}": float(chances[:, 0].sum()), f"places_{temperature}": len(chances)}
-            row[f"reach_{temperature}"] = np.cumprod(chances, 1).sum(0).tolist()
         rows.append(row)
     return rows
+
+
+def of(temperature: int, length: int = DEPTH) -> str:
+    """How fields of a row end that are of drafts of this length."""
+    return f"{temperature}_{length}"
 
 
 def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
@@ -199,6 +220,23 @@ def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
     begin = np.ones((len(chances), 1))
     survivals = list(np.concatenate([begin, np.cumprod(chances, 1)], 1))
     return expected(survivals, len(chances) + chances.shape[1])
+
+
+def short_run(seed: int, steps: int, num_rows: int, length: int, learning_rate: float) -> Settings:
+    """How the drafters of a comparison are trained: all in bfloat16 products, and the last weights are kept."""
+    return Settings(
+        steps=steps,
+        num_rows=num_rows,
+        max_length=length,
+        learning_rate=learning_rate,
+        warmup=max(1, steps // 10),
+        precision="bf16",
+        seed=seed,
+        device="cpu",
+        save_every=1000,
+        watch_every=1000,
+        keep_best=False,
+    )
 
 
 def embedded_target() -> PreTrainedModel:
@@ -249,7 +287,7 @@ def against(
     note: str = "",
 ) -> Claim:
     """A claim that a drafter makes a step emit more tokens than another."""
-    over, under = f"tokens_{temperature}", f"steps_{temperature}"
+    over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
     return paper.claim(
         f"{sentence}, temperature {temperature}.",
         gain(sums.ratio(ours, over, under), sums.ratio(theirs, over, under)),
@@ -268,7 +306,7 @@ def efficiencies(sums: Sums, methods: Sequence[str], rows: Sequence[Row]) -> Tab
     for method in methods:
         line: list[object] = [method]
         for temperature in TEMPERATURES:
-            over, under = f"tokens_{temperature}", f"steps_{temperature}"
+            over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
             own = [row for row in rows if row["method"] == method]
             seeds = sorted({row["seed"] for row in own})
             runs = [[row for row in own if row["seed"] == seed] for seed in seeds]

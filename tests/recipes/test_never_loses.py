@@ -9,9 +9,9 @@ from recipes import never_loses
 
 
 def test_every_way_emits_the_same_tokens_in_every_workload(tmp_path):
-    entries = never_loses.run(tmp_path, requests="1,2", temperatures="0,1", max_new_tokens=8, rounds=1, threads=1)
+    entries = never_loses.run(tmp_path, requests="2", temperatures="0,1", max_new_tokens=8, rounds=1, threads=1)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
-    for requests in (1, 2):
+    for requests in (2,):
         for temperature in (0, 1):
             for kind, tokens in (("fixed", 8 * requests), ("refilled", (8 + 4 + 6 + 2) * requests)):
                 cell = {"requests": requests, "temperature": temperature, "kind": kind}
@@ -20,7 +20,7 @@ def test_every_way_emits_the_same_tokens_in_every_workload(tmp_path):
                     ("plain", "default", "fixed:4"), tokens
                 )
                 assert all(row["drafted"] == 0 for row in own if row["way"] == "plain")
-    assert len(entries) == 2 * 2 * 2 * 2
+    assert len(entries) == 2 * 2 * 2
     assert any(row["drafted"] for row in rows if row["way"] == "default")
     assert {"table.md", "summary.json", "plot.svg", "circumstances.json"} <= {f.name for f in tmp_path.iterdir()}
 

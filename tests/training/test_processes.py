@@ -1,5 +1,6 @@
 """Runs in processes of their own: killed at random moments, several at once, and on a full disk."""
 
+import multiprocessing
 import os
 import random
 import resource
@@ -19,6 +20,7 @@ from outrider.training.journal import read
 from outrider.training.loop import FOLDER, train
 from outrider.training.settings import Settings
 from outrider.types import InputError
+from tests.training import runner
 from tests.training.learners import Bigram, batches
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,6 +36,17 @@ def free_port() -> int:
 
 FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "SIZE_BASED_WRAP"]
 FSDP += ["--fsdp_min_num_params", "50"]
+
+
+def run_alone(out: Path, *arguments: str) -> int:
+    """The exit status of a run in one process, forked from one that has imported everything."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["tests.training.runner"])
+    process = server.Process(target=runner.main, args=(str(out), *arguments))
+    process.start()
+    process.join(timeout=300)
+    assert process.exitcode is not None, "the run does not end"
+    return process.exitcode
 
 
 def run(
@@ -61,19 +74,19 @@ def run(
 @pytest.mark.slow
 def test_a_run_killed_at_five_random_moments_ends_with_the_weights_of_one_left_alone(tmp_path: Path) -> None:
     alone, killed = tmp_path / "alone", tmp_path / "killed"
-    assert run(alone, str(STEPS), str(SAVE_EVERY)).returncode == 0
+    assert run_alone(alone, str(STEPS), str(SAVE_EVERY)) == 0
     dice, kills, reached = random.Random(0), 0, []
     while kills < 5:
         # A checkpoint every third step, so that some kills hit the writing of one.
-        found = run(killed, str(STEPS), str(SAVE_EVERY), str(dice.uniform(0.01, 0.25)))
-        assert found.returncode == -signal.SIGKILL, found.stderr
+        found = run_alone(killed, str(STEPS), str(SAVE_EVERY), str(dice.uniform(0.01, 0.25)))
+        assert found == -signal.SIGKILL
         kills += 1
         steps = [int(each.stem.removeprefix("step-")) for each in (killed / FOLDER).glob("step-*.pt")]
         reached.append(max(steps, default=0))
         assert not (killed / "config.json").exists(), "a half-trained drafter can be loaded"
     assert reached == sorted(reached), reached
     assert reached[-1] > 0, reached
-    assert run(killed, str(STEPS), str(SAVE_EVERY)).returncode == 0
+    assert run_alone(killed, str(STEPS), str(SAVE_EVERY)) == 0
     ours, theirs = load_file(killed / "model.safetensors"), load_file(alone / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name in ours:
@@ -85,7 +98,7 @@ def test_a_run_killed_at_five_random_moments_ends_with_the_weights_of_one_left_a
 @pytest.mark.parametrize("kind", [["--multi_gpu"], FSDP], ids=["copies", "divided"])
 def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str]) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    assert run(one, "20", "8", "0", "0").returncode == 0
+    assert run_alone(one, "20", "8", "0", "0") == 0
     found = run(two, "20", "8", "0", "0", processes=2, kind=kind)
     assert found.returncode == 0, found.stderr
     logs = [[line for line in read(out / FOLDER / "log.jsonl") if line["kind"] == "step"] for out in (one, two)]
@@ -99,7 +112,7 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str
     for name, tensor in load_file(one / "model.safetensors").items():
         assert torch.allclose(tensor, load_file(two / "model.safetensors")[name], atol=1e-4), name
     # A run may go on in another number of processes.
-    assert run(two, "20", "8", "0", "0").returncode == 0
+    assert run_alone(two, "20", "8", "0", "0") == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,217 @@
+"""Positions that short texts do not train: random padding for absolute positions, random gaps for rotary ones.
+
+`python -m recipes positions --data TEXTS --work DIR --out DIR` distils draft models from random weights on texts of 128
+tokens: one with a table of absolute positions, with and without random padding (Tao et al. 2023), and one with rotary
+positions, with and without random gaps. Their acceptance is measured along longer texts of the target, in buckets of
+absolute position.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+
+import outrider
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.folder import Folder, folder
+from outrider.bench.report import Findings, Table
+from outrider.bench.turns import Turn, turns
+from outrider.embedded import EMBEDDED_TARGET
+from outrider.lm.open import open_config, open_tokenizer
+from outrider.threads import use_threads
+from outrider.training.batches import Batches
+from outrider.training.distill import Distilled
+from outrider.training.divergences import divergence
+from outrider.training.documents import Document
+from outrider.training.loop import train
+from outrider.training.positions import acceptance_by_position, positions_of
+from outrider.training.records import read_documents
+from outrider.training.regenerate import Wish, regenerate
+from outrider.training.settings import Settings
+from outrider.types import InputError, Sampling
+from recipes import options
+from recipes.distill import SHAPE
+from recipes.trained import SLOTS, TEMPERATURES, Seed, Texts, Way, embedded_target, fresh_draft, kept_states, short_run, spread
+
+PADDING = Paper(name="Tao et al. 2023, Random padding", url="https://arxiv.org/abs/2305.04859")
+PUBLISHED = "0.2 to 0.8, in F1 of answers"
+"""The paper's gain; it is on extractive question answering."""
+ABSOLUTE, PADDED = "absolute", "absolute, random padding"
+ROTARY, GAPPED = "rotary", "rotary, random gaps"
+QUICK = {
+    "num_texts": 24,
+    "steps": 2,
+    "num_prompts": 4,
+    "length": 48,
+    "num_rows": 4,
+    "seeds": 1,
+    "long": 96,
+}
+
+
+def absolute_draft(seed: int) -> GPT2LMHeadModel:
+    """A GPT-2 of the size of the rotary draft model."""
+    theirs = open_config(str(EMBEDDED_TARGET))
+    config = GPT2Config(
+        vocab_size=theirs.vocab_size,
+        n_positions=theirs.max_position_embeddings,
+        n_embd=SHAPE["hidden_size"],
+        n_layer=SHAPE["num_hidden_layers"],
+        n_head=SHAPE["num_attention_heads"],
+        bos_token_id=theirs.bos_token_id,
+        eos_token_id=theirs.eos_token_id,
+    )
+    torch.manual_seed(seed)
+    return GPT2LMHeadModel(config)
+
+
+def ways(target: PreTrainedModel, texts: Texts, run: dict[str, float]) -> list[Way]:
+    """Both draft models, as they are and with other positions in training."""
+    states = kept_states(target, texts.answers)
+    limit = int(target.config.max_position_embeddings)
+
+    def settings(seed: int) -> Settings:
+        return short_run(seed, **run)  # type: ignore[arg-type]
+
+    def batches(seed: int) -> Batches:
+        own = settings(seed)
+        return Batches(texts.answers, num_rows=own.num_rows, max_length=own.max_length, seed=seed, captured=states)
+
+    def way(name: str, draft: Callable[[int], PreTrainedModel], positions: str) -> Way:
+        def learner(seed: int) -> Distilled:
+            at = positions_of(positions, limit, seed)
+            return Distilled(draft(seed), target, loss=divergence("fkl"), positions=at)
+
+        return Way(name=name, learner=learner, batches=batches, settings=settings)
+
+    def rotary(seed: int) -> PreTrainedModel:
+        return fresh_draft(SHAPE, seed)
+
+    return [
+        way(ABSOLUTE, absolute_draft, "plain"),
+        way(PADDED, absolute_draft, "padding"),
+        way(ROTARY, rotary, "plain"),
+        way(GAPPED, rotary, "gaps"),
+    ]
+
+
+def long_texts(place: Path, prompts: Path, count: int, length: int) -> Sequence[Document]:
+    """What the target says to held-out prompts, up to a length; texts that end in their first half are left out."""
+    engine = outrider.load(str(EMBEDDED_TARGET), drafter="none", max_slots=SLOTS, dtype="float32")
+    asked = list(read_documents(prompts, open_tokenizer(str(EMBEDDED_TARGET)), prompts=True))
+    wish = Wish(sampling=Sampling(temperature=1.0, seed=13), max_new_tokens=length)
+    regenerate(engine, spread(asked, count), place, wish)
+    found = [each for each in read_documents(place, None, max_tokens=length) if len(each.tokens) > length // 2]
+    if not found:
+        raise InputError(f"no answer of the target has more than {length // 2} tokens; give more prompts")
+    return found
+
+
+def accepted(learner: Distilled, document: Document, borders: Sequence[int]) -> Row:
+    """Sums of acceptance and their numbers of places, by bucket and temperature."""
+    batch = Batches([document], num_rows=1, max_length=len(document.tokens), seed=0).batch(0)
+    with torch.no_grad():
+        found = learner.judged(batch, 1)
+    places = np.flatnonzero(batch.learnt[0].numpy())
+    row: Row = {}
+    for temperature in TEMPERATURES:
+        chances = found.agrees if temperature == 0 else np.exp(np.minimum(found.log_ratios, 0))
+        buckets = acceptance_by_position(chances[:, 0].astype(float), places, borders)
+        for number, bucket in enumerate(buckets):
+            name = f"{temperature}_{number}"
+            row |= {f"accepted_{name}": bucket.count * (bucket.acceptance or 0.0), f"places_{name}": bucket.count}
+    return row
+
+
+def made(place: Folder, found: Sequence[Way], seeds: int, texts: Sequence[Document], length: int, keep: Path) -> list[Row]:
+    """Make and judge every drafter: a row for each way, seed and text."""
+
+    def run(turn: Turn[Way, Seed]) -> Row:
+        way, seed = turn.way, turn.job
+        learner = way.learner(seed.number)
+        if way.settings is not None and way.batches is not None:
+            train(learner, way.batches(seed.number), way.settings(seed.number), keep / way.name / seed.name)
+        learner.eval()
+        borders = (length, 2 * length)
+        each = [
+            {"prompt": str(i), "category": text.domain or "", **accepted(learner, text, borders)}  # type: ignore[arg-type]
+            for i, text in enumerate(texts)
+        ]
+        return {"method": way.name, "seed": seed.number, "each": each}
+
+    todo = list(turns(list(found), [Seed(number=number) for number in range(seeds)], seed="made"))
+    rows = place.take("made", todo, run)
+    return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
+
+
+def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
+    """Tables and claims."""
+    sums = Sums(rows, crossed=True)
+    names = (f"below {length}", f"{length} to {2 * length - 1}", f"from {2 * length}")
+    tables, claims = [], list[Claim]()
+    for t in TEMPERATURES:
+        lines = [
+            [method, *(Estimate.of(sums.ratio(method, f"accepted_{t}_{b}", f"places_{t}_{b}")).text(".3f") for b in range(3))]
+            for method in sums.methods
+        ]
+        title = f"Acceptance of the first draft token by absolute position, temperature {t}"
+        tables.append(Table(title=title, head=("draft model", *names), lines=lines))
+        for theirs, ours, what, published in (
+            (ABSOLUTE, PADDED, "Random padding accepts more behind the trained length, absolute positions", PUBLISHED),
+            (ROTARY, GAPPED, "Random gaps accept more behind the trained length, rotary positions", None),
+        ):
+            behind = [
+                sum(sums.get(method, f"accepted_{t}_{b}") for b in (1, 2))
+                / sum(sums.get(method, f"places_{t}_{b}") for b in (1, 2))
+                for method in (ours, theirs)
+            ]
+            claims.append(
+                PADDING.claim(
+                    f"{what}, temperature {t}.",
+                    gain(*behind),
+                    num_prompts=sums.num_prompts,
+                    published=published,
+                    unit="% of acceptance",
+                    least=0.0,
+                    rests_on=(ours, theirs),
+                )
+            )
+    return Findings(tables=tables, claims=claims, text=about)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")],
+    work: Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")],
+    prompts: options.Prompts,
+    out: options.Out = None,
+    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 3000,
+    length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 128,
+    long: Annotated[int, typer.Option(min=44, help="Tokens of a text that drafters are judged on.")] = 448,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every draft model.")] = 250,
+    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 3e-3,
+    seeds: options.Seeds = 3,
+    num_prompts: options.NumPrompts = 60,
+    threads: options.Threads = 1,
+) -> None:
+    """Train and compare."""
+    use_threads(threads)
+    given = {"num_texts": num_texts, "length": length, "long": long, "steps": steps, "num_rows": num_rows}
+    given |= {"num_prompts": num_prompts}
+    with folder(out, "positions", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
+        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
+        held = long_texts(work / f"long-{long}.jsonl", prompts, num_prompts, long)
+        run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}
+        found = ways(embedded_target(), texts, run)
+        rows = made(place, found, seeds, held, length, work / "positions")
+        about = (
+            f"Draft models distilled from random weights on {steps * num_rows * length:,} tokens of the target's "
+            f"answers of {length} tokens, with {seeds} seeds; judged along {Sums(rows).num_prompts} texts of the "
+            f"target of up to {long} tokens."
+        )
+        place.finish(findings(rows, length, about))

@@ -1,0 +1,223 @@
+"""Which shape of a draft model pays: wide and shallow against narrow and deep at equal parameters (Yan et al. 2024).
+
+`python -m recipes shapes --data TEXTS --work DIR --out DIR` distils draft models of one size and several depths from
+random weights, with equal steps, rows and tokens and several seeds. Their block efficiency on held-out prompts, for
+drafts of 1 to 5 tokens, is divided by the measured seconds of a step. Each shape counts with its best length. The
+timing wants a quiet machine.
+"""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import typer
+from jaxtyping import Float
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import outrider
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.folder import Folder, folder
+from outrider.bench.report import Findings, Table
+from outrider.bench.turns import Turn, turns
+from outrider.embedded import EMBEDDED_TARGET
+from outrider.engine.engine import Engine
+from outrider.lengths.fixed import FixedLength
+from outrider.lm.open import open_config
+from outrider.surgery.family import Sized, same_size
+from outrider.surgery.shape import config_of
+from outrider.threads import use_threads
+from outrider.training.batches import Batches
+from outrider.training.distill import Distilled
+from outrider.training.divergences import divergence
+from outrider.training.loop import Learner
+from outrider.training.settings import Settings
+from outrider.types import Sampling
+from recipes import options
+from recipes.trained import (
+    DEPTH,
+    TEMPERATURES,
+    Seed,
+    Texts,
+    Way,
+    efficiencies,
+    embedded_target,
+    kept_states,
+    made,
+    of,
+    short_run,
+)
+
+PAPER = Paper(name="Yan et al. 2024, Decoding speculative decoding", url="https://arxiv.org/abs/2402.01528")
+PUBLISHED = 111
+"""The paper's gain in throughput over earlier draft models, in percent."""
+TIMED_PROMPTS = 4
+QUICK = {
+    "num_texts": 24,
+    "steps": 2,
+    "num_prompts": 4,
+    "length": 48,
+    "num_rows": 4,
+    "seeds": 1,
+    "layers": "1,4",
+    "rounds": 1,
+    "timed_threads": 1,
+    "max_new_tokens": 16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A shape with drafts of one length, to be timed."""
+
+    shape: str
+    length: int
+
+    @property
+    def name(self) -> str:
+        """Unique among those that are timed."""
+        return f"{self.shape}, {self.length}"
+
+
+def shapes(parameters: int, layers: Sequence[int]) -> dict[str, Sized]:
+    """A shape for each number of layers, by its name."""
+    found = same_size(open_config(str(EMBEDDED_TARGET)), parameters, layers)
+    return {f"{sized.shape.layers} x {sized.shape.width}": sized for sized in found}
+
+
+def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, run: dict[str, float]) -> list[Way]:
+    """Every shape, distilled from random weights on the target's answers."""
+    states = kept_states(target, texts.answers)
+
+    def settings(seed: int) -> Settings:
+        return short_run(seed, **run)  # type: ignore[arg-type]
+
+    def batches(seed: int) -> Batches:
+        own = settings(seed)
+        return Batches(texts.answers, num_rows=own.num_rows, max_length=own.max_length, seed=seed, captured=states)
+
+    def way(name: str, sized: Sized) -> Way:
+        def learner(seed: int) -> Learner:
+            torch.manual_seed(seed)
+            model = AutoModelForCausalLM.from_config(config_of(open_config(str(EMBEDDED_TARGET)), sized.shape))
+            return Distilled(model.float(), target, loss=divergence("fkl"))
+
+        return Way(name=name, learner=learner, batches=batches, settings=settings)
+
+    return [way(name, sized) for name, sized in family.items()]
+
+
+def timed(place: Folder, family: dict[str, Sized], drafters: Path, rounds: int, num_tokens: int) -> list[Row]:
+    """Seconds of a step of every shape and length, in turns."""
+    engines: dict[str, Engine] = {}
+    prompts = ["Once upon a time", "The little dog", "def main(", "Question: Tom has 5 apples."][:TIMED_PROMPTS]
+    drawn = Sampling(temperature=0.0)
+
+    def run(turn: Turn[Timed, Seed]) -> Row:
+        way = turn.way
+        if way.shape not in engines:
+            path = drafters / way.shape / Seed(number=0).name
+            engines[way.shape] = outrider.load(
+                str(EMBEDDED_TARGET), drafter=f"model:path={path}", length="fixed:5", forward="packed", max_slots=1
+            )
+        engine = engines[way.shape]
+        engine.parts = replace(engine.parts, length=FixedLength(num_speculative_tokens=way.length))
+        each = []
+        for prompt in prompts:
+            began = time.perf_counter()
+            [output] = engine.generate([prompt], max_new_tokens=num_tokens, sampling=drawn)
+            each.append((time.perf_counter() - began) / max(1, output.num_steps))
+        return {"shape": way.shape, "length": way.length, "seconds": statistics.median(each)}
+
+    todo = turns(
+        [Timed(shape=name, length=length) for name in family for length in range(1, DEPTH + 1)],
+        [Seed(number=number) for number in range(rounds + 1)],
+        seed="timed",
+    )
+    return [row for row in place.take("timed", todo, run) if not row["turn"].split(" | ")[1].endswith("-0")]
+
+
+def speeds(sums: Sums, times: Sequence[Row], shape: str, temperature: int) -> Float[np.ndarray, " samples"]:
+    """Tokens per second of a shape with its best length."""
+    found = []
+    for length in range(1, DEPTH + 1):
+        seconds = [row["seconds"] for row in times if (row["shape"], row["length"]) == (shape, length)]
+        name = of(temperature, length)
+        found.append(sums.ratio(shape, f"tokens_{name}", f"steps_{name}") / statistics.median(seconds))
+    best = int(np.argmax([each[0] for each in found]))
+    return found[best]
+
+
+def findings(rows: Sequence[Row], times: Sequence[Row], family: dict[str, Sized], about: str) -> Findings:
+    """Tables and claims."""
+    sums = Sums(rows, crossed=True)
+    lines: list[Sequence[object]] = []
+    claims: list[Claim] = []
+    by_depth = sorted(family, key=lambda name: family[name].shape.layers)
+    for name in by_depth:
+        steps = [1000 * row["seconds"] for row in times if (row["shape"], row["length"]) == (name, DEPTH)]
+        line: list[object] = [name, f"{family[name].num_parameters:,}", f"{statistics.median(steps):.1f}"]
+        line += [Estimate.of(speeds(sums, times, name, t)).text(".0f") for t in TEMPERATURES]
+        lines.append(line)
+    for t in TEMPERATURES:
+        for deep in by_depth[1:]:
+            layers = family[deep].shape.layers
+            claims.append(
+                PAPER.claim(
+                    f"One wide layer is faster than {layers} narrow ones of equal size, temperature {t}.",
+                    gain(speeds(sums, times, by_depth[0], t), speeds(sums, times, deep, t)),
+                    num_prompts=sums.num_prompts,
+                    published=PUBLISHED,
+                    unit="% of tokens per second",
+                    least=0.0,
+                    note="each with its best length; the interval is that of block efficiency over medians of seconds",
+                )
+            )
+    head = ("shape", "parameters", f"ms of a step, {DEPTH} tokens", *(f"tokens/s, T {t}" for t in TEMPERATURES))
+    speed = Table(title="Tokens per second at the best length", head=head, lines=lines)
+    return Findings(tables=[efficiencies(sums, by_depth, rows), speed], claims=claims, text=about)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")],
+    work: Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")],
+    prompts: options.Prompts,
+    out: options.Out = None,
+    parameters: Annotated[int, typer.Option(min=1, help="Parameters of every shape.")] = 3_300_000,
+    layers: Annotated[str, typer.Option(help="Numbers of layers, with commas.")] = "1,2,4,12",
+    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 3000,
+    length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every shape.")] = 400,
+    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 3e-3,
+    seeds: options.Seeds = 3,
+    num_prompts: options.NumPrompts = 1000,
+    rounds: options.Rounds = 3,
+    max_new_tokens: options.MaxNewTokens = 48,
+    threads: options.Threads = 1,
+    timed_threads: Annotated[int, typer.Option(min=1, help="Threads while steps are timed.")] = 2,
+) -> None:
+    """Train, time and compare."""
+    use_threads(threads)
+    given = {"num_texts": num_texts, "length": length, "steps": steps, "num_rows": num_rows, "layers": layers}
+    given |= {"parameters": parameters, "max_new_tokens": max_new_tokens, "timed_threads": timed_threads}
+    amounts = {"learning_rate": learning_rate, "seeds": seeds, "rounds": rounds, "out": out}
+    with folder(out, "shapes", {**given, **amounts}) as place:
+        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
+        texts = Texts.made(work / "texts", data, prompts, **counts)
+        run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}
+        family = shapes(parameters, options.whole_numbers("--layers", layers))
+        rows = made(place, ways(family, embedded_target(), texts, run), seeds, texts, work / "shapes")
+        use_threads(timed_threads)
+        times = timed(place, family, work / "shapes", rounds, max_new_tokens)
+        about = (
+            f"Draft models distilled from random weights on {steps * num_rows * length:,} tokens of the target's "
+            f"answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}. Steps are timed with "
+            f"{timed_threads} threads, in {rounds} rounds."
+        )
+        place.finish(findings(rows, times, family, about))

@@ -1,0 +1,147 @@
+"""SD2: a draft model steered by the target's hidden states against distillation alone (Berdoz et al. 2025).
+
+`python -m recipes steer --data TEXTS --work DIR --out DIR` begins with the draft model that `recipes distill` trains on
+text. One copy of it is distilled, one is distilled together with a module that steers it. Of two further copies, which
+stay as they are, one is steered. All have the same number of steps, rows and tokens.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from transformers import PreTrainedModel
+
+from outrider.bench.claims import Claim, Paper
+from outrider.bench.evidence import Row, Sums
+from outrider.bench.folder import folder
+from outrider.bench.report import Findings
+from outrider.heads.steering import usual_taps
+from outrider.lm.open import open_model
+from outrider.threads import use_threads
+from outrider.training.batches import Batches
+from outrider.training.capture import capture
+from outrider.training.distill import Distilled
+from outrider.training.divergences import divergence
+from outrider.training.loop import Learner
+from outrider.training.settings import Settings
+from outrider.training.shards import Contents
+from outrider.training.steer import steered_learner
+from recipes import options
+from recipes.distill import SHAPE
+from recipes.trained import (
+    DEPTH,
+    TEMPERATURES,
+    Texts,
+    Way,
+    against,
+    draft_of_text,
+    efficiencies,
+    embedded_target,
+    made,
+    short_run,
+)
+
+PAPER = Paper(name="Berdoz et al. 2025, SD2", url="https://arxiv.org/abs/2511.09844")
+PUBLISHED = {0: "up to 22", 1: "up to 35"}
+"""The paper's gain in accepted tokens over distillation, in percent, by temperature."""
+DISTILLED, STEERED = "distilled", "distilled and steered"
+FROZEN, FROZEN_STEERED = "frozen", "frozen and steered"
+QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "num_rows": 4, "seeds": 1}
+
+
+def ways(base: Path, target: PreTrainedModel, texts: Texts, run: dict[str, float]) -> list[Way]:
+    """The draft model with and without steering, learning and frozen."""
+    layers = target.config.num_hidden_layers
+    states = capture(target, texts.answers, Contents(taps=tuple(sorted({*usual_taps(layers), layers}))))
+
+    def settings(seed: int) -> Settings:
+        return short_run(seed, **run)  # type: ignore[arg-type]
+
+    def batches(seed: int) -> Batches:
+        own = settings(seed)
+        return Batches(texts.answers, num_rows=own.num_rows, max_length=own.max_length, seed=seed, captured=states)
+
+    def plain(seed: int) -> Learner:
+        return Distilled(open_model(str(base), dtype=torch.float32, device="cpu"), target, loss=divergence("fkl"))
+
+    def steered(frozen: bool) -> Way:
+        def learner(seed: int) -> Learner:
+            return steered_learner(
+                str(base),
+                target,
+                None,
+                loss="fkl",
+                num_speculative_tokens=DEPTH,
+                device=torch.device("cpu"),
+                frozen=frozen,
+                seed=seed,
+            )
+
+        name = FROZEN_STEERED if frozen else STEERED
+        return Way(name=name, learner=learner, batches=batches, settings=settings)
+
+    return [
+        Way(name=FROZEN, learner=plain),
+        Way(name=DISTILLED, learner=plain, batches=batches, settings=settings),
+        steered(frozen=False),
+        steered(frozen=True),
+    ]
+
+
+def findings(rows: Sequence[Row], about: str) -> Findings:
+    """The table and the claims."""
+    sums = Sums(rows, crossed=True)
+    claims: list[Claim] = []
+    for t in TEMPERATURES:
+        sentence = "Steering and distillation emit more tokens per step than distillation alone"
+        claims.append(
+            against(
+                PAPER,
+                sums,
+                sentence,
+                STEERED,
+                DISTILLED,
+                t,
+                published=PUBLISHED[t],
+                note="the paper's figure is the gain in accepted tokens",
+            )
+        )
+        sentence = "A frozen draft model emits more tokens per step when it is steered"
+        note = "the paper doubles the accepted tokens for Vicuna-7B with a draft model of 160M"
+        claims.append(against(PAPER, sums, sentence, FROZEN_STEERED, FROZEN, t, published="up to 100", note=note))
+    return Findings(tables=[efficiencies(sums, sums.methods, rows)], claims=claims, text=about)
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")],
+    work: Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")],
+    prompts: options.Prompts,
+    out: options.Out = None,
+    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 3000,
+    length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 128,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every way.")] = 150,
+    text_steps: Annotated[int, typer.Option(min=1, help="Steps on text, before.")] = 500,
+    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step; twice as many on text, before.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 1e-3,
+    seeds: options.Seeds = 3,
+    num_prompts: options.NumPrompts = 1000,
+    threads: options.Threads = 1,
+) -> None:
+    """Train and compare."""
+    use_threads(threads)
+    given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
+    with folder(out, "steer", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
+        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
+        texts = Texts.made(work / "texts", data, prompts, **counts)
+        on_text = short_run(0, text_steps, 2 * num_rows, length, 3e-3)
+        base = draft_of_text(work / f"draft-{text_steps}", texts.more, on_text, SHAPE)
+        run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}
+        rows = made(place, ways(base, embedded_target(), texts, run), seeds, texts, work / "steer")
+        about = (
+            f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
+            f"{2 * text_steps * num_rows * length:,} tokens of text, then {steps} steps of {num_rows} rows of the "
+            f"target's answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
+        )
+        place.finish(findings(rows, about))

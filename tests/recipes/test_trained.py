@@ -1,0 +1,94 @@
+"""Recipes that train drafters: their quick forms, and what they judge by."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.training.batches import Batches
+from outrider.training.distill import Distilled
+from outrider.training.divergences import divergence
+from outrider.training.documents import Document
+from outrider.training.watch import Watch
+from recipes.__main__ import main
+from recipes.trained import covered, embedded_target, fresh_draft, judged, kept_states
+
+TEXT = "Once upon a time there was a dog named Sam who lived with a boy in a small house near the river, number {}. "
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Texts, prompts and one folder for what the target says, as options."""
+    folder = tmp_path_factory.mktemp("trained")
+    texts = [{"domain": "story", "text": TEXT.format(i) * 3} for i in range(30)]
+    prompts = [{"id": str(i), "category": "story", "prompt": f"One day {i} children"} for i in range(6)]
+    for name, rows in (("texts", texts), ("prompts", prompts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *("--quick", "--data", str(folder / "texts.jsonl"), "--prompts", str(folder / "prompts.jsonl")),
+        *("--work", str(folder / "work")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "num_ways", "num_claims"),
+    [("distill", 12, 22), ("steer", 4, 4), ("shapes", 2, 2), ("positions", 4, 4)],
+)
+def test_the_quick_form_trains_judges_and_writes_its_claims(given, tmp_path, recipe, num_ways, num_claims):
+    with pytest.raises(SystemExit) as ended:
+        main([recipe, *given, "--out", str(tmp_path / "out")])
+    assert ended.value.code == 0
+    claims = json.loads((tmp_path / "out" / "claims.json").read_text())
+    assert (len(claims), {claim["holds"] for claim in claims}) == (num_claims, {None}), "so few prompts judge nothing"
+    rows = [json.loads(line) for line in (tmp_path / "out" / "rows.jsonl").read_text().splitlines()]
+    assert len([row for row in rows if row["phase"] == "made"]) == num_ways
+    assert "nan" not in (tmp_path / "out" / "table.md").read_text()
+
+
+def learner() -> Distilled:
+    return Distilled(fresh_draft(SMALL), embedded_target(), loss=divergence("fkl"))
+
+
+def documents(count: int, length: int) -> list[Document]:
+    dice = np.random.default_rng(0)
+    return [Document(tokens=dice.integers(4, 8000, length), start=5) for _ in range(count)]
+
+
+def test_the_rows_of_a_drafter_agree_with_what_is_watched_in_training():
+    class OfDocuments:
+        held = {temperature: documents(4, 30) for temperature in (0, 1)}  # noqa: RUF012
+
+    own = learner()
+    rows = judged(own, OfDocuments(), depth=3)
+    watched = Watch(OfDocuments.held[1], depth=3).look(own)
+    for temperature, accepted in ((0, watched.accepted_greedy), (1, watched.accepted)):
+        first = sum(row[f"first_{temperature}"] for row in rows) / sum(row[f"places_{temperature}"] for row in rows)
+        assert first == pytest.approx(accepted[0], rel=1e-4)
+
+
+def test_a_loss_from_kept_states_is_that_of_the_target_itself():
+    texts, own = documents(3, 20), learner()
+    kept = kept_states(embedded_target(), texts)
+    with_states, without = (
+        own(Batches(texts, num_rows=3, max_length=20, seed=0, captured=captured).batch(0)) for captured in (kept, None)
+    )
+    assert with_states.total.item() == pytest.approx(without.total.item(), rel=1e-4)
+
+
+def test_expected_steps_are_those_of_all_ways_to_go_through_a_text():
+    chances = np.array([[0.5, 0.25], [0.5, 1.0], [0.0, 1.0]])
+    # From place 0: one token with 1/2, two with 3/8, three with 1/8; from place 1 one with 1/2, three with 1/2.
+    second, third = 0.5, 3 / 8 + 0.5 * 0.5
+    assert covered(chances).steps == pytest.approx(1 + second + third)
+
+
+def test_drafters_that_accept_everything_take_the_fewest_steps(tmp_path: Path):
+    assert covered(np.ones((12, 3))).steps == 3
