@@ -200,8 +200,9 @@ def main(
     given |= {"num_rows": num_rows, "learning_rate": learning_rate, "num_prompts": num_prompts, "seeds": seeds}
     with folder(out, "experts", {**given, "out": out}) as place:
         model = opened(target, counts)
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, target=target)
-        texts = texts.judged_on(num_prompts)
+        texts = Texts.made(
+            work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts, target=target
+        )
 
         def settings(seed: int) -> Settings:
             return Settings(
