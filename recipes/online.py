@@ -182,7 +182,7 @@ def main(
         tokenizer = open_tokenizer(place_of_target)
         asked = openings(data, names, requests, tokenizer)
         if text_steps and work is not None:
-            draft = outsider(work / f"without-{domains}-{text_steps}", data, names, text_steps, tokenizer)
+            draft = outsider(work / f"without-{'-'.join(names)}-{text_steps}", data, names, text_steps, tokenizer)
         stream = Stream(
             domains=asked,
             target=place_of_target,
