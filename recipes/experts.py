@@ -28,7 +28,7 @@ from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
 from outrider.training.settings import Settings
 from recipes import options
-from recipes.trained import TEMPERATURES, Texts, Way, against, efficiencies, kept_states, made
+from recipes.trained import TEMPERATURES, Texts, Way, against, efficiencies, kept_states, made, short_run
 
 UNCURL = Paper(name="Muzio et al. 2024, UNCURL", url="https://arxiv.org/abs/2409.01483")
 REAP = Paper(name="Lasby et al. 2025, REAP", url="https://arxiv.org/abs/2510.13999")
@@ -205,17 +205,7 @@ def main(
         )
 
         def settings(seed: int) -> Settings:
-            return Settings(
-                steps=steps,
-                num_rows=num_rows,
-                max_length=length,
-                learning_rate=learning_rate,
-                warmup=max(1, steps // 10),
-                seed=seed,
-                device="cpu",
-                save_every=1000,
-                keep_best=False,
-            )
+            return short_run(seed, steps, num_rows, length, learning_rate)
 
         bare, trained, sizes = ways(model, counts, texts, settings)
         # A pruned model as it is has no seed: it is judged once.

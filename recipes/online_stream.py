@@ -19,10 +19,9 @@ from outrider.training.online import Learning
 from outrider.training.online_draft import model_of
 from outrider.training.pupil import OnlineSettings
 from outrider.training.records import read_documents
-from outrider.training.settings import Settings
 from outrider.training.sources import records
 from outrider.types import InputError, Sampling
-from recipes.trained import PROMPT, covered, draft_of_text
+from recipes.trained import PROMPT, covered, draft_of_text, short_run
 
 DEPTH = 4
 """Tokens of a draft."""
@@ -208,14 +207,4 @@ def outsider(place: Path, data: Path, domains: Sequence[str], steps: int, tokeni
     texts = [each for each in read_documents(data, tokenizer, max_tokens=LENGTH) if each.domain not in domains]
     if not texts:
         raise InputError(f"{data} has no text of another domain than {', '.join(domains)}; leave out --text-steps")
-    settings = Settings(
-        steps=steps,
-        num_rows=16,
-        max_length=LENGTH,
-        learning_rate=3e-3,
-        warmup=max(1, steps // 10),
-        device="cpu",
-        save_every=1000,
-        keep_best=False,
-    )
-    return draft_of_text(place, texts, settings, SHAPE)
+    return draft_of_text(place, texts, short_run(0, steps, 16, LENGTH, 3e-3), SHAPE)

@@ -12,6 +12,7 @@ from outrider.surgery.checkpoint import write
 from outrider.surgery.experts import METHODS
 from outrider.types import InputError
 from recipes import experts
+from recipes.trained import of
 
 SHAPE = {
     "hidden_size": 32,
@@ -54,7 +55,7 @@ def test_the_quick_form_judges_every_drafter(target, files, tmp_path):
     assert {name for name, row in by_name.items() if row.get("steps") == 2} == trained
     for row in rows:
         assert {each["prompt"] for each in row["each"]} == {"0", "1", "2", "3"}
-        assert all(1 <= each["tokens_1"] / each["steps_1"] <= 6 for each in row["each"])
+        assert all(1 <= each[f"tokens_{of(1)}"] / each[f"steps_{of(1)}"] <= 6 for each in row["each"])
     # A fresh model knows nothing of the target.
     first = {name: sum(each["first_1"] for each in row["each"]) for name, row in by_name.items()}
     assert first[experts.distilled("uncurl", 4)] > first[experts.distilled(experts.FRESH, 4)]
