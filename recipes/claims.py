@@ -2,8 +2,8 @@
 
 `python -m recipes claims --out docs/claims.md` reads the `claims.json` and `circumstances.json` that the recipes
 `block_gain`, `budgets`, `optimal_rate`, `stopping`, `sharing`, `marginals`, `pearl`, and those that train drafters,
-wrote to the folders of `measurements`, and makes one row per claim, with a column for each pair. `REASONS`, which people write, explains why
-our figures differ from the papers'.
+wrote to the folders of `measurements`, and makes one row per claim, with a column for each pair. `REASONS`, which
+people write, explains why our figures differ from the papers'.
 """
 
 import json
@@ -338,7 +338,11 @@ def described(run: Mapping[str, Any]) -> str:
 def runs_of(measurements: Path) -> list[dict[str, Any]]:
     """The runs with claims in the folders of a folder; those with the embedded draft model first."""
     found = [read(place.parent) for place in sorted(measurements.glob("*/claims.json"))]
-    return [run for run in sorted(found, key=lambda run: list(PAIRS).index(draft_of(run)) if draft_of(run) in PAIRS else 1) if run["claims"]]
+    return [
+        run
+        for run in sorted(found, key=lambda run: list(PAIRS).index(draft_of(run)) if draft_of(run) in PAIRS else 1)
+        if run["claims"]
+    ]
 
 
 def main(

@@ -36,7 +36,18 @@ from outrider.training.settings import Settings
 from outrider.types import InputError, Sampling
 from recipes import options
 from recipes.distill import SHAPE
-from recipes.trained import SLOTS, TEMPERATURES, Seed, Texts, Way, embedded_target, fresh_draft, kept_states, short_run, spread
+from recipes.trained import (
+    SLOTS,
+    TEMPERATURES,
+    Seed,
+    Texts,
+    Way,
+    embedded_target,
+    fresh_draft,
+    kept_states,
+    short_run,
+    spread,
+)
 
 PADDING = Paper(name="Tao et al. 2023, Random padding", url="https://arxiv.org/abs/2305.04859")
 PUBLISHED = "0.2 to 0.8, in F1 of answers"
@@ -128,7 +139,9 @@ def accepted(learner: Distilled, document: Document, borders: Sequence[int]) -> 
     return row
 
 
-def made(place: Folder, found: Sequence[Way], seeds: int, texts: Sequence[Document], length: int, keep: Path) -> list[Row]:
+def made(
+    place: Folder, found: Sequence[Way], seeds: int, texts: Sequence[Document], length: int, keep: Path
+) -> list[Row]:
     """Make and judge every drafter: a row for each way, seed and text."""
 
     def run(turn: Turn[Way, Seed]) -> Row:
@@ -149,6 +162,12 @@ def made(place: Folder, found: Sequence[Way], seeds: int, texts: Sequence[Docume
     return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
 
 
+def bucket(sums: Sums, method: str, temperature: int, number: int) -> Estimate:
+    """Acceptance in a bucket of positions."""
+    name = f"{temperature}_{number}"
+    return Estimate.of(sums.ratio(method, f"accepted_{name}", f"places_{name}"))
+
+
 def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
     """Tables and claims."""
     sums = Sums(rows, crossed=True)
@@ -156,8 +175,7 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
     tables, claims = [], list[Claim]()
     for t in TEMPERATURES:
         lines = [
-            [method, *(Estimate.of(sums.ratio(method, f"accepted_{t}_{b}", f"places_{t}_{b}")).text(".3f") for b in range(3))]
-            for method in sums.methods
+            [method, *(bucket(sums, method, t, number).text(".3f") for number in range(3))] for method in sums.methods
         ]
         title = f"Acceptance of the first draft token by absolute position, temperature {t}"
         tables.append(Table(title=title, head=("draft model", *names), lines=lines))
