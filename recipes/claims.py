@@ -338,11 +338,9 @@ def described(run: Mapping[str, Any]) -> str:
 def runs_of(measurements: Path) -> list[dict[str, Any]]:
     """The runs with claims in the folders of a folder; those with the embedded draft model first."""
     found = [read(place.parent) for place in sorted(measurements.glob("*/claims.json"))]
-    return [
-        run
-        for run in sorted(found, key=lambda run: list(PAIRS).index(draft_of(run)) if draft_of(run) in PAIRS else 1)
-        if run["claims"]
-    ]
+    order = list(PAIRS)
+    known = [run for run in found if run["claims"]]
+    return sorted(known, key=lambda run: order.index(draft_of(run)) if draft_of(run) in PAIRS else 1)
 
 
 def main(

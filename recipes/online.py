@@ -169,7 +169,7 @@ def main(
     given: dict[str, object] = {
         "data": data,
         "target": target,
-        "draft": draft if not text_steps else f"other domains, {text_steps} steps",
+        "begins_with": draft if not text_steps else f"other domains, {text_steps} steps",
         "domains": domains,
         "requests": requests,
         "seeds": seeds,
