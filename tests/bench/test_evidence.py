@@ -95,3 +95,18 @@ def test_an_undecided_claim_says_how_much_longer_and_a_decided_one_whether_it_is
     assert judged(1, 0.6, 2, least=0.0).clear
     assert judged(4, 3, 4.4, most=5.0).clear
     assert hours_left(Estimate(value=0.0, low=-1, high=1), 0.0, 1.0) == FOREVER
+
+
+def test_crossed_seeds_are_drawn_once_for_all_prompts():
+    rows = [made("a", p, 10**seed, 1, seed) for p in ("x", "y") for seed in (0, 1)]
+    # One prompt less and one seed less than there are, scaled up: every resample is four times one run.
+    assert set(Sums(rows, crossed=True).get("a", "tokens")) == {22, 4, 40}
+
+
+def test_seeds_that_differ_widen_the_interval_as_fresh_seeds_would():
+    dice = np.random.default_rng(1)
+    effects, noise = dice.normal(0, 1, 40), dice.normal(0, 1, (40, 60))
+    rows = [made("a", str(p), effects[s] + noise[s, p] + 9, 1, s) for p in range(60) for s in range(40)]
+    found = Sums(rows, crossed=True).ratio("a", "tokens", "steps")
+    expected = np.sqrt(effects.var(ddof=1) / 40 + 1 / (40 * 60))
+    assert found[1:].std() == pytest.approx(expected, rel=0.2)
