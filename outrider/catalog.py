@@ -9,6 +9,8 @@ from typing import Literal
 
 from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.step import StepDecoding
+from outrider.drafters.dflash import DFlarePath, DFlashPath
+from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -98,6 +100,27 @@ ROWS = (
         make=SteeredPath,
         summary="a smaller LM that the target's hidden states steer",
         source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
+    ),
+    Row(
+        family="drafter",
+        name="dflash",
+        make=DFlashPath,
+        summary="a head that guesses a block of tokens in one forward, each without the others",
+        source="DFlash 2026, https://arxiv.org/abs/2602.06036",
+    ),
+    Row(
+        family="drafter",
+        name="dflare",
+        make=DFlarePath,
+        summary="dflash with a mixture of the target's layers for each layer of the head",
+        source="Tencent 2026, https://github.com/Tencent/AngelSlim",
+    ),
+    Row(
+        family="drafter",
+        name="dspark",
+        make=DSparkPath,
+        summary="dflash with a sequential head that corrects each guess by the token before it",
+        source="DeepSeek 2026, https://arxiv.org/abs/2607.05147",
     ),
     Row(family="tree", name="chain", make=ChainTree, summary="one child per node", source=LEVIATHAN),
     Row(

@@ -4,6 +4,8 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `LlamaRotaryEmbedd
 cosines and sines for every rotary scheme that a config can name, and `apply_rotary_pos_emb` turns queries and keys.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -25,6 +27,16 @@ class Rotary(nn.Module):
         self, states: Float[Tensor, "rows width hidden"], positions: Int[Tensor, "rows width"]
     ) -> Float[Tensor, "2 rows width dim"]:
         return torch.stack(self.table(states, positions))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Frequencies stay in float32 where the module is cast to a lower dtype: far positions need them exact."""
+        before = dict(self.table.named_buffers())
+        super()._apply(fn, recurse)
+        for name, exact in before.items():
+            moved = getattr(self.table, name)
+            if moved.dtype.itemsize < exact.dtype.itemsize <= 4:
+                setattr(self.table, name, exact.to(moved.device))
+        return self
 
 
 class Attention(nn.Module):

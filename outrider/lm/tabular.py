@@ -96,7 +96,7 @@ class TabularLM:
                 parent = len(pending) - 1 if segment.parents is None else int(segment.parents[i])
                 pending.append((*(pending[parent] if parent >= 0 else committed), token))
                 fresh.append(pending[-1])
-            rows += [self._row(prefix) for prefix in fresh[len(fresh) - segment.num_wanted :]]
+            rows += [self._row(fresh[i]) for i in segment.wanted]
             prefixes += fresh
         stacked = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
         added = [s.features[s.wanted.start : s.wanted.stop] for s in segments if s.features is not None]
