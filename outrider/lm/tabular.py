@@ -99,7 +99,8 @@ class TabularLM:
             rows += [self._row(fresh[i]) for i in segment.wanted]
             prefixes += fresh
         stacked = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
-        added = [s.features[s.wanted.start : s.wanted.stop] for s in segments if s.features is not None]
+        wanting = [s for s in segments if s.num_wanted]
+        added = [s.features[s.wanted.start : s.wanted.stop] for s in wanting if s.features is not None]
         logits = stacked.log() + torch.cat(added) if added else stacked.log()
         return Extension(logits=logits, taps=self._taps(prefixes, taps))
 

@@ -24,7 +24,7 @@ from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-KINDS = ("own features", "block")
+KINDS = ("own features", "block", "dflash", "dspark")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=0.9, seed=3)
 CELLS = (("chain", "block"), ("gumbel:branching=2x2x1", "traversal"), ("dynamic:width=3,num_nodes=8", "match"))
@@ -51,10 +51,10 @@ def prompts(*sizes: int) -> list[list[int]]:
     return [dice.integers(3, VOCAB, size=size).tolist() for size in sizes]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "dflare"])
 @pytest.mark.parametrize(("tree", "verifier"), CELLS)
 def test_greedy_output_of_ragged_batches_is_that_of_plain_decoding(kind, tree, verifier):
-    if kind == "block" and tree.startswith("gumbel"):
+    if kind not in ("own features", "dspark") and tree.startswith("gumbel"):
         tree = "lattice:num_nodes=6"
         verifier = "match"
     busy = engine(kind, tree, verifier)
@@ -174,7 +174,9 @@ def test_a_drafter_is_swapped_for_new_requests_while_others_keep_theirs(kind):
     these = prompts(9, 14)
     one = engine(kind)
     expected = [one.generate([prompt], max_new_tokens=16, sampling=DRAWN)[0] for prompt in these]
-    other = toy("block" if kind == "own features" else "own features", Surroundings.of(one.parts.target, None))
+    other = toy(
+        "block" if kind in ("own features", "dspark") else "own features", Surroundings.of(one.parts.target, None)
+    )
     one.rest()
     ids = [one.add(these[0], max_new_tokens=16, sampling=DRAWN)]
     one.step()
@@ -218,7 +220,7 @@ def test_a_head_states_that_it_reads_hidden_states_and_keeps_a_cache(kind):
     assert traits.reads_hidden_states
     assert traits.keeps_cache
     assert not traits.context_pure
-    assert traits.rows == ("marginal" if kind == "block" else "sampled")
+    assert traits.rows == ("sampled" if kind in ("own features", "dspark") else "marginal")
 
 
 def test_a_class_that_drafts_nothing_has_no_traits():

@@ -1,0 +1,65 @@
+"""The law of drafters that guess blocks: on tables as the gate enumerates it, and in whole runs over real models."""
+
+import pytest
+
+from outrider import catalog
+from outrider.drafters.protocol import Surroundings
+from outrider.lm.open import as_lm
+from outrider.proof.rule import law_error
+from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
+from tests.world.heads import BLOCKS, block_drafter
+from tests.world.models import target
+from tests.world.tables import tables
+from tests.world.verifiers import verifier
+
+pytestmark = pytest.mark.usefixtures("float64_stays_float64")
+
+
+def small(kind: str, vocab: int = 3):
+    """A drafter of the kind over tables."""
+    return block_drafter(kind, Surroundings.of(target(1), None)).on_tables(vocab, seed=1)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@pytest.mark.parametrize(("tree", "rule"), [("chain", "token"), ("chain", "block"), ("lattice:num_nodes=4", "match")])
+def test_the_gate_enumerates_chains_and_lattices(kind, tree, rule):
+    made = tables(3, catalog.make("verifier", rule), drafter=small(kind), tree=catalog.make("tree", tree))
+    assert law_error(made) < 1e-12
+
+
+def test_guesses_that_follow_each_other_are_drawn_into_trees_too():
+    rule, tree = catalog.make("verifier", "traversal"), catalog.make("tree", "gumbel:branching=2x1")
+    assert law_error(tables(3, rule, drafter=small("dspark"), tree=tree)) < 1e-12
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_the_gate_catches_a_biased_rule(kind):
+    assert law_error(tables(3, verifier("lenient"), 3, drafter=small(kind))) > 1e-3
+
+
+def over_a_llama(kind: str, rule: str = "block", tree: str = "chain", **more: object):
+    lm = as_lm(tiny("llama", 2), max_slots=SLOTS)
+    return engine(lm, block_drafter(kind, Surroundings.of(lm, None), **more), rule, tree)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule", "tree"),
+    [
+        ("dflash", "block", "chain"),
+        ("dflash", "match", "lattice:num_nodes=4"),
+        ("dflare", "token", "chain"),
+        ("dspark", "block", "chain"),
+        ("dspark", "recursive", "gumbel:branching=2x1"),
+    ],
+)
+def test_whole_runs_over_a_real_model_keep_the_law(kind, rule, tree):
+    assert_lossless(walk(over_a_llama(kind, rule, tree), most=4))
+
+
+def test_windows_that_are_passed_within_a_run_keep_the_law():
+    assert_lossless(walk(over_a_llama("dflash", windows=True), (1, 0, 1, 1, 0), most=4))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_two_requests_of_a_batch_keep_the_law_together(kind):
+    assert pair(over_a_llama(kind), [(1, 0, 1, 1, 0), (0, 1)], most=3).error < BOUND
