@@ -81,10 +81,8 @@ def run_medusa(task: Task, medusa: MedusaOptions) -> None:
 
     def tree(learner: Learner, done: Trained, watch: Watch) -> dict[str, Any]:
         made = cast(Medusa, learner)
-        kept = read_medusa(str(done.out)).to(made.heads.lm_heads[0].weight)
-        made.heads.load_state_dict(kept.state_dict())
-        device = kept.lm_heads[0].weight.device
-        batches = (batch.to(device) for batch in watch.batches())
+        made.heads.load_state_dict(read_medusa(str(done.out)).state_dict())
+        batches = (batch.to(made.heads.weight.device) for batch in watch.batches())
         accuracies = made.accuracies(batches, greedy=task.options.watch_temperature == 0)
         children = likeliest_topology(accuracies, medusa.tree_nodes)
         return {"tree": f"fixed:children={'x'.join(map(str, children))},chosen=true"}

@@ -11,11 +11,13 @@ from outrider.cli.train import Data, train
 from outrider.inputs import InputError
 from outrider.training.settings import Settings
 
+app = train
+"""The commands below `outrider train`, these included."""
 Target = Annotated[str, typer.Option(help="The target: a directory or a hub id.")]
 Out = Annotated[Path, typer.Option(help="Folder for the head. If it holds this run, the run goes on where it stopped.")]
 
 
-@train.command()
+@app.command()
 @with_options()
 def medusa(
     settings: Settings,

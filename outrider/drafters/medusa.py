@@ -71,7 +71,7 @@ class MedusaDrafter(Drafter):
 
     @property
     def device(self) -> torch.device:
-        return next(self.heads.parameters()).device
+        return self.heads.weight.device
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -92,8 +92,7 @@ class MedusaDrafter(Drafter):
     @torch.inference_mode()
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         newest = torch.stack([_newest(state) for state in states])
-        weight = next(self.heads.parameters())
-        hidden = self.norm(newest).to(weight.device, weight.dtype, non_blocking=True)
+        hidden = self.norm(newest).to(self.heads.weight.device, self.heads.weight.dtype, non_blocking=True)
         numbers = range(min(max(depths), self.max_depth))
         rows = torch.stack([self.heads.logits(self.heads(hidden, i), i) for i in numbers], 1)
         rows = rows[..., : self.vocab_size] if self.short_list is None else rows

@@ -146,7 +146,9 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], path: str, *, un
         *_told([n for n in sorted(wanted.keys() & given.keys()) if wanted[n] != given[n]], "of another shape"),
     ]
     if told:
-        raise InputError(f"the tensors in {path} are not those of the head that its config describes: {', '.join(told)}")
+        raise InputError(
+            f"the tensors in {path} are not those of the head that its config describes: {', '.join(told)}"
+        )
     module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
 
 

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -99,13 +99,18 @@ class MedusaHeads(nn.Module):
         self.token_map: Int[Tensor, " width"] | None
         self.register_buffer("token_map", torch.arange(config.width) if config.truncated_vocab_size else None)
 
+    @property
+    def weight(self) -> Float[Tensor, "width hidden"]:
+        """The weight of the first output layer; its device and dtype are those of all tensors."""
+        return cast(nn.Linear, self.lm_heads[0]).weight
+
     def forward(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch hidden"]:
         """What a head's output layer reads."""
-        return self.blocks[number](hidden)
+        return cast(Tensor, self.blocks[number](hidden))
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
         """A head's logits, from what `forward` returns."""
-        logits: Tensor = self.lm_heads[0 if self.config.original_lm_head else number](hidden)
+        logits = cast(Tensor, self.lm_heads[0 if self.config.original_lm_head else number](hidden))
         return logits if self.config.logit_scale == 1 else self.config.logit_scale * logits
 
     @torch.no_grad()
@@ -121,7 +126,7 @@ class MedusaHeads(nn.Module):
         if output is not None:
             chosen = output[: self.config.vocab_size] if ids is None else output[ids.to(output.device)]
             for layer in self.lm_heads:
-                layer.weight.copy_(chosen)
+                cast(nn.Linear, layer).weight.copy_(chosen)
 
 
 def write_medusa(heads: MedusaHeads, folder: Path, target: TargetShape, dtype: torch.dtype) -> None:

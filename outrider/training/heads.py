@@ -66,7 +66,9 @@ class HeadLearner(Learner):
             raise InputError(f"decay must be > 0, got {decay}")
         anatomy = Anatomy.of(target.eval())
         if wrong := [tap for tap in taps if not 0 <= tap <= anatomy.num_layers]:
-            raise InputError(f"taps must be in 0..{anatomy.num_layers}, the number of the target's layers, got {wrong[0]}")
+            raise InputError(
+                f"taps must be in 0..{anatomy.num_layers}, the number of the target's layers, got {wrong[0]}"
+            )
         ends = find_ends(target, anatomy)
         self.taps, self.num_guesses, self.decay = tuple(taps), num_guesses, decay
         self.divergence, self.chunk, self.dtype = loss, chunk, dtype or target.dtype
@@ -82,10 +84,14 @@ class HeadLearner(Learner):
 
     @abstractmethod
     def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
-        """What the output layer reads for guess 0, 1, ..., `count - 1` at every place. `batch` has the tapped states."""
+        """What the output layer reads for guess 0, 1, ..., `count - 1` at every place.
+
+        Args:
+            batch: Rows with the tapped states.
+        """
 
     @abstractmethod
-    def logits(self, hidden: Float[Tensor, "n hidden"], number: int) -> Float[Tensor, "n width"]:
+    def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
         """Logits of guess `number`, from what `guesses` gives."""
 
     def beside(
@@ -239,8 +245,8 @@ class Places:
             ...     tokens=tokens, learnt=torch.tensor([[False, True, True, True]]), lengths=torch.tensor([4]), step=0,
             ...     rows=range(1),
             ... )
-            >>> Places.of(batch, 0).at.tolist(), Places.of(batch, 0).labels.tolist(), Places.of(batch, 1).labels.tolist()
-            ([0, 1], [9, 5], [5])
+            >>> Places.of(batch, 0).labels.tolist(), Places.of(batch, 1).labels.tolist()
+            ([9, 5], [5])
         """
         rows, at = batch.learnt[:, 2 + number :].nonzero(as_tuple=True)
         return cls(rows, at, batch.tokens[rows, at + 2 + number])

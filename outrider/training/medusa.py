@@ -66,11 +66,13 @@ class Medusa(HeadLearner):
         self.heads = heads
 
     def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
-        hidden = self.last_states(batch).to(self.heads.lm_heads[0].weight.dtype)
+        """What head 0, 1, ..., `count - 1` makes of each state."""
+        hidden = self.last_states(batch).to(self.heads.weight.dtype)
         for number in range(count):
             yield self.heads(hidden, number)
 
-    def logits(self, hidden: Float[Tensor, "n hidden"], number: int) -> Float[Tensor, "n width"]:
+    def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
+        """Logits of a head."""
         return self.heads.logits(hidden, number)
 
     def write(self, folder: Path) -> None:
@@ -78,13 +80,16 @@ class Medusa(HeadLearner):
         write_medusa(self.heads, folder, self.shape, self.dtype)
 
     @torch.no_grad()
-    def accuracies(self, batches: Iterable[Batch], *, ranks: int = 10, greedy: bool) -> Float[np.ndarray, "heads ranks"]:
+    def accuracies(
+        self, batches: Iterable[Batch], *, ranks: int = 10, greedy: bool
+    ) -> Float[np.ndarray, "heads ranks"]:
         """How often a head's likeliest, second likeliest, ... token is the one that comes.
 
         Args:
             greedy: The token that comes is the target's likeliest one; otherwise it is the text's.
         """
         ranks = min(ranks, self.heads.config.width)
+        ids = self._ids_on(self.heads.weight.device)
         hits, counts = np.zeros((self.num_guesses, ranks)), np.zeros((self.num_guesses, 1))
         for given in batches:
             batch = self.with_states(given)
@@ -94,7 +99,7 @@ class Medusa(HeadLearner):
                 for begin in range(0, len(places.labels), self.chunk):
                     rows = slice(begin, begin + self.chunk)
                     likeliest = self.logits(picked[rows], number).topk(ranks, -1).indices
-                    tokens = likeliest if self.ids is None else self._ids_on(likeliest.device)[likeliest]
+                    tokens = likeliest if ids is None else ids[likeliest]
                     comes = target(rows).argmax(-1) if greedy else places.labels[rows]
                     hits[number] += (tokens == comes[:, None]).sum(0).cpu().numpy()
                 counts[number] += len(places.labels)

@@ -95,15 +95,14 @@ def likeliest_topology(accuracies: Float[np.ndarray, "depths ranks"], num_nodes:
     falling = np.minimum.accumulate(accuracies, 1)
     chosen: list[tuple[int, ...]] = []
     # The best nodes whose parents and smaller siblings are in the tree.
-    open_nodes = [(-float(falling[0, 0]), (0,))]
+    open_nodes: list[tuple[float, tuple[int, ...]]] = [(-float(falling[0, 0]), (0,))]
     while open_nodes and len(chosen) < num_nodes:
         product, path = heapq.heappop(open_nodes)
         chosen.append(path)
-        *above, rank = path
-        depth = len(path)
+        rank, depth = path[-1], len(path)
         if rank + 1 < ranks and falling[depth - 1, rank] > 0:
             ratio = falling[depth - 1, rank + 1] / falling[depth - 1, rank]
-            heapq.heappush(open_nodes, (product * float(ratio), (*above, rank + 1)))
+            heapq.heappush(open_nodes, (product * float(ratio), (*path[:-1], rank + 1)))
         if depth < depths:
             heapq.heappush(open_nodes, (product * float(falling[depth, 0]), (*path, 0)))
     counts: list[int] = []
