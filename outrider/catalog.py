@@ -11,9 +11,11 @@ from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.dflash import DFlarePath, DFlashPath
 from outrider.drafters.dspark import DSparkPath
+from outrider.drafters.medusa import MedusaPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.recognition import drafter_at, is_place
 from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.inputs import InputError, unknown
@@ -100,6 +102,13 @@ ROWS = (
         make=SteeredPath,
         summary="a smaller LM that the target's hidden states steer",
         source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
+    ),
+    Row(
+        family="drafter",
+        name="medusa",
+        make=MedusaPath,
+        summary="heads that each guess one depth from the target's last hidden state",
+        source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
     ),
     Row(
         family="drafter",
@@ -329,6 +338,8 @@ def name_of(component: object) -> str:
 def make(family: Family, text: str) -> object:
     """The object of `name:key=value,key=value`. A first value without a key sets the first field.
 
+    A drafter may also be named by the directory or the hub id of its checkpoint, which says what it is.
+
     Raises:
         InputError: Unknown name, unknown field or a value that is not of the field's type; lists the real ones.
 
@@ -339,6 +350,9 @@ def make(family: Family, text: str) -> object:
     name, _, rest = text.partition(":")
     known = rows(family)
     if name not in known:
+        if family == "drafter" and is_place(text):
+            kind = drafter_at(text, {name: row.make for name, row in known.items()})
+            return known[kind].make(path=text)
         raise unknown(family, name, known)
     fields = {f.name: f for f in dataclasses.fields(known[name].make) if not f.name.startswith("_")}
     hints = typing.get_type_hints(known[name].make)

@@ -1,4 +1,4 @@
-"""A new head that guesses blocks, of the sizes that fit a target."""
+"""Heads that guess blocks, ready to learn: new ones of the sizes that fit a target, and ones on disk."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 
-from outrider.heads.blocks import HEADS
+from outrider.heads.blocks import HEADS, read_block
 from outrider.heads.dflash import BlockConfig, DFlash, Method, spread_taps
 from outrider.heads.dspark import KINDS, MarkovHead
 from outrider.inputs import unknown
@@ -94,6 +94,19 @@ def fresh_head(
             if isinstance(module, MarkovHead):
                 # The head begins as one without it.
                 nn.init.zeros_(module.markov_w2.weight)
+    return head.float().to(target.device)
+
+
+def known_head(path: str, target: PreTrainedModel, method: Method) -> DFlash:
+    """A head on disk, in float32, on the target's device.
+
+    Raises:
+        InputError: There is none, or it is another one, or of another target.
+    """
+    ends = find_ends(target, Anatomy.of(target))
+    head = read_block(path, lambda: ends, logit_width(target))
+    if head.method != method:
+        raise InputError(f"the head in {path} is a {head.method} head; use outrider train {head.method}")
     return head.float().to(target.device)
 
 

@@ -7,7 +7,7 @@ from outrider.drafters.protocol import Surroundings
 from outrider.lm.open import as_lm
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
-from tests.world.heads import BLOCKS, block_drafter
+from tests.world.block_heads import BLOCKS, block_drafter
 from tests.world.models import target
 from tests.world.tables import tables
 from tests.world.verifiers import verifier

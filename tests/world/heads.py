@@ -1,22 +1,24 @@
-"""Heads with random weights: a toy that goes on with features of its own, a toy that guesses whole blocks, and tiny
-ones of the catalog.
+"""Heads with random weights: two toys, one that goes on with features of its own and one that guesses whole blocks,
+and the heads of the catalog.
 """
 
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig
 
+from outrider import catalog
 from outrider.drafters.block import BlockDrafter
-from outrider.drafters.dflash import DFlareDrafter, DFlashDrafter
-from outrider.drafters.dspark import DSparkDrafter
 from outrider.drafters.own_features import OwnFeatures
-from outrider.drafters.protocol import Surroundings
-from outrider.heads.blocks import HEADS
-from outrider.heads.dflash import BlockConfig, DFlash, Sight
+from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
+from tests.world.block_checkpoints import checkpoints
+from tests.world.published import medusa_of_vllm
 
 
 class ToyModule(nn.Module):
@@ -70,8 +72,6 @@ class ToyBlock(BlockDrafter):
 
 def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: object) -> OwnFeatures | BlockDrafter:
     """A toy drafter, `own features` or `block`, whose random weights are always the same."""
-    if kind in BLOCKS:
-        return block_drafter(kind, around)
     torch.manual_seed(5)
     module = ToyModule(around, masked=kind == "block").to(around.device, around.dtype)
     lm = HeadLM(module, max_slots=around.max_slots, max_context=around.max_context, compile=compile)
@@ -80,64 +80,20 @@ def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: objec
     return ToyOwnFeatures(lm=lm, **more)
 
 
-BLOCKS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter, "dflare": DFlareDrafter, "dspark": DSparkDrafter}
-"""The drafters of the catalog that guess blocks."""
+def head(kind: str, around: Surroundings, **more: object) -> Drafter:
+    """A toy, or a head of the catalog that was read from a random checkpoint; the weights are always the same."""
+    if kind in TOYS:
+        return toy(kind, around, **more)
+    with tempfile.TemporaryDirectory() as folder:
+        CHECKPOINTS[kind](Path(folder), around)
+        return catalog.make("drafter", f"{kind}:path={folder}").bind(around)
 
 
-def block_head(
-    kind: str,
-    around: Surroundings,
-    *,
-    block_size: int = 4,
-    markov: str = "rnn",
-    from_anchor: bool | None = None,
-    windows: bool = False,
-    taps: tuple[int, ...] = (1, 2),
-    seed: int = 5,
-) -> DFlash:
-    """A tiny head that guesses blocks; its random weights are always the same."""
-    size = around.hidden_size
-    layers = Qwen3Config(
-        vocab_size=around.ends().embed.weight.shape[0],
-        hidden_size=size,
-        intermediate_size=size + 16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=size // 4,
-        max_position_embeddings=around.max_context,
-    )
-    config = BlockConfig(
-        method=kind,
-        layers=layers,
-        block_size=block_size,
-        mask_id=0,
-        taps=taps,
-        target_size=size,
-        from_anchor=kind == "dspark" if from_anchor is None else from_anchor,
-        sights=(Sight(window=5, causal=True), Sight()) if windows else (),
-        apart=kind == "dflare",
-        markov=markov,
-        markov_rank=6 if kind == "dspark" else 0,
-    )
-    with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        head = HEADS[kind](config, around.ends(), around.vocab_size)
-        for weight in head.parameters():
-            noise = torch.randn(weight.shape)
-            weight.data.copy_(weight + 0.3 * noise if weight.dim() == 1 else 1.5 * noise / weight.shape[-1] ** 0.5)
-    return head.to(around.device, around.dtype).eval()
-
-
-def block_drafter(kind: str, around: Surroundings, head: DFlash | None = None, **more: object) -> DFlashDrafter:
-    """A drafter with such a head."""
-    head = block_head(kind, around, **more) if head is None else head
-    config = head.config
-    lm = HeadLM(head, max_slots=around.max_slots, max_context=around.max_context + config.block_size)
-    return BLOCKS[kind](
-        lm=lm,
-        block_size=config.block_size,
-        mask_id=config.mask_id,
-        from_anchor=config.from_anchor,
-        tapped=config.taps,
-    )
+TOYS = ("own features", "block")
+CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
+    "medusa": medusa_of_vllm,
+    "dflash": lambda folder, around: checkpoints(around.vocab_size)["dflash"].save(folder),
+    "dflare": lambda folder, around: checkpoints(around.vocab_size)["dflare"].save(folder),
+    "dspark": lambda folder, around: checkpoints(around.vocab_size)["dspark-rnn"].save(folder),
+}
+"""One checkpoint for each head of the catalog."""
