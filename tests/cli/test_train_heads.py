@@ -9,7 +9,6 @@ from outrider import catalog
 from outrider.heads.medusa import read_medusa
 from tests.cli.runs import run
 from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
-from tests.world.heads import CHECKPOINTS
 
 MORE = {"medusa": ("--draft-vocab", "20", "--tree-nodes", "5")}
 """Other options than the usual ones, for each head."""
@@ -21,7 +20,7 @@ def without_drafter(pair: tuple[str, ...]) -> tuple[str, ...]:  # noqa: F811
 
 
 @pytest.mark.parametrize("more", [False, True])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", MORE)
 def test_one_command_trains_a_head(monkeypatch, capsys, tmp_path, pair, kind, more) -> None:  # noqa: F811
     options = (*without_drafter(pair), *FEW, *(MORE[kind] if more else ()))
     status, out, err = run(monkeypatch, capsys, "train", kind, *options, "--json")
@@ -62,7 +61,7 @@ def test_medusa_heads_are_as_many_as_the_depth_and_come_with_a_tree(monkeypatch,
         (("--held-out", "/nowhere"), "/nowhere"),
     ],
 )
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", MORE)
 def test_wrong_options_get_one_sentence(monkeypatch, capsys, tmp_path, pair, kind, wrong, message) -> None:  # noqa: F811
     status, _, err = run(monkeypatch, capsys, "train", kind, *without_drafter(pair), *FEW, *wrong)
     assert status == 2

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.protocol import Surroundings
 from outrider.heads.dflash import DFlash
 from outrider.heads.dspark import DSpark
 from outrider.lm.model import LanguageModel
@@ -20,8 +20,9 @@ from outrider.training.fresh_block import Shape, fresh_head, layers_like, unknow
 from outrider.training.loop import train
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
-from outrider.types import Frontier, InputError, Request, Running, Sampling
+from outrider.types import InputError
 from tests.world.block_heads import BLOCKS, block_drafter, block_head
+from tests.world.forced import forced_guesses
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
 
@@ -81,34 +82,13 @@ def test_a_block_in_training_is_the_block_that_is_drafted_behind_the_same_anchor
     method = {"windows": "dflash"}.get(kind, kind.split("-")[0])
     made, text = learner(method, **VARIANTS[kind]), documents()[0].tokens.tolist()
     given = Batches([documents()[0]], num_rows=1, max_length=24, seed=0).batch(0)
-    drafter = block_drafter(method, surroundings(), made.head)
-    with torch.no_grad():
-        seen = made._with_states(given).hidden
-    depth = made.head.config.max_depth
-    for anchor in (3, 8, len(text) - 1 - depth):
-        request = Request(id="", prompt=tuple(text), max_new_tokens=1, sampling=Sampling())
-        state = Running(request=request, tokens=text[: anchor + 1], slot=0, drafter=drafter)
-        state.drafter_state = drafter.open(request)
-        # In two pieces, as a prompt and a step bring them.
-        for first, end in ((0, anchor // 2), (anchor // 2, anchor)):
-            taps = {tap: seen[tap][0, first:end] for tap in drafter.taps}
-            drafter.observe(
-                [state], Observed(tokens=np.array(text[first:end]), offsets=np.array([0, end - first]), taps=taps)
-            )
-        found = [drafter.begin([state], [depth]).logits[0]]
-        for k in range(1, depth):
-            frontier = Frontier(
-                owners=np.array([0]),
-                nodes=np.array([k]),
-                parents=np.array([k - 1]),
-                depths=np.array([k]),
-                tokens=torch.tensor([text[anchor + k]]),
-            )
-            found.append(drafter.expand([state], frontier).logits[0])
-        expected = trained(made, given, torch.tensor([[anchor]]))[0, 0]
-        difference = float((torch.stack(found) - expected).abs().max())
-        assert difference < 1e-4, (anchor, difference)
-        drafter.close(state.drafter_state)
+    drafter, depth = block_drafter(method, surroundings(), made.head), made.head.config.max_depth
+    found = forced_guesses(drafter, LanguageModel(tiny("llama").float(), max_slots=1), text, 3, depth)
+    assert len(found) > 20
+    for (place, number), logits in found.items():
+        expected = trained(made, given, torch.tensor([[place - number - 1]]))[0, 0, number]
+        difference = float((logits - expected).abs().max())
+        assert difference < 1e-4, (place, number, difference)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflare", "dspark"])
