@@ -14,6 +14,7 @@ from outrider.drafters.protocol import Surroundings
 from outrider.heads.block_formats import Answers, method_of
 from outrider.heads.blocks import guessed_ids, read_block
 from outrider.heads.dflash import DFlash, Method
+from outrider.heads.files import TargetShape, read_config
 from outrider.lm.head import HeadLM
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.types import InputError, ShortList
@@ -34,7 +35,7 @@ class DFlashDrafter(BlockDrafter):
     """
 
     trainer: ClassVar[str | None] = "dflash"
-    exports: ClassVar[tuple[str, ...]] = ("speculators",)
+    exports: ClassVar[tuple[str, ...]] = ("dflash",)
 
     tapped: tuple[int, ...]
 
@@ -64,6 +65,7 @@ class DFlareDrafter(DFlashDrafter):
     """
 
     trainer: ClassVar[str | None] = "dflare"
+    exports: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,8 @@ class BlockPath(HeadPath):
         Raises:
             InputError: There is none, it is another one, or it was not made for this target.
         """
-        self.check_target(None, surroundings.hidden_size, surroundings)
+        shape = TargetShape.of(read_config(self.path, revision=self.revision), self.path)
+        self.check_target(shape, surroundings.hidden_size if shape is None else shape.hidden_size, surroundings)
         answers = Answers(mask_token_id=self.mask_token_id, sample_from_anchor=self.sample_from_anchor)
         head = read_block(
             self.path, surroundings.ends, surroundings.vocab_size, revision=self.revision, answers=answers

@@ -49,6 +49,7 @@ class DSparkDrafter(DFlashDrafter):
 
     rows: ClassVar[Rows] = "sampled"
     trainer: ClassVar[str | None] = "dspark"
+    exports: ClassVar[tuple[str, ...]] = ("dspark",)
 
     markov: MarkovHead | None = None
 

@@ -18,6 +18,8 @@ AUTHORS = {"DFlashDraftModel": "dflash", "QwenDFlareDraftModel": "dflare", "Qwen
 """The architectures of the authors' own layouts, and which head each is."""
 LATER = ("selector_rank", "conv_kernel_size", "conv_group_size")
 """Keys that only DFlash 2 has."""
+ROTARY = ("rope_theta", "rope_scaling")
+"""Keys of decoder layers that a config has in older files."""
 VERSION = "0.5.0"
 """The version of the `speculators` layout that is written."""
 
@@ -203,8 +205,9 @@ def _inner(found: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _layers(given: Mapping[str, Any], path: str) -> PreTrainedConfig:
     """The config of the decoder layers."""
-    plain = {key: value for key, value in given.items() if key not in ("model_type", "architectures", "auto_map")}
-    layers = AutoConfig.for_model(given.get("model_type", "qwen3"), **plain)
+    kind = given.get("model_type", "qwen3")
+    known = {*AutoConfig.for_model(kind).to_dict(), *ROTARY} - {"model_type", "architectures"}
+    layers = AutoConfig.for_model(kind, **{key: value for key, value in given.items() if key in known})
     if layers.hidden_act != "silu":
         raise InputError(f"the head in {path} has the activation {layers.hidden_act!r}, and silu is supported")
     if given.get("sliding_window") is not None:
@@ -260,16 +263,14 @@ def _sights(
     """
     kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
     sliding = [kind == "sliding_attention" for kind in kinds]
-    window = layers.sliding_window if inner is None else inner.get("swa_window_size", layers.sliding_window)
+    own = getattr(layers, "sliding_window", None)
+    window = own if inner is None else inner.get("swa_window_size", own)
     if inner is not None and inner.get("use_swa") and not any(sliding):
         raise InputError(f"config.json of {path} asks for windows (use_swa) and names no layer that has one")
     if any(sliding) and not window:
         raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
-    if inner is not None and window != layers.sliding_window and any(sliding):
-        raise InputError(
-            f"config.json of {path} names two windows: swa_window_size {window} and sliding_window "
-            f"{layers.sliding_window}"
-        )
+    if own is not None and window != own and any(sliding):
+        raise InputError(f"config.json of {path} names two windows: swa_window_size {window} and sliding_window {own}")
     everywhere = inner is not None and bool(causal)
     inside = causal is None or causal
     found = tuple(

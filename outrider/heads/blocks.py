@@ -12,8 +12,10 @@ from outrider.heads.block_formats import Answers, block_config, record
 from outrider.heads.dflare import DFlare
 from outrider.heads.dflash import BlockConfig, DFlash
 from outrider.heads.dspark import DSpark
-from outrider.heads.files import load_into, read_config, read_tensors, write_head
+from outrider.heads.files import TARGET, TargetShape, load_into, read_config, read_tensors, write_head
+from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends
+from outrider.lm.open import logit_width
 from outrider.types import InputError
 
 HEADS: Mapping[str, type[DFlash]] = {kind.method: kind for kind in (DFlash, DFlare, DSpark)}
@@ -62,7 +64,14 @@ def write_block(head: DFlash, folder: Path, target: PreTrainedModel, dtype: torc
         dtype: Of the written weights; None keeps theirs.
     """
     described = record(head.config, str(target.name_or_path), type(target).__name__)
-    tensors = head.state_dict()
+    anatomy, tensors = Anatomy.of(target), head.state_dict()
+    shape = TargetShape(
+        num_layers=anatomy.num_layers,
+        hidden_size=anatomy.hidden_size,
+        vocab_size=logit_width(target),
+        taps=head.config.taps,
+    )
+    described[TARGET] = shape.record()
     kinds = {tensor.dtype if dtype is None else dtype for tensor in tensors.values() if tensor.is_floating_point()}
     described["torch_dtype"] = str(min(kinds, key=str)).removeprefix("torch.")
     write_head(folder, described, tensors, dtype)

@@ -101,12 +101,19 @@ def known_head(path: str, target: PreTrainedModel, method: Method) -> DFlash:
     """A head on disk, in float32, on the target's device.
 
     Raises:
-        InputError: There is none, or it is another one, or of another target.
+        InputError: There is none, or it is another one, or of another target, or has an output layer of its own.
     """
     ends = find_ends(target, Anatomy.of(target))
     head = read_block(path, lambda: ends, logit_width(target))
     if head.method != method:
         raise InputError(f"the head in {path} is a {head.method} head; use outrider train {head.method}")
+    if head.config.num_outputs is not None:
+        raise InputError(
+            f"the head in {path} has an output layer of its own, and only heads that use their target's can be trained "
+            "further"
+        )
+    if head.config.num_embeddings is not None:
+        head.embed_tokens.requires_grad_(False)
     return head.float().to(target.device)
 
 

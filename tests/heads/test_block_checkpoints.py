@@ -141,6 +141,30 @@ def test_a_head_that_is_written_and_read_again_is_the_same(tmp_path, kind):
     assert {again.config.layers.rope_parameters["rope_theta"], LAYER_CONFIG["rope_theta"]} == {5000.0}
 
 
+def test_a_head_that_was_trained_for_a_target_of_another_shape_is_refused(tmp_path):
+    model = tiny("llama")
+    head = read_block(checkpoints(VOCAB)["dflash"].save(tmp_path / "x"), LanguageModel(model, max_slots=1).ends, VOCAB)
+    write_block(head, tmp_path / "dflash", model)
+    with pytest.raises(
+        InputError, match="trained for a target with 3 layers of width 32, and this target has 2 layers"
+    ):
+        bound(str(tmp_path / "dflash"), LanguageModel(tiny("qwen3"), max_slots=1))
+
+
+def test_a_head_in_half_precision_keeps_its_frequencies_exact(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    lm = LanguageModel(tiny("llama").to(torch.bfloat16), max_slots=1)
+    drafter = bound(checkpoints(VOCAB)["dflash"].save(tmp_path / "dflash"), lm)
+    wide = drafter.cast(replace(Surroundings.of(lm, None), dtype=torch.float32))
+    assert (drafter.lm.dtype, wide.lm.dtype) == (torch.bfloat16, torch.float32)
+    far = torch.tensor([[100_000]])
+    turned = [each.lm.module.rotary(torch.zeros(1, 1, 1), far) for each in (drafter, wide)]
+    assert torch.equal(*turned)
+    busy = engine(drafter, lm)
+    [out] = busy.generate([[5, 6, 7]], max_new_tokens=6, sampling=GREEDY)
+    assert out.num_draft_tokens > 0
+
+
 def test_the_written_files_have_the_names_and_keys_that_vllm_reads(monkeypatch, tmp_path):
     monkeypatch.undo()
     model = tiny("llama")

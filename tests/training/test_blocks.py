@@ -16,11 +16,12 @@ from outrider.training.block_loss import BlockLoss
 from outrider.training.blocks import Anchors, BlockLearner, blocks
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
-from outrider.training.fresh_block import Shape, fresh_head, layers_like, unknown_token
+from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
 from outrider.training.loop import train
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
 from outrider.types import InputError
+from tests.world.block_checkpoints import checkpoints
 from tests.world.block_heads import BLOCKS, block_drafter, block_head
 from tests.world.forced import forced_guesses
 from tests.world.tokenizers import letters
@@ -310,7 +311,7 @@ def test_a_new_head_fits_its_target():
         assert unknown_token(tiny("llama"), tokenizer) == expected
 
 
-def test_what_does_not_fit_is_refused():
+def test_what_does_not_fit_is_refused(tmp_path):
     target = tiny("llama").float()
     for shape, message in (
         (Shape(method="dflash", taps=(9,)), r"taps must be in 0..3"),
@@ -323,6 +324,11 @@ def test_what_does_not_fit_is_refused():
     ):
         with pytest.raises(InputError, match=message):
             fresh_head(target, None, shape)
+    own = checkpoints(VOCAB)["dflash-own-ends"].save(tmp_path)
+    with pytest.raises(InputError, match="has an output layer of its own"):
+        known_head(own, target, "dflash")
+    with pytest.raises(InputError, match="is a dflash head; use outrider train dflash"):
+        known_head(own, target, "dspark")
     with pytest.raises(InputError, match="num_anchors must be >= 1"):
         learner(num_anchors=0)
     with pytest.raises(InputError, match="a block of 4 guesses 3 tokens, and depth is 5"):
