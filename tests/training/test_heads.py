@@ -254,7 +254,7 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
             medusa_learner(target(), loss=None, **wrong)
     with pytest.raises(InputError, match=r"draft vocabulary must have 1\.\.64 tokens, got 65"):
         frequent_tokens(documents(), 65, VOCAB)
-    with pytest.raises(InputError, match="learns 3 guesses"):
+    with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("medusa").judged(batch(), 4)
     medusa_learner(target(), loss=None, num_heads=1).write(tmp_path)
     with pytest.raises(InputError, match="the heads are for hidden states of width 32 and 64 tokens"):

@@ -17,7 +17,7 @@ from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
-from tests.world.published import medusa_of_vllm
+from tests.world.published import eagle, eagle3, medusa_of_vllm
 
 
 class ToyModule(nn.Module):
@@ -89,5 +89,9 @@ def head(kind: str, around: Surroundings, **more: object) -> Drafter:
 
 
 TOYS = ("own features", "block")
-CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {"medusa": medusa_of_vllm}
+CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
+    "medusa": medusa_of_vllm,
+    "eagle": eagle,
+    "eagle3": eagle3,
+}
 """One checkpoint for each head of the catalog."""
