@@ -1,4 +1,4 @@
-"""Input from people: the error for wrong input, checks of numbers, reading fields and text files. Imports nothing heavy."""
+"""Input from people: the error for wrong input, checks of numbers, reading fields and files. Imports nothing heavy."""
 
 import difflib
 import math

@@ -14,7 +14,7 @@ from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.feature_head import FeatureHead
 from outrider.lm.head import HeadLM
-from outrider.lm.tabular import TabularHead
+from outrider.lm.tabular import TabularFusion, TabularHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class FeatureHeadDrafter(OwnFeatures):
         return self.reads
 
     @property
-    def module(self) -> FeatureHead:
+    def module(self) -> FeatureHead | TabularFusion:
         """The head's module."""
-        return cast(FeatureHead, self.lm.module)
+        return cast(FeatureHead | TabularFusion, self.lm.module)
 
     @torch.inference_mode()
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
@@ -49,7 +49,7 @@ class FeatureHeadDrafter(OwnFeatures):
     def cast(self, surroundings: Surroundings) -> "FeatureHeadDrafter":
         if isinstance(self.lm, TabularHead):
             return self
-        module = copy.deepcopy(self.module).to(surroundings.dtype)
+        module = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(surroundings.dtype)
         module.ends = surroundings.ends()
         lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
         return replace(self, lm=lm)

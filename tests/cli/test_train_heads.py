@@ -11,7 +11,11 @@ from tests.cli.runs import run
 from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
 from tests.world.heads import CHECKPOINTS
 
-MORE = {"medusa": ("--draft-vocab", "20", "--tree-nodes", "5")}
+MORE = {
+    "medusa": ("--draft-vocab", "20", "--tree-nodes", "5"),
+    "eagle": ("--unrolled", "2", "--bias", "--noise", "0", "--regression", "0"),
+    "eagle3": ("--draft-vocab", "20", "--taps", "0x1x3", "--unrolled", "3", "--fc-norm", "--norm-output"),
+}
 """Other options than the usual ones, for each head."""
 
 
@@ -64,6 +68,8 @@ def test_medusa_heads_are_as_many_as_the_depth_and_come_with_a_tree(monkeypatch,
 )
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_wrong_options_get_one_sentence(monkeypatch, capsys, tmp_path, pair, kind, wrong, message) -> None:  # noqa: F811
+    if kind == "eagle" and "--draft-vocab" in wrong:
+        message = "an EAGLE-1 head guesses with the target's own output layer"
     status, _, err = run(monkeypatch, capsys, "train", kind, *without_drafter(pair), *FEW, *wrong)
     assert status == 2
     assert message in " ".join(err.split())

@@ -17,6 +17,7 @@ from outrider.lm.taps import tapped
 from outrider.training.batches import Batch, Batches
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
+from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.heads import HeadLearner, Places, frequent_tokens
 from outrider.training.loop import train
 from outrider.training.medusa import medusa_learner
@@ -36,7 +37,14 @@ Make = Callable[..., HeadLearner]
 LEARNERS: dict[str, Make] = {
     "medusa": lambda target, **more: medusa_learner(target, num_heads=GAMMA, **more),
     "medusa, deep": lambda target, **more: medusa_learner(target, num_heads=GAMMA, num_layers=2, **more),
+    "eagle": lambda target, **more: eagle_learner(target, unrolled=GAMMA, bias=True, **more),
+    "eagle3": lambda target, **more: eagle3_learner(target, unrolled=GAMMA, **more),
+    "eagle3, normed": lambda target, **more: eagle3_learner(
+        target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
+    ),
 }
+WITH_FEW = [kind for kind in LEARNERS if kind != "eagle"]
+"""The learners whose heads may guess some tokens only."""
 
 
 def target() -> PreTrainedModel:
@@ -90,10 +98,11 @@ def drafter_of(made: HeadLearner, folder: Path, lm: LanguageModel):
     return catalog.make("drafter", str(folder)).bind(Surroundings.of(lm, None))
 
 
-@pytest.mark.parametrize("ids", [None, FEW])
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize(
+    ("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)]
+)
 def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_path, kind, ids):
-    made, [text] = learner(kind, ids=ids), documents(1)
+    made, [text] = learner(kind, **({} if ids is None else {"ids": ids})), documents(1)
     given = Batches([text], num_rows=1, max_length=24, seed=0).batch(0)
     lm = LanguageModel(target(), max_slots=1)
     found = forced_guesses(drafter_of(made, tmp_path, lm), lm, text.tokens.tolist(), text.start, GAMMA)
