@@ -1,5 +1,6 @@
 """Input from people: the error for wrong input, checks of numbers, reading fields and files. Imports nothing heavy."""
 
+import contextlib
 import difflib
 import math
 import numbers
@@ -100,24 +101,26 @@ def field_value(what: str, text: str, hint: object) -> object:
         raise unknown(what, text, typing.get_args(hint))
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in options:
-        if kind is type(None):
-            if text.lower() == "none":
-                return None
-        elif kind is bool:
-            if text.lower() in ("true", "false"):
-                return text.lower() == "true"
-        elif typing.get_origin(kind) is tuple:
-            if all(part.isdecimal() for part in text.split("x")):
-                return tuple(int(part) for part in text.split("x"))
-        elif isinstance(kind, type):
-            try:
-                value = kind(text)
-            except ValueError:
-                continue
-            if not isinstance(value, float) or math.isfinite(value):
-                return value
+        with contextlib.suppress(ValueError):
+            return _read(kind, text)
     wanted = " or ".join(_name(kind) for kind in options)
     raise InputError(f"{what} must be {wanted}, got {text!r}")
+
+
+def _read(kind: object, text: str) -> object:
+    """A value of one type. Raises ValueError if the text is of another."""
+    if kind is type(None) or kind is bool:
+        words = {"none": None} if kind is type(None) else {"true": True, "false": False}
+        if text.lower() in words:
+            return words[text.lower()]
+    elif typing.get_origin(kind) is tuple:
+        if all(part.isdecimal() for part in text.split("x")):
+            return tuple(int(part) for part in text.split("x"))
+    elif isinstance(kind, type):
+        value = kind(text)
+        if not isinstance(value, float) or math.isfinite(value):
+            return value
+    raise ValueError(text)
 
 
 def _name(kind: object) -> str:

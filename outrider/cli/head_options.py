@@ -64,7 +64,7 @@ class EagleOptions:
 
     Attributes:
         unrolled: How many draft tokens are learnt from the head's own features; 1 learns from the target's alone.
-        regression: Weight of the distance between the head's features and the target's; the divergence has the weight 1.
+        regression: Weight of the distance between the head's features and the target's; the divergence has weight 1.
         noise: Strength of the noise on the target's features.
         bias: Give the fusion a bias, as the authors do. vLLM reads no such checkpoint.
         intermediate_size: Width of the feed-forward. By default the target's.

@@ -95,7 +95,9 @@ def run_medusa(task: Task, medusa: MedusaOptions) -> None:
 def run_eagle(task: Task, head: EagleOptions) -> None:
     """Train an EAGLE-1 head."""
     if task.options.draft_vocab is not None:
-        raise InputError("an EAGLE-1 head guesses with the target's own output layer; draft-vocab is for eagle3 and medusa")
+        raise InputError(
+            "an EAGLE-1 head guesses with the target's own output layer; draft-vocab is for eagle3 and medusa"
+        )
 
     def make(given: Given) -> Eagle:
         return eagle_learner(

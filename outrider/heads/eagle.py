@@ -3,7 +3,7 @@ r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -129,7 +129,7 @@ def write_eagle(head: EagleHead, folder: Path, target: TargetShape, dtype: torch
         **described(head.config),
         "architectures": [ARCHITECTURES[0]],
         "vocab_size": target.vocab_size,
-        "bias": cast(nn.Linear, head.fc).bias is not None,
+        "bias": head.fc.bias is not None,
         "torch_dtype": str(dtype).removeprefix("torch."),
         TARGET: target.record(),
     }

@@ -1,4 +1,4 @@
-r"""EAGLE-3: a decoder layer over three fused hidden states of the target, trained on its own outputs (Li et al. 2025)."""
+r"""EAGLE-3: a decoder layer over three fused hidden states, trained on its own outputs (Li et al. 2025)."""
 
 from dataclasses import dataclass
 from typing import cast
@@ -122,9 +122,7 @@ class Eagle3Head(FeatureHead):
 
     def __init__(self, config: Eagle3Config, ends: Ends, ids: Int[Tensor, " width"] | None = None) -> None:
         layer = config.layer
-        super().__init__(
-            layer, ends, vocab_size=config.draft_vocab_size, own_embedding=config.own_embedding
-        )
+        super().__init__(layer, ends, vocab_size=config.draft_vocab_size, own_embedding=config.own_embedding)
         self.sizes = config
         size, count = config.target_hidden_size, len(config.taps)
         self.fc = nn.Linear(count * size, layer.hidden_size, bias=False)

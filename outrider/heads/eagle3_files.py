@@ -119,10 +119,14 @@ class Eagle3File:
         if output is None or offsets is None:
             narrow = self.given.get("draft_vocab_size")
             if narrow is not None and int(narrow) < int(self.layer.vocab_size):
-                raise InputError(f"the head in {self.path} guesses {narrow} tokens, and lm_head.weight or d2t is missing")
+                raise InputError(
+                    f"the head in {self.path} guesses {narrow} tokens, and lm_head.weight or d2t is missing"
+                )
             return tensors, None
         if len(offsets) != len(output):
-            raise InputError(f"d2t in {self.path} names {len(offsets)} tokens, and lm_head.weight has {len(output)} rows")
+            raise InputError(
+                f"d2t in {self.path} names {len(offsets)} tokens, and lm_head.weight has {len(output)} rows"
+            )
         ids = torch.arange(len(offsets)) + offsets.long()
         if int(ids.min()) < 0 or int(ids.max()) >= int(self.layer.vocab_size) or len(ids.unique()) < len(ids):
             raise InputError(f"d2t in {self.path} names tokens twice, or tokens that its target does not have")

@@ -1,4 +1,4 @@
-"""What heads share that go on with features of their own (EAGLE and its kin): their parts by the names of checkpoints."""
+"""What heads share that go on with features of their own (EAGLE and its kin)."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping

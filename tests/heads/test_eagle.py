@@ -54,7 +54,7 @@ def around() -> Surroundings:
 
 
 def check(spec: str, naive: NaiveEagle, taps: tuple[int, ...]) -> None:
-    """Every guess of real drafting along a text is what the naive reading says."""
+    """Every guess of real drafting along a text is what the naive reading says. Rotary tables are in float32."""
     text, gamma, lm = np.random.default_rng(0).integers(3, VOCAB, size=14).tolist(), 3, target(1)
     found = forced_guesses(catalog.make("drafter", spec).bind(Surroundings.of(lm, None)), lm, text, 5, gamma)
     model = llama()
@@ -67,7 +67,7 @@ def check(spec: str, naive: NaiveEagle, taps: tuple[int, ...]) -> None:
             tokens = torch.tensor(text[1 : anchor + 1 + number])
             hidden = naive.handed_on(tokens, features)
             expected, logits = naive.logits(hidden[-1]), found[anchor + 1 + number, number]
-            assert torch.allclose(logits, expected, atol=1e-9), (anchor, number, (logits - expected).abs().max())
+            assert torch.allclose(logits, expected, atol=1e-5), (anchor, number, (logits - expected).abs().max())
             features = torch.cat([features, naive.fed_back(hidden[-1:])])
 
 

@@ -98,9 +98,7 @@ def drafter_of(made: HeadLearner, folder: Path, lm: LanguageModel):
     return catalog.make("drafter", str(folder)).bind(Surroundings.of(lm, None))
 
 
-@pytest.mark.parametrize(
-    ("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)]
-)
+@pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])
 def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_path, kind, ids):
     made, [text] = learner(kind, **({} if ids is None else {"ids": ids})), documents(1)
     given = Batches([text], num_rows=1, max_length=24, seed=0).batch(0)
@@ -220,7 +218,13 @@ def test_captured_states_give_the_loss_of_live_ones(kind):
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
     made = learner(kind, noise=0.0)
-    train(made, repeated(batch()), SETTINGS, tmp_path / "head", Watch(documents(), depth=2, max_length=24))
+    train(
+        made,
+        repeated(batch()),
+        replace(SETTINGS, keep_best=False),
+        tmp_path / "head",
+        Watch(documents(), depth=2, max_length=24),
+    )
     engine = outrider.load(target(), drafter=str(tmp_path / "head"), length="fixed:3")
     assert catalog.rows("drafter")[type(engine.parts.drafter).trainer].make.recognises
     prompts = [text.tokens[:7].tolist() for text in documents(2)]
