@@ -74,7 +74,7 @@ class EagleHead(FeatureHead):
         return hidden
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
-        return self.ends.head(hidden)[..., : self.vocab_size]
+        return self.target_logits(hidden)[..., : self.vocab_size]
 
 
 @dataclass(frozen=True, kw_only=True)

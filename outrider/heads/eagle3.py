@@ -137,6 +137,11 @@ class Eagle3Head(FeatureHead):
         self.ids: Int[Tensor, " width"] | None
         self.register_buffer("ids", ids, persistent=False)
 
+    def extra_repr(self) -> str:
+        """The choices that no tensor shows."""
+        names = ("taps", "norm_before_residual", "norm_output")
+        return ", ".join(f"{name}={getattr(self.sizes, name)}" for name in names)
+
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         states = states.to(self.fc.weight.device, self.fc.weight.dtype)
         if self.fc_norm:
@@ -164,7 +169,7 @@ class Eagle3Head(FeatureHead):
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
         normed = self.norm(hidden)
-        logits = self.ends.head(normed) if self.lm_head is None else cast(Tensor, self.lm_head(normed))
+        logits = self.target_logits(normed) if self.lm_head is None else cast(Tensor, self.lm_head(normed))
         return logits[..., : self.vocab_size]
 
     @torch.no_grad()

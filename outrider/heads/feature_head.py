@@ -71,6 +71,11 @@ class FeatureHead(nn.Module):
         """The feature that a draft token is read with, from what was handed on before it; by default the same."""
         return handed_on
 
+    def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """Logits by the target's output layer, in the target's dtype."""
+        weight = next(iter(getattr(self.ends.embed, "parameters", tuple)()), hidden)
+        return self.ends.head(hidden.to(weight.device, weight.dtype))
+
     def embed(self, tokens: Int[Tensor, "rows width"], like: Float[Tensor, "..."]) -> Float[Tensor, "rows width dim"]:
         """Embeddings of tokens, in the dtype and on the device of another tensor."""
         if self.embed_tokens is not None:

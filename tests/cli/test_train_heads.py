@@ -11,7 +11,7 @@ from tests.cli.runs import run
 from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
 from tests.world.heads import CHECKPOINTS
 
-MORE = {
+MORE: dict[str, tuple[str, ...]] = {
     "medusa": ("--draft-vocab", "20", "--tree-nodes", "5"),
     "eagle": ("--unrolled", "2", "--bias", "--noise", "0", "--regression", "0"),
     "eagle3": ("--draft-vocab", "20", "--taps", "0x1x3", "--unrolled", "3", "--fc-norm", "--norm-output"),
@@ -24,10 +24,9 @@ def without_drafter(pair: tuple[str, ...]) -> tuple[str, ...]:  # noqa: F811
     return (*pair[:at], *pair[at + 2 :])
 
 
-@pytest.mark.parametrize("more", [False, True])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize(("kind", "more"), [*MORE.items(), ("eagle3", ())])
 def test_one_command_trains_a_head(monkeypatch, capsys, tmp_path, pair, kind, more) -> None:  # noqa: F811
-    options = (*without_drafter(pair), *FEW, *(MORE[kind] if more else ()))
+    options = (*without_drafter(pair), *FEW, *more)
     status, out, err = run(monkeypatch, capsys, "train", kind, *options, "--json")
     assert status == 0, err
     record = json.loads(out)
@@ -41,9 +40,6 @@ def test_one_command_trains_a_head(monkeypatch, capsys, tmp_path, pair, kind, mo
     assert made.num_draft_tokens > 0
     [plain] = engine.plain().generate([[5, 6, 7]], max_new_tokens=8, sampling=greedy)
     assert made.tokens == plain.tokens
-    status, out, err = run(monkeypatch, capsys, "train", kind, *options, "--json")
-    assert status == 0, err
-    assert json.loads(out)["step"] == record["step"]
 
 
 def test_medusa_heads_are_as_many_as_the_depth_and_come_with_a_tree(monkeypatch, capsys, tmp_path, pair) -> None:  # noqa: F811

@@ -12,8 +12,10 @@ from transformers import PreTrainedModel
 import outrider
 from outrider import catalog
 from outrider.drafters.protocol import Surroundings
+from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.taps import tapped
+from outrider.proof.gate import in_float32
 from outrider.training.batches import Batch, Batches
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
@@ -237,6 +239,30 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
     further = LEARNERS[kind](target(), loss=divergence("tvd"), begin=str(tmp_path / "head"))
     for mine, theirs in zip(learnt_logits(further, batch()), learnt_logits(made, batch()), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_a_head_in_float32_learns_from_a_target_in_half_precision(tmp_path, kind):
+    model = tiny("llama").to(torch.bfloat16).requires_grad_(False)
+    made = LEARNERS[kind](model, loss=divergence("fkl"))
+    found = made(batch())
+    found.total.backward()
+    assert float(found.total.detach()) > 0
+    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
+    made.write(tmp_path)
+    engine = outrider.load(model, drafter=str(tmp_path), length="fixed:3")
+    assert {weight.dtype for weight in weights_of(engine)} == {torch.bfloat16}
+    wide = in_float32(engine)
+    assert {weight.dtype for weight in weights_of(wide)} == {torch.float32}
+    prompts, greedy = [text.tokens[:7].tolist() for text in documents(2)], Sampling(temperature=0.0, seed=0)
+    drafted = wide.generate(prompts, max_new_tokens=8, sampling=greedy)
+    plain = wide.plain().generate(prompts, max_new_tokens=8, sampling=greedy)
+    assert [out.tokens for out in drafted] == [out.tokens for out in plain]
+
+
+def weights_of(engine: Engine) -> list[torch.Tensor]:
+    """The weights of an engine's drafter."""
+    return [weight for module in engine.parts.drafter.modules.values() for weight in module.parameters()]
 
 
 def test_accuracies_are_those_of_each_rank():
