@@ -56,3 +56,52 @@ class MedusaOptions:
     layers: int = 1
     shared: bool = False
     tree_nodes: int = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions:
+    """What an EAGLE-1 head can be told.
+
+    Attributes:
+        unrolled: How many draft tokens are learnt from the head's own features; 1 learns from the target's alone.
+        regression: Weight of the distance between the head's features and the target's; the divergence has weight 1.
+        noise: Strength of the noise on the target's features.
+        bias: Give the fusion a bias, as the authors do. vLLM reads no such checkpoint.
+        intermediate_size: Width of the feed-forward. By default the target's.
+    """
+
+    unrolled: int = 1
+    regression: float = 10.0
+    noise: float = 0.2
+    bias: bool = False
+    intermediate_size: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options:
+    """What an EAGLE-3 head can be told.
+
+    Attributes:
+        unrolled: How many draft tokens are learnt, all but the first from the head's own features.
+        taps: The target's hidden states that the head reads, such as 2x16x29; tap k enters layer k. By default a low, a
+            middle and a high one.
+        fc_norm: Norm each of these states.
+        norm_output: Feed the normed output back.
+        norm_before_residual: Take the normed feature as the residual.
+        intermediate_size: Width of the feed-forward. By default the target's.
+    """
+
+    unrolled: int = 7
+    taps: str | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
+    intermediate_size: int | None = None
+
+    def numbers(self) -> tuple[int, ...] | None:
+        """The taps as numbers; None: none were given. Raises InputError for another text."""
+        if self.taps is None:
+            return None
+        if not all(tap.isdecimal() for tap in self.taps.split("x")):
+            raise InputError(f"taps must be numbers with x between them, such as 2x16x29, got {self.taps!r}")
+        return tuple(int(tap) for tap in self.taps.split("x"))

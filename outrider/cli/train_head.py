@@ -10,7 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.cli.head_options import HeadOptions, MedusaOptions
+from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, MedusaOptions
 from outrider.cli.train_distill import More, run_with
 from outrider.cli.train_distill import Task as DistillTask
 from outrider.heads.medusa import read_medusa
@@ -18,12 +18,14 @@ from outrider.lm.open import logit_width
 from outrider.training.distill import HARD
 from outrider.training.divergences import Divergence, divergence
 from outrider.training.documents import Document
+from outrider.training.eagle import Eagle, Eagle3, eagle3_learner, eagle_learner
 from outrider.training.heads import HeadLearner, frequent_tokens
 from outrider.training.loop import Learner, Trained
 from outrider.training.medusa import Medusa, medusa_learner
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
 from outrider.trees.fixed import likeliest_topology
+from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +90,46 @@ def run_medusa(task: Task, medusa: MedusaOptions) -> None:
         return {"tree": f"fixed:children={'x'.join(map(str, children))},chosen=true"}
 
     run_head(task, "medusa", make, about={"layers": medusa.layers, "shared": medusa.shared}, more=tree)
+
+
+def run_eagle(task: Task, head: EagleOptions) -> None:
+    """Train an EAGLE-1 head."""
+    if task.options.draft_vocab is not None:
+        raise InputError(
+            "an EAGLE-1 head guesses with the target's own output layer; draft-vocab is for eagle3 and medusa"
+        )
+
+    def make(given: Given) -> Eagle:
+        return eagle_learner(
+            given.target,
+            loss=given.loss,
+            decay=task.options.decay,
+            begin=task.options.begin,
+            seed=task.settings.seed,
+            device=given.device,
+            **asdict(head),
+        )
+
+    run_head(task, "eagle", make, about=asdict(head))
+
+
+def run_eagle3(task: Task, head: Eagle3Options) -> None:
+    """Train an EAGLE-3 head."""
+    taps = head.numbers()
+
+    def make(given: Given) -> Eagle3:
+        return eagle3_learner(
+            given.target,
+            loss=given.loss,
+            decay=task.options.decay,
+            ids=given.ids,
+            begin=task.options.begin,
+            seed=task.settings.seed,
+            device=given.device,
+            **{**asdict(head), "taps": taps},
+        )
+
+    run_head(task, "eagle3", make, about=asdict(head))
 
 
 def run_head(

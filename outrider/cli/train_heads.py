@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.head_options import HeadOptions, MedusaOptions
+from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, MedusaOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.train import Data, train
 from outrider.inputs import InputError
@@ -37,6 +37,49 @@ def medusa(
 
     run_medusa(
         Task(settings=settings, options=options, target=target, sources=tuple(data), out=out, as_json=as_json), heads
+    )
+
+
+@app.command()
+@with_options()
+def eagle(
+    settings: Settings,
+    options: HeadOptions,
+    head: EagleOptions,
+    target: Target,
+    data: Data,
+    out: Out,
+    as_json: Json = False,
+) -> None:
+    """Train an EAGLE head: a layer that continues the target's last hidden states.
+
+    With --tree dynamic it drafts as EAGLE-2.
+    """
+    from_extra()
+    from outrider.cli.train_head import Task, run_eagle
+
+    run_eagle(
+        Task(settings=settings, options=options, target=target, sources=tuple(data), out=out, as_json=as_json), head
+    )
+
+
+@app.command()
+@with_options()
+def eagle3(
+    settings: Settings,
+    options: HeadOptions,
+    head: Eagle3Options,
+    target: Target,
+    data: Data,
+    out: Out,
+    as_json: Json = False,
+) -> None:
+    """Train an EAGLE-3 head: a layer that continues three fused hidden states of the target, on its own outputs."""
+    from_extra()
+    from outrider.cli.train_head import Task, run_eagle3
+
+    run_eagle3(
+        Task(settings=settings, options=options, target=target, sources=tuple(data), out=out, as_json=as_json), head
     )
 
 

@@ -107,7 +107,7 @@ class BlockPath(HeadPath):
         device, dtype = self.place(surroundings)
         config, ids = head.config, guessed_ids(head)
         lm = HeadLM(
-            head.to(device, dtype),
+            head.to(device, dtype).requires_grad_(False),
             max_slots=surroundings.max_slots,
             max_context=(self.max_context or surroundings.max_context) + config.block_size,
         )

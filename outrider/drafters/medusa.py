@@ -15,7 +15,7 @@ from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Request, Running, ShortList
+from outrider.types import Frontier, Guess, InputError, Request, Running, ShortList
 
 
 @dataclass(kw_only=True)
@@ -160,8 +160,10 @@ class MedusaPath(HeadPath):
         if heads.token_map is None:
             self.check_vocabulary(sizes.width, surroundings)
         device, dtype = self.place(surroundings)
-        heads = heads.to(device, dtype)
+        heads = heads.to(device, dtype).requires_grad_(False)
         chosen = heads.token_map
+        if chosen is not None and int(chosen.max()) >= surroundings.vocab_size:
+            raise InputError(f"token_map in {self.path} names tokens that this target does not have")
         return MedusaDrafter(
             heads=heads,
             tap=surroundings.num_layers,

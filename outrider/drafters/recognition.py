@@ -15,10 +15,10 @@ def is_place(text: str) -> bool:
     """Whether a text is a directory, or looks like one or like a hub id.
 
     Example:
-        >>> is_place("ngram"), is_place("org/name")
-        (False, True)
+        >>> is_place("ngram"), is_place("org/name"), is_place("suffix:corpus=texts/all")
+        (False, True, False)
     """
-    return os.path.isdir(text) or "/" in text
+    return os.path.isdir(text) or "/" in text.partition(":")[0]
 
 
 def drafter_at(path: str, kinds: Mapping[str, type]) -> str:

@@ -203,6 +203,11 @@ class DFlash(nn.Module):
             self.register_buffer("d2t", torch.zeros(config.num_outputs or 0, dtype=torch.long))
         self._fuse(size, eps)
 
+    def extra_repr(self) -> str:
+        """The choices that no tensor shows."""
+        names = ("block_size", "mask_id", "taps", "from_anchor", "sights", "embedding_scale", "markov")
+        return ", ".join(f"{name}={getattr(self.config, name)}" for name in names)
+
     def forward(
         self,
         tokens: Int[Tensor, "rows width"],
@@ -261,7 +266,7 @@ class DFlash(nn.Module):
         if not hidden.numel():
             return hidden.new_zeros(*hidden.shape[:-1], self.vocab_size)
         table = _table(self.ends)
-        return self.ends.head(hidden if table is None else hidden.to(table.dtype))
+        return self.ends.head(hidden if table is None else hidden.to(table.device, table.dtype))
 
     def informed(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]

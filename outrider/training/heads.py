@@ -118,11 +118,16 @@ class HeadLearner(Learner):
             parts={"agreement": torch.stack(agreed).sum()},
         )
 
+    @property
+    def most_guesses(self) -> int | None:
+        """The deepest draft; None: any depth."""
+        return None
+
     @torch.no_grad()
     def judged(self, batch: Batch, depth: int) -> Judged:
         """Drafts along the texts of a batch, which begin behind every learnt token."""
-        if depth > self.num_guesses:
-            raise InputError(f"this head learns {self.num_guesses} guesses, so no more than these can be watched")
+        if self.most_guesses is not None and depth > self.most_guesses:
+            raise InputError(f"this head drafts {self.most_guesses} tokens, so a depth of {depth} cannot be watched")
         batch = self.with_states(batch)
         learnt = batch.learnt
         begins = learnt[:, 1:].unfold(1, depth + 1, 1).all(-1) if learnt.shape[1] > depth + 1 else learnt[:, :0]

@@ -65,6 +65,11 @@ class Medusa(HeadLearner):
             )
         self.heads = heads
 
+    @property
+    def most_guesses(self) -> int:
+        """The number of heads."""
+        return self.num_guesses
+
     def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
         """What head 0, 1, ..., `count - 1` makes of each state."""
         hidden = self.last_states(batch).to(self.heads.weight.dtype)

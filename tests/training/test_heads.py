@@ -12,11 +12,14 @@ from transformers import PreTrainedModel
 import outrider
 from outrider import catalog
 from outrider.drafters.protocol import Surroundings
+from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.taps import tapped
+from outrider.proof.gate import in_float32
 from outrider.training.batches import Batch, Batches
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
+from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.heads import HeadLearner, Places, frequent_tokens
 from outrider.training.loop import train
 from outrider.training.medusa import medusa_learner
@@ -36,7 +39,14 @@ Make = Callable[..., HeadLearner]
 LEARNERS: dict[str, Make] = {
     "medusa": lambda target, **more: medusa_learner(target, num_heads=GAMMA, **more),
     "medusa, deep": lambda target, **more: medusa_learner(target, num_heads=GAMMA, num_layers=2, **more),
+    "eagle": lambda target, **more: eagle_learner(target, unrolled=GAMMA, bias=True, **more),
+    "eagle3": lambda target, **more: eagle3_learner(target, unrolled=GAMMA, **more),
+    "eagle3, normed": lambda target, **more: eagle3_learner(
+        target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
+    ),
 }
+WITH_FEW = [kind for kind in LEARNERS if kind != "eagle"]
+"""The learners whose heads may guess some tokens only."""
 
 
 def target() -> PreTrainedModel:
@@ -90,10 +100,9 @@ def drafter_of(made: HeadLearner, folder: Path, lm: LanguageModel):
     return catalog.make("drafter", str(folder)).bind(Surroundings.of(lm, None))
 
 
-@pytest.mark.parametrize("ids", [None, FEW])
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])
 def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_path, kind, ids):
-    made, [text] = learner(kind, ids=ids), documents(1)
+    made, [text] = learner(kind, **({} if ids is None else {"ids": ids})), documents(1)
     given = Batches([text], num_rows=1, max_length=24, seed=0).batch(0)
     lm = LanguageModel(target(), max_slots=1)
     found = forced_guesses(drafter_of(made, tmp_path, lm), lm, text.tokens.tolist(), text.start, GAMMA)
@@ -211,7 +220,13 @@ def test_captured_states_give_the_loss_of_live_ones(kind):
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
     made = learner(kind, noise=0.0)
-    train(made, repeated(batch()), SETTINGS, tmp_path / "head", Watch(documents(), depth=2, max_length=24))
+    train(
+        made,
+        repeated(batch()),
+        replace(SETTINGS, keep_best=False),
+        tmp_path / "head",
+        Watch(documents(), depth=2, max_length=24),
+    )
     engine = outrider.load(target(), drafter=str(tmp_path / "head"), length="fixed:3")
     assert catalog.rows("drafter")[type(engine.parts.drafter).trainer].make.recognises
     prompts = [text.tokens[:7].tolist() for text in documents(2)]
@@ -224,6 +239,30 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
     further = LEARNERS[kind](target(), loss=divergence("tvd"), begin=str(tmp_path / "head"))
     for mine, theirs in zip(learnt_logits(further, batch()), learnt_logits(made, batch()), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_a_head_in_float32_learns_from_a_target_in_half_precision(tmp_path, kind):
+    model = tiny("llama").to(torch.bfloat16).requires_grad_(False)
+    made = LEARNERS[kind](model, loss=divergence("fkl"))
+    found = made(batch())
+    found.total.backward()
+    assert float(found.total.detach()) > 0
+    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
+    made.write(tmp_path)
+    engine = outrider.load(model, drafter=str(tmp_path), length="fixed:3")
+    assert {weight.dtype for weight in weights_of(engine)} == {torch.bfloat16}
+    wide = in_float32(engine)
+    assert {weight.dtype for weight in weights_of(wide)} == {torch.float32}
+    prompts, greedy = [text.tokens[:7].tolist() for text in documents(2)], Sampling(temperature=0.0, seed=0)
+    drafted = wide.generate(prompts, max_new_tokens=8, sampling=greedy)
+    plain = wide.plain().generate(prompts, max_new_tokens=8, sampling=greedy)
+    assert [out.tokens for out in drafted] == [out.tokens for out in plain]
+
+
+def weights_of(engine: Engine) -> list[torch.Tensor]:
+    """The weights of an engine's drafter."""
+    return [weight for module in engine.parts.drafter.modules.values() for weight in module.parameters()]
 
 
 def test_accuracies_are_those_of_each_rank():
@@ -254,7 +293,7 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
             medusa_learner(target(), loss=None, **wrong)
     with pytest.raises(InputError, match=r"draft vocabulary must have 1\.\.64 tokens, got 65"):
         frequent_tokens(documents(), 65, VOCAB)
-    with pytest.raises(InputError, match="learns 3 guesses"):
+    with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("medusa").judged(batch(), 4)
     medusa_learner(target(), loss=None, num_heads=1).write(tmp_path)
     with pytest.raises(InputError, match="the heads are for hidden states of width 32 and 64 tokens"):
