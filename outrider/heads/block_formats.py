@@ -71,7 +71,7 @@ def block_config(found: Mapping[str, Any], path: str, answers: Answers) -> Block
         if "speculators_model_type" in found:
             return _speculators(found, path, method, answers)
         return _authors(found, path, method, answers)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
             raise
         raise InputError(f"config.json of {path} does not describe a {method} head: {error!r}") from error

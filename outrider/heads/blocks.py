@@ -42,14 +42,15 @@ def read_block(
     config = block_config(read_config(path, revision=revision), path, answers or Answers())
     tensors = _renamed(read_tensors(path, revision=revision), config)
     output, embedding = tensors.get("lm_head.weight"), tensors.get("embed_tokens.weight")
+    if output is None or (len(output) >= vocab_size and not tensors.get("d2t", torch.zeros(1)).any()):
+        # All tokens, at their own places.
+        tensors.pop("d2t", None)
     config = replace(
         config,
         num_outputs=None if output is None else len(output),
         num_embeddings=None if embedding is None else len(embedding),
-        listed="d2t" in tensors and output is not None,
+        listed="d2t" in tensors,
     )
-    if output is None:
-        tensors.pop("d2t", None)
     _check(config, tensors, path, vocab_size)
     head = HEADS[config.method](config, ends(), vocab_size)
     load_into(head, tensors, path)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.heads.dflash import BlockConfig, DFlash, Method
+from outrider.inputs import unknown
 from outrider.lm.ends import Ends
 from outrider.types import InputError
 
@@ -119,6 +120,8 @@ class DSpark(DFlash):
         super().__init__(config, ends, vocab_size)
         if config.markov_rank < 1:
             raise InputError(f"markov_rank must be >= 1, got {config.markov_rank}; without it the head is dflash")
+        if config.markov not in KINDS:
+            raise unknown("sequential head", config.markov, KINDS)
         outputs = config.num_outputs or config.layers.vocab_size
         self.markov_head = KINDS[config.markov](
             config.layers.vocab_size, outputs, config.markov_rank, config.layers.hidden_size

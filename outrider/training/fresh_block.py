@@ -9,8 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from outrider.heads.blocks import HEADS, read_block
 from outrider.heads.dflash import BlockConfig, DFlash, Method, spread_taps
-from outrider.heads.dspark import KINDS, MarkovHead
-from outrider.inputs import unknown
+from outrider.heads.dspark import MarkovHead
 from outrider.lm.anatomy import Anatomy, rotary_parameters
 from outrider.lm.ends import find_ends
 from outrider.lm.open import logit_width
@@ -65,8 +64,6 @@ def fresh_head(
         raise InputError(
             f"taps must be in 0..{anatomy.num_layers}, the number of the target's layers, got {list(taps)}"
         )
-    if shape.markov not in KINDS:
-        raise unknown("sequential head", shape.markov, KINDS)
     mask_id = unknown_token(target, tokenizer) if shape.mask_token_id is None else shape.mask_token_id
     known = target.get_input_embeddings().weight.shape[0]
     if not 0 <= mask_id < known:
@@ -124,7 +121,7 @@ def layers_like(text: PreTrainedConfig, num_layers: int, vocab_size: int) -> Pre
         text: The target's text config.
         vocab_size: Rows of the target's embedding.
     """
-    heads = text.num_attention_heads
+    heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
     inner = getattr(text, "intermediate_size", None)
     rotary: dict[str, Any] = next(iter(rotary_parameters(text)), {})
     return Qwen3Config(

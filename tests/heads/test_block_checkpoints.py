@@ -221,6 +221,11 @@ WRONG = {
     "domino": (speculators("dflash", VOCAB, projector_type="domino"), "the projector 'domino'"),
     "other": ({"architectures": ["LlamaForCausalLM"]}, "describes no head of dflash, dflare, dspark"),
     "kind": (speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=0), "markov_rank must be >= 1"),
+    "gru": (
+        speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=6, markov_head_type="gru"),
+        "unknown sequential head 'gru'",
+    ),
+    "layers": (speculators("dflash", VOCAB, transformer_layer_config="qwen3"), "does not describe a dflash head"),
     "taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=[2, 9]), "reads the hidden states [2, 9]"),
     "no taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=None), "which layers of the target"),
     "normed": (
@@ -255,7 +260,7 @@ WRONG = {
 def test_a_config_that_does_not_fit_gets_one_sentence(tmp_path, case):
     config, message = WRONG[case]
     tensors = trunk(4, VOCAB) if case == "width" else None
-    said = refused(tmp_path, config, tensors, drafter="dspark" if case == "kind" else "dflash")
+    said = refused(tmp_path, config, tensors, drafter="dspark" if case in ("kind", "gru") else "dflash")
     assert message in said
     assert "\n" not in said
 
@@ -284,6 +289,12 @@ def test_tensors_that_do_not_fit_get_one_sentence(tmp_path):
     assert "has no list (d2t)" in refused(
         tmp_path, config, {name: tensor for name, tensor in own.items() if name != "d2t"}
     )
+    whole |= {
+        "lm_head.weight": torch.randn(VOCAB + 3, HIDDEN).double(),
+        "d2t": torch.zeros(VOCAB + 3, dtype=torch.long),
+    }
+    wide = replace(checkpoints(VOCAB)["dflash"], tensors=whole).save(tmp_path / "dflash-wide")
+    assert bound(wide, LanguageModel(tiny("llama"), max_slots=1)).short_list is None
     assert "d2t) of the head" in refused(tmp_path, config, {**own, "d2t": own["d2t"] + 1})
     small = speculators("dflash", VOCAB)
     small["transformer_layer_config"]["vocab_size"] = VOCAB - 1
