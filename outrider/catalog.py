@@ -1,20 +1,24 @@
 """Every method by name: its class, its paper, its guarantee. The one place where a string becomes an object."""
 
 import dataclasses
-import math
-import types
 import typing
 from dataclasses import dataclass
 from typing import Literal
 
 from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.step import StepDecoding
+from outrider.drafters.dflash import DFlarePath, DFlashPath
+from outrider.drafters.dspark import DSparkPath
+from outrider.drafters.eagle import EaglePath
+from outrider.drafters.eagle3 import Eagle3Path
+from outrider.drafters.medusa import MedusaPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.recognition import drafter_at, is_place
 from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.inputs import InputError, unknown
+from outrider.inputs import InputError, field_value, unknown
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.goodput import GoodputLength
@@ -98,6 +102,48 @@ ROWS = (
         make=SteeredPath,
         summary="a smaller LM that the target's hidden states steer",
         source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
+    ),
+    Row(
+        family="drafter",
+        name="medusa",
+        make=MedusaPath,
+        summary="heads that each guess one depth from the target's last hidden state",
+        source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
+    ),
+    Row(
+        family="drafter",
+        name="eagle",
+        make=EaglePath,
+        summary="a layer that continues the target's last features; with tree `dynamic` it is EAGLE-2",
+        source="Li et al. 2024, EAGLE, https://arxiv.org/abs/2401.15077",
+    ),
+    Row(
+        family="drafter",
+        name="eagle3",
+        make=Eagle3Path,
+        summary="a layer that continues three fused hidden states of the target",
+        source="Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840",
+    ),
+    Row(
+        family="drafter",
+        name="dflash",
+        make=DFlashPath,
+        summary="a head that guesses a block of tokens in one forward, each without the others",
+        source="DFlash 2026, https://arxiv.org/abs/2602.06036",
+    ),
+    Row(
+        family="drafter",
+        name="dflare",
+        make=DFlarePath,
+        summary="dflash with a mixture of the target's layers for each layer of the head",
+        source="Tencent 2026, https://github.com/Tencent/AngelSlim",
+    ),
+    Row(
+        family="drafter",
+        name="dspark",
+        make=DSparkPath,
+        summary="dflash with a sequential head that corrects each guess by the token before it",
+        source="DeepSeek 2026, https://arxiv.org/abs/2607.05147",
     ),
     Row(family="tree", name="chain", make=ChainTree, summary="one child per node", source=LEVIATHAN),
     Row(
@@ -306,6 +352,8 @@ def name_of(component: object) -> str:
 def make(family: Family, text: str) -> object:
     """The object of `name:key=value,key=value`. A first value without a key sets the first field.
 
+    A drafter may also be named by the directory or the hub id of its checkpoint, which says what it is.
+
     Raises:
         InputError: Unknown name, unknown field or a value that is not of the field's type; lists the real ones.
 
@@ -316,6 +364,9 @@ def make(family: Family, text: str) -> object:
     name, _, rest = text.partition(":")
     known = rows(family)
     if name not in known:
+        if family == "drafter" and is_place(text):
+            kind = drafter_at(text, {name: row.make for name, row in known.items()})
+            return known[kind].make(path=text)
         raise unknown(family, name, known)
     fields = {f.name: f for f in dataclasses.fields(known[name].make) if not f.name.startswith("_")}
     hints = typing.get_type_hints(known[name].make)
@@ -326,7 +377,7 @@ def make(family: Family, text: str) -> object:
             key, value = next(iter(fields)), item
         if key not in fields:
             raise unknown(f"{family} {name!r} field", key, fields)
-        values[key] = _value(f"{family} {name!r} field {key!r}", value, hints[key])
+        values[key] = field_value(f"{family} {name!r} field {key!r}", value, hints[key])
     missing = [
         key
         for key, field in fields.items()
@@ -335,40 +386,3 @@ def make(family: Family, text: str) -> object:
     if missing:
         raise InputError(f"{family} {name!r} needs {', '.join(missing)}, as in {name}:{missing[0]}=...")
     return known[name].make(**values)
-
-
-def _value(what: str, text: str, hint: object) -> object:
-    """Read a field's value by its type: an int, float, bool, string, one of given words, or a list of ints 4x2x2."""
-    if typing.get_origin(hint) is Literal:
-        if text in typing.get_args(hint):
-            return text
-        raise unknown(what, text, typing.get_args(hint))
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    for kind in options:
-        if kind is type(None):
-            if text.lower() == "none":
-                return None
-        elif kind is bool:
-            if text.lower() in ("true", "false"):
-                return text.lower() == "true"
-        elif typing.get_origin(kind) is tuple:
-            if all(part.isdecimal() for part in text.split("x")):
-                return tuple(int(part) for part in text.split("x"))
-        elif isinstance(kind, type):
-            try:
-                value = kind(text)
-            except ValueError:
-                continue
-            if not isinstance(value, float) or math.isfinite(value):
-                return value
-    wanted = " or ".join(_name(kind) for kind in options)
-    raise InputError(f"{what} must be {wanted}, got {text!r}")
-
-
-def _name(kind: object) -> str:
-    """What a field's type is called."""
-    if kind is type(None):
-        return "none"
-    if typing.get_origin(kind) is tuple:
-        return "whole numbers joined by x, as in 4x2x2"
-    return getattr(kind, "__name__", str(kind))

@@ -1,11 +1,16 @@
-"""Input from people: the error for wrong input, checks of numbers, reading text files. Imports nothing heavy."""
+"""Input from people: the error for wrong input, checks of numbers, reading fields and files. Imports nothing heavy."""
 
+import contextlib
 import difflib
+import math
 import numbers
 import operator
 import os
+import types
+import typing
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 
 class InputError(ValueError):
@@ -74,3 +79,54 @@ def text_of(file: Path, what: str, wanted: str) -> str:
         raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def field_value(what: str, text: str, hint: object) -> object:
+    """A field's value, read by its type: an int, float, bool, string, one of given words, or a list of ints 4x2x2.
+
+    Args:
+        what: The field, for the error message.
+        hint: Its type.
+
+    Raises:
+        InputError: The text is of no such type.
+
+    Example:
+        >>> field_value("taps", "2x4", tuple[int, ...] | None), field_value("width", "3", int)
+        ((2, 4), 3)
+    """
+    if typing.get_origin(hint) is Literal:
+        if text in typing.get_args(hint):
+            return text
+        raise unknown(what, text, typing.get_args(hint))
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for kind in options:
+        with contextlib.suppress(ValueError):
+            return _read(kind, text)
+    wanted = " or ".join(_name(kind) for kind in options)
+    raise InputError(f"{what} must be {wanted}, got {text!r}")
+
+
+def _read(kind: object, text: str) -> object:
+    """A value of one type. Raises ValueError if the text is of another."""
+    if kind is type(None) or kind is bool:
+        words = {"none": None} if kind is type(None) else {"true": True, "false": False}
+        if text.lower() in words:
+            return words[text.lower()]
+    elif typing.get_origin(kind) is tuple:
+        if all(part.isdecimal() for part in text.split("x")):
+            return tuple(int(part) for part in text.split("x"))
+    elif isinstance(kind, type):
+        value = kind(text)
+        if not isinstance(value, float) or math.isfinite(value):
+            return value
+    raise ValueError(text)
+
+
+def _name(kind: object) -> str:
+    """What a field's type is called."""
+    if kind is type(None):
+        return "none"
+    if typing.get_origin(kind) is tuple:
+        return "whole numbers joined by x, as in 4x2x2"
+    return getattr(kind, "__name__", str(kind))

@@ -22,7 +22,8 @@ from outrider.training.settings import Settings
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 PANELS = {Setup: "Setup", RequestOptions: "Request", LearnOptions: "Learning", Settings: "Training"}
-"""The heading of each dataclass's options in the help."""
+"""The heading of each dataclass's options in the help; of others, `HEAD`."""
+HEAD = "Head"
 
 CONFIG = Parameter(
     "config",
@@ -94,7 +95,7 @@ def kind_of(hint: Any) -> Any:
 
 def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     """The options of a dataclass. An option that is not given is None, so that a file can set it."""
-    panel = PANELS[group]
+    panel = PANELS.get(group, HEAD)
     words, hints = documentation(group), typing.get_type_hints(group)
     found: list[Parameter] = []
     for field in fields(group):

@@ -25,7 +25,7 @@ from outrider.training.divergences import CHUNK, divergence
 from outrider.training.documents import Document, fingerprint_of
 from outrider.training.estimate import Work, estimate, trial
 from outrider.training.journal import read
-from outrider.training.loop import FOLDER, Progress, Trained, place, train
+from outrider.training.loop import FOLDER, Learner, Progress, Trained, place, train
 from outrider.training.records import read_documents
 from outrider.training.regenerate import Wish, regenerate
 from outrider.training.settings import Settings
@@ -47,7 +47,7 @@ class Task:
     Attributes:
         settings: How to train.
         target: The target's directory or hub id.
-        drafter: The draft model's.
+        drafter: The draft model's; None where none is trained.
         sources: Where the texts are.
         out: Folder of the result.
         divergence: Name of the loss.
@@ -63,7 +63,7 @@ class Task:
 
     settings: Settings
     target: str
-    drafter: str
+    drafter: str | None
     sources: Sequence[str]
     out: Path
     divergence: str
@@ -77,17 +77,24 @@ class Task:
     as_json: bool
 
 
-Make = Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, torch.device], Distilled]
-"""Makes a learner from the target, its tokenizer and the device."""
+Make = Callable[[PreTrainedModel, PreTrainedTokenizerBase | None, torch.device, Sequence[Document]], Learner]
+"""Makes a learner from the target, its tokenizer, the device and the documents to learn from."""
+More = Callable[[Learner, Trained, Watch], dict[str, Any]]
+"""What is found out about a trained drafter, for the record that is printed: words that a person reads, by name."""
 
 
 def run(task: Task) -> None:
     """Train, write the draft model and the report, and print what was reached."""
     data = Data.of(task.texts)
 
-    def make(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> Distilled:
+    def make(
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        device: torch.device,
+        documents: Sequence[Document],
+    ) -> Distilled:
         return distilled(
-            task.drafter,
+            str(task.drafter),
             target,
             tokenizer,
             loss=task.divergence,
@@ -99,7 +106,9 @@ def run(task: Task) -> None:
     run_with(task, make, regenerated=data.regenerated, about={"texts": task.texts}, name="model")
 
 
-def run_with(task: Task, make: Make, *, regenerated: bool, about: dict[str, Any], name: str) -> None:
+def run_with(
+    task: Task, make: Make, *, regenerated: bool, about: dict[str, Any], name: str, more: More | None = None
+) -> None:
     """Train a learner, write its drafter and the report, and print what was reached.
 
     Args:
@@ -107,6 +116,7 @@ def run_with(task: Task, make: Make, *, regenerated: bool, about: dict[str, Any]
         regenerated: Whether the target answers the prompts of the corpus first.
         about: What a run must keep when it goes on, beside what every run has.
         name: The drafter's name in the catalog.
+        more: What is found out about the trained drafter; None: nothing.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -118,12 +128,12 @@ def run_with(task: Task, make: Make, *, regenerated: bool, about: dict[str, Any]
     tokenizer = open_tokenizer(task.target)
     learnt, watched = _documents(task, tokenizer, regenerated=regenerated, console=console)
     target = open_model(task.target, device=device).requires_grad_(False)
-    learner = make(target, tokenizer, device)
+    learner = make(target, tokenizer, device, learnt)
     settings = task.settings
     about = {
         **about,
         "target": Path(task.target).name,
-        "drafter": Path(task.drafter).name,
+        "drafter": None if task.drafter is None else Path(task.drafter).name,
         "divergence": task.divergence,
         "documents": fingerprint_of(learnt),
         "held_out": fingerprint_of(watched),
@@ -140,10 +150,10 @@ def run_with(task: Task, make: Make, *, regenerated: bool, about: dict[str, Any]
     with _shown(console) as show:
         done = train(learner, batches, settings, task.out, watch, show, about=about)
     if main:
-        _tell(task, done, console, name)
+        _tell(task, done, console, name, {} if more is None else more(learner, done, watch))
 
 
-def _foretold(learner: Distilled, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
+def _foretold(learner: Learner, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
     """The memory and the time that training will take: from the models, and from a few passes."""
     rows = min(settings.micro_rows or settings.num_rows, max(1, settings.num_rows // processes.count()))
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
@@ -154,7 +164,11 @@ def _foretold(learner: Distilled, target: PreTrainedModel, batches: Batches, set
         activation_bytes=4 if half is None else 2,
         num_shards=processes.num_shards(),
     )
-    planned = estimate(learner.model, target, work, target_bytes=target.dtype.itemsize)
+    trained = [p for p in learner.parameters() if p.requires_grad]
+    if isinstance(learner, Distilled):
+        planned = str(estimate(learner.model, target, work, target_bytes=target.dtype.itemsize))
+    else:
+        planned = f"{sum(p.numel() for p in trained):,} trained parameters"
     batch = batches.share(batches.batch(0), range(rows)).to(target.device)
 
     def loss() -> torch.Tensor:
@@ -162,7 +176,7 @@ def _foretold(learner: Distilled, target: PreTrainedModel, batches: Batches, set
             found = learner(batch)
         return found.total / max(1.0, float(found.weight))
 
-    timed = trial(loss, [p for p in learner.parameters() if p.requires_grad], num_tokens=int(batch.lengths.sum()))
+    timed = trial(loss, trained, num_tokens=int(batch.lengths.sum()))
     return f"{planned}\n{timed}"
 
 
@@ -185,7 +199,8 @@ def _answers(task: Task, part: Part, console: Console) -> Path:
     folder = task.out / FOLDER
     make_folder(folder)
     if processes.is_first_of_machine():
-        setup = Setup(target=task.target, drafter=f"model:path={task.drafter}", device=task.settings.device)
+        drafter = "suffix" if task.drafter is None else f"model:path={task.drafter}"
+        setup = Setup(target=task.target, drafter=drafter, device=task.settings.device)
         engine = opened(setup)
         width = engine.parts.target.vocab_size
         corpus = read_documents(
@@ -218,11 +233,11 @@ def _shown(console: Console) -> Iterator[Callable[[Progress], None]]:
         yield show
 
 
-def _tell(task: Task, done: Trained, console: Console, name: str) -> None:
+def _tell(task: Task, done: Trained, console: Console, name: str, more: dict[str, Any]) -> None:
     """Write the report, and print what was reached."""
     lines = read(done.log)
     watched = [line for line in lines if line["kind"] == "watch"]
-    record: dict[str, Any] = {"out": str(done.out), "step": done.step, "log": str(done.log)}
+    record: dict[str, Any] = {"out": str(done.out), "step": done.step, "log": str(done.log)} | more
     if watched:
         kept = next((line for line in watched if line["step"] == done.step), watched[-1])
         names = ("block_efficiency", "block_efficiency_greedy")
@@ -246,4 +261,6 @@ def _tell(task: Task, done: Trained, console: Console, name: str) -> None:
             f"{before['block_efficiency_greedy']:.3f} and {after['block_efficiency_greedy']:.3f}",
             style="cyan",
         )
-    console.print(f"the draft model is in {done.out}; use it with --drafter {name}:path={done.out}", style="cyan")
+    for what, found in more.items():
+        console.print(f"{what}: {found}", style="cyan")
+    console.print(f"the drafter is in {done.out}; use it with --drafter {name}:path={done.out}", style="cyan")

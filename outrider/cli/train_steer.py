@@ -1,5 +1,6 @@
 """outrider train steer: train a draft model together with the module that steers it by the target's hidden states."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.cli.train_distill import Task as DistillTask
 from outrider.cli.train_distill import run_with
+from outrider.training.documents import Document
 from outrider.training.steer import Steered, steered_learner
 
 
@@ -30,9 +32,14 @@ class Task(DistillTask):
 def run(task: Task) -> None:
     """Train, write the steered draft model and the report, and print what was reached."""
 
-    def make(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, device: torch.device) -> Steered:
+    def make(
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None,
+        device: torch.device,
+        documents: Sequence[Document],
+    ) -> Steered:
         return steered_learner(
-            task.drafter,
+            str(task.drafter),
             target,
             tokenizer,
             loss=task.divergence,

@@ -12,7 +12,8 @@ from torch import Tensor
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlotState, SlottedDrafter, state_of
 from outrider.lm.head import HeadLM, sees_all
-from outrider.lm.protocol import Segment
+from outrider.lm.protocol import Extension, Segment
+from outrider.lm.tabular import TabularLM
 from outrider.trees.chained import Follow
 from outrider.types import Frontier, Guess, Request, Running, ShortList
 
@@ -41,7 +42,7 @@ class BlockDrafter(SlottedDrafter):
     A subclass states its taps, and how they become features.
 
     Attributes:
-        lm: The head.
+        lm: The head; a table in proofs.
         block_size: Positions of a block, the anchor's included.
         mask_id: The token that stands for an unknown token.
         from_anchor: Whether the anchor's position guesses the first token; otherwise the first mask's position does.
@@ -54,7 +55,7 @@ class BlockDrafter(SlottedDrafter):
     rows: ClassVar[Rows] = "marginal"
     context_pure: ClassVar[bool] = False
 
-    lm: HeadLM
+    lm: HeadLM | TabularLM
     block_size: int
     mask_id: int
     from_anchor: bool = False
@@ -88,6 +89,15 @@ class BlockDrafter(SlottedDrafter):
         self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        blocks = self.block(states, depths).logits.split(list(depths))
+        for state, block in zip(states, blocks, strict=True):
+            _own(state).block = block
+        return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
+
+    def block(self, states: Sequence[Running], depths: Sequence[int]) -> Extension:
+        """Run the head on a block behind each request; nothing of it stays in the cache. The logits are those of the
+        first `depths[i]` guesses.
+        """
         size, first = self.block_size, 0 if self.from_anchor else 1
         tokens = torch.full((len(states), size), self.mask_id)
         tokens[:, 0] = torch.tensor([state.tokens[-1] for state in states])
@@ -96,11 +106,9 @@ class BlockDrafter(SlottedDrafter):
             Segment(slot=_own(state).slot, tokens=row, logits=range(first, first + depth), sees=sight)
             for state, row, depth in zip(states, rows, depths, strict=True)
         ]
-        blocks = self.lm.extend(segments).logits.split([segment.num_wanted for segment in segments])
+        extension = self.lm.extend(segments)
         self.lm.commit({segment.slot: [] for segment in segments})
-        for state, block in zip(states, blocks, strict=True):
-            _own(state).block = block
-        return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
+        return extension
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         pairs = zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True)

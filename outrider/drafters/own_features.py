@@ -11,8 +11,8 @@ from torch import Tensor
 
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
-from outrider.lm.head import HeadLM
-from outrider.lm.protocol import Extension, Segment
+from outrider.lm.chain import chain
+from outrider.lm.protocol import LM, Extension, Segment
 from outrider.trees.chained import Follow
 from outrider.types import Frontier, Guess, Request, Running, ShortList
 
@@ -72,7 +72,7 @@ class OwnFeatures(SlottedDrafter):
     rows: ClassVar[Rows] = "sampled"
     context_pure: ClassVar[bool] = False
 
-    lm: HeadLM
+    lm: LM
     short_list: ShortList | None = None
 
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
@@ -116,7 +116,7 @@ class OwnFeatures(SlottedDrafter):
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        follow = self.lm.chain([_own(state).slot for state in states], counts)
+        follow = chain(self.lm, [_own(state).slot for state in states], counts)
         handed_on = torch.stack([_own(state).handed_on[0] for state in states])
         left = np.array(counts)
 

@@ -4,6 +4,8 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `LlamaRotaryEmbedd
 cosines and sines for every rotary scheme that a config can name, and `apply_rotary_pos_emb` turns queries and keys.
 """
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
@@ -26,6 +28,16 @@ class Rotary(nn.Module):
     ) -> Float[Tensor, "2 rows width dim"]:
         return torch.stack(self.table(states, positions))
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Frequencies stay in float32 where the module is cast to a lower dtype: far positions need them exact."""
+        before = dict(self.table.named_buffers())
+        super()._apply(fn, recurse)
+        for name, exact in before.items():
+            moved = getattr(self.table, name)
+            if moved.dtype.itemsize < exact.dtype.itemsize <= 4:
+                setattr(self.table, name, exact.to(moved.device))
+        return self
+
 
 class Attention(nn.Module):
     """Self-attention with grouped heads over the cache of a head.
@@ -35,20 +47,29 @@ class Attention(nn.Module):
         layer: Number of the layer in the cache.
         input_size: Width of what queries, keys and values are made of; by default the hidden size.
         normed: Whether queries and keys are normed per head, as in Qwen 3.
+        qkv_bias: Whether queries, keys and values alone have a bias, as in Qwen 2; None: what `attention_bias` says of
+            all four.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, layer: int, *, input_size: int | None = None, normed: bool = False
+        self,
+        config: PreTrainedConfig,
+        layer: int,
+        *,
+        input_size: int | None = None,
+        normed: bool = False,
+        qkv_bias: bool | None = None,
     ) -> None:
         super().__init__()
         width, self.layer = input_size or config.hidden_size, layer
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         heads, shared = config.num_attention_heads, config.num_key_value_heads
-        bias = bool(getattr(config, "attention_bias", False))
+        output_bias = bool(getattr(config, "attention_bias", False)) if qkv_bias is None else False
+        bias = output_bias if qkv_bias is None else qkv_bias
         self.q_proj = nn.Linear(width, heads * self.head_dim, bias=bias)
         self.k_proj = nn.Linear(width, shared * self.head_dim, bias=bias)
         self.v_proj = nn.Linear(width, shared * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, config.hidden_size, bias=output_bias)
         self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
         self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps) if normed else nn.Identity()
 
@@ -80,3 +101,49 @@ class GatedMLP(nn.Module):
 
     def forward(self, states: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch output"]:
         return self.down_proj(silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class DecoderLayer(nn.Module):
+    """A decoder layer of Llama or Qwen 3.
+
+    Args:
+        config: As for `Attention`, with `intermediate_size`.
+        layer: Number of the layer in the cache.
+        input_norm: Whether the attention's input is normed.
+        qkv_bias: As for `Attention`.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        layer: int,
+        *,
+        input_size: int | None = None,
+        input_norm: bool = True,
+        qkv_bias: bool | None = None,
+    ) -> None:
+        super().__init__()
+        normed = config.model_type == "qwen3"
+        self.self_attn = Attention(config, layer, input_size=input_size, normed=normed, qkv_bias=qkv_bias)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = norm_of(config) if input_norm else nn.Identity()
+        self.post_attention_layernorm = norm_of(config)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "rows width hidden"],
+        rotary: Float[Tensor, "2 rows width dim"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: Keeper,
+    ) -> Float[Tensor, "rows width hidden"]:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+def norm_of(config: PreTrainedConfig, size: int | None = None) -> nn.RMSNorm:
+    """The norm of a config's layers.
+
+    Args:
+        size: Its width; by default the hidden size.
+    """
+    return nn.RMSNorm(size or config.hidden_size, eps=config.rms_norm_eps)

@@ -1,6 +1,7 @@
 """A language model given by a table: every prefix has its own row. For proofs; nothing here is fast."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
@@ -96,10 +97,11 @@ class TabularLM:
                 parent = len(pending) - 1 if segment.parents is None else int(segment.parents[i])
                 pending.append((*(pending[parent] if parent >= 0 else committed), token))
                 fresh.append(pending[-1])
-            rows += [self._row(prefix) for prefix in fresh[len(fresh) - segment.num_wanted :]]
+            rows += [self._row(fresh[i]) for i in segment.wanted]
             prefixes += fresh
         stacked = torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab_size, dtype=torch.float64)
-        added = [s.features[s.wanted.start : s.wanted.stop] for s in segments if s.features is not None]
+        wanting = [s for s in segments if s.num_wanted]
+        added = [s.features[s.wanted.start : s.wanted.stop] for s in wanting if s.features is not None]
         logits = stacked.log() + torch.cat(added) if added else stacked.log()
         return Extension(logits=logits, taps=self._taps(prefixes, taps))
 
@@ -134,3 +136,42 @@ class TabularLM:
 
     def cast(self, dtype: torch.dtype) -> "TabularLM":
         return self
+
+
+class TabularHead(TabularLM):
+    r"""A head given by a table: its logits depend on the features that it reads, and it hands on features of its own.
+
+    With the feature $f$ and the token $x$ of a node it hands on $\tanh(f + e_x)$, where $e$ is a random table. Features
+    are as wide as the logits. Those of a target's hidden states are a random projection of them.
+
+    Attributes:
+        module: What a drafter asks of a head's module.
+    """
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        super().__init__(random_rows(vocab_size, seed), vocab_size)
+        self.module = TabularFusion(vocab_size, seed)
+
+    def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
+        extension = super().extend(segments, taps)
+        given = torch.cat([s.features for s in segments if s.features is not None])
+        handed_on = torch.tanh(given + self.module.table[torch.cat([s.tokens for s in segments])])
+        return replace(extension, features=handed_on)
+
+
+class TabularFusion(nn.Module):
+    """The random projections of `TabularHead`."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        super().__init__()
+        dice = torch.Generator().manual_seed(seed)
+        self.table = torch.randn(vocab_size, vocab_size, dtype=torch.float64, generator=dice)
+        self.projection = torch.randn(TABLE_FEATURES, vocab_size, dtype=torch.float64, generator=dice)
+
+    def fuse(self, states: Float[torch.Tensor, "*batch dim"]) -> Float[torch.Tensor, "*batch vocab"]:
+        """Features from tapped states."""
+        return states @ self.projection
+
+    def fed_back(self, handed_on: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
+        """What was handed on, as it is."""
+        return handed_on

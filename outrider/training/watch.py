@@ -1,6 +1,6 @@
 """What is watched while a drafter learns: how many of its tokens the target would accept on held-out texts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, overload, runtime_checkable
 
@@ -120,9 +120,7 @@ class Watch:
         """Measure a drafter."""
         ratios, agrees = [], []
         with torch.no_grad():
-            for texts in self._texts:
-                longest = max(len(each.tokens) for each in texts)
-                batch = Batches(texts, num_rows=len(texts), max_length=max(2, longest), seed=0).batch(0)
+            for batch in self.batches():
                 judged = learner.judged(batch if device is None else batch.to(device), self.depth)
                 ratios.append(judged.log_ratios)
                 agrees.append(judged.agrees)
@@ -133,6 +131,12 @@ class Watch:
             accepted_greedy=tuple(np.cumprod(equal, 1).mean(0).tolist()),
             num_steps=len(log_ratios),
         )
+
+    def batches(self) -> Iterator[Batch]:
+        """The texts."""
+        for texts in self._texts:
+            longest = max(len(each.tokens) for each in texts)
+            yield Batches(texts, num_rows=len(texts), max_length=max(2, longest), seed=0).batch(0)
 
     def score(self, watched: Watched) -> float:
         """The figure by which the best drafter is kept."""

@@ -1,12 +1,13 @@
 """A given topology (Sequoia, Medusa), and the dynamic programme that finds the best one (Sequoia)."""
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from outrider.dice import Dice, Draws
 from outrider.trees.protocol import Children, Level, UnprunedTree, nothing
@@ -71,6 +72,48 @@ class FixedTree(UnprunedTree):
             expand=inner.astype(bool),
             values=numbers[:, None].astype(float),
         )
+
+
+def likeliest_topology(accuracies: Float[np.ndarray, "depths ranks"], num_nodes: int) -> tuple[int, ...]:
+    r"""The `children` of the sparse tree that holds the accepted path most often, by measured accuracies (Medusa).
+
+    With $a_{d,k}$ the probability that the k-th likeliest token at depth d is the one that comes, a node with the ranks
+    $k_1 \ldots k_d$ is accepted with about $\prod_i a_{i,k_i}$. The tree has the nodes with the largest products.
+
+    Args:
+        accuracies: $a_{d,k}$; a rank is never likelier than the one before it.
+        num_nodes: Draft nodes.
+
+    Example:
+        >>> likeliest_topology(np.array([[0.6, 0.2], [0.5, 0.1]]), num_nodes=3)
+        (2, 1)
+
+    References:
+        Cai et al. 2024, Medusa, section 2.3.3. https://arxiv.org/abs/2401.10774
+    """
+    depths, ranks = accuracies.shape
+    falling = np.minimum.accumulate(accuracies, 1)
+    chosen: list[tuple[int, ...]] = []
+    # The best nodes whose parents and smaller siblings are in the tree.
+    open_nodes: list[tuple[float, tuple[int, ...]]] = [(-float(falling[0, 0]), (0,))]
+    while open_nodes and len(chosen) < num_nodes:
+        product, path = heapq.heappop(open_nodes)
+        chosen.append(path)
+        rank, depth = path[-1], len(path)
+        if rank + 1 < ranks and falling[depth - 1, rank] > 0:
+            ratio = falling[depth - 1, rank + 1] / falling[depth - 1, rank]
+            heapq.heappush(open_nodes, (product * float(ratio), (*path[:-1], rank + 1)))
+        if depth < depths:
+            heapq.heappush(open_nodes, (product * float(falling[depth, 0]), (*path, 0)))
+    counts: list[int] = []
+    level: list[tuple[int, ...]] = [()]
+    while level:
+        families = [sorted(p for p in chosen if len(p) == len(above) + 1 and p[:-1] == above) for above in level]
+        counts += [len(family) for family in families]
+        level = [path for family in families for path in family]
+    while counts and counts[-1] == 0:
+        counts.pop()
+    return tuple(counts)
 
 
 def best_topology(

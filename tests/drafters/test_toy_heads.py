@@ -1,4 +1,6 @@
-"""Drafters that read the target's hidden states, with toy heads: engines over them say what plain decoding says."""
+"""Drafters that read the target's hidden states, toys and those of the catalog: engines over them say what plain
+decoding says.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +12,7 @@ import torch
 from outrider import catalog
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
+from outrider.drafters.head_path import HeadPath
 from outrider.drafters.protocol import Drafter, Observed, Surroundings
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
@@ -17,14 +20,15 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.types import Running, Sampling, ShortList
-from tests.world.heads import toy
+from tests.world.heads import CHECKPOINTS, TOYS, head, toy
 from tests.world.models import target
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-KINDS = ("own features", "block")
+KINDS = ("own features", "block", "medusa", "eagle", "eagle3", "dflash", "dflare", "dspark")
+MARGINAL = ("block", "medusa", "dflash", "dflare")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=0.9, seed=3)
 CELLS = (("chain", "block"), ("gumbel:branching=2x2x1", "traversal"), ("dynamic:width=3,num_nodes=8", "match"))
@@ -34,7 +38,7 @@ def engine(
     kind: str, tree: str = "chain", verifier: str = "block", *, slots: int = 4, drafter: Drafter | None = None, lm=None
 ) -> Engine:
     model = lm or target(slots)
-    own = drafter or toy(kind, Surroundings.of(model, None))
+    own = drafter or head(kind, Surroundings.of(model, None))
     parts = Parts(
         target=model,
         drafter=own,
@@ -54,7 +58,7 @@ def prompts(*sizes: int) -> list[list[int]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("tree", "verifier"), CELLS)
 def test_greedy_output_of_ragged_batches_is_that_of_plain_decoding(kind, tree, verifier):
-    if kind == "block" and tree.startswith("gumbel"):
+    if kind in MARGINAL and tree.startswith("gumbel"):
         tree = "lattice:num_nodes=6"
         verifier = "match"
     busy = engine(kind, tree, verifier)
@@ -157,7 +161,7 @@ def test_a_step_taken_back_shows_the_head_no_more_than_it_lacks(kind):
     these = prompts(30, 50)
     calm = engine(kind)
     expected = [out.tokens for out in calm.generate(these, max_new_tokens=12, sampling=DRAWN)]
-    drafter = toy(kind, Surroundings.of(calm.parts.target, None))
+    drafter = head(kind, Surroundings.of(calm.parts.target, None))
     broken = engine(kind, lm=calm.parts.target, drafter=Breaks(inner=drafter))
     calm.rest()
     before, shown = calm.parts.target.num_forwards, []
@@ -190,7 +194,7 @@ def test_a_drafter_is_swapped_for_new_requests_while_others_keep_theirs(kind):
     assert outputs[ids[1]].num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TOYS)
 def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
     model = target(4)
     few = ShortList.of(torch.arange(3, VOCAB, 2), VOCAB)
@@ -213,12 +217,18 @@ def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_head_states_that_it_reads_hidden_states_and_keeps_a_cache(kind):
-    traits = Traits.of(type(toy(kind, Surroundings.of(target(1), None))))
+def test_a_head_states_what_it_reads_and_keeps(kind):
+    traits = Traits.of(type(head(kind, Surroundings.of(target(1), None))))
     assert traits.reads_hidden_states
-    assert traits.keeps_cache
+    assert traits.keeps_cache == (kind != "medusa")
     assert not traits.context_pure
-    assert traits.rows == ("marginal" if kind == "block" else "sampled")
+    assert traits.rows == ("marginal" if kind in MARGINAL else "sampled")
+    assert kind in TOYS or traits.trainer == kind
+
+
+def test_every_head_of_the_catalog_is_tested_here():
+    named = {name for name, row in catalog.rows("drafter").items() if issubclass(row.make, HeadPath)}
+    assert named == set(CHECKPOINTS) == set(KINDS) - set(TOYS)
 
 
 def test_a_class_that_drafts_nothing_has_no_traits():

@@ -1,16 +1,24 @@
-"""Two toy heads with random weights: one that goes on with features of its own, one that guesses whole blocks."""
+"""Heads with random weights: two toys, one that goes on with features of its own and one that guesses whole blocks,
+and the heads of the catalog.
+"""
 
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from outrider import catalog
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.own_features import OwnFeatures
-from outrider.drafters.protocol import Surroundings
+from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
+from tests.world.block_checkpoints import checkpoints
+from tests.world.published import eagle, eagle3, medusa_of_vllm
 
 
 class ToyModule(nn.Module):
@@ -70,3 +78,24 @@ def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: objec
     if kind == "block":
         return ToyBlock(lm=lm, block_size=4, mask_id=0, **more)
     return ToyOwnFeatures(lm=lm, **more)
+
+
+def head(kind: str, around: Surroundings, **more: object) -> Drafter:
+    """A toy, or a head of the catalog that was read from a random checkpoint; the weights are always the same."""
+    if kind in TOYS:
+        return toy(kind, around, **more)
+    with tempfile.TemporaryDirectory() as folder:
+        CHECKPOINTS[kind](Path(folder), around)
+        return catalog.make("drafter", f"{kind}:path={folder}").bind(around)
+
+
+TOYS = ("own features", "block")
+CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
+    "medusa": medusa_of_vllm,
+    "eagle": eagle,
+    "eagle3": eagle3,
+    "dflash": lambda folder, around: checkpoints(around.vocab_size)["dflash"].save(folder),
+    "dflare": lambda folder, around: checkpoints(around.vocab_size)["dflare"].save(folder),
+    "dspark": lambda folder, around: checkpoints(around.vocab_size)["dspark-rnn"].save(folder),
+}
+"""One checkpoint for each head of the catalog."""

@@ -1,0 +1,45 @@
+"""EAGLE-1: continue the target's last features (Li et al. 2024). With the tree `dynamic` it is EAGLE-2."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
+from outrider.drafters.head_path import HeadPath
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.eagle import EagleFile, is_eagle
+from outrider.heads.feature_head import without_copies
+from outrider.heads.files import TargetShape, read_config, read_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleDrafter(FeatureHeadDrafter):
+    """Guess by a head that reads the target's normed last hidden state, and predicts the next one.
+
+    References:
+        Li et al. 2024, EAGLE. https://arxiv.org/abs/2401.15077
+        Li et al. 2024, EAGLE-2. https://arxiv.org/abs/2406.16858
+    """
+
+    trainer: ClassVar[str | None] = "eagle"
+    exports: ClassVar[tuple[str, ...]] = ("eagle",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EaglePath(HeadPath):
+    """An EAGLE-1 head before it is bound to a target: `eagle:path=...`."""
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        return is_eagle(config, names)
+
+    def bind(self, surroundings: Surroundings) -> EagleDrafter:
+        """Load the head."""
+        config = read_config(self.path, revision=self.revision)
+        file = EagleFile.of(self.path, config, read_tensors(self.path, revision=self.revision))
+        self.check_target(TargetShape.of(config, self.path), file.config.hidden_size, surroundings)
+        self.check_vocabulary(file.config.vocab_size, surroundings)
+        tensors = without_copies(dict(file.tensors), surroundings.embed, surroundings.device)
+        file = EagleFile(path=self.path, config=file.config, tensors=tensors)
+        head = file.head(surroundings.ends(), surroundings.vocab_size)
+        return EagleDrafter(lm=head_lm(self, head, surroundings), reads=(surroundings.num_layers,))

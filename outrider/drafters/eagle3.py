@@ -1,0 +1,65 @@
+"""EAGLE-3: continue fused hidden states of three of the target's layers (Li et al. 2025)."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
+from outrider.drafters.head_path import HeadPath
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.eagle3_files import Answers, Eagle3File, is_eagle3
+from outrider.heads.feature_head import without_copies
+from outrider.heads.files import read_config, read_tensors
+from outrider.types import ShortList
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Drafter(FeatureHeadDrafter):
+    """Guess by a head that reads three hidden states of the target, and predicts a feature of its own making.
+
+    References:
+        Li et al. 2025, EAGLE-3. https://arxiv.org/abs/2503.01840
+    """
+
+    trainer: ClassVar[str | None] = "eagle3"
+    exports: ClassVar[tuple[str, ...]] = ("eagle3",)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Path(HeadPath):
+    """An EAGLE-3 head before it is bound to a target: `eagle3:path=...`.
+
+    Attributes:
+        norm_before_residual: Whether the residual of the first layer is the normed feature, where the config does not
+            say it.
+        norm_output: Whether the normed output is fed back; it goes before the config.
+        taps: The target's hidden states that the head reads, such as 2x16x29; tap k enters layer k. They go before
+            the config.
+    """
+
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+    taps: tuple[int, ...] | None = None
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        return is_eagle3(config, names)
+
+    def bind(self, surroundings: Surroundings) -> Eagle3Drafter:
+        """Load the head."""
+        config = read_config(self.path, revision=self.revision)
+        file = Eagle3File.of(self.path, config, read_tensors(self.path, revision=self.revision))
+        self.check_target(file.target, file.target_hidden_size, surroundings)
+        self.check_vocabulary(int(file.layer.vocab_size), surroundings)
+        file = replace(file, tensors=without_copies(dict(file.tensors), surroundings.embed, surroundings.device))
+        head = file.head(
+            surroundings.ends(),
+            num_layers=surroundings.num_layers,
+            vocab_size=surroundings.vocab_size,
+            answers=Answers(
+                norm_before_residual=self.norm_before_residual, norm_output=self.norm_output, taps=self.taps
+            ),
+        )
+        lm = head_lm(self, head, surroundings)
+        ids = None if head.ids is None else ShortList.of(head.ids.to(lm.device), surroundings.vocab_size)
+        return Eagle3Drafter(lm=lm, reads=head.sizes.taps, short_list=ids)

@@ -1,0 +1,66 @@
+"""What the drafters of EAGLE and its kin share: their head's module makes features, and feeds them back."""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.drafters.head_path import HeadPath
+from outrider.drafters.own_features import OwnFeatures
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.feature_head import FeatureHead
+from outrider.lm.head import HeadLM
+from outrider.lm.tabular import TabularFusion, TabularHead
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureHeadDrafter(OwnFeatures):
+    """Guess by a `FeatureHead`. A subclass says what is special about its paper.
+
+    Attributes:
+        lm: The head.
+        reads: The target's hidden states that it reads, in order.
+    """
+
+    lm: HeadLM | TabularHead
+    reads: tuple[int, ...]
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.reads
+
+    @property
+    def module(self) -> FeatureHead | TabularFusion:
+        """The head's module."""
+        return cast(FeatureHead | TabularFusion, self.lm.module)
+
+    @torch.inference_mode()
+    def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
+        return self.module.fuse(super().features(taps))
+
+    @torch.inference_mode()
+    def fed_back(self, handed_on: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
+        return self.module.fed_back(handed_on)
+
+    def cast(self, surroundings: Surroundings) -> "FeatureHeadDrafter":
+        if isinstance(self.lm, TabularHead):
+            return self
+        module = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(surroundings.dtype)
+        module.ends = surroundings.ends()
+        lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
+        return replace(self, lm=lm)
+
+    def on_tables(self, vocab_size: int, seed: int) -> "FeatureHeadDrafter":
+        return replace(self, lm=TabularHead(vocab_size, seed), reads=(0,), short_list=None)
+
+
+def head_lm(path: HeadPath, module: FeatureHead, surroundings: Surroundings) -> HeadLM:
+    """A head's module as a language model, where its path says."""
+    device, dtype = path.place(surroundings)
+    longest = min(path.max_context or surroundings.max_context, surroundings.max_context)
+    placed = module.to(device, dtype).eval().requires_grad_(False)
+    return HeadLM(placed, max_slots=surroundings.max_slots, max_context=longest)

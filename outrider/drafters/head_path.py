@@ -1,0 +1,91 @@
+"""The base of trained heads before they are bound to a target: `name:path=...`."""
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.heads.files import TargetShape
+from outrider.lm.open import as_device, as_dtype
+from outrider.types import InputError
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPath:
+    """A head in a directory or at a hub id.
+
+    Attributes:
+        path: Directory or hub id.
+        device: Where it runs; by default on the target's device.
+        dtype: The dtype that it computes in; by default the target's.
+        revision: Branch, tag or commit of a hub id.
+        max_context: Longest context; by default the target's.
+    """
+
+    path: str
+    device: str | None = None
+    dtype: str | None = None
+    revision: str | None = None
+    max_context: int | None = None
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        """Whether a checkpoint is of this kind.
+
+        Args:
+            config: Its config.
+            names: The names of its tensors.
+        """
+        return False
+
+    @abstractmethod
+    def bind(self, surroundings: Surroundings) -> Drafter:
+        """Load the head."""
+
+    def place(self, surroundings: Surroundings) -> tuple[torch.device, torch.dtype]:
+        """The device and the dtype of the head."""
+        kind = surroundings.dtype if self.dtype is None else as_dtype(self.dtype)
+        device = surroundings.device if self.device is None else as_device(self.device)
+        return device, surroundings.dtype if isinstance(kind, str) else kind
+
+    def check_target(self, shape: TargetShape | None, hidden_size: int, surroundings: Surroundings) -> None:
+        """Check that a head was trained for such a target.
+
+        Args:
+            shape: The target that the config names; None if it names none.
+            hidden_size: Width of the hidden states that the head reads.
+
+        Raises:
+            InputError: The target shows no hidden states, or is of another shape.
+        """
+        if not surroundings.num_layers:
+            raise InputError(f"the head in {self.path} reads the target's hidden states, and this target shows none")
+        if hidden_size != surroundings.hidden_size:
+            raise InputError(
+                f"the head in {self.path} reads hidden states of width {hidden_size}, and this target's have width "
+                f"{surroundings.hidden_size}; give a head that was trained for this target"
+            )
+        if shape is not None and (shape.num_layers, shape.hidden_size) != (surroundings.num_layers, hidden_size):
+            raise InputError(
+                f"the head in {self.path} was trained for a target with {shape.num_layers} layers of width "
+                f"{shape.hidden_size}, and this target has {surroundings.num_layers} layers of width "
+                f"{surroundings.hidden_size}"
+            )
+
+    def check_vocabulary(self, vocab_size: int, surroundings: Surroundings) -> None:
+        """Raise InputError if a head knows another number of tokens than the target.
+
+        The target's output layer may be wider than its logits, which leave out the padding behind the last token.
+        """
+        here = surroundings.vocab_size
+        widest = surroundings.head(
+            torch.zeros(1, surroundings.hidden_size, device=surroundings.device, dtype=surroundings.dtype)
+        ).shape[-1]
+        if not here <= vocab_size <= max(here, widest):
+            raise InputError(
+                f"the head in {self.path} knows {vocab_size:,} tokens, and this target has {here:,}; give a head that "
+                "was trained for this target"
+            )

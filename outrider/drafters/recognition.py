@@ -1,0 +1,48 @@
+"""Which drafter a checkpoint holds, by its config and the names of its tensors."""
+
+import os
+from collections.abc import Mapping
+
+from outrider.drafters.head_path import HeadPath
+from outrider.heads.files import CONFIG, read_config, read_names
+from outrider.types import InputError
+
+PLAIN, STEERED, STEERING = "model", "steered", "steering.json"
+"""The drafters that are transformers models, and the file that tells them apart."""
+
+
+def is_place(text: str) -> bool:
+    """Whether a text is a directory, or looks like one or like a hub id.
+
+    Example:
+        >>> is_place("ngram"), is_place("org/name"), is_place("suffix:corpus=texts/all")
+        (False, True, False)
+    """
+    return os.path.isdir(text) or "/" in text.partition(":")[0]
+
+
+def drafter_at(path: str, kinds: Mapping[str, type]) -> str:
+    """The name of the drafter that a directory or a hub id holds.
+
+    Args:
+        kinds: The unbound drafters by name. Those of heads say what they recognise.
+
+    Raises:
+        InputError: There is no config, or it is that of no drafter.
+    """
+    if not os.path.isdir(path) and (os.path.isabs(path) or path.count("/") > 1 or path.startswith(".")):
+        raise InputError(f"there is no directory {path}; name a drafter, or a directory or a hub id that holds one")
+    config, names = read_config(path), read_names(path)
+    for name, make in kinds.items():
+        if issubclass(make, HeadPath) and make.recognises(config, names):
+            return name
+    if os.path.isfile(os.path.join(path, STEERING)):
+        return STEERED
+    architectures = config.get("architectures") or []
+    if "model_type" in config and any("ForCausalLM" in str(each) or "LMHead" in str(each) for each in architectures):
+        return PLAIN
+    heads = ", ".join(name for name, make in kinds.items() if issubclass(make, HeadPath))
+    raise InputError(
+        f"{path} holds no drafter that is known: its {CONFIG} has the architectures {architectures}; known are causal "
+        f"language models of transformers, and {heads}"
+    )

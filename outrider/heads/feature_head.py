@@ -1,0 +1,166 @@
+"""What heads share that go on with features of their own (EAGLE and its kin)."""
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+
+from outrider.heads.layers import Rotary
+from outrider.lm.anatomy import Anatomy
+from outrider.lm.ends import Ends
+from outrider.lm.head import Keeper
+from outrider.types import InputError
+
+KNOWN = ("llama", "qwen3", "qwen2", "mistral")
+"""The types of decoder layers that heads are made of."""
+LEFT_OUT = ("t2d", "mask_hidden")
+"""Tensors of checkpoints that drafting does not read."""
+
+
+class FeatureHead(nn.Module):
+    r"""Reads pairs of a token and a feature, and hands on a feature for the next pair.
+
+    The pair at $t$ is $(x_{t+1}, g_t)$. `fuse` makes $g_t$ from the target's hidden states; behind the target's last
+    position it is `fed_back` of what the head handed on at the pair before. `logits` guesses $x_{t+2}$ from what the
+    head hands on at $t$.
+
+    Attributes:
+        config: The sizes of its layers.
+        ends: The target's embedding, final norm and output layer.
+        feature_size: Width of the features.
+        vocab_size: Width of the logits.
+        embed_tokens: Its own embedding; None takes the target's.
+
+    Args:
+        own_embedding: Whether it has an embedding of its own.
+    """
+
+    def __init__(self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, own_embedding: bool) -> None:
+        super().__init__()
+        if (act := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
+            raise InputError(f"heads with the activation {act!r} are not known; known is silu")
+        self.config, self.ends = config, ends
+        self.feature_size, self.vocab_size = config.hidden_size, vocab_size
+        self.rotary = Rotary(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+
+    @abstractmethod
+    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
+        """Features from the tapped states of the target, side by side."""
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"],
+        positions: Int[Tensor, "rows width"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: Keeper,
+    ) -> Float[Tensor, "rows width hidden"]:
+        """What is handed on at each pair."""
+
+    @abstractmethod
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
+        """Logits of the next token."""
+
+    def fed_back(self, handed_on: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        """The feature that a draft token is read with, from what was handed on before it; by default the same."""
+        return handed_on
+
+    def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """Logits by the target's output layer, in the target's dtype."""
+        weight = next(iter(getattr(self.ends.embed, "parameters", tuple)()), hidden)
+        return self.ends.head(hidden.to(weight.device, weight.dtype))
+
+    def embed(self, tokens: Int[Tensor, "rows width"], like: Float[Tensor, "..."]) -> Float[Tensor, "rows width dim"]:
+        """Embeddings of tokens, in the dtype and on the device of another tensor."""
+        if self.embed_tokens is not None:
+            found: Tensor = self.embed_tokens(tokens)
+            return found
+        return self.ends.embed(tokens).to(like.device, like.dtype)
+
+
+def layer_config(given: Mapping[str, Any], path: str) -> PreTrainedConfig:
+    """The config of a head's layers, with the defaults of its `model_type`.
+
+    Raises:
+        InputError: The type is not known, or transformers refuses the config.
+    """
+    kind = str(given.get("model_type") or "llama")
+    if kind not in KNOWN:
+        raise InputError(f"the head in {path} is made of layers of the type {kind!r}; known are {', '.join(KNOWN)}")
+    left = {name: value for name, value in given.items() if name not in ("model_type", "architectures", "auto_map")}
+    try:
+        return AutoConfig.for_model(kind, **left)
+    except Exception as error:
+        raise InputError(f"the config of the head in {path} is refused by transformers: {error}") from error
+
+
+def usual_layer(anatomy: Anatomy, *, vocab_size: int, intermediate_size: int | None = None) -> LlamaConfig:
+    """The config of one Llama layer as wide as a target's.
+
+    Args:
+        intermediate_size: Width of its feed-forward; None: the target's.
+    """
+    text, size = anatomy.text, anatomy.hidden_size
+    heads = int(text.num_attention_heads)
+    inner = intermediate_size or getattr(text, "intermediate_size", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    theta = rope.get("rope_theta", 10000.0) if "rope_theta" in rope else 10000.0
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=size,
+        intermediate_size=inner if isinstance(inner, int) else 4 * size,
+        num_hidden_layers=1,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or size // heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-5,
+        max_position_embeddings=anatomy.longest_context or 1 << 15,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        tie_word_embeddings=False,
+    )
+
+
+def described(config: PreTrainedConfig) -> dict[str, Any]:
+    """A layer config for a JSON file that versions 4 and 5 of transformers read."""
+    found = {name: value for name, value in config.to_dict().items() if value is not None}
+    for name in ("_name_or_path", "transformers_version", "architectures", "dtype"):
+        found.pop(name, None)
+    rope = found.get("rope_parameters") or {}
+    if rope.get("rope_type", "default") == "default":
+        found |= {"rope_theta": rope.get("rope_theta", 10000.0), "rope_scaling": None}
+    return {**found, "model_type": config.model_type}
+
+
+def qkv_bias_of(tensors: Mapping[str, Tensor]) -> bool | None:
+    """Whether queries, keys and values alone have biases, as `Attention` takes it."""
+    biased = any(name.endswith("self_attn.q_proj.bias") for name in tensors)
+    return None if any(name.endswith("self_attn.o_proj.bias") for name in tensors) else biased
+
+
+def without_copies(
+    tensors: dict[str, Tensor], embed: Callable[[Int[Tensor, " n"]], Float[Tensor, "n dim"]], device: torch.device
+) -> dict[str, Tensor]:
+    """The tensors without an embedding that is the target's, so that it is not in memory twice.
+
+    Args:
+        embed: The target's embedding.
+        device: Where it is.
+    """
+    own = tensors.get("embed_tokens.weight")
+    if own is None:
+        return tensors
+    for begin in range(0, len(own), 4096):
+        rows = own[begin : begin + 4096]
+        try:
+            theirs = embed(torch.arange(begin, begin + len(rows), device=device))
+        except (IndexError, RuntimeError):
+            return tensors
+        if theirs.shape != rows.shape or not torch.equal(theirs.to("cpu", rows.dtype), rows):
+            return tensors
+    return {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}

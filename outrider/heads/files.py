@@ -1,0 +1,202 @@
+"""The files of a trained head: one JSON config and its tensors, in a directory or at a hub id."""
+
+import json
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.utils import cached_file
+
+from outrider.types import InputError
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+"""The files that are written."""
+READ = (WEIGHTS, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+"""The files that may hold the tensors; the first that is there is read."""
+CONVENTION = "tap k enters decoder layer k; the last tap leaves the last layer, before the final norm"
+"""Which hidden states taps are; other projects number the outputs of layers, or normed states."""
+TARGET = "outrider_target"
+"""The key of a config that says for which target a head was trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetShape:
+    """The target that a head was trained for. Published heads do not say it.
+
+    Attributes:
+        num_layers: Its decoder layers.
+        hidden_size: Width of its hidden states.
+        vocab_size: Width of its logits.
+        taps: The hidden states that the head reads, in order.
+    """
+
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    taps: tuple[int, ...]
+
+    def record(self) -> dict[str, Any]:
+        """The value of the key `TARGET`."""
+        return {**asdict(self), "taps": list(self.taps), "convention": CONVENTION}
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], path: str) -> "TargetShape | None":
+        """The target that a config names; None if it names none.
+
+        Raises:
+            InputError: The entry is damaged, or counts hidden states otherwise.
+        """
+        given = config.get(TARGET)
+        if given is None:
+            return None
+        try:
+            if given["convention"] != CONVENTION:
+                raise InputError(f"{CONFIG} of {path} numbers hidden states otherwise: {given['convention']!r}")
+            sizes = {name: int(given[name]) for name in ("num_layers", "hidden_size", "vocab_size")}
+            return cls(**sizes, taps=tuple(int(tap) for tap in given["taps"]))
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(f"the entry {TARGET!r} in {CONFIG} of {path} is damaged; train the head again") from error
+
+
+def read_config(path: str, *, revision: str | None = None) -> dict[str, Any]:
+    """The config of a head.
+
+    Raises:
+        InputError: There is none, or it is not a JSON object.
+    """
+    file = _file(path, CONFIG, revision)
+    if file is None:
+        raise InputError(f"there is no head in {path}: it has no {CONFIG}")
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{CONFIG} of {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{CONFIG} of {path} must be a JSON object")
+    return found
+
+
+def read_names(path: str, *, revision: str | None = None) -> frozenset[str]:
+    """The names of a checkpoint's tensors; none if it has no file that a head can have."""
+    found = _weights(path, revision)
+    if found is None:
+        return frozenset()
+    if found.endswith(".safetensors"):
+        try:
+            with safe_open(found, framework="pt") as opened:
+                return frozenset(opened.keys())
+        except (SafetensorError, OSError):
+            return frozenset()
+    return frozenset(_pickled(found, path))
+
+
+def read_tensors(path: str, *, revision: str | None = None) -> dict[str, Tensor]:
+    """The tensors of a head.
+
+    Raises:
+        InputError: There are none, or they are damaged.
+    """
+    found = _weights(path, revision)
+    if found is None:
+        raise InputError(f"there are no weights of a head in {path}; it must have one of {', '.join(READ)}")
+    if not found.endswith(".safetensors"):
+        return _pickled(found, path)
+    try:
+        return load_file(found)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{Path(found).name} of {path} cannot be read: {error}") from error
+
+
+def write_head(
+    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+) -> None:
+    """Write a head's two files, each whole or not at all.
+
+    Args:
+        dtype: Of the written floating-point tensors; None keeps theirs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: _written(tensor, dtype) for name, tensor in tensors.items()}
+    _replace(folder / WEIGHTS, lambda place: save_file(kept, place, metadata={"format": "pt"}))
+    _replace(folder / CONFIG, lambda place: place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
+
+
+def load_into(module: nn.Module, tensors: Mapping[str, Tensor], path: str, *, unused: Collection[str] = ()) -> None:
+    """Give a module its tensors.
+
+    Args:
+        unused: Names of tensors that may be there and are not read.
+
+    Raises:
+        InputError: A tensor is missing, has another shape, or is not part of the module.
+    """
+    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
+    given = {name: tuple(value.shape) for name, value in tensors.items() if name not in unused}
+    told = [
+        *_told(sorted(wanted.keys() - given.keys()), "missing"),
+        *_told(sorted(given.keys() - wanted.keys()), "not part of such a head"),
+        *_told([n for n in sorted(wanted.keys() & given.keys()) if wanted[n] != given[n]], "of another shape"),
+    ]
+    if told:
+        raise InputError(
+            f"the tensors in {path} are not those of the head that its config describes: {', '.join(told)}"
+        )
+    module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
+
+
+def _told(names: Sequence[str], what: str, most: int = 3) -> list[str]:
+    """Names with what is wrong with them; of many, the first."""
+    if not names:
+        return []
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return [f"{', '.join(names[:most])}{rest} {'is' if len(names) == 1 else 'are'} {what}"]
+
+
+def _written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+    return tensor.detach().to("cpu", kind).contiguous()
+
+
+def _weights(path: str, revision: str | None) -> str | None:
+    return next((found for name in READ if (found := _file(path, name, revision)) is not None), None)
+
+
+def _pickled(file: str, path: str) -> dict[str, Tensor]:
+    """The tensors of a file of `torch.save`, without running any code of it."""
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:
+        raise InputError(f"{Path(file).name} of {path} cannot be read as a file of tensors: {error}") from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise InputError(f"{Path(file).name} of {path} holds other things than tensors")
+    return dict(found)
+
+
+def _file(path: str, name: str, revision: str | None) -> str | None:
+    """A local copy of a file in a directory or at a hub id; None if there is none."""
+    if os.path.isdir(path):
+        place = os.path.join(path, name)
+        return place if os.path.isfile(place) else None
+    try:
+        found = cached_file(path, name, revision=revision or "main")
+    except (OSError, ValueError):
+        return None
+    return None if found is None else str(found)
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write a file under another name and rename it."""
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)

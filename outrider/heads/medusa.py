@@ -1,0 +1,235 @@
+r"""Medusa heads: several guesses from one hidden state (Cai et al. 2024)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from outrider.heads.files import TARGET, TargetShape, load_into, read_config, read_tensors, write_head
+from outrider.types import InputError
+
+KIND = "medusa"
+"""The `model_type` of vLLM's form."""
+_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+_OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
+_PREFIXES = ("medusa_heads.", "medusa_head.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """The sizes of Medusa heads.
+
+    Attributes:
+        hidden_size: Width of the target's hidden states.
+        vocab_size: Width of the target's logits.
+        num_heads: Number of heads; head i guesses the i-th token behind the anchor.
+        num_hidden_layers: Residual layers of each head.
+        truncated_vocab_size: How many tokens the heads can guess; None: all.
+        medusa_fc_bias: Whether the residual layers have a bias.
+        original_lm_head: Whether all heads share one output layer.
+        logit_scale: A factor of all logits.
+
+    Raises:
+        InputError: A number is below 1, or there are more tokens to guess than the target has.
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_heads: int = 5
+    num_hidden_layers: int = 1
+    truncated_vocab_size: int | None = None
+    medusa_fc_bias: bool = False
+    original_lm_head: bool = False
+    logit_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "vocab_size", "num_heads", "truncated_vocab_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} of Medusa heads must be >= 1, got {value}")
+        if self.num_hidden_layers < 0:
+            raise InputError(f"num_hidden_layers of Medusa heads must be >= 0, got {self.num_hidden_layers}")
+        if self.width > self.vocab_size:
+            raise InputError(f"truncated_vocab_size must be at most {self.vocab_size}, got {self.width}")
+
+    @property
+    def width(self) -> int:
+        """Width of the heads' logits."""
+        return self.truncated_vocab_size or self.vocab_size
+
+
+class Block(nn.Module):
+    """Residual layers: $y + \\mathrm{SiLU}(W y)$ each. At the start $W = 0$, so that a block returns its input."""
+
+    def __init__(self, size: int, num_layers: int, bias: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(num_layers))
+        for parameter in self.parameters():
+            nn.init.zeros_(parameter)
+
+    def forward(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        for layer in self.layers:
+            hidden = hidden + silu(layer(hidden))
+        return hidden
+
+
+class MedusaHeads(nn.Module):
+    r"""The heads. Head $i = 0, 1, \ldots$ reads the target's normed last hidden state at $t$ and guesses
+    $x_{t+2+i}$; the target itself has said $x_{t+1}$.
+
+    The names of its tensors are those of vLLM's form.
+
+    References:
+        Cai et al. 2024. https://arxiv.org/abs/2401.10774
+    """
+
+    def __init__(self, config: MedusaConfig) -> None:
+        super().__init__()
+        self.config = config
+        size, layers = config.hidden_size, config.num_hidden_layers
+        self.blocks = nn.ModuleList(Block(size, layers, config.medusa_fc_bias) for _ in range(config.num_heads))
+        count = 1 if config.original_lm_head else config.num_heads
+        self.lm_heads = nn.ModuleList(nn.Linear(size, config.width, bias=False) for _ in range(count))
+        self.token_map: Int[Tensor, " width"] | None
+        self.register_buffer("token_map", torch.arange(config.width) if config.truncated_vocab_size else None)
+
+    @property
+    def weight(self) -> Float[Tensor, "width hidden"]:
+        """The weight of the first output layer; its device and dtype are those of all tensors."""
+        return cast(nn.Linear, self.lm_heads[0]).weight
+
+    def forward(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch hidden"]:
+        """What a head's output layer reads."""
+        return cast(Tensor, self.blocks[number](hidden))
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
+        """A head's logits, from what `forward` returns."""
+        logits = cast(Tensor, self.lm_heads[0 if self.config.original_lm_head else number](hidden))
+        return logits if self.config.logit_scale == 1 else self.config.logit_scale * logits
+
+    @torch.no_grad()
+    def begin_from(self, output: Float[Tensor, "vocab hidden"] | None, ids: Int[Tensor, " width"] | None) -> None:
+        """Let every head begin as the target's output layer.
+
+        Args:
+            output: The weight of that layer; None leaves random weights.
+            ids: The tokens that the heads can guess, ascending; None: all.
+        """
+        if ids is not None:
+            self.token_map = ids.clone()
+        if output is not None:
+            chosen = output[: self.config.vocab_size] if ids is None else output[ids.to(output.device)]
+            for layer in self.lm_heads:
+                cast(nn.Linear, layer).weight.copy_(chosen)
+
+
+def write_medusa(heads: MedusaHeads, folder: Path, target: TargetShape, dtype: torch.dtype) -> None:
+    """Write heads in vLLM's form."""
+    config = heads.config
+    described = {
+        "architectures": ["MedusaModel"],
+        "model_type": KIND,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "max_paths": 64,
+        "topk": 10,
+        "truncated_vocab_size": config.width,
+        "medusa_fc_bias": config.medusa_fc_bias,
+        "original_lm_head": config.original_lm_head,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        TARGET: target.record(),
+    }
+    write_head(folder, described, heads.state_dict(), dtype)
+
+
+def is_medusa(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of Medusa heads, in the original form or in vLLM's."""
+    return config.get("model_type") == KIND or "medusa_num_heads" in config
+
+
+def read_medusa(path: str, *, vocab_size: int | None = None, revision: str | None = None) -> MedusaHeads:
+    """Medusa heads in the original form (`medusa_lm_head.pt`) or in vLLM's.
+
+    The tensors say how many heads and layers there are; published configs of the original form do not.
+
+    Args:
+        vocab_size: Width of the target's logits; None: as the config says, or the heads are wide.
+
+    Raises:
+        InputError: There are none, or their tensors do not fit together.
+    """
+    given = read_config(path, revision=revision)
+    if not is_medusa(given):
+        raise InputError(f"{path} holds no Medusa heads: its config has no model_type 'medusa' and no medusa_num_heads")
+    tensors = {_name(name): tensor for name, tensor in read_tensors(path, revision=revision).items()}
+    tensors = {name: tensor for name, tensor in _renamed(tensors).items() if name != "lm_head.weight"}
+    heads = MedusaHeads(_sizes(given, tensors, path, vocab_size))
+    load_into(heads, _sorted(_cut(tensors)), path)
+    return heads.eval()
+
+
+def _name(name: str) -> str:
+    for prefix in _PREFIXES:
+        name = name.removeprefix(prefix)
+    return name
+
+
+def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the original form under the names of vLLM's. Those of a model around the heads are left out."""
+    if any(name.startswith("blocks.") for name in tensors):
+        return dict(tensors)
+    renamed = {}
+    for name, tensor in tensors.items():
+        if found := _BLOCK.fullmatch(name):
+            renamed[f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"] = tensor
+        elif found := _OUTPUT.fullmatch(name):
+            renamed[f"lm_heads.{found[1]}.weight"] = tensor
+    return renamed
+
+
+def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, vocab: int | None) -> MedusaConfig:
+    """The sizes that the tensors show."""
+    outputs = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
+    blocks = {tuple(map(int, re.findall(r"\d+", name))) for name in tensors if name.startswith("blocks.")}
+    if not outputs or any(tensor.dim() != 2 for tensor in outputs):
+        raise InputError(f"the weights of {path} hold no output layers of Medusa heads")
+    num_heads = 1 + max((head for head, _ in blocks), default=len(outputs) - 1)
+    token_map = tensors.get("token_map")
+    width, hidden_size = outputs[0].shape
+    return MedusaConfig(
+        hidden_size=hidden_size,
+        vocab_size=int(given.get("vocab_size") or vocab or width),
+        num_heads=num_heads,
+        num_hidden_layers=1 + max((layer for _, layer in blocks), default=-1),
+        truncated_vocab_size=None if token_map is None else len(token_map),
+        medusa_fc_bias=any(name.endswith(".bias") for name in tensors),
+        original_lm_head=bool(given.get("original_lm_head")) and len(outputs) == 1,
+        logit_scale=float(given.get("logit_scale") or 1.0),
+    )
+
+
+def _cut(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Output layers with the rows of the tokens that the heads can guess, as vLLM cuts them."""
+    chosen = tensors.get("token_map")
+    if chosen is None:
+        return dict(tensors)
+    outputs = {name: t[chosen] for name, t in tensors.items() if name.startswith("lm_heads.") and len(t) > len(chosen)}
+    return {**tensors, **outputs}
+
+
+def _sorted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same heads with their tokens in ascending order."""
+    chosen = tensors.get("token_map")
+    if chosen is None:
+        return dict(tensors)
+    order = chosen.argsort()
+    outputs = {name: tensor[order] for name, tensor in tensors.items() if name.startswith("lm_heads.")}
+    return {**tensors, **outputs, "token_map": chosen[order].long()}

@@ -1,0 +1,122 @@
+"""Unrolled training of heads that go on with features of their own: position j is what j real draft steps compute."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from outrider.heads.feature_head import FeatureHead
+from outrider.training.batches import PADDING, Batch
+from outrider.training.divergences import CHUNK, Divergence
+from outrider.training.heads import HeadLearner
+from outrider.types import InputError
+
+NOISE_DRAW = 31
+"""What the draw of a row's noise decides, beside its seed, its step and its number."""
+NOISE_LENGTH = 512
+"""The length of a row whose noise has its full strength; longer rows have less."""
+
+
+class Unrolled(HeadLearner):
+    r"""A head that learns on its own features, as it drafts (training-time test).
+
+    All places of a row are one step each of $J$ passes. In pass $j$ the pair of place $t$ is the token $x_{t+1+j}$ of
+    the text with the feature that pass $j - 1$ handed on at $t$; in pass 0 it is the target's. Its query sees the
+    target's features up to $t$ and the features of its own place in passes $1 \ldots j$. So pass $j$ at $t$ is what
+    draft step $j$ computes behind the anchor $x_{t+1}$, if the draft tokens are those of the text.
+
+    Args:
+        head: The head, in float32.
+        target: The target.
+        taps: The hidden states that it reads.
+        loss: The divergence; None is the cross-entropy of the text's own tokens.
+        num_guesses: $J$, the passes that are learnt.
+        decay: Weight of each pass, as a share of the weight of the pass before it.
+        ids: The tokens that the head guesses, ascending; None: all.
+        detached: Whether no gradient flows from a pass to the one before it.
+        noise: Strength of uniform noise on the target's features, in training alone.
+        seed: Of the noise.
+
+    References:
+        Li et al. 2025, EAGLE-3. https://arxiv.org/abs/2503.01840
+        Zhang et al. 2024, HASS. https://arxiv.org/abs/2408.15766
+    """
+
+    def __init__(
+        self,
+        head: FeatureHead,
+        target: PreTrainedModel,
+        *,
+        taps: Sequence[int],
+        loss: Divergence | None,
+        num_guesses: int,
+        decay: float = 1.0,
+        ids: Int[Tensor, " width"] | None = None,
+        detached: bool = False,
+        noise: float = 0.0,
+        seed: int = 0,
+        dtype: torch.dtype | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        super().__init__(
+            target, taps=taps, loss=loss, num_guesses=num_guesses, decay=decay, ids=ids, dtype=dtype, chunk=chunk
+        )
+        if noise < 0:
+            raise InputError(f"noise must be >= 0, got {noise}")
+        self.head = head
+        self._detached, self._noise, self._seed = detached, noise, seed
+
+    def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+        """What the head hands on in pass 0, 1, ..., `count - 1`."""
+        length, device = batch.tokens.shape[1], batch.tokens.device
+        features = self.features(batch)
+        if self.training and self._noise:
+            features = features + self._noises(batch).to(features)
+        places, own = torch.arange(length, device=device), torch.eye(length, dtype=torch.bool, device=device)
+        mask, kept = torch.ones_like(own).tril(), Passes()
+        for number in range(count):
+            tokens = torch.nn.functional.pad(batch.tokens[:, 1 + number :], (0, min(1 + number, length)), value=PADDING)
+            positions = (places + number).expand(len(tokens), -1)
+            seen = mask.expand(len(tokens), 1, -1, -1)
+            handed_on = self.head(tokens, features, positions, seen, kept)
+            yield handed_on
+            features = self.head.fed_back(handed_on.detach() if self._detached else handed_on)
+            mask = torch.cat([mask, own], -1)
+
+    def features(self, batch: Batch) -> Float[Tensor, "rows length dim"]:
+        """The features of pass 0, from the target's hidden states."""
+        return self.head.fuse(torch.cat([batch.hidden[tap] for tap in self.taps], -1))
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
+        """Logits of what is handed on; the same function in every pass."""
+        return self.head.logits(hidden)
+
+    def _noises(self, batch: Batch) -> Float[Tensor, "rows length dim"]:
+        """Uniform noise, keyed by seed, step and row."""
+        size = self.head.feature_size
+        rows = []
+        for number, length in zip(batch.rows, batch.lengths.tolist(), strict=True):
+            dice = np.random.default_rng([self._seed, batch.step, number, NOISE_DRAW])
+            strength = self._noise * NOISE_LENGTH / max(length, NOISE_LENGTH)
+            rows.append(strength * (dice.random((batch.tokens.shape[1], size), dtype=np.float32) - 0.5))
+        return torch.from_numpy(np.stack(rows))
+
+
+class Passes:
+    """Keeps the keys and values of all passes; changes in place. Gradients flow through it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(
+        self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
+    ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
+        """Those of all passes, the newest last."""
+        if layer_idx in self._kept:
+            before = self._kept[layer_idx]
+            keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        self._kept[layer_idx] = keys, values
+        return keys, values

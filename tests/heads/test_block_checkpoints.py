@@ -1,0 +1,319 @@
+"""Heads that guess blocks, read from every published layout: their guesses are those of a naive reference."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import outrider
+from outrider import catalog
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
+from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.engine.engine import Engine
+from outrider.heads.block_formats import SPECULATORS
+from outrider.heads.blocks import read_block, write_block
+from outrider.lengths.fixed import FixedLength
+from outrider.lm.model import LanguageModel
+from outrider.types import Frontier, InputError, Running, Sampling
+from tests.world.block_checkpoints import (
+    BLOCK,
+    HIDDEN,
+    LAYER_CONFIG,
+    MASK,
+    authors,
+    checkpoints,
+    guess_logits,
+    markov,
+    speculators,
+    trunk,
+)
+from tests.world.zoo import VOCAB, tiny
+
+pytestmark = pytest.mark.usefixtures("float64_stays_float64")
+KINDS = tuple(checkpoints(VOCAB))
+GREEDY = Sampling(temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded(Drafter):
+    """Notes what a drafter guesses, by the text and by the draft tokens behind it."""
+
+    inner: Drafter
+    guesses: dict[tuple[tuple[int, ...], tuple[int, ...]], torch.Tensor] = field(default_factory=dict)
+    drafted: dict[int, dict[int, tuple[int, ...]]] = field(default_factory=dict)
+
+    def __getattribute__(self, name):
+        own = ("inner", "guesses", "drafted", "begin", "expand", "chain", "__class__", "__dict__")
+        return object.__getattribute__(self, name) if name in own else getattr(self.inner, name)
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]):
+        guess = self.inner.begin(states, depths)
+        for state, row in zip(states, guess.logits, strict=True):
+            self.guesses[tuple(state.tokens), ()] = row.clone()
+            self.drafted[id(state)] = {0: ()}
+        return guess
+
+    def expand(self, states: Sequence[Running], frontier: Frontier):
+        guess = self.inner.expand(states, frontier)
+        for i, owner in enumerate(frontier.owners.tolist()):
+            paths = self.drafted[id(states[owner])]
+            path = (*paths[int(frontier.parents[i])], int(frontier.tokens[i]))
+            paths[int(frontier.nodes[i])] = path
+            self.guesses[tuple(states[owner].tokens), path] = guess.logits[i].clone()
+        return guess
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]):
+        follow, left, paths = self.inner.chain(states, counts), list(counts), [() for _ in states]
+
+        def step(tokens):
+            logits = follow(tokens)
+            alive = [i for i, count in enumerate(left) if count > 0]
+            for i, token, row in zip(alive, tokens.tolist(), logits, strict=True):
+                left[i], paths[i] = left[i] - 1, (*paths[i], token)
+                self.guesses[tuple(states[i].tokens), paths[i]] = row.clone()
+            return logits
+
+        return step
+
+
+def engine(drafter: Drafter, lm: LanguageModel, tree: str = "chain", verifier: str = "block") -> Engine:
+    parts = Parts(
+        target=lm,
+        drafter=Recorded(inner=drafter),
+        tree=catalog.make("tree", tree),
+        verifier=catalog.make("verifier", verifier),
+        length=FixedLength(num_speculative_tokens=BLOCK - 1),
+        decoding=StepDecoding(),
+    )
+    return Engine(parts, max_slots=3)
+
+
+def bound(place: str, lm: LanguageModel, **answers: object) -> Drafter:
+    return (
+        catalog.make("drafter", f"{kind_in(place)}:path={place}")
+        .__class__(path=place, **answers)
+        .bind(Surroundings.of(lm, None))
+    )
+
+
+def kind_in(place: str) -> str:
+    name = Path(place).name
+    return name.split("-")[0]
+
+
+@pytest.mark.parametrize(("tree", "verifier"), [("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_each_layout_guesses_what_a_naive_reference_guesses(tmp_path, kind, tree, verifier):
+    made, model = checkpoints(VOCAB)[kind], tiny("llama")
+    lm = LanguageModel(model, max_slots=3)
+    busy = engine(bound(made.save(tmp_path / kind), lm), lm, tree, verifier)
+    dice = np.random.default_rng(0)
+    busy.generate([dice.integers(3, VOCAB, size=n).tolist() for n in (4, 11)], max_new_tokens=6, sampling=GREEDY)
+    found = busy.parts.drafter.guesses
+    assert {len(drafted) for _, drafted in found} == set(range(BLOCK - 1))
+    ends = model.get_input_embeddings().weight.detach(), model.get_output_embeddings().weight.detach()
+    for (text, drafted), row in list(found.items())[::3]:
+        with torch.no_grad():
+            seen = model(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+        expected = guess_logits(made, tuple(each[0] for each in seen), text, drafted, *ends)
+        difference = float((row - expected).abs().max())
+        # Rotary frequencies are made in float32.
+        assert difference < 1e-6, (text, drafted, difference)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_head_that_is_written_and_read_again_is_the_same(tmp_path, kind):
+    made, model = checkpoints(VOCAB)[kind], tiny("llama")
+    ends = LanguageModel(model, max_slots=1).ends
+    head = read_block(made.save(tmp_path / kind), ends, VOCAB)
+    write_block(head, tmp_path / "again", model)
+    again = read_block(str(tmp_path / "again"), ends, VOCAB)
+    assert replace(head.config, layers=again.config.layers) == again.config
+    theirs = again.state_dict()
+    assert head.state_dict().keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in head.state_dict().items())
+    assert {again.config.layers.rope_parameters["rope_theta"], LAYER_CONFIG["rope_theta"]} == {5000.0}
+
+
+def test_a_head_that_was_trained_for_a_target_of_another_shape_is_refused(tmp_path):
+    model = tiny("llama")
+    head = read_block(checkpoints(VOCAB)["dflash"].save(tmp_path / "x"), LanguageModel(model, max_slots=1).ends, VOCAB)
+    write_block(head, tmp_path / "dflash", model)
+    with pytest.raises(
+        InputError, match="trained for a target with 3 layers of width 32, and this target has 2 layers"
+    ):
+        bound(str(tmp_path / "dflash"), LanguageModel(tiny("qwen3"), max_slots=1))
+
+
+def test_a_head_in_half_precision_keeps_its_frequencies_exact(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    lm = LanguageModel(tiny("llama").to(torch.bfloat16), max_slots=1)
+    drafter = bound(checkpoints(VOCAB)["dflash"].save(tmp_path / "dflash"), lm)
+    wide = drafter.cast(replace(Surroundings.of(lm, None), dtype=torch.float32))
+    assert (drafter.lm.dtype, wide.lm.dtype) == (torch.bfloat16, torch.float32)
+    far = torch.tensor([[100_000]])
+    turned = [each.lm.module.rotary(torch.zeros(1, 1, 1), far) for each in (drafter, wide)]
+    assert torch.equal(*turned)
+    busy = engine(drafter, lm)
+    [out] = busy.generate([[5, 6, 7]], max_new_tokens=6, sampling=GREEDY)
+    assert out.num_draft_tokens > 0
+
+
+def test_the_written_files_have_the_names_and_keys_that_vllm_reads(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    model = tiny("llama")
+    for kind in ("dflash", "dspark-rnn"):
+        made = checkpoints(VOCAB)[kind]
+        head = read_block(made.save(tmp_path / kind), LanguageModel(model, max_slots=1).ends, VOCAB)
+        write_block(head, tmp_path / "out", model, torch.bfloat16)
+        tensors = load_file(tmp_path / "out" / "model.safetensors")
+        assert tensors.keys() == {name for name in made.tensors if not name.startswith("confidence_head")}
+        assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert config["architectures"] == [SPECULATORS[kind.split("-")[0]]]
+        assert config["torch_dtype"] == "bfloat16"
+        assert config["aux_hidden_state_layer_ids"] == [2, 1]
+        assert config["transformer_layer_config"]["model_type"] == "qwen3"
+        assert config["transformer_layer_config"]["vocab_size"] == VOCAB
+        told = config["speculators_config"]
+        assert told["proposal_methods"][0]["speculative_tokens"] == (BLOCK if kind == "dspark-rnn" else BLOCK - 1)
+        assert told["verifier"]["architectures"] == ["LlamaForCausalLM"]
+
+
+def refused(folder: Path, config: dict, tensors: dict | None = None, drafter: str = "dflash", **answers) -> str:
+    """The sentence that a user reads."""
+    made = replace(checkpoints(VOCAB)["dflash"], config=config)
+    made.tensors = made.tensors if tensors is None else tensors
+    place = made.save(folder / drafter)
+    with pytest.raises(InputError) as error:
+        bound(place, LanguageModel(tiny("llama"), max_slots=1), **answers)
+    return str(error.value)
+
+
+def test_what_a_file_leaves_open_is_asked_or_decided_by_the_rest_of_the_file(tmp_path):
+    tensors = {**trunk(2, VOCAB), **markov("vanilla", VOCAB, VOCAB)}
+    flat = authors("Qwen3DSparkModel", VOCAB, block_size=BLOCK, target_layer_ids=[0, 1], mask_token_id=MASK)
+    flat["markov_rank"] = 6
+    said = refused(tmp_path, flat, tensors, "dspark")
+    assert "does not say whether the anchor's position" in said
+    assert "sample_from_anchor=true or sample_from_anchor=false" in said
+    lm = LanguageModel(tiny("llama"), max_slots=1)
+    for answer in (True, False):
+        assert bound(str(tmp_path / "dspark"), lm, sample_from_anchor=answer).from_anchor is answer
+    for drafted, from_anchor in ((BLOCK, True), (BLOCK - 1, False)):
+        config = speculators("dspark", VOCAB, markov_rank=6)
+        config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] = drafted
+        place = replace(checkpoints(VOCAB)["dspark-vanilla"], config=config).save(tmp_path / "dspark-decided")
+        assert bound(place, lm).from_anchor is from_anchor
+    config = speculators("dflash", VOCAB, mask_token_id=None)
+    assert "say it with mask_token_id=..." in refused(tmp_path, config)
+    assert bound(str(tmp_path / "dflash"), lm, mask_token_id=7).mask_id == 7
+
+
+WRONG = {
+    "DFlash 2": (authors("DFlashDraftModel", VOCAB, {"selector_rank": 8, "target_layer_ids": [0]}), "DFlash 2 head"),
+    "domino": (speculators("dflash", VOCAB, projector_type="domino"), "the projector 'domino'"),
+    "other": ({"architectures": ["LlamaForCausalLM"]}, "describes no head of dflash, dflare, dspark"),
+    "kind": (speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=0), "markov_rank must be >= 1"),
+    "gru": (
+        speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=6, markov_head_type="gru"),
+        "unknown sequential head 'gru'",
+    ),
+    "layers": (speculators("dflash", VOCAB, transformer_layer_config="qwen3"), "does not describe a dflash head"),
+    "taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=[2, 9]), "reads the hidden states [2, 9]"),
+    "no taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=None), "which layers of the target"),
+    "normed": (
+        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [2, 0]}, num_target_layers=3, mask_token_id=0),
+        "before or after the final norm",
+    ),
+    "width": (speculators("dflash", VOCAB, target_hidden_size=HIDDEN * 2), f"hidden states of width {HIDDEN * 2}"),
+    "mask": (speculators("dflash", VOCAB, mask_token_id=VOCAB), "the mask token"),
+    "window": (
+        authors(
+            "DFlashDraftModel",
+            VOCAB,
+            {"target_layer_ids": [0, 1], "mask_token_id": 0},
+            layer_types=["sliding_attention"] * 3,
+            sliding_window=None,
+        ),
+        "does not say how long it is",
+    ),
+    "sinks": (
+        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "attention_sink_bias": True}),
+        "attention sinks",
+    ),
+    "swa": (
+        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "mask_token_id": 0, "use_swa": True}),
+        "names no layer that has one",
+    ),
+    "block": (speculators("dflash", VOCAB, block_size=1), "block_size must be >= 2"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_config_that_does_not_fit_gets_one_sentence(tmp_path, case):
+    config, message = WRONG[case]
+    tensors = trunk(4, VOCAB) if case == "width" else None
+    said = refused(tmp_path, config, tensors, drafter="dspark" if case in ("kind", "gru") else "dflash")
+    assert message in said
+    assert "\n" not in said
+
+
+def test_a_head_that_the_layout_cannot_describe_is_not_written(tmp_path):
+    model = tiny("llama")
+    ends = LanguageModel(model, max_slots=1).ends
+    inner = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+    for more in ({"causal": True}, {"input_embedding_scale": 2.0}):
+        config = authors("DFlashDraftModel", VOCAB, {**inner, **more}, block_size=BLOCK)
+        place = replace(checkpoints(VOCAB)["dflash"], config=config).save(tmp_path / "dflash")
+        with pytest.raises(InputError, match="cannot be written"):
+            write_block(read_block(place, ends, VOCAB), tmp_path / "out", model)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tensors_that_do_not_fit_get_one_sentence(tmp_path):
+    config, whole = speculators("dflash", VOCAB), trunk(2, VOCAB)
+    lacking = {name: tensor for name, tensor in whole.items() if name != "fc.weight"}
+    assert "fc.weight is missing" in refused(tmp_path, config, lacking)
+    assert "more.weight is not part of such a head" in refused(
+        tmp_path, config, {**whole, "more.weight": torch.ones(3)}
+    )
+    assert "fc.weight is of another shape" in refused(tmp_path, config, trunk(3, VOCAB))
+    own = trunk(2, VOCAB, own=True)
+    assert "has no list (d2t)" in refused(
+        tmp_path, config, {name: tensor for name, tensor in own.items() if name != "d2t"}
+    )
+    whole |= {
+        "lm_head.weight": torch.randn(VOCAB + 3, HIDDEN).double(),
+        "d2t": torch.zeros(VOCAB + 3, dtype=torch.long),
+    }
+    wide = replace(checkpoints(VOCAB)["dflash"], tensors=whole).save(tmp_path / "dflash-wide")
+    assert bound(wide, LanguageModel(tiny("llama"), max_slots=1)).short_list is None
+    assert "d2t) of the head" in refused(tmp_path, config, {**own, "d2t": own["d2t"] + 1})
+    small = speculators("dflash", VOCAB)
+    small["transformer_layer_config"]["vocab_size"] = VOCAB - 1
+    assert f"knows {VOCAB - 1} tokens, and this target has {VOCAB}" in refused(tmp_path, small)
+
+
+def test_the_head_of_another_method_names_the_drafter_that_fits(tmp_path):
+    made = checkpoints(VOCAB)["dflash"]
+    made.save(tmp_path / "dflare")
+    with pytest.raises(InputError, match="is a dflash head; use drafter dflash"):
+        bound(str(tmp_path / "dflare"), LanguageModel(tiny("llama"), max_slots=1))
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflare", "dspark-gated"])
+def test_a_folder_is_loaded_by_its_name_on_the_command_line(tmp_path, kind):
+    place = checkpoints(VOCAB)[kind].save(tmp_path / kind)
+    busy = outrider.load(tiny("llama"), drafter=f"{kind.split('-')[0]}:path={place}", length="fixed:3")
+    these = [[5, 6, 7], [9, 8, 7, 6, 5]]
+    drafted = busy.generate(these, max_new_tokens=12, sampling=GREEDY)
+    assert sum(out.num_draft_tokens for out in drafted) > 0
+    plain = busy.plain().generate(these, max_new_tokens=12, sampling=GREEDY)
+    assert [out.tokens for out in drafted] == [out.tokens for out in plain]

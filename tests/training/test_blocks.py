@@ -1,0 +1,339 @@
+"""Training of heads that guess blocks: training sees what drafting sees, what counts, what learns, what is written."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from outrider import catalog
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.dflash import DFlash
+from outrider.heads.dspark import DSpark
+from outrider.lm.model import LanguageModel
+from outrider.training.batches import Batch, Batches
+from outrider.training.block_loss import BlockLoss
+from outrider.training.blocks import Anchors, BlockLearner, blocks
+from outrider.training.divergences import divergence
+from outrider.training.documents import Document
+from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
+from outrider.training.loop import train
+from outrider.training.settings import Settings
+from outrider.training.watch import Watch
+from outrider.types import InputError
+from tests.world.block_checkpoints import checkpoints
+from tests.world.block_heads import BLOCKS, block_drafter, block_head
+from tests.world.forced import forced_guesses
+from tests.world.tokenizers import letters
+from tests.world.zoo import VOCAB, tiny
+
+SETTINGS = Settings(
+    steps=12, num_rows=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
+)
+
+
+def documents(count: int = 9) -> list[Document]:
+    dice = np.random.default_rng(0)
+    return [
+        Document(tokens=dice.integers(3, VOCAB, size=size), start=int(size // 3))
+        for size in dice.integers(12, 20, size=count)
+    ]
+
+
+def batch(step: int = 0) -> Batch:
+    return Batches(documents(), num_rows=3, max_length=24, seed=0).batch(step)
+
+
+def surroundings(dtype: torch.dtype = torch.float32) -> Surroundings:
+    return Surroundings.of(LanguageModel(tiny("llama").to(dtype), max_slots=2), None)
+
+
+def learner(kind: str = "dflash", **named: object) -> BlockLearner:
+    """A head with random weights and its target."""
+    sizes = {name: named.pop(name) for name in ("windows", "markov", "from_anchor", "block_size") if name in named}
+    around = surroundings()
+    given = {"loss": BlockLoss(of=divergence("fkl"))} | named
+    return BlockLearner(block_head(kind, around, **sizes), tiny("llama").float(), **given)
+
+
+def trained(made: BlockLearner, given: Batch, places: torch.Tensor) -> torch.Tensor:
+    """The logits of all guesses of some blocks, as in training, with the text's own tokens before them."""
+    config = made.head.config
+    with torch.no_grad():
+        whole = made._with_states(given)
+        hidden = blocks(made.head, whole.tokens, made._context(whole), places)
+        hidden = hidden[:, :, config.first : config.first + config.max_depth]
+        before = (places[..., None] + torch.arange(config.max_depth)).clamp(max=given.tokens.shape[1] - 1)
+        rows = torch.arange(len(places))[:, None, None].expand(before.shape)
+        return made.head.informed_logits(made.head.informed(hidden, given.tokens[rows, before]))
+
+
+VARIANTS = {
+    "dflash": {},
+    "windows": {"windows": True},
+    "dflare": {},
+    "dspark": {"markov": "vanilla"},
+    "dspark-gated": {"markov": "gated", "from_anchor": False},
+    "dspark-rnn": {"markov": "rnn"},
+}
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_block_in_training_is_the_block_that_is_drafted_behind_the_same_anchor(kind):
+    method = {"windows": "dflash"}.get(kind, kind.split("-")[0])
+    made, text = learner(method, **VARIANTS[kind]), documents()[0].tokens.tolist()
+    given = Batches([documents()[0]], num_rows=1, max_length=24, seed=0).batch(0)
+    drafter, depth = block_drafter(method, surroundings(), made.head), made.head.config.max_depth
+    found = forced_guesses(drafter, LanguageModel(tiny("llama").float(), max_slots=1), text, 3, depth)
+    assert len(found) > 20
+    for (place, number), logits in found.items():
+        expected = trained(made, given, torch.tensor([[place - number - 1]]))[0, 0, number]
+        difference = float((logits - expected).abs().max())
+        assert difference < 1e-4, (place, number, difference)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflare", "dspark"])
+def test_a_block_depends_on_nothing_behind_its_anchor_and_on_no_other_block(kind):
+    made, given = learner(kind), batch()
+    places = torch.tensor([[4, 6, 7, 9]]).expand(3, -1)
+    before = trained(made, given, places)
+    for j in range(4):
+        alone = trained(made, given, places[:, j : j + 1])
+        assert torch.allclose(alone[:, 0], before[:, j], atol=1e-4)
+    tokens, states = given.tokens.clone(), made._with_states(given)
+    tokens[:, 9:] = (tokens[:, 9:] + 1) % VOCAB
+    after = trained(made, replace(given, tokens=tokens), places)
+    assert torch.equal(before[:, 0, :2], after[:, 0, :2])
+    changed = {tap: torch.cat([hidden[:, :7], hidden[:, 7:] + 1], 1) for tap, hidden in states.hidden.items()}
+    after = trained(made, replace(states, hidden=changed), places)
+    # The state at an anchor is not known either.
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.allclose(before[:, 3], after[:, 3], atol=1e-3)
+
+
+def test_a_batch_has_the_loss_of_its_rows():
+    made = learner(num_anchors=4)
+    with torch.no_grad():
+        whole, parts = made(batch()), [made(Batches.share(batch(), range(i, i + 1))) for i in range(3)]
+    assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
+    assert float(whole.weight) == pytest.approx(sum(float(part.weight) for part in parts), rel=1e-6)
+
+
+def test_the_loss_is_that_of_every_guess_of_a_learnt_token_weighted_by_depth():
+    made, given = learner(num_anchors=3, loss=BlockLoss(of=divergence("fkl"), hard=0.25, gamma=2.0)), batch()
+    target, drawn = tiny("llama").float(), made.anchors(given)
+    with torch.no_grad():
+        found, rows = made(given), target(given.tokens, use_cache=False).logits
+    total = weight = 0.0
+    for row, places in enumerate(drawn.places.tolist()):
+        for j, anchor in enumerate(places):
+            if not drawn.real[row, j]:
+                continue
+            assert given.learnt[row, anchor]
+            logits = trained(made, given, torch.tensor([[anchor]] * 3))[row, 0]
+            for k in range(1, 4):
+                if anchor + k < int(given.lengths[row]) and given.learnt[row, anchor + k]:
+                    log_q = logits[k - 1].log_softmax(-1)
+                    p = rows[row, anchor + k - 1].softmax(-1)
+                    soft = float((p * (p.log() - log_q)).sum())
+                    hard = -float(log_q[given.tokens[row, anchor + k]])
+                    share = np.exp(-(k - 1) / 2.0)
+                    total, weight = total + share * (0.75 * soft + 0.25 * hard), weight + share
+    assert float(found.total) == pytest.approx(total, rel=1e-4)
+    assert float(found.weight) == pytest.approx(weight, rel=1e-6)
+
+
+def test_anchors_are_learnt_tokens_drawn_anew_in_every_step_and_the_same_for_every_share():
+    made = learner(num_anchors=3)
+    seen = set()
+    for step in range(40):
+        given = replace(batch(), step=step)
+        drawn = made.anchors(given)
+        assert drawn.real.all()
+        assert given.learnt.gather(1, drawn.places).all()
+        assert given.learnt.gather(1, drawn.places + 1).all()
+        assert (drawn.places.diff(dim=1) > 0).all()
+        own = made.anchors(Batches.share(given, range(1, 2)))
+        assert own.places.tolist() == drawn.places[1:2].tolist()
+        seen.update(drawn.places[0].tolist())
+    assert len(seen) > 3
+    single = replace(batch(), learnt=torch.zeros_like(batch().learnt))
+    single.learnt[0, 5] = True
+    assert made.anchors(single).places[0, 0] == 4
+    assert made.anchors(single).real.tolist() == [[True], [False], [False]]
+
+
+def test_weights_by_survival_are_the_expected_number_of_guesses_that_follow():
+    q = torch.tensor([[[0.5, 0.2, 0.9]]])
+    valid = torch.tensor([[[True, True, True]]])
+    found = BlockLoss(weighting="survival").weights(q.log(), valid)[0, 0]
+    r = 0.5 * q[0, 0] + 0.5
+    assert torch.allclose(found, torch.stack([r[0] + r[0] * r[1] + r.prod(), r[0] * r[1] + r.prod(), r.prod()]))
+
+
+@pytest.mark.parametrize("of", ["fkl", None])
+def test_captured_states_give_the_loss_of_live_ones(of):
+    made, given = learner(loss=BlockLoss(of=of and divergence(of)), num_anchors=4), batch()
+    captured = made._with_states(given)
+    with torch.no_grad():
+        live = made(given)
+        assert float(made(captured).total) == pytest.approx(float(live.total), rel=1e-6)
+        other = replace(
+            captured, hidden={tap: states + torch.randn_like(states) for tap, states in captured.hidden.items()}
+        )
+        assert float(made(other).total) != pytest.approx(float(live.total), rel=1e-3)
+        logits = tiny("llama").float()(given.tokens, use_cache=False).logits
+        few = {tap: captured.hidden[tap] for tap in made.head.config.taps}
+        kept = replace(captured, hidden=few, logits_of_target=logits)
+        assert float(made(kept).total) == pytest.approx(float(live.total), rel=1e-4)
+
+
+def test_what_is_watched_are_drafts_behind_every_learnt_token():
+    made, given = learner("dspark"), batch()
+    judged = made.judged(given, 3)
+    with torch.no_grad():
+        log_p = tiny("llama").float()(given.tokens, use_cache=False).logits.log_softmax(-1)
+    expected, agrees = {}, {}
+    for row, count in enumerate(given.lengths.tolist()):
+        start = int(given.learnt[row].int().argmax())
+        for anchor in range(start, count - 3):
+            log_q = trained(made, given, torch.tensor([[anchor]] * 3))[row, 0].log_softmax(-1)
+            places = [(anchor + i, int(given.tokens[row, anchor + i + 1])) for i in range(3)]
+            key = row, anchor
+            expected[key] = [float(log_q[i, y] - log_p[row, at, y]) for i, (at, y) in enumerate(places)]
+            agrees[key] = [bool(log_q[i].argmax() == log_p[row, at].argmax()) for i, (at, _) in enumerate(places)]
+    assert np.allclose(judged.log_ratios, list(expected.values()), atol=1e-4)
+    assert judged.agrees.tolist() == list(agrees.values())
+
+
+def test_a_text_with_more_anchors_than_are_judged_at_once_is_judged_whole(monkeypatch):
+    made, given = learner(), batch()
+    whole = made.judged(given, 2)
+    monkeypatch.setattr("outrider.training.blocks.JUDGED_AT_ONCE", 3)
+    parts = made.judged(given, 2)
+    assert len(whole.log_ratios) == len(parts.log_ratios) > 9
+    order = [np.lexsort(each.log_ratios.T) for each in (whole, parts)]
+    assert np.allclose(whole.log_ratios[order[0]], parts.log_ratios[order[1]], atol=1e-5)
+
+
+def with_weights_of(child: DFlash, parent: DFlash) -> DFlash:
+    """A child that computes what its parent computes."""
+    child.load_state_dict(parent.state_dict(), strict=False)
+    return child
+
+
+def test_a_sequential_head_that_adds_nothing_leaves_dflash_that_samples_from_the_anchor():
+    around = surroundings()
+    parent = block_head("dflash", around, from_anchor=True)
+    for markov in ("vanilla", "gated", "rnn"):
+        child = with_weights_of(block_head("dspark", around, markov=markov, seed=8), parent)
+        assert isinstance(child, DSpark)
+        torch.nn.init.zeros_(child.markov_head.markov_w2.weight)
+        places = torch.tensor([[4, 6]]).expand(3, -1)
+        rows = [
+            trained(BlockLearner(head, tiny("llama").float(), loss=BlockLoss()), batch(), places)
+            for head in (parent, child)
+        ]
+        assert torch.allclose(rows[0], rows[1], atol=1e-4)
+
+
+def test_a_mixture_of_one_layer_with_the_same_projections_leaves_dflash():
+    around = surroundings()
+    parent = block_head("dflash", around)
+    child = with_weights_of(block_head("dflare", around, seed=8), parent)
+    size = around.hidden_size
+    with torch.no_grad():
+        parent.fc.weight.copy_(torch.cat([torch.zeros(size, size), torch.eye(size)], 1))
+        child.fusion_weights.copy_(torch.tensor([[-1e4, 0.0]] * 2))
+        for layer, norm in zip(child.layers, child.fusion_norms, strict=True):
+            norm.load_state_dict(parent.hidden_norm.state_dict())
+            layer.self_attn.k_proj_target.load_state_dict(layer.self_attn.k_proj.state_dict())
+            layer.self_attn.v_proj_target.load_state_dict(layer.self_attn.v_proj.state_dict())
+    places = torch.tensor([[4, 6]]).expand(3, -1)
+    rows = [
+        trained(BlockLearner(head, tiny("llama").float(), loss=BlockLoss()), batch(), places)
+        for head in (parent, child)
+    ]
+    assert torch.allclose(rows[0], rows[1], atol=1e-4)
+
+
+def repeated(given: Batch) -> Batches:
+    """Batches that are all the same rows."""
+
+    class Repeated(Batches):
+        def batch(self, step: int) -> Batch:
+            return replace(given, step=step)
+
+    return Repeated(documents(), num_rows=3, max_length=24, seed=0)
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_new_head_learns_and_all_of_it_moves(tmp_path, kind):
+    target = tiny("llama").float()
+    head = fresh_head(target, letters(), Shape(method=kind, layers=2, block_size=4, markov_rank=6, markov="gated"))
+    of = divergence("tvd" if kind == "dspark" else "fkl")
+    made = BlockLearner(head, target, loss=BlockLoss(of=of, hard=0.1), num_anchors=8)
+    before = {name: weight.clone() for name, weight in made.state_dict().items()}
+    still = {name: weight.clone() for name, weight in target.state_dict().items()}
+    with torch.no_grad():
+        first = made(batch())
+    done = train(
+        made, repeated(batch()), replace(SETTINGS, steps=60), tmp_path, Watch(documents(), depth=2, max_length=24)
+    )
+    with torch.no_grad():
+        last = made(batch())
+    assert float(last.total / last.weight) < 0.8 * float(first.total / first.weight)
+    assert [name for name, weight in made.state_dict().items() if torch.equal(weight, before[name])] == []
+    assert all(torch.equal(weight, still[name]) for name, weight in target.state_dict().items())
+    lm = LanguageModel(target, max_slots=2)
+    drafter = catalog.rows("drafter")[kind].make(path=str(done.out)).bind(Surroundings.of(lm, None))
+    assert (drafter.taps, drafter.mask_id, drafter.block_size) == (head.config.taps, head.config.mask_id, 4)
+    assert drafter.from_anchor is (kind == "dspark")
+
+
+def test_a_new_head_fits_its_target():
+    for name in ("llama", "gpt2", "gemma3", "qwen3_moe"):
+        target = tiny(name).float()
+        head = fresh_head(target, None, Shape(method="dflash", layers=1, block_size=3))
+        made = BlockLearner(head, target, loss=BlockLoss(of=divergence("fkl")), num_anchors=2)
+        found = made(batch())
+        assert float(found.weight) > 0
+        assert torch.isfinite(found.total)
+    with pytest.raises(InputError, match="several residual streams"):
+        fresh_head(tiny("gemma3n"), None, Shape(method="dflash"))
+    config = layers_like(tiny("llama").config, 2, VOCAB)
+    assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (2, 32, 8)
+    assert unknown_token(tiny("llama"), None) == 0
+    tokenizer = letters()
+    ids = {"unk_token": 3, "pad_token": 4, "mask_token": 5}
+    for kind, expected in ids.items():
+        setattr(tokenizer, kind, tokenizer.convert_ids_to_tokens(expected))
+        assert unknown_token(tiny("llama"), tokenizer) == expected
+
+
+def test_what_does_not_fit_is_refused(tmp_path):
+    target = tiny("llama").float()
+    for shape, message in (
+        (Shape(method="dflash", taps=(9,)), r"taps must be in 0..3"),
+        (Shape(method="dflash", taps=(1, 1)), "different hidden states"),
+        (Shape(method="dflash", mask_token_id=VOCAB), "mask_token_id must be in"),
+        (Shape(method="dflash", block_size=1), "block_size must be >= 2"),
+        (Shape(method="dflash", layers=0), "must have a layer"),
+        (Shape(method="dspark", markov="gru"), "unknown sequential head 'gru'"),
+        (Shape(method="dspark", markov_rank=0), "markov_rank must be >= 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            fresh_head(target, None, shape)
+    own = checkpoints(VOCAB)["dflash-own-ends"].save(tmp_path)
+    with pytest.raises(InputError, match="has an output layer of its own"):
+        known_head(own, target, "dflash")
+    with pytest.raises(InputError, match="is a dflash head; use outrider train dflash"):
+        known_head(own, target, "dspark")
+    with pytest.raises(InputError, match="num_anchors must be >= 1"):
+        learner(num_anchors=0)
+    with pytest.raises(InputError, match="a block of 4 guesses 3 tokens, and depth is 5"):
+        learner().judged(batch(), 5)
+    for wrong in ({"gamma": 0.0}, {"hard": 1.5}, {"weighting": "all"}):
+        with pytest.raises(InputError, match="must be"):
+            BlockLoss(**wrong)
+    assert isinstance(learner().anchors(batch()), Anchors)

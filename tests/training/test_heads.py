@@ -1,0 +1,306 @@
+"""Training of heads: what each guess reads, which tokens it learns, what is written and drafts."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import outrider
+from outrider import catalog
+from outrider.drafters.protocol import Surroundings
+from outrider.engine.engine import Engine
+from outrider.lm.model import LanguageModel
+from outrider.lm.taps import tapped
+from outrider.proof.gate import in_float32
+from outrider.training.batches import Batch, Batches
+from outrider.training.divergences import divergence
+from outrider.training.documents import Document
+from outrider.training.eagle import eagle3_learner, eagle_learner
+from outrider.training.heads import HeadLearner, Places, frequent_tokens
+from outrider.training.loop import train
+from outrider.training.medusa import medusa_learner
+from outrider.training.settings import Settings
+from outrider.training.watch import Watch
+from outrider.types import InputError, Sampling
+from tests.world.forced import forced_guesses
+from tests.world.zoo import VOCAB, tiny
+
+SETTINGS = Settings(
+    steps=12, num_rows=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
+)
+GAMMA = 3
+FEW = torch.arange(3, VOCAB, 2)
+Make = Callable[..., HeadLearner]
+
+LEARNERS: dict[str, Make] = {
+    "medusa": lambda target, **more: medusa_learner(target, num_heads=GAMMA, **more),
+    "medusa, deep": lambda target, **more: medusa_learner(target, num_heads=GAMMA, num_layers=2, **more),
+    "eagle": lambda target, **more: eagle_learner(target, unrolled=GAMMA, bias=True, **more),
+    "eagle3": lambda target, **more: eagle3_learner(target, unrolled=GAMMA, **more),
+    "eagle3, normed": lambda target, **more: eagle3_learner(
+        target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
+    ),
+}
+WITH_FEW = [kind for kind in LEARNERS if kind != "eagle"]
+"""The learners whose heads may guess some tokens only."""
+
+
+def target() -> PreTrainedModel:
+    return tiny("llama").float().requires_grad_(False)
+
+
+def documents(count: int = 9) -> list[Document]:
+    dice = np.random.default_rng(0)
+    return [
+        Document(tokens=dice.integers(3, VOCAB, size=size), start=int(size // 3))
+        for size in dice.integers(12, 20, size=count)
+    ]
+
+
+def batch(step: int = 0) -> Batch:
+    return Batches(documents(), num_rows=3, max_length=24, seed=0).batch(step)
+
+
+def repeated(given: Batch) -> Batches:
+    """Batches that are all the same rows."""
+
+    class Repeated(Batches):
+        def batch(self, step: int) -> Batch:
+            return replace(given, step=step)
+
+    return Repeated(documents(), num_rows=3, max_length=24, seed=0)
+
+
+def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: object) -> HeadLearner:
+    """A learner whose weights are no longer those of the start."""
+    made = LEARNERS[kind](target(), loss=None if loss is None else divergence(loss), **more)
+    dice = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in made.parameters():
+            if weight.requires_grad:
+                weight.add_(noise * torch.randn(weight.shape, generator=dice) / max(weight.shape[-1], 1) ** 0.5)
+    return made
+
+
+def learnt_logits(made: HeadLearner, given: Batch, count: int = GAMMA) -> list[torch.Tensor]:
+    """The logits of each guess at each place, as training computes them."""
+    with torch.no_grad():
+        hidden = made.guesses(made.with_states(given), count)
+        return [made.logits(each, number) for number, each in enumerate(hidden)]
+
+
+def drafter_of(made: HeadLearner, folder: Path, lm: LanguageModel):
+    """The drafter of what a learner writes."""
+    made.dtype = torch.float32
+    made.write(folder)
+    return catalog.make("drafter", str(folder)).bind(Surroundings.of(lm, None))
+
+
+@pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])
+def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_path, kind, ids):
+    made, [text] = learner(kind, **({} if ids is None else {"ids": ids})), documents(1)
+    given = Batches([text], num_rows=1, max_length=24, seed=0).batch(0)
+    lm = LanguageModel(target(), max_slots=1)
+    found = forced_guesses(drafter_of(made, tmp_path, lm), lm, text.tokens.tolist(), text.start, GAMMA)
+    assert {number for _, number in found} == set(range(GAMMA))
+    expected = learnt_logits(made, given)
+    for (place, number), logits in found.items():
+        row = expected[number][0, place - 2 - number]
+        if ids is not None:
+            assert torch.isinf(logits[0])
+            logits = logits[ids]
+        assert torch.allclose(logits, row, atol=1e-4), (place, number, float((logits - row).abs().max()))
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_no_guess_depends_on_tokens_or_states_that_drafting_does_not_know(kind):
+    made, given, changed = learner(kind), batch(), 7
+    tokens = given.tokens.clone()
+    tokens[0, changed] = (tokens[0, changed] + 1) % VOCAB
+    before, after = learnt_logits(made, given), learnt_logits(made, replace(given, tokens=tokens))
+    for number in range(GAMMA):
+        # The guess at place t knows the tokens up to t + 1 + number, and the states up to t.
+        same = changed - 1 - number
+        assert torch.equal(before[number][0, :same], after[number][0, :same])
+        assert not torch.allclose(before[number][0, changed:], after[number][0, changed:], atol=1e-4)
+    whole = made.with_states(given)
+    states = {tap: hidden.clone() for tap, hidden in whole.hidden.items()}
+    for hidden in states.values():
+        hidden[0, changed] += torch.randn(hidden.shape[-1])
+    after = learnt_logits(made, replace(whole, hidden=states))
+    for number in range(GAMMA):
+        assert torch.equal(before[number][0, :changed], after[number][0, :changed])
+        assert not torch.allclose(before[number][0, changed], after[number][0, changed], atol=1e-4)
+
+
+@pytest.mark.parametrize("loss", ["fkl", "tvd", None])
+@pytest.mark.parametrize("ids", [None, FEW])
+def test_the_loss_is_the_weighted_mean_over_the_learnt_tokens(ids, loss):
+    made, given = learner("medusa", loss=loss, ids=ids, decay=0.5), batch()
+    logits = learnt_logits(made, given)
+    model = target()
+    with torch.no_grad():
+        theirs = model(given.tokens, use_cache=False).logits
+        found = made(given)
+    total = weight = 0.0
+    for row, count in enumerate(given.lengths.tolist()):
+        for place in range(count):
+            for number in range(GAMMA):
+                guessed = place + 2 + number
+                if guessed >= count or not given.learnt[row, guessed]:
+                    continue
+                weight += 0.5**number
+                p, q, label = theirs[row, guessed - 1], logits[number][row, place], int(given.tokens[row, guessed])
+                if loss is None:
+                    known = ids is None or label in ids.tolist()
+                    at = label if ids is None else (label - 3) // 2
+                    total += 0.5**number * float(-q.log_softmax(-1)[at]) if known else 0.0
+                elif ids is None or int(p.argmax()) in ids.tolist():
+                    p = p if ids is None else p[ids]
+                    total += 0.5**number * float(divergence(loss)(p[None], q[None]))
+    assert float(found.weight) == pytest.approx(weight)
+    assert float(found.total) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("ids", [None, FEW])
+def test_what_is_watched_is_a_draft_behind_each_learnt_token(ids):
+    made, given = learner("medusa", ids=ids), batch()
+    judged, logits, model = made.judged(given, 2), learnt_logits(made, given), target()
+    with torch.no_grad():
+        log_p = model(given.tokens, use_cache=False).logits.log_softmax(-1)
+    expected, agrees = [], []
+    for row, count in enumerate(given.lengths.tolist()):
+        for anchor in range(int(given.learnt[row].int().argmax()), count - 2):
+            ratios, equal = [], []
+            for number in range(2):
+                guessed, q = anchor + 1 + number, logits[number][row, anchor - 1].log_softmax(-1)
+                if ids is not None:
+                    q = torch.full((VOCAB,), -torch.inf).index_copy(0, ids, q)
+                p, label = log_p[row, guessed - 1], int(given.tokens[row, guessed])
+                ratios.append(float(q[label] - p[label]))
+                equal.append(bool(q.argmax() == p.argmax()))
+            expected.append(ratios)
+            agrees.append(equal)
+    assert np.allclose(judged.log_ratios, expected, atol=1e-4)
+    assert judged.agrees.tolist() == agrees
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_every_weight_learns_and_the_loss_falls(tmp_path, kind):
+    made = learner(kind, noise=0.0)
+    before = {name: weight.clone() for name, weight in made.named_parameters() if weight.requires_grad}
+    with torch.no_grad():
+        first = float(made(batch()).total)
+    train(made, repeated(batch()), replace(SETTINGS, steps=30), tmp_path)
+    with torch.no_grad():
+        last = float(made(batch()).total)
+    assert last < 0.8 * first, (first, last)
+    for name, weight in made.named_parameters():
+        if weight.requires_grad:
+            assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_captured_states_give_the_loss_of_live_ones(kind):
+    made, given, model = learner(kind), batch(), target()
+    with torch.no_grad(), tapped(model.model.layers, range(4)) as seen:
+        model(given.tokens, use_cache=False)
+    with torch.no_grad():
+        captured = made(replace(given, hidden=dict(seen)))
+        assert float(captured.total) == pytest.approx(float(made(given).total), rel=1e-5)
+        parts = [made(Batches.share(given, range(i, i + 1))) for i in range(3)]
+        assert float(captured.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-4)
+        assert float(captured.weight) == pytest.approx(sum(float(part.weight) for part in parts), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
+    made = learner(kind, noise=0.0)
+    train(
+        made,
+        repeated(batch()),
+        replace(SETTINGS, keep_best=False),
+        tmp_path / "head",
+        Watch(documents(), depth=2, max_length=24),
+    )
+    engine = outrider.load(target(), drafter=str(tmp_path / "head"), length="fixed:3")
+    assert catalog.rows("drafter")[type(engine.parts.drafter).trainer].make.recognises
+    prompts = [text.tokens[:7].tolist() for text in documents(2)]
+    for sampling in (Sampling(temperature=0.0, seed=0), Sampling(temperature=1.0, seed=0)):
+        drafted = engine.generate(prompts, max_new_tokens=12, sampling=sampling)
+        assert sum(out.num_draft_tokens for out in drafted) > 0
+        if sampling.temperature == 0:
+            plain = engine.plain().generate(prompts, max_new_tokens=12, sampling=sampling)
+            assert [out.tokens for out in drafted] == [out.tokens for out in plain]
+    further = LEARNERS[kind](target(), loss=divergence("tvd"), begin=str(tmp_path / "head"))
+    for mine, theirs in zip(learnt_logits(further, batch()), learnt_logits(made, batch()), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
+def test_a_head_in_float32_learns_from_a_target_in_half_precision(tmp_path, kind):
+    model = tiny("llama").to(torch.bfloat16).requires_grad_(False)
+    made = LEARNERS[kind](model, loss=divergence("fkl"))
+    found = made(batch())
+    found.total.backward()
+    assert float(found.total.detach()) > 0
+    assert {weight.dtype for weight in made.parameters()} == {torch.float32}
+    made.write(tmp_path)
+    engine = outrider.load(model, drafter=str(tmp_path), length="fixed:3")
+    assert {weight.dtype for weight in weights_of(engine)} == {torch.bfloat16}
+    wide = in_float32(engine)
+    assert {weight.dtype for weight in weights_of(wide)} == {torch.float32}
+    prompts, greedy = [text.tokens[:7].tolist() for text in documents(2)], Sampling(temperature=0.0, seed=0)
+    drafted = wide.generate(prompts, max_new_tokens=8, sampling=greedy)
+    plain = wide.plain().generate(prompts, max_new_tokens=8, sampling=greedy)
+    assert [out.tokens for out in drafted] == [out.tokens for out in plain]
+
+
+def weights_of(engine: Engine) -> list[torch.Tensor]:
+    """The weights of an engine's drafter."""
+    return [weight for module in engine.parts.drafter.modules.values() for weight in module.parameters()]
+
+
+def test_accuracies_are_those_of_each_rank():
+    made, given = learner("medusa"), batch()
+    logits, found = learnt_logits(made, given), made.accuracies([given], ranks=4, greedy=False)
+    for number in range(GAMMA):
+        places = Places.of(given, number)
+        ranked = logits[number][places.rows, places.at].argsort(-1, descending=True)[:, :4]
+        assert np.allclose(found[number], (ranked == places.labels[:, None]).double().mean(0))
+    assert not np.allclose(made.accuracies([given], ranks=4, greedy=True), found)
+
+
+def test_shared_heads_keep_the_targets_output_layer(tmp_path):
+    made = medusa_learner(target(), loss=divergence("fkl"), num_heads=GAMMA, shared=True)
+    train(made, repeated(batch()), SETTINGS, tmp_path)
+    assert torch.equal(made.heads.lm_heads[0].weight, target().lm_head.weight)
+    assert made.heads.blocks[2].layers[0].weight.abs().max() > 0
+
+
+def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
+    for wrong, message in [
+        ({"num_heads": 0}, "num_heads of Medusa heads must be >= 1, got 0"),
+        ({"num_layers": -1}, "num_hidden_layers of Medusa heads must be >= 0"),
+        ({"decay": 0.0}, "decay must be > 0"),
+        ({"begin": str(tmp_path)}, r"no config\.json"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            medusa_learner(target(), loss=None, **wrong)
+    with pytest.raises(InputError, match=r"draft vocabulary must have 1\.\.64 tokens, got 65"):
+        frequent_tokens(documents(), 65, VOCAB)
+    with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
+        learner("medusa").judged(batch(), 4)
+    medusa_learner(target(), loss=None, num_heads=1).write(tmp_path)
+    with pytest.raises(InputError, match="the heads are for hidden states of width 32 and 64 tokens"):
+        medusa_learner(_wider(), loss=None, begin=str(tmp_path))
+
+
+def _wider() -> PreTrainedModel:
+    model = target()
+    model.resize_token_embeddings(VOCAB + 1)
+    return model

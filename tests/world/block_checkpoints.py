@@ -1,0 +1,320 @@
+"""Random checkpoints of heads that guess blocks, in every published layout, and what they compute.
+
+Both follow the descriptions of the layouts alone: nothing here uses the package's own heads.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from safetensors.torch import save_file
+from torch import Tensor
+
+HIDDEN, HEADS, SHARED, DIM, INNER, LAYERS = 32, 4, 2, 8, 48, 3
+"""Sizes of the decoder layers; heads times their width is the hidden size, as in a tiny target."""
+RANK, BLOCK, MASK = 6, 4, 0
+LAYER_CONFIG: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": SHARED,
+    "head_dim": DIM,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 512,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(kw_only=True)
+class Checkpoint:
+    """A config and tensors, and what a reader must know of the layout.
+
+    Attributes:
+        config: What `config.json` holds.
+        tensors: What the file of weights holds.
+        taps: The entries of transformers' `hidden_states` that are read.
+        from_anchor: Whether the anchor's position guesses.
+        windows: Per layer, how far it sees; None: everything.
+        causal: Per layer, whether a block sees no later position of itself.
+        markov: The kind of sequential head.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    taps: tuple[int, ...]
+    from_anchor: bool = False
+    windows: list[int | None] = field(default_factory=lambda: [None] * LAYERS)
+    causal: list[bool] = field(default_factory=lambda: [False] * LAYERS)
+    markov: str = "vanilla"
+
+    def save(self, folder: Path) -> str:
+        """Write the two files."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config))
+        save_file({name: tensor.contiguous() for name, tensor in self.tensors.items()}, folder / "model.safetensors")
+        return str(folder)
+
+
+def trunk(num_taps: int, vocab: int, *, own: bool = False, apart: bool = False, seed: int = 0) -> dict[str, Tensor]:
+    """The tensors of a trunk.
+
+    Args:
+        own: Whether it has an embedding of its own, and an output layer over every other token.
+        apart: Whether the context has projections of its own.
+    """
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (HIDDEN, num_taps * HIDDEN),
+        "hidden_norm.weight": (HIDDEN,),
+        "norm.weight": (HIDDEN,),
+    }
+    for i in range(LAYERS):
+        shapes |= {f"layers.{i}.{name}.weight": (HIDDEN,) for name in ("input_layernorm", "post_attention_layernorm")}
+        attention = f"layers.{i}.self_attn"
+        queries, keys = HEADS * DIM, SHARED * DIM
+        shapes |= {f"{attention}.q_proj.weight": (queries, HIDDEN), f"{attention}.o_proj.weight": (HIDDEN, queries)}
+        shapes |= {f"{attention}.{name}_proj.weight": (keys, HIDDEN) for name in "kv"}
+        if apart:
+            shapes |= {f"{attention}.{name}_proj_target.weight": (keys, HIDDEN) for name in "kv"}
+        shapes |= {f"{attention}.{name}_norm.weight": (DIM,) for name in "qk"}
+        shapes |= {f"layers.{i}.mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        shapes[f"layers.{i}.mlp.down_proj.weight"] = (HIDDEN, INNER)
+    if own:
+        shapes |= {"embed_tokens.weight": (vocab, HIDDEN), "lm_head.weight": (vocab // 2, HIDDEN)}
+    found = drawn(shapes, seed)
+    if own:
+        # Token 2i + 1 stands at place i, so that its offset is i + 1.
+        found["d2t"] = torch.arange(vocab // 2) + 1
+        found["t2d"] = torch.arange(vocab) % 2 == 1
+    return found
+
+
+def drawn(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:
+    """Random tensors in float64; norms near 1."""
+    dice = torch.Generator().manual_seed(seed)
+    found = {name: torch.randn(shape, generator=dice, dtype=torch.float64) for name, shape in shapes.items()}
+    return {
+        name: 1 + 0.3 * tensor if tensor.dim() == 1 else tensor * 1.5 / tensor.shape[-1] ** 0.5
+        for name, tensor in found.items()
+    }
+
+
+def markov(kind: str, vocab: int, outputs: int) -> dict[str, Tensor]:
+    """The tensors of a sequential head, and of the confidence head beside it."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "markov_head.markov_w1.weight": (vocab, RANK),
+        "markov_head.markov_w2.weight": (outputs, RANK),
+        "confidence_head.proj.weight": (1, HIDDEN + RANK),
+        "confidence_head.proj.bias": (1,),
+    }
+    if kind == "gated":
+        shapes |= {"markov_head.gate_proj.weight": (RANK, HIDDEN + RANK), "markov_head.gate_proj.bias": (RANK,)}
+    if kind == "rnn":
+        size = 3 * RANK
+        shapes |= {"markov_head.joint_proj.weight": (size, 2 * RANK + HIDDEN), "markov_head.joint_proj.bias": (size,)}
+    return drawn(shapes, seed=7)
+
+
+def speculators(kind: str, vocab: int, **more: Any) -> dict[str, Any]:
+    """A config in the layout of `speculators`."""
+    drafted = BLOCK if more.get("sample_from_anchor") else BLOCK - 1
+    return {
+        "architectures": [f"{kind}Speculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "torch_dtype": "float64",
+        "draft_vocab_size": vocab,
+        "block_size": BLOCK,
+        "mask_token_id": MASK,
+        "aux_hidden_state_layer_ids": [2, 1],
+        "transformer_layer_config": {"model_type": "qwen3", "vocab_size": vocab, **LAYER_CONFIG},
+        "speculators_config": {
+            "algorithm": kind,
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": drafted}],
+            "verifier": {"name_or_path": "somewhere", "architectures": ["LlamaForCausalLM"]},
+        },
+        **more,
+    }
+
+
+def authors(architecture: str, vocab: int, inner: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    """A config in an author's own layout."""
+    found = {"architectures": [architecture], "model_type": "qwen3", "vocab_size": vocab, **LAYER_CONFIG, **more}
+    return found if inner is None else {**found, "dflash_config": inner}
+
+
+def checkpoints(vocab: int) -> dict[str, Checkpoint]:
+    """One random checkpoint of each layout and kind, for a target of width `HIDDEN` with three layers."""
+    window = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
+    inner = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+    fusion = drawn({"layer_fusion_weights": (LAYERS, 2)}, 3)
+    norms = drawn({f"fusion_norms.{i}.weight": (HIDDEN,) for i in range(LAYERS)}, 4)
+    bare = {name: tensor for name, tensor in trunk(2, vocab, apart=True).items() if name != "fc.weight"}
+    bare_too = {name: tensor for name, tensor in bare.items() if name != "hidden_norm.weight"}
+    found = {
+        "dflash": Checkpoint(config=speculators("dflash", vocab), tensors=trunk(2, vocab), taps=(2, 1)),
+        "dflash-own-ends": Checkpoint(
+            config=speculators("dflash", vocab, draft_vocab_size=vocab // 2, sample_from_anchor=True),
+            tensors=trunk(2, vocab, own=True),
+            taps=(2, 1),
+            from_anchor=True,
+        ),
+        "dflash-windows": Checkpoint(
+            config=speculators(
+                "dflash", vocab, transformer_layer_config={**LAYER_CONFIG, "vocab_size": vocab, **window}
+            ),
+            tensors=trunk(2, vocab),
+            taps=(2, 1),
+            windows=[5, None, 5],
+            causal=[True, False, True],
+        ),
+        "dflash-z-lab": Checkpoint(
+            config=authors("DFlashDraftModel", vocab, inner, block_size=BLOCK, num_target_layers=3),
+            tensors=trunk(2, vocab),
+            taps=(1, 2),
+        ),
+        "dflash-z-lab-windows": Checkpoint(
+            config=authors("DFlashDraftModel", vocab, {**inner, "causal": False}, block_size=BLOCK, **window),
+            tensors=trunk(2, vocab),
+            taps=(1, 2),
+            windows=[5, None, 5],
+        ),
+        "dflare": Checkpoint(
+            config=speculators("dflare", vocab),
+            tensors={**bare_too, **norms, "fusion_weights": fusion["layer_fusion_weights"]},
+            taps=(2, 1),
+        ),
+        "dflare-angelslim": Checkpoint(
+            config=authors("QwenDFlareDraftModel", vocab, inner, block_size=BLOCK, num_target_layers=3),
+            tensors={**bare, **fusion},
+            taps=(1, 2),
+        ),
+        "dspark-flat": Checkpoint(
+            config=authors(
+                "Qwen3DSparkModel",
+                vocab,
+                block_size=BLOCK,
+                target_layer_ids=[0, 1],
+                mask_token_id=MASK,
+                markov_rank=RANK,
+                sample_from_anchor=True,
+            ),
+            tensors={**trunk(2, vocab), **markov("vanilla", vocab, vocab)},
+            taps=(1, 2),
+            from_anchor=True,
+        ),
+    }
+    for kind in ("vanilla", "gated", "rnn"):
+        own = kind == "gated"
+        found[f"dspark-{kind}"] = Checkpoint(
+            config=speculators("dspark", vocab, sample_from_anchor=not own, markov_rank=RANK, markov_head_type=kind),
+            tensors={**trunk(2, vocab, own=own), **markov(kind, vocab, vocab // 2 if own else vocab)},
+            taps=(2, 1),
+            from_anchor=not own,
+            markov=kind,
+        )
+    return found
+
+
+def rms(states: Tensor, weight: Tensor) -> Tensor:
+    return weight * states / (states.pow(2).mean(-1, keepdim=True) + LAYER_CONFIG["rms_norm_eps"]).sqrt()
+
+
+def turned(heads: Float[Tensor, "positions heads dim"], positions: Tensor) -> Tensor:
+    """Rotary positions, pair by pair."""
+    half = DIM // 2
+    angles = positions[:, None] / LAYER_CONFIG["rope_theta"] ** (torch.arange(half) * 2.0 / DIM)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    left, right = heads[..., :half], heads[..., half:]
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def block_logits(
+    made: Checkpoint, hidden_states: tuple[Tensor, ...], anchor: int, embedding: Tensor, output: Tensor
+) -> tuple[Float[Tensor, "block hidden"], Float[Tensor, "block vocab"]]:
+    """Output features and logits of the block behind a text, before any sequential head.
+
+    Args:
+        hidden_states: What transformers returns for the text before the anchor, without the batch axis.
+        embedding: The target's.
+        output: The weight of the target's output layer.
+    """
+    w = made.tensors
+    features = torch.cat([hidden_states[tap] for tap in made.taps], -1)
+    length = len(features)
+    states = w.get("embed_tokens.weight", embedding)[torch.tensor([anchor] + [MASK] * (BLOCK - 1))]
+    places = torch.arange(length + BLOCK, dtype=torch.float64)
+    for i in range(LAYERS):
+        at = f"layers.{i}.self_attn"
+        context = rms(features @ w["fc.weight"].T, w["hidden_norm.weight"]) if "fc.weight" in w else None
+        if context is None:
+            mixture = w.get("fusion_weights", w.get("layer_fusion_weights"))[i].softmax(-1)
+            mixed = sum(share * hidden_states[tap] for share, tap in zip(mixture, made.taps, strict=True))
+            context = rms(mixed, w.get(f"fusion_norms.{i}.weight", w.get("hidden_norm.weight")))
+        inputs = rms(states, w[f"layers.{i}.input_layernorm.weight"])
+
+        def projected(name: str, at: str = at, context: Tensor = context, inputs: Tensor = inputs) -> Tensor:
+            own = f"{at}.{name}_proj_target.weight"
+            of_context = context @ w[own if own in w else f"{at}.{name}_proj.weight"].T
+            return torch.cat([of_context, inputs @ w[f"{at}.{name}_proj.weight"].T]).view(-1, SHARED, DIM)
+
+        queries = rms((inputs @ w[f"{at}.q_proj.weight"].T).view(BLOCK, HEADS, DIM), w[f"{at}.q_norm.weight"])
+        queries = turned(queries, places[length:])
+        keys, values = turned(rms(projected("k"), w[f"{at}.k_norm.weight"]), places), projected("v")
+        mixed = torch.zeros(BLOCK, HEADS, DIM, dtype=torch.float64)
+        for place in range(BLOCK):
+            for head in range(HEADS):
+                group = head * SHARED // HEADS
+                scores = keys[:, group] @ queries[place, head] / DIM**0.5
+                for key in range(length + BLOCK):
+                    ahead = key - (length + place)
+                    if (made.causal[i] and ahead > 0) or (
+                        made.windows[i] is not None and abs(ahead) >= made.windows[i]
+                    ):
+                        scores[key] = -torch.inf
+                mixed[place, head] = scores.softmax(0) @ values[:, group]
+        states = states + mixed.flatten(1) @ w[f"{at}.o_proj.weight"].T
+        inputs = rms(states, w[f"layers.{i}.post_attention_layernorm.weight"])
+        gate = inputs @ w[f"layers.{i}.mlp.gate_proj.weight"].T
+        inner = gate * gate.sigmoid() * (inputs @ w[f"layers.{i}.mlp.up_proj.weight"].T)
+        states = states + inner @ w[f"layers.{i}.mlp.down_proj.weight"].T
+    hidden = rms(states, w["norm.weight"])
+    return hidden, hidden @ w.get("lm_head.weight", output).T
+
+
+def guess_logits(
+    made: Checkpoint,
+    hidden_states: tuple[Tensor, ...],
+    text: tuple[int, ...],
+    drafted: tuple[int, ...],
+    embedding: Tensor,
+    output: Tensor,
+) -> Float[Tensor, " vocab"]:
+    """The logits after a text and some draft tokens behind it.
+
+    Args:
+        hidden_states: What transformers returns for the text without its last token.
+    """
+    hidden, logits = block_logits(made, hidden_states, text[-1], embedding, output)
+    first = 0 if made.from_anchor else 1
+    depth, w = len(drafted), made.tensors
+    if "markov_head.markov_w1.weight" not in w:
+        return logits[first + depth]
+    state = torch.zeros(RANK, dtype=torch.float64)
+    for i, token in enumerate((text[-1], *drafted)):
+        read = w["markov_head.markov_w1.weight"][token]
+        if made.markov == "gated":
+            joint = torch.cat([hidden[first + i], read])
+            read = read * (w["markov_head.gate_proj.weight"] @ joint + w["markov_head.gate_proj.bias"]).sigmoid()
+        elif made.markov == "rnn":
+            joint = torch.cat([state, read, hidden[first + i]])
+            gate, new, out = (w["markov_head.joint_proj.weight"] @ joint + w["markov_head.joint_proj.bias"]).split(RANK)
+            state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
+            read = out.tanh()
+    return logits[first + depth] + w["markov_head.markov_w2.weight"] @ read

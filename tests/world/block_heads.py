@@ -1,0 +1,73 @@
+"""Tiny heads that guess blocks, with random weights, and drafters with them."""
+
+import torch
+from transformers import Qwen3Config
+
+from outrider.drafters.dflash import DFlareDrafter, DFlashDrafter
+from outrider.drafters.dspark import DSparkDrafter
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.blocks import HEADS
+from outrider.heads.dflash import BlockConfig, DFlash, Sight
+from outrider.lm.head import HeadLM
+
+BLOCKS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter, "dflare": DFlareDrafter, "dspark": DSparkDrafter}
+"""The drafters of the catalog that guess blocks."""
+
+
+def block_head(
+    kind: str,
+    around: Surroundings,
+    *,
+    block_size: int = 4,
+    markov: str = "rnn",
+    from_anchor: bool | None = None,
+    windows: bool = False,
+    taps: tuple[int, ...] = (1, 2),
+    seed: int = 5,
+) -> DFlash:
+    """A tiny head that guesses blocks; its random weights are always the same."""
+    size = around.hidden_size
+    layers = Qwen3Config(
+        vocab_size=around.ends().embed.weight.shape[0],
+        hidden_size=size,
+        intermediate_size=size + 16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=size // 4,
+        max_position_embeddings=around.max_context,
+    )
+    config = BlockConfig(
+        method=kind,
+        layers=layers,
+        block_size=block_size,
+        mask_id=0,
+        taps=taps,
+        target_size=size,
+        from_anchor=kind == "dspark" if from_anchor is None else from_anchor,
+        sights=(Sight(window=5, causal=True), Sight()) if windows else (),
+        apart=kind == "dflare",
+        markov=markov,
+        markov_rank=6 if kind == "dspark" else 0,
+    )
+    with torch.random.fork_rng([]):
+        torch.manual_seed(seed)
+        head = HEADS[kind](config, around.ends(), around.vocab_size)
+        for weight in head.parameters():
+            noise = torch.randn(weight.shape)
+            weight.data.copy_(weight + 0.3 * noise if weight.dim() == 1 else 1.5 * noise / weight.shape[-1] ** 0.5)
+    return head.to(around.device, around.dtype).eval()
+
+
+def block_drafter(kind: str, around: Surroundings, head: DFlash | None = None, **more: object) -> DFlashDrafter:
+    """A drafter with such a head."""
+    head = block_head(kind, around, **more) if head is None else head
+    config = head.config
+    lm = HeadLM(head, max_slots=around.max_slots, max_context=around.max_context + config.block_size)
+    return BLOCKS[kind](
+        lm=lm,
+        block_size=config.block_size,
+        mask_id=config.mask_id,
+        from_anchor=config.from_anchor,
+        tapped=config.taps,
+    )
