@@ -138,8 +138,7 @@ def main(
     use_threads(threads)
     given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
     with folder(out, "distill", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
-        texts = Texts.made(work / "texts", data, prompts, **counts)
+        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
 
         def settings(seed: int) -> Settings:
             return short_run(seed, steps, num_rows, length, learning_rate)

@@ -13,6 +13,7 @@ from typing import Annotated
 import numpy as np
 import torch
 import typer
+from jaxtyping import Float
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import outrider
@@ -168,6 +169,15 @@ def bucket(sums: Sums, method: str, temperature: int, number: int) -> Estimate:
     return Estimate.of(sums.ratio(method, f"accepted_{name}", f"places_{name}"))
 
 
+def behind(sums: Sums, method: str, temperature: int) -> Float[np.ndarray, " samples"]:
+    """Acceptance behind the trained length."""
+    accepted, places = (
+        sums.get(method, f"{name}_{temperature}_1") + sums.get(method, f"{name}_{temperature}_2")
+        for name in ("accepted", "places")
+    )
+    return accepted / places
+
+
 def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
     """Tables and claims."""
     sums = Sums(rows, crossed=True)
@@ -183,15 +193,10 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
             (ABSOLUTE, PADDED, "Random padding accepts more behind the trained length, absolute positions", PUBLISHED),
             (ROTARY, GAPPED, "Random gaps accept more behind the trained length, rotary positions", None),
         ):
-            behind = [
-                sum(sums.get(method, f"accepted_{t}_{b}") for b in (1, 2))
-                / sum(sums.get(method, f"places_{t}_{b}") for b in (1, 2))
-                for method in (ours, theirs)
-            ]
             claims.append(
                 PADDING.claim(
                     f"{what}, temperature {t}.",
-                    gain(*behind),
+                    gain(behind(sums, ours, t), behind(sums, theirs, t)),
                     num_prompts=sums.num_prompts,
                     published=published,
                     unit="% of acceptance",

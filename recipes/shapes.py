@@ -208,8 +208,7 @@ def main(
     given |= {"parameters": parameters, "max_new_tokens": max_new_tokens, "timed_threads": timed_threads}
     amounts = {"learning_rate": learning_rate, "seeds": seeds, "rounds": rounds, "out": out}
     with folder(out, "shapes", {**given, **amounts}) as place:
-        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
-        texts = Texts.made(work / "texts", data, prompts, **counts)
+        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
         run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}
         family = shapes(parameters, options.whole_numbers("--layers", layers))
         rows = made(place, ways(family, embedded_target(), texts, run), seeds, texts, work / "shapes")

@@ -133,8 +133,7 @@ def main(
     use_threads(threads)
     given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
     with folder(out, "steer", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        counts = {"num_texts": num_texts, "length": length, "num_prompts": num_prompts}
-        texts = Texts.made(work / "texts", data, prompts, **counts)
+        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
         on_text = short_run(0, text_steps, 2 * num_rows, length, 3e-3)
         base = draft_of_text(work / f"draft-{text_steps}", texts.more, on_text, SHAPE)
         run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}

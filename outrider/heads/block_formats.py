@@ -274,7 +274,8 @@ def _sights(
     everywhere = inner is not None and bool(causal)
     inside = causal is None or causal
     found = tuple(
-        Sight(window=int(window), causal=bool(inside)) if slides else Sight(causal=everywhere) for slides in sliding
+        Sight(window=int(window or 0), causal=bool(inside)) if slides else Sight(causal=everywhere)
+        for slides in sliding
     )
     return found if any(sight != Sight() for sight in found) else ()
 

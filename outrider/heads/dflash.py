@@ -53,7 +53,7 @@ class BlockConfig:
         num_outputs: Tokens of its own output layer; None: it uses the target's.
         listed: Whether its own output layer has a list of the tokens that it can guess.
         apart: Whether the context has key and value projections of its own (DFlare).
-        markov: The kind of sequential head (DSpark).
+        markov: The kind of sequential head (DSpark): `vanilla`, `gated` or `rnn`.
         markov_rank: Its width.
 
     Raises:
@@ -73,7 +73,7 @@ class BlockConfig:
     num_outputs: int | None = None
     listed: bool = False
     apart: bool = False
-    markov: Literal["vanilla", "gated", "rnn"] = "vanilla"
+    markov: str = "vanilla"
     markov_rank: int = 0
 
     def __post_init__(self) -> None:
