@@ -78,7 +78,7 @@ def fresh_head(
         target_size=anatomy.hidden_size,
         from_anchor=shape.method == "dspark",
         apart=shape.method == "dflare",
-        markov=shape.markov,  # type: ignore[arg-type]
+        markov=shape.markov,
         markov_rank=shape.markov_rank if shape.method == "dspark" else 0,
     )
     with torch.random.fork_rng([]):
