@@ -271,10 +271,11 @@ def _sights(
         raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
     if own is not None and window != own and any(sliding):
         raise InputError(f"config.json of {path} names two windows: swa_window_size {window} and sliding_window {own}")
+    length = None if window is None else int(window)
     everywhere = inner is not None and bool(causal)
     inside = causal is None or causal
     found = tuple(
-        Sight(window=int(window), causal=bool(inside)) if slides else Sight(causal=everywhere) for slides in sliding
+        Sight(window=length, causal=bool(inside)) if slides else Sight(causal=everywhere) for slides in sliding
     )
     return found if any(sight != Sight() for sight in found) else ()
 
