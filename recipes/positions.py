@@ -62,7 +62,7 @@ QUICK = {
     "length": 48,
     "num_rows": 4,
     "seeds": 1,
-    "long": 96,
+    "long": 140,
 }
 
 
@@ -163,10 +163,12 @@ def made(
     return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
 
 
-def bucket(sums: Sums, method: str, temperature: int, number: int) -> Estimate:
-    """Acceptance in a bucket of positions."""
+def bucket(sums: Sums, method: str, temperature: int, number: int) -> str:
+    """Acceptance in a bucket of positions; a dash if no text reaches it."""
     name = f"{temperature}_{number}"
-    return Estimate.of(sums.ratio(method, f"accepted_{name}", f"places_{name}"))
+    if not sums.get(method, f"places_{name}")[0]:
+        return "-"
+    return Estimate.of(sums.ratio(method, f"accepted_{name}", f"places_{name}")).text(".3f")
 
 
 def behind(sums: Sums, method: str, temperature: int) -> Float[np.ndarray, " samples"]:
@@ -184,9 +186,7 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
     names = (f"below {length}", f"{length} to {2 * length - 1}", f"from {2 * length}")
     tables, claims = [], list[Claim]()
     for t in TEMPERATURES:
-        lines = [
-            [method, *(bucket(sums, method, t, number).text(".3f") for number in range(3))] for method in sums.methods
-        ]
+        lines = [[method, *(bucket(sums, method, t, number) for number in range(3))] for method in sums.methods]
         title = f"Acceptance of the first draft token by absolute position, temperature {t}"
         tables.append(Table(title=title, head=("draft model", *names), lines=lines))
         for theirs, ours, what, published in (

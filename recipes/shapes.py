@@ -56,7 +56,6 @@ from recipes.trained import (
 PAPER = Paper(name="Yan et al. 2024, Decoding speculative decoding", url="https://arxiv.org/abs/2402.01528")
 PUBLISHED = 111
 """The paper's gain in throughput over earlier draft models, in percent."""
-TIMED_PROMPTS = 4
 QUICK = {
     "num_texts": 24,
     "steps": 2,
@@ -67,7 +66,8 @@ QUICK = {
     "layers": "1,4",
     "rounds": 1,
     "timed_threads": 1,
-    "max_new_tokens": 16,
+    "max_new_tokens": 6,
+    "timed_prompts": 1,
 }
 
 
@@ -112,10 +112,12 @@ def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, run: d
     return [way(name, sized) for name, sized in family.items()]
 
 
-def timed(place: Folder, family: dict[str, Sized], drafters: Path, rounds: int, num_tokens: int) -> list[Row]:
+def timed(
+    place: Folder, family: dict[str, Sized], drafters: Path, *, rounds: int, num_tokens: int, num_prompts: int
+) -> list[Row]:
     """Seconds of a step of every shape and length, in turns."""
     engines: dict[str, Engine] = {}
-    prompts = ["Once upon a time", "The little dog", "def main(", "Question: Tom has 5 apples."][:TIMED_PROMPTS]
+    prompts = ["Once upon a time", "The little dog", "def main(", "Question: Tom has 5 apples."][:num_prompts]
     drawn = Sampling(temperature=0.0)
 
     def run(turn: Turn[Timed, Seed]) -> Row:
@@ -199,6 +201,7 @@ def main(
     num_prompts: options.NumPrompts = 1000,
     rounds: options.Rounds = 3,
     max_new_tokens: options.MaxNewTokens = 48,
+    timed_prompts: Annotated[int, typer.Option(min=1, max=4, help="Prompts that steps are timed on.")] = 4,
     threads: options.Threads = 1,
     timed_threads: Annotated[int, typer.Option(min=1, help="Threads while steps are timed.")] = 2,
 ) -> None:
@@ -213,7 +216,9 @@ def main(
         family = shapes(parameters, options.whole_numbers("--layers", layers))
         rows = made(place, ways(family, embedded_target(), texts, run), seeds, texts, work / "shapes")
         use_threads(timed_threads)
-        times = timed(place, family, work / "shapes", rounds, max_new_tokens)
+        times = timed(
+            place, family, work / "shapes", rounds=rounds, num_tokens=max_new_tokens, num_prompts=timed_prompts
+        )
         about = (
             f"Draft models distilled from random weights on {steps * num_rows * length:,} tokens of the target's "
             f"answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}. Steps are timed with "

@@ -203,7 +203,7 @@ def _inner(found: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _layers(given: Any, path: str) -> PreTrainedConfig:
+def _layers(given: Mapping[str, Any], path: str) -> PreTrainedConfig:
     """The config of the decoder layers."""
     kind = given.get("model_type", "qwen3")
     known = {*AutoConfig.for_model(kind).to_dict(), *ROTARY} - {"model_type", "architectures"}
@@ -271,11 +271,11 @@ def _sights(
         raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
     if own is not None and window != own and any(sliding):
         raise InputError(f"config.json of {path} names two windows: swa_window_size {window} and sliding_window {own}")
+    length = None if window is None else int(window)
     everywhere = inner is not None and bool(causal)
     inside = causal is None or causal
     found = tuple(
-        Sight(window=int(window or 0), causal=bool(inside)) if slides else Sight(causal=everywhere)
-        for slides in sliding
+        Sight(window=length, causal=bool(inside)) if slides else Sight(causal=everywhere) for slides in sliding
     )
     return found if any(sight != Sight() for sight in found) else ()
 
