@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import outrider
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Row, Sums, gain
+from outrider.bench.evidence import Estimate, Row, Sums
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
@@ -196,10 +196,10 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
             claims.append(
                 PADDING.claim(
                     f"{what}, temperature {t}.",
-                    gain(behind(sums, ours, t), behind(sums, theirs, t)),
+                    Estimate.of(100 * (behind(sums, ours, t) - behind(sums, theirs, t))),
                     num_prompts=sums.num_prompts,
                     published=published,
-                    unit="% of acceptance",
+                    unit="percentage points of acceptance",
                     least=0.0,
                     rests_on=(ours, theirs),
                 )

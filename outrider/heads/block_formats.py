@@ -203,7 +203,7 @@ def _inner(found: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else {}
 
 
-def _layers(given: Mapping[str, Any], path: str) -> PreTrainedConfig:
+def _layers(given: Any, path: str) -> PreTrainedConfig:
     """The config of the decoder layers."""
     kind = given.get("model_type", "qwen3")
     known = {*AutoConfig.for_model(kind).to_dict(), *ROTARY} - {"model_type", "architectures"}
