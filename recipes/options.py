@@ -32,6 +32,15 @@ AsIs = Annotated[
 Timed = Annotated[
     Path | None, typer.Option(help="Folder that --clock wrote; without it nothing is said of tokens per second.")
 ]
+# Of recipes that train drafters.
+Data = Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")]
+Work = Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")]
+NumTexts = Annotated[int, typer.Option(min=2, help="Texts to learn from.")]
+Length = Annotated[int, typer.Option(min=44, help="Tokens of a text.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of every drafter.")]
+TextSteps = Annotated[int, typer.Option(min=1, help="Steps on text, before, of twice as many rows.")]
+NumRows = Annotated[int, typer.Option(min=1, help="Rows of a step.")]
+LearningRate = Annotated[float, typer.Option(help="Highest learning rate.")]
 
 OF_SETTING: dict[str, Any] = {
     "out": Out,

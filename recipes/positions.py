@@ -208,16 +208,16 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")],
-    work: Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")],
+    data: options.Data,
+    work: options.Work,
     prompts: options.Prompts,
     out: options.Out = None,
-    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 3000,
-    length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 128,
+    num_texts: options.NumTexts = 3000,
+    length: options.Length = 128,
     long: Annotated[int, typer.Option(min=44, help="Tokens of a text that drafters are judged on.")] = 448,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every draft model.")] = 250,
-    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 3e-3,
+    steps: options.Steps = 250,
+    num_rows: options.NumRows = 8,
+    learning_rate: options.LearningRate = 3e-3,
     seeds: options.Seeds = 3,
     num_prompts: options.NumPrompts = 60,
     threads: options.Threads = 1,

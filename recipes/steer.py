@@ -7,10 +7,8 @@ stay as they are, one is steered. All have the same number of steps, rows and to
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from transformers import PreTrainedModel
 
 from outrider.bench.claims import Claim, Paper
@@ -115,16 +113,16 @@ def findings(rows: Sequence[Row], about: str) -> Findings:
 
 
 def main(
-    data: Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")],
-    work: Annotated[Path, typer.Option(help="Folder of the target's answers and of the drafters.")],
+    data: options.Data,
+    work: options.Work,
     prompts: options.Prompts,
     out: options.Out = None,
-    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 3000,
-    length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 128,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every way.")] = 150,
-    text_steps: Annotated[int, typer.Option(min=1, help="Steps on text, before.")] = 500,
-    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step; twice as many on text, before.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 1e-3,
+    num_texts: options.NumTexts = 3000,
+    length: options.Length = 128,
+    steps: options.Steps = 150,
+    text_steps: options.TextSteps = 500,
+    num_rows: options.NumRows = 8,
+    learning_rate: options.LearningRate = 1e-3,
     seeds: options.Seeds = 3,
     num_prompts: options.NumPrompts = 1000,
     threads: options.Threads = 1,
