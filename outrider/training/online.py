@@ -47,9 +47,10 @@ class Learning:
 
     Example:
         >>> import outrider
-        >>> engine = outrider.load()
+        >>> engine = outrider.load(length="fixed:4")
         >>> learning = Learning(engine, OnlineSettings(interval=1, learning_rate=1e-3))
-        >>> outputs = engine.generate(["Once upon a time"], max_new_tokens=8)
+        >>> sampling = outrider.Sampling(temperature=1, seed=0)
+        >>> outputs = engine.generate(["Once upon a time"], max_new_tokens=32, sampling=sampling)
         >>> learning.finish()
         >>> learning.pupils[0].draft.num_rounds >= 1
         True
