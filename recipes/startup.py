@@ -54,25 +54,25 @@ class Start:
     """A way to start, to which the recipe compares others.
 
     Attributes:
-        library: `transformers` or `outrider`.
+        package: `transformers` or `outrider`.
         in_parts: Whether the parts are timed, instead of the whole.
     """
 
-    library: str
+    package: str
     in_parts: bool
 
     @property
     def name(self) -> str:
         """Unique among the ways."""
-        return f"{self.library}, in parts" if self.in_parts else self.library
+        return f"{self.package}, in parts" if self.in_parts else self.package
 
     def run(self, threads: int) -> Row:
         """Start a process, and return its seconds."""
         around = os.environ | {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", "PYTHONPATH": _path()}
-        return _parts(self.library, around) if self.in_parts else _first_token(self.library, around)
+        return _parts(self.package, around) if self.in_parts else _first_token(self.package, around)
 
 
-WAYS = [Start(library=library, in_parts=parts) for parts in (False, True) for library in ("transformers", "outrider")]
+WAYS = [Start(package=package, in_parts=parts) for parts in (False, True) for package in ("transformers", "outrider")]
 
 
 def _path() -> str:
@@ -149,7 +149,7 @@ def findings(found: Mapping[str, Any], rounds: int) -> Findings:
     lines, parts, panels = [], [], []
     for clock in CLOCKS:
         own = found[clock]
-        seconds = [own["seconds"][library].text() for library in ("transformers", "outrider")]
+        seconds = [own["seconds"][library].text() for package in ("transformers", "outrider")]
         lines.append([clock, *seconds, own["ratio"].text(), "yes" if own["ratio"].value <= MOST else "no"])
         bare, ours = own["parts"]["transformers"], own["parts"]["outrider"]
         parts += [[clock, part, bare[part].text(), ours[part].text()] for part in PARTS]

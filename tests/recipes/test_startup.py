@@ -43,7 +43,7 @@ def test_ratios_are_of_the_same_round():
             **{clock: dict.fromkeys(PARTS, k + 1.0) if way.in_parts else s for clock in CLOCKS},
         }
         for way in WAYS
-        for k, s in enumerate((1.0, 2.0, 4.0) if way.library == "transformers" else (1.0, 3.0, 4.4))
+        for k, s in enumerate((1.0, 2.0, 4.0) if way.package == "transformers" else (1.0, 3.0, 4.4))
     ]
     for clock in CLOCKS:
         found = summarise(rows)[clock]
@@ -61,5 +61,5 @@ def test_every_way_reaches_its_first_token(way: Start):
         assert row["wall"] > 0
         return
     assert list(row["wall"]) == list(row["cpu"]) == list(PARTS)
-    lacking = {OWN, PREPARED} if way.library == "transformers" else set()
+    lacking = {OWN, PREPARED} if way.package == "transformers" else set()
     assert {part for part in PARTS if row["cpu"][part] == 0} - {REST} == lacking
