@@ -6,7 +6,8 @@ one of the divergences, on texts that the draft model itself writes. All have th
 Every way is run with several seeds. The drafters are judged on held-out prompts at temperatures 0 and 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,25 +19,22 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings
 from outrider.lm.open import open_model
 from outrider.threads import use_threads
-from outrider.training.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.on_policy import Sampler
-from outrider.training.settings import Settings
 from outrider.training.shards import Captured
 from recipes import options
 from recipes.trained import (
     TEMPERATURES,
+    Budget,
     Texts,
     Way,
     against,
-    draft_of_text,
     efficiencies,
     embedded_target,
     kept_states,
     made,
-    short_run,
 )
 
 PAPER = Paper(name="Zhou et al. 2023, DistillSpec", url="https://arxiv.org/abs/2310.08461")
@@ -61,7 +59,7 @@ def answered(loss: str) -> str:
     return f"answers, {'their tokens' if loss == 'ce' else loss}"
 
 
-def ways(base: Path, target: PreTrainedModel, texts: Texts, settings: Callable[[int], Settings]) -> list[Way]:
+def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
     """All ways to train the draft model further."""
     states = {id(documents): kept_states(target, documents) for documents in (texts.texts, texts.answers)}
 
@@ -73,11 +71,7 @@ def ways(base: Path, target: PreTrainedModel, texts: Texts, settings: Callable[[
             sampler = Sampler(seed=seed, share=share, eos_ids=[0]) if share else None
             return Distilled(model, target, loss=None if loss == "ce" else divergence(loss), sampler=sampler)
 
-        def batches(seed: int) -> Batches:
-            made = settings(seed)
-            return Batches(documents, num_rows=made.num_rows, max_length=made.max_length, seed=seed, captured=captured)
-
-        return Way(name=name, learner=learner, batches=batches, settings=settings)
+        return Way(name=name, learner=learner, batches=budget.batches(documents, captured), settings=budget.settings)
 
     untrained = way(UNTRAINED, texts.texts, "ce")
     return [
@@ -134,21 +128,23 @@ def main(
 ) -> None:
     """Train and compare."""
     use_threads(threads)
-    given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
-    with folder(out, "distill", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
-
-        def settings(seed: int) -> Settings:
-            return short_run(seed, steps, num_rows, length, learning_rate)
-
-        on_text = short_run(0, text_steps, 2 * num_rows, length, 3e-3)
-        base = draft_of_text(work / f"draft-{text_steps}", texts.more, on_text, SHAPE)
-        rows = made(place, ways(base, embedded_target(), texts, settings), seeds, texts, work / "distill")
-        tokens = steps * num_rows * length
+    budget = Budget(
+        num_texts=num_texts,
+        length=length,
+        steps=steps,
+        num_rows=num_rows,
+        learning_rate=learning_rate,
+        seeds=seeds,
+        num_prompts=num_prompts,
+        text_steps=text_steps,
+    )
+    with folder(out, "distill", {**vars(budget), "out": out}) as place:
+        texts = budget.texts(work, data, prompts)
+        found = ways(budget.draft(work, texts, SHAPE), embedded_target(), texts, budget)
+        rows = made(place, found, seeds, texts, work / "distill")
         about = (
             f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{2 * text_steps * num_rows * length:,} tokens of text, then {steps} steps of {num_rows} rows, {tokens:,} "
+            f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {num_rows} rows, {budget.num_tokens:,} "
             f"tokens, in each way, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
         )
-        found = findings(rows)
-        place.finish(Findings(tables=found.tables, claims=found.claims, text=about))
+        place.finish(replace(findings(rows), text=about))

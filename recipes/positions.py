@@ -33,20 +33,19 @@ from outrider.training.loop import train
 from outrider.training.positions import acceptance_by_position, positions_of
 from outrider.training.records import read_documents
 from outrider.training.regenerate import Wish, regenerate
-from outrider.training.settings import Settings
 from outrider.types import InputError, Sampling
 from recipes import options
 from recipes.distill import SHAPE
 from recipes.trained import (
     SLOTS,
     TEMPERATURES,
+    Budget,
     Seed,
     Texts,
     Way,
     embedded_target,
     fresh_draft,
     kept_states,
-    short_run,
     spread,
 )
 
@@ -82,24 +81,17 @@ def absolute_draft(seed: int) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(config)
 
 
-def ways(target: PreTrainedModel, texts: Texts, run: dict[str, float]) -> list[Way]:
+def ways(target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
     """Both draft models, as they are and with other positions in training."""
-    states = kept_states(target, texts.answers)
+    batches = budget.batches(texts.answers, kept_states(target, texts.answers))
     limit = int(target.config.max_position_embeddings)
-
-    def settings(seed: int) -> Settings:
-        return short_run(seed, **run)  # type: ignore[arg-type]
-
-    def batches(seed: int) -> Batches:
-        own = settings(seed)
-        return Batches(texts.answers, num_rows=own.num_rows, max_length=own.max_length, seed=seed, captured=states)
 
     def way(name: str, draft: Callable[[int], PreTrainedModel], positions: str) -> Way:
         def learner(seed: int) -> Distilled:
             at = positions_of(positions, limit, seed)
             return Distilled(draft(seed), target, loss=divergence("fkl"), positions=at)
 
-        return Way(name=name, learner=learner, batches=batches, settings=settings)
+        return Way(name=name, learner=learner, batches=batches, settings=budget.settings)
 
     def rotary(seed: int) -> PreTrainedModel:
         return fresh_draft(SHAPE, seed)
@@ -224,16 +216,21 @@ def main(
 ) -> None:
     """Train and compare."""
     use_threads(threads)
-    given = {"num_texts": num_texts, "length": length, "long": long, "steps": steps, "num_rows": num_rows}
-    given |= {"num_prompts": num_prompts}
-    with folder(out, "positions", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
+    budget = Budget(
+        num_texts=num_texts,
+        length=length,
+        steps=steps,
+        num_rows=num_rows,
+        learning_rate=learning_rate,
+        seeds=seeds,
+        num_prompts=num_prompts,
+    )
+    with folder(out, "positions", {**vars(budget), "long": long, "out": out}) as place:
+        texts = budget.texts(work, data, prompts)
         held = long_texts(work / f"long-{long}.jsonl", prompts, num_prompts, long)
-        run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}
-        found = ways(embedded_target(), texts, run)
-        rows = made(place, found, seeds, held, length, work / "positions")
+        rows = made(place, ways(embedded_target(), texts, budget), seeds, held, length, work / "positions")
         about = (
-            f"Draft models distilled from random weights on {steps * num_rows * length:,} tokens of the target's "
+            f"Draft models distilled from random weights on {budget.num_tokens:,} tokens of the target's "
             f"answers of {length} tokens, with {seeds} seeds; judged along {Sums(rows).num_prompts} texts of the "
             f"target of up to {long} tokens."
         )

@@ -32,16 +32,15 @@ from outrider.lm.open import open_config
 from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.threads import use_threads
-from outrider.training.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
 from outrider.training.loop import Learner
-from outrider.training.settings import Settings
 from outrider.types import Sampling
 from recipes import options
 from recipes.trained import (
     DEPTH,
     TEMPERATURES,
+    Budget,
     Seed,
     Texts,
     Way,
@@ -50,7 +49,6 @@ from recipes.trained import (
     kept_states,
     made,
     of,
-    short_run,
 )
 
 PAPER = Paper(name="Yan et al. 2024, Decoding speculative decoding", url="https://arxiv.org/abs/2402.01528")
@@ -90,16 +88,9 @@ def shapes(parameters: int, layers: Sequence[int]) -> dict[str, Sized]:
     return {f"{sized.shape.layers} x {sized.shape.width}": sized for sized in found}
 
 
-def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, run: dict[str, float]) -> list[Way]:
+def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
     """Every shape, distilled from random weights on the target's answers."""
-    states = kept_states(target, texts.answers)
-
-    def settings(seed: int) -> Settings:
-        return short_run(seed, **run)  # type: ignore[arg-type]
-
-    def batches(seed: int) -> Batches:
-        own = settings(seed)
-        return Batches(texts.answers, num_rows=own.num_rows, max_length=own.max_length, seed=seed, captured=states)
+    batches = budget.batches(texts.answers, kept_states(target, texts.answers))
 
     def way(name: str, sized: Sized) -> Way:
         def learner(seed: int) -> Learner:
@@ -107,7 +98,7 @@ def ways(family: dict[str, Sized], target: PreTrainedModel, texts: Texts, run: d
             model = AutoModelForCausalLM.from_config(config_of(open_config(str(EMBEDDED_TARGET)), sized.shape))
             return Distilled(model.float(), target, loss=divergence("fkl"))
 
-        return Way(name=name, learner=learner, batches=batches, settings=settings)
+        return Way(name=name, learner=learner, batches=batches, settings=budget.settings)
 
     return [way(name, sized) for name, sized in family.items()]
 
@@ -207,20 +198,27 @@ def main(
 ) -> None:
     """Train, time and compare."""
     use_threads(threads)
-    given = {"num_texts": num_texts, "length": length, "steps": steps, "num_rows": num_rows, "layers": layers}
-    given |= {"parameters": parameters, "max_new_tokens": max_new_tokens, "timed_threads": timed_threads}
-    amounts = {"learning_rate": learning_rate, "seeds": seeds, "rounds": rounds, "out": out}
-    with folder(out, "shapes", {**given, **amounts}) as place:
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
-        run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}
+    budget = Budget(
+        num_texts=num_texts,
+        length=length,
+        steps=steps,
+        num_rows=num_rows,
+        learning_rate=learning_rate,
+        seeds=seeds,
+        num_prompts=num_prompts,
+    )
+    given = {"layers": layers, "parameters": parameters, "max_new_tokens": max_new_tokens}
+    given |= {"timed_prompts": timed_prompts, "timed_threads": timed_threads, "rounds": rounds, "out": out}
+    with folder(out, "shapes", {**vars(budget), **given}) as place:
+        texts = budget.texts(work, data, prompts)
         family = shapes(parameters, options.whole_numbers("--layers", layers))
-        rows = made(place, ways(family, embedded_target(), texts, run), seeds, texts, work / "shapes")
+        rows = made(place, ways(family, embedded_target(), texts, budget), seeds, texts, work / "shapes")
         use_threads(timed_threads)
         times = timed(
             place, family, work / "shapes", rounds=rounds, num_tokens=max_new_tokens, num_prompts=timed_prompts
         )
         about = (
-            f"Draft models distilled from random weights on {steps * num_rows * length:,} tokens of the target's "
+            f"Draft models distilled from random weights on {budget.num_tokens:,} tokens of the target's "
             f"answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}. Steps are timed with "
             f"{timed_threads} threads, in {rounds} rounds."
         )

@@ -18,12 +18,10 @@ from outrider.bench.report import Findings
 from outrider.heads.steering import usual_taps
 from outrider.lm.open import open_model
 from outrider.threads import use_threads
-from outrider.training.batches import Batches
 from outrider.training.capture import capture
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
 from outrider.training.loop import Learner
-from outrider.training.settings import Settings
 from outrider.training.shards import Contents
 from outrider.training.steer import steered_learner
 from recipes import options
@@ -31,14 +29,13 @@ from recipes.distill import SHAPE
 from recipes.trained import (
     DEPTH,
     TEMPERATURES,
+    Budget,
     Texts,
     Way,
     against,
-    draft_of_text,
     efficiencies,
     embedded_target,
     made,
-    short_run,
 )
 
 PAPER = Paper(name="Berdoz et al. 2025, SD2", url="https://arxiv.org/abs/2511.09844")
@@ -49,17 +46,12 @@ FROZEN, FROZEN_STEERED = "frozen", "frozen and steered"
 QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "num_rows": 4, "seeds": 1}
 
 
-def ways(base: Path, target: PreTrainedModel, texts: Texts, run: dict[str, float]) -> list[Way]:
+def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
     """The draft model with and without steering, learning and frozen."""
     layers = target.config.num_hidden_layers
     states = capture(target, texts.answers, Contents(taps=tuple(sorted({*usual_taps(layers), layers}))))
 
-    def settings(seed: int) -> Settings:
-        return short_run(seed, **run)  # type: ignore[arg-type]
-
-    def batches(seed: int) -> Batches:
-        own = settings(seed)
-        return Batches(texts.answers, num_rows=own.num_rows, max_length=own.max_length, seed=seed, captured=states)
+    batches = budget.batches(texts.answers, states)
 
     def plain(seed: int) -> Learner:
         return Distilled(open_model(str(base), dtype=torch.float32, device="cpu"), target, loss=divergence("fkl"))
@@ -78,11 +70,11 @@ def ways(base: Path, target: PreTrainedModel, texts: Texts, run: dict[str, float
             )
 
         name = FROZEN_STEERED if frozen else STEERED
-        return Way(name=name, learner=learner, batches=batches, settings=settings)
+        return Way(name=name, learner=learner, batches=batches, settings=budget.settings)
 
     return [
         Way(name=FROZEN, learner=plain),
-        Way(name=DISTILLED, learner=plain, batches=batches, settings=settings),
+        Way(name=DISTILLED, learner=plain, batches=batches, settings=budget.settings),
         steered(frozen=False),
         steered(frozen=True),
     ]
@@ -129,16 +121,23 @@ def main(
 ) -> None:
     """Train and compare."""
     use_threads(threads)
-    given = {"num_texts": num_texts, "length": length, "steps": steps, "text_steps": text_steps, "num_rows": num_rows}
-    with folder(out, "steer", {**given, "learning_rate": learning_rate, "seeds": seeds, "out": out}) as place:
-        texts = Texts.made(work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts)
-        on_text = short_run(0, text_steps, 2 * num_rows, length, 3e-3)
-        base = draft_of_text(work / f"draft-{text_steps}", texts.more, on_text, SHAPE)
-        run = {"steps": steps, "num_rows": num_rows, "length": length, "learning_rate": learning_rate}
-        rows = made(place, ways(base, embedded_target(), texts, run), seeds, texts, work / "steer")
+    budget = Budget(
+        num_texts=num_texts,
+        length=length,
+        steps=steps,
+        num_rows=num_rows,
+        learning_rate=learning_rate,
+        seeds=seeds,
+        num_prompts=num_prompts,
+        text_steps=text_steps,
+    )
+    with folder(out, "steer", {**vars(budget), "out": out}) as place:
+        texts = budget.texts(work, data, prompts)
+        found = ways(budget.draft(work, texts, SHAPE), embedded_target(), texts, budget)
+        rows = made(place, found, seeds, texts, work / "steer")
         about = (
             f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{2 * text_steps * num_rows * length:,} tokens of text, then {steps} steps of {num_rows} rows of the "
-            f"target's answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
+            f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {num_rows} rows of the target's "
+            f"answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
         )
         place.finish(findings(rows, about))

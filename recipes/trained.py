@@ -270,6 +270,61 @@ def draft_of_text(place: Path, corpus: Sequence[Document], settings: Settings, s
     return place
 
 
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What all drafters of a comparison have in common.
+
+    Attributes:
+        num_texts: Texts to learn from.
+        length: Tokens of a text.
+        steps: Optimizer steps of every drafter.
+        num_rows: Rows of a step.
+        learning_rate: The highest.
+        seeds: How often every drafter is made.
+        num_prompts: Held-out prompts, at most.
+        text_steps: Steps on text, with twice as many rows, of the draft model that all begin with; 0: none.
+    """
+
+    num_texts: int
+    length: int
+    steps: int
+    num_rows: int
+    learning_rate: float
+    seeds: int
+    num_prompts: int
+    text_steps: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Most tokens that a drafter reads."""
+        return self.steps * self.num_rows * self.length
+
+    @property
+    def num_text_tokens(self) -> int:
+        """Most tokens of text that the draft model has read before."""
+        return 2 * self.text_steps * self.num_rows * self.length
+
+    def settings(self, seed: int) -> Settings:
+        """How a drafter is trained."""
+        return short_run(seed, self.steps, self.num_rows, self.length, self.learning_rate)
+
+    def texts(self, work: Path, data: Path, prompts: Path) -> Texts:
+        """Texts and answers, in a folder that all recipes with the same texts may share."""
+        counts = {"num_texts": self.num_texts, "length": self.length, "num_prompts": self.num_prompts}
+        return Texts.made(work / "texts", data, prompts, **counts)  # type: ignore[arg-type]
+
+    def draft(self, work: Path, texts: Texts, shape: dict[str, int]) -> Path:
+        """The draft model that has learnt text; its folder."""
+        on_text = short_run(0, self.text_steps, 2 * self.num_rows, self.length, 3e-3)
+        return draft_of_text(work / f"draft-{self.text_steps}", texts.more, on_text, shape)
+
+    def batches(self, documents: Sequence[Document], captured: Captured | None) -> Callable[[int], Batches]:
+        """The batches of these documents, by seed."""
+        return lambda seed: Batches(
+            documents, num_rows=self.num_rows, max_length=self.length, seed=seed, captured=captured
+        )
+
+
 def kept_states(target: PreTrainedModel, documents: Sequence[Document]) -> Captured:
     """The target's last hidden states along documents, in memory: all its rows follow from them."""
     return capture(target, documents, Contents(taps=(target.config.num_hidden_layers,)))

@@ -125,8 +125,8 @@ def write_head(
     """
     folder.mkdir(parents=True, exist_ok=True)
     kept = {name: _written(tensor, dtype) for name, tensor in tensors.items()}
-    _replace(folder / WEIGHTS, lambda place: save_file(kept, place, metadata={"format": "pt"}))
-    _replace(folder / CONFIG, lambda place: place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
+    replace_file(folder / WEIGHTS, lambda place: save_file(kept, place, metadata={"format": "pt"}))
+    replace_file(folder / CONFIG, lambda place: place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
 
 
 def load_into(module: nn.Module, tensors: Mapping[str, Tensor], path: str, *, unused: Collection[str] = ()) -> None:
@@ -192,7 +192,7 @@ def _file(path: str, name: str, revision: str | None) -> str | None:
     return None if found is None else str(found)
 
 
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under another name and rename it."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:

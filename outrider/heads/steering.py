@@ -2,7 +2,6 @@ r"""Steering of a pretrained draft model by the target's hidden states (SD², Be
 
 import dataclasses
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from outrider.heads.files import replace_file
 from outrider.types import InputError
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
@@ -119,8 +119,8 @@ def write_steering(steering: Steering, folder: Path, dtype: torch.dtype) -> None
     folder.mkdir(parents=True, exist_ok=True)
     described = {"format": FORMAT, "convention": CONVENTION, **dataclasses.asdict(steering.config)}
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in steering.state_dict().items()}
-    _replace(folder / WEIGHTS, lambda path: save_file(tensors, path))
-    _replace(folder / CONFIG, lambda path: path.write_text(json.dumps(described, indent=2) + "\n"))
+    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path))
+    replace_file(folder / CONFIG, lambda path: path.write_text(json.dumps(described, indent=2) + "\n"))
 
 
 def read_steering(path: str, *, revision: str | None = None) -> Steering:
@@ -170,13 +170,3 @@ def _file(path: str, name: str, revision: str | None) -> str:
             f"there is no steering in {path}: it has no {name}; `outrider train steer` writes one beside a draft model"
         ) from error
     return str(found)
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name and rename it."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
