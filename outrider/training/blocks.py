@@ -127,6 +127,11 @@ class BlockLearner(Learner):
         self._target, self._layers = (target,), (anatomy.layers,)
         self._last, self._num_anchors, self._seed, self._chunk = anatomy.num_layers, num_anchors, seed, chunk
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's hidden states that the head reads."""
+        return self.head.config.taps
+
     def forward(self, batch: Batch) -> Loss:
         """The loss of the guesses of all drawn blocks."""
         batch = self._with_states(batch)
