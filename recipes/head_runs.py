@@ -69,11 +69,11 @@ class Decoder:
     def __init__(self, timing: Timing, wanted: Wanted) -> None:
         self.tokenizer = open_tokenizer(wanted.target)
         if timing.stand_in:
-            self.model = stand_in().to(DTYPES[timing.dtype])
+            self.model = stand_in() if timing.dtype == "auto" else stand_in().to(DTYPES[timing.dtype])
         else:
             self.model = open_model(wanted.target, dtype=timing.dtype, device=wanted.device)
         self._forward = "packed" if worth_packing(self.model) else "eager"
-        self.plain = self.load(drafter="none")
+        self.plain = self.load(drafter="none", length="fixed:1")
 
     def load(self, **parts: object) -> outrider.Engine:
         """An engine over the target that has run once."""
