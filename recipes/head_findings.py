@@ -88,7 +88,13 @@ def heads_of(rows: Sequence[Row]) -> list[OfHead]:
 def table(heads: Sequence[OfHead], temperature: int) -> Table:
     """One line for each head: sizes, tokens per step along texts and acceptance by position, and what runs say."""
     files = list(dict.fromkeys(set_of(row["category"]) for head in heads for row in head.made))
-    first = ["head", "parameters", "training", *(f"tokens per step, {file}" for file in files), "acceptance by position"]
+    first = [
+        "head",
+        "parameters",
+        "training",
+        *(f"tokens per step, {file}" for file in files),
+        "acceptance by position",
+    ]
     lines = []
     for head in heads:
         minutes = head.minutes
@@ -131,7 +137,12 @@ def drafts(heads: Sequence[OfHead], temperature: int) -> Table:
         for draft in drafts_of(head.decoded):
             found = told(head.decoded, draft, temperature)
             if found is not None:
-                figures = (found.efficiency.text(), f"{found.draft_cost:.2f}", found.speedup.text(), f"{found.rate:.1f}")
+                figures = (
+                    found.efficiency.text(),
+                    f"{found.draft_cost:.2f}",
+                    found.speedup.text(),
+                    f"{found.rate:.1f}",
+                )
                 lines.append([head.name, f"`{draft}`", *figures])
     return Table(
         title=f"Runs, temperature {temperature}",

@@ -57,7 +57,10 @@ OF_FEATURES: tuple[Shaped, ...] = (SMALL_DYNAMIC, DYNAMIC, DRAWN)
 """Trees for heads whose rows depend on the drafted tokens."""
 OF_MARGINALS: tuple[Shaped, ...] = (SMALL_LATTICE, LATTICE, DRAWN)
 """Trees for heads that have one row for each depth."""
-LARGER: dict[tuple[Shaped, ...], tuple[Shaped, ...]] = {OF_FEATURES: (LONG_CHAIN, LARGE_DYNAMIC), OF_MARGINALS: (LARGE_LATTICE,)}
+LARGER: dict[tuple[Shaped, ...], tuple[Shaped, ...]] = {
+    OF_FEATURES: (LONG_CHAIN, LARGE_DYNAMIC),
+    OF_MARGINALS: (LARGE_LATTICE,),
+}
 """What is drafted besides for a target whose forwards cost much."""
 
 

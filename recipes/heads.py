@@ -269,7 +269,9 @@ def main(
     rounds: options.Rounds = 1,
     dtype: options.Dtype = "bfloat16",
     threads: options.Threads = 1,
-    as_is: Annotated[bool, typer.Option("--as-is", help="Train and run nothing more: tables of what is there.")] = False,
+    as_is: Annotated[
+        bool, typer.Option("--as-is", help="Train and run nothing more: tables of what is there.")
+    ] = False,
 ) -> None:
     """Train heads, judge them, and compare."""
     use_threads(threads)
