@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class OfHead:
         """Probability that the token at each position is accepted if those before it are."""
         names = [f"places_{temperature}", *(f"accepted_{of(temperature, k)}" for k in range(1, DEPTH + 1))]
         sums = [sum(row[name] for row in self.made) for name in names]
-        return [after / before if before else float("nan") for before, after in zip(sums, sums[1:], strict=False)]
+        return [after / before if before else float("nan") for before, after in pairwise(sums)]
 
     @property
     def parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""Heads that read the target's hidden states, all trained alike for the embedded target: which drafts best, at what cost.
+"""Heads that read the target's hidden states, trained alike for the embedded target: what they draft, at what cost.
 
 `python -m recipes heads --data TEXTS --prompts FILE --prompts FILE --work DIR --out DIR` lets the target write texts
 and trains every head on them: the same tokens, the same steps, the same divergence. Each head is trained with several

@@ -28,7 +28,7 @@ class Panel:
 
     Attributes:
         line: A value that something promised; None draws no line.
-        exact: Whether points stand where they are, without ticks of their own; otherwise curves are set a little apart.
+        exact: Whether points stand where they are, without ticks of their own; otherwise curves are set apart a little.
     """
 
     title: str

@@ -84,7 +84,7 @@ def judged_row(method: str, prompt: int, seed: int, tokens: float, late: float) 
     row: dict = {"method": method, "prompt": str(prompt), "seed": seed, "category": "first: story"}
     for t in (0, 1):
         row |= {f"tokens_{of(t)}": tokens + prompt, f"steps_{of(t)}": 10.0, f"places_{t}": 20}
-        row |= {f"accepted_{of(t, k)}": 20 * 0.5**min(k, 2) * late ** max(0, k - 2) for k in range(1, DEPTH + 1)}
+        row |= {f"accepted_{of(t, k)}": 20 * 0.5 ** min(k, 2) * late ** max(0, k - 2) for k in range(1, DEPTH + 1)}
     return row
 
 
@@ -99,7 +99,8 @@ def test_claims_are_made_of_the_heads_that_are_there_on_the_seeds_that_both_have
     judged = [judged_row("griffin", p, s, 33.0, 0.5) for p in range(9) for s in range(3)]
     judged += [judged_row("eagle", p, s, 30.0, 0.5) for p in range(9) for s in range(2)]
     found = {claim.claim: claim for claim in claims(judged, [])}
-    assert set(found) == {f"GRIFFIN emits more tokens per step than EAGLE, chains of 5, temperature {t}." for t in (0, 1)}
+    says = "GRIFFIN emits more tokens per step than EAGLE, chains of 5"
+    assert set(found) == {f"{says}, temperature {t}." for t in (0, 1)}
     assert all(claim.holds and claim.our_value == pytest.approx(100 * 333 / 306 - 100) for claim in found.values())
 
 
