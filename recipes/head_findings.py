@@ -41,11 +41,11 @@ class OfHead:
         over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
         return Estimate.of(Sums(rows, crossed=True).ratio(self.name, over, under))
 
-    def acceptance(self, temperature: int) -> list[float]:
-        """Probability that the token at each position is accepted if those before it are."""
+    def acceptance(self, temperature: int) -> list[float | None]:
+        """Probability that the token at each position is accepted if those before it are; None if they never are."""
         names = [f"places_{temperature}", *(f"accepted_{of(temperature, k)}" for k in range(1, DEPTH + 1))]
         sums = [sum(row[name] for row in self.made) for name in names]
-        return [after / before if before else float("nan") for before, after in pairwise(sums)]
+        return [after / before if before else None for before, after in pairwise(sums)]
 
     @property
     def parameters(self) -> int:
@@ -105,7 +105,7 @@ def table(heads: Sequence[OfHead], temperature: int) -> Table:
                 f"{head.parameters / 1e6:.1f} M",
                 "-" if minutes is None else f"{minutes:.0f} min",
                 *(head.efficiency(temperature, file).text(".3f") for file in files),
-                " ".join(f"{chance:.2f}" for chance in head.acceptance(temperature)),
+                " ".join("-" if chance is None else f"{chance:.2f}" for chance in head.acceptance(temperature)),
                 *runs(head, temperature),
             ]
         )

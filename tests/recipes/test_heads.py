@@ -43,16 +43,16 @@ def run(given: list[str], *more: str) -> int:
 
 
 def test_heads_that_were_trained_apart_come_together_in_one_table(given, tmp_path, monkeypatch, capsys):
-    for head in ("medusa", "eagle", "dflash"):
+    for head in ("medusa", "dflash"):
         assert run(given, "--heads", head) == 0
     monkeypatch.setattr(heads, "train", None)  # Nothing is trained again.
-    every = ("--heads", "medusa,eagle,dflash,griffin")
+    every = ("--heads", "medusa,dflash,griffin")
     assert run(given, *every, "--out", str(tmp_path / "again")) == 0
     assert "griffin is left out" in capsys.readouterr().err
     assert run(given, *every, "--as-is", "--out", str(tmp_path / "as-is")) == 0
     tables = [(tmp_path / name / "table.md").read_text().split("\n", 1)[1] for name in ("again", "as-is")]
     assert tables[0] == tables[1]
-    assert all(f"| {head} |" in tables[0] for head in ("medusa", "eagle", "dflash"))
+    assert all(f"| {head} |" in tables[0] for head in ("medusa", "dflash"))
     assert "nan" not in tables[0]
     rows = [json.loads(line) for line in (tmp_path / "again" / "rows.jsonl").read_text().splitlines()]
     assert {row["phase"] for row in rows} == {"trained", "made", "decoded"}
