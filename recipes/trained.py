@@ -184,9 +184,9 @@ def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
 
     A text is read up to the last place that has room for a whole draft.
     """
+    device = next(learner.parameters()).device
     if not isinstance(learner, Judging):
         raise TypeError(f"{type(learner).__name__} cannot be judged along texts")
-    device = next(learner.parameters()).device
     rows: list[Row] = []
     for number, pair in enumerate(zip(*(texts.held[each] for each in TEMPERATURES), strict=True)):
         if any(len(each.tokens) - each.start < 2 * depth for each in pair):
