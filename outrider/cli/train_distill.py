@@ -114,7 +114,9 @@ def run(task: Task) -> None:
             positions=task.positions,
         )
 
-    run_with(task, make, regenerated=data.regenerated, about={"texts": task.texts, "positions": task.positions}, name="model")
+    run_with(
+        task, make, regenerated=data.regenerated, about={"texts": task.texts, "positions": task.positions}, name="model"
+    )
 
 
 def run_with(
@@ -244,7 +246,13 @@ def _captured(
         )
     folder = task.out / FOLDER / STATES
     if processes.is_first_of_machine():
-        columns = (TextColumn("captured"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        columns = (
+            TextColumn("captured"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
         with Bars(*columns, console=console, disable=console.quiet) as bars:
             bar = bars.add_task("captured", total=len(documents))
             capture(

@@ -95,7 +95,9 @@ def verify(
     """The verdict. What a verifier carries to each request's next step goes into `Running.carried`."""
     # Asking a protocol takes twenty times as long as asking for an attribute.
     if not hasattr(verifier, "verify_carrying"):
-        return plain(draft, rows, dice) if len(draft.tokens) == draft.num_requests else verifier.verify(draft, rows, dice)
+        return (
+            plain(draft, rows, dice) if len(draft.tokens) == draft.num_requests else verifier.verify(draft, rows, dice)
+        )
     verdict = cast(Carrying, verifier).verify_carrying(draft, rows, dice, [state.carried for state in states])
     for state, carried in zip(states, verdict.carried, strict=True):
         state.carried = carried
