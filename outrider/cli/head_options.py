@@ -22,8 +22,8 @@ class HeadOptions:
         watch_temperature: Keep the head with the best block efficiency at this temperature, 1 or 0.
         split: The split of a dataset.
         subset: The configuration of a dataset, also called subset.
-        capture: Capture the target's hidden states along --data once, in the folder of the run, and read them in every epoch.
-            That pays where texts come more than once.
+        capture: Capture the target's hidden states along --data once, in the folder of the run, and read them in every
+            epoch. That pays where texts come more than once.
         slot_balanced: Let every draft token have the same total weight before --decay or --gamma, however many places
             of the texts it has. Texts are short of places for deep draft tokens.
         limit: Read only this many documents.

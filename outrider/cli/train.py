@@ -30,8 +30,8 @@ Subset = Annotated[str | None, typer.Option(help="The configuration of a dataset
 SeenAt = Annotated[
     str,
     typer.Option(
-        help="Where the draft model sees the tokens: plain; padding, for tables of absolute positions; gaps, for rotary "
-        "positions."
+        help="Where the draft model sees the tokens: plain; padding, for tables of absolute positions; gaps, for "
+        "rotary positions."
     ),
 ]
 Capture = Annotated[

@@ -22,7 +22,7 @@ REPEATS = 7
 PATIENCE = 0.1
 """Seconds after which a kind of forward is not repeated any more."""
 WIDE = 48
-"""Tokens of the forward that compiled and eager ones are compared on, because compiled ones are slow with many tokens."""
+"""Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
 CROWDED = 0.5
 """Cores that other processes may take from the threads of a measurement that is remembered."""
 
