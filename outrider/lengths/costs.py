@@ -17,7 +17,9 @@ CLIP = 1.5
 REFRESH = 32
 """Steps after which borrowed costs are worked out anew."""
 CAP = 16
-"""Most steps that a cost counts as that was learnt by another process."""
+"""As how many steps a cost counts that was set."""
+RECALLED = 1
+"""As how many steps a cost counts that another process has learnt: it may have had other neighbours."""
 
 REST = 1.0
 """Milliseconds of a step beside its forwards, before any step is seen."""
