@@ -94,6 +94,11 @@ class StepCosts:
             found = self._tables[rows] = [math.exp(self._log((rows, length))) for length in range(most + 1)]
         return found
 
+    @property
+    def paced(self) -> bool:
+        """Whether enough steps have said how slow the machine is now."""
+        return len(self._slowness) >= NEW
+
     def last(self, num_requests: int, length: int) -> int:
         """Number of the newest step of a kind; 0 if this process has made none."""
         cost = self._costs.get((coarse(num_requests), length))

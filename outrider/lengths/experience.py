@@ -137,7 +137,7 @@ class Experience:
     def plain_unknown(self, num_requests: int, usual: int) -> bool:
         """Whether this process has drafted for so many requests and never tried a plain step of as many."""
         last = self.costs.last
-        return self.clocked and last(num_requests, 0) == 0 and last(num_requests, usual) > 0
+        return self.clocked and self.costs.paced and last(num_requests, 0) == 0 < last(num_requests, usual)
 
     def note(
         self, choice: Choice, rooms: Sequence[int], accepted: Sequence[int], seconds: float, ordinary: bool = True

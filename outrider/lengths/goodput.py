@@ -17,8 +17,8 @@ class GoodputLength:
 
     $E$ is the expected number of tokens and $t$ the cost of a step, both as the engine has learnt them from its own
     steps (`Experience`). A step with $\gamma = 0$ is a step of plain decoding: the drafter is not called, and a draft
-    model does not read along. Lengths that seem worse are tried from time to time, which costs about half a percent. Plain steps are tried once,
-    free of charge, as soon as a number of requests has drafted, because nobody may be slower than they are.
+    model does not read along. Lengths that seem worse are tried from time to time, which costs about half a percent.
+    Plain steps are tried once for each number of requests, free of charge: no choice may be slower than they are.
 
     The choice is made before drafting, from earlier steps and from the clock, so the law is kept. It depends on the
     machine and on all requests of the batch. So a seed does not repeat an output above temperature 0, unless requests
