@@ -124,7 +124,7 @@ class DSparkDrafter(DFlashDrafter):
 
     @property
     def _head(self) -> MarkovHead:
-        return self.markov or cast(DSpark, cast(HeadLM, self.lm).module).markov_head
+        return self.markov or cast(DSpark, cast(HeadLM, self.lm).running).markov_head
 
     def _corrected(
         self,

@@ -13,6 +13,8 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
+from outrider.lm.head import suited
+from outrider.lm.packed import packed
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.trees.chained import Follow
 from outrider.types import Frontier, Guess, InputError, Request, Running, ShortList
@@ -42,6 +44,7 @@ class MedusaDrafter(Drafter):
 
     Attributes:
         heads: The heads.
+        running: Their packed twin, which computes in their place; None: they compute themselves.
         tap: The hidden state that `observe` gets: what leaves the target's last layer.
         norm: The target's final norm, which the heads' input has passed.
         short_list: The tokens that the heads can guess; None: all.
@@ -56,6 +59,7 @@ class MedusaDrafter(Drafter):
     exports: ClassVar[tuple[str, ...]] = ("medusa",)
 
     heads: MedusaHeads
+    running: MedusaHeads | None = field(compare=False, default=None)
     tap: int
     vocab_size: int
     norm: Callable[[Tensor], Tensor] = field(compare=False, default=nn.Identity())
@@ -93,8 +97,8 @@ class MedusaDrafter(Drafter):
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         newest = torch.stack([_newest(state) for state in states])
         hidden = self.norm(newest).to(self.heads.weight.device, self.heads.weight.dtype, non_blocking=True)
-        numbers = range(min(max(depths), self.max_depth))
-        rows = torch.stack([self.heads.logits(self.heads(hidden, i), i) for i in numbers], 1)
+        heads, numbers = self.running or self.heads, range(min(max(depths), self.max_depth))
+        rows = torch.stack([heads.logits(heads(hidden, i), i) for i in numbers], 1)
         rows = rows[..., : self.vocab_size] if self.short_list is None else rows
         for state, own_rows in zip(states, rows, strict=True):
             _own(state).rows = own_rows
@@ -130,7 +134,7 @@ class MedusaDrafter(Drafter):
 
     def cast(self, surroundings: Surroundings) -> "MedusaDrafter":
         heads = copy.deepcopy(self.heads).to(surroundings.dtype)
-        return replace(self, heads=heads, norm=surroundings.norm)
+        return replace(self, heads=heads, running=None, norm=surroundings.norm)
 
     def on_tables(self, vocab_size: int, seed: int) -> "MedusaDrafter":
         config = MedusaConfig(hidden_size=TABLE_FEATURES, vocab_size=vocab_size, num_heads=self.max_depth)
@@ -166,6 +170,7 @@ class MedusaPath(HeadPath):
             raise InputError(f"token_map in {self.path} names tokens that this target does not have")
         return MedusaDrafter(
             heads=heads,
+            running=packed(heads) if suited(surroundings.target_forward, heads) == "packed" else None,
             tap=surroundings.num_layers,
             vocab_size=surroundings.vocab_size,
             norm=surroundings.norm,

@@ -180,6 +180,7 @@ class Surroundings:
         keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that are valid
             until the target's next call.
         forward: How forwards run, if that was said; otherwise each model's are chosen by measurement.
+        target_forward: How the target's forwards run.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -193,6 +194,7 @@ class Surroundings:
     ends: Callable[[], Ends] = _no_ends
     keys_values: Callable[[int, int], tuple[Tensor, Tensor]] = _no_keys_values
     forward: Forward | None = "eager"
+    target_forward: Forward = "eager"
 
     @classmethod
     def of(
@@ -216,6 +218,7 @@ class Surroundings:
             max_slots=max_slots or target.max_slots,
             max_context=target.max_context,
             forward=forward,
+            target_forward=getattr(target, "forward", "eager"),
         )
         if not isinstance(target, Readable):
             return known
