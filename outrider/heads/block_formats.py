@@ -122,7 +122,7 @@ def record(config: BlockConfig, target: str, architecture: str) -> dict[str, Any
         "aux_hidden_state_layer_ids": list(config.taps),
         "target_hidden_size": config.target_size,
         "sample_from_anchor": config.from_anchor,
-        "sliding_window_non_causal": windows == {False},
+        "sliding_window_non_causal": windows != {True},
         **own,
         "transformer_layer_config": layers,
         "speculators_config": {
