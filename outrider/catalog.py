@@ -20,6 +20,7 @@ from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.inputs import InputError, field_value, unknown
 from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.confident import ConfidentLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.goodput import GoodputLength
 from outrider.lengths.heuristic import HeuristicLength
@@ -300,6 +301,13 @@ ROWS = (
         make=SvipLength,
         summary="stop after a token that was drawn from an uncertain row",
         source="Zhang et al. 2024, https://arxiv.org/abs/2411.18462",
+    ),
+    Row(
+        family="length",
+        name="confident",
+        make=ConfidentLength,
+        summary="stop where the drafter itself finds acceptance unlikely",
+        source="DeepSeek 2026, DSpark, https://arxiv.org/abs/2607.05147",
     ),
     Row(
         family="length",

@@ -234,7 +234,7 @@ def run(plan: Plan, engine: Engine = ENGINES["vllm"]) -> Findings:
         try:
             plain = there(plan, prompts, "plain", None, engine)
         except (CannotMake, Stopped, Refused) as error:
-            found = Findings(text=f"{engine.title} does not run here, so nothing was compared: {error}")
+            found = Findings(tables=[], text=f"{engine.title} does not run here, so nothing was compared: {error}")
         else:
             ways = [Head(name=name) for name in plan.heads]
 

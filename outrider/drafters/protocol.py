@@ -67,6 +67,7 @@ class Drafter(Protocol):
         max_depth: Deepest node that it can guess; None: any depth.
         device: Where its drafts are drawn; None: on the target's device.
         modules: The modules that it guesses with, by name. New weights in them make it another drafter.
+        estimates: Whether it estimates how likely its guesses are accepted.
         chains_only: Why it cannot grow a branching tree, as the end of a sentence; None if it can.
         keeps_cache: Whether it keeps keys and values, or something like them, of every request.
         waits: Whether calls of `observe` may be left out, because `begin` reads the tokens that it has not seen.
@@ -100,6 +101,10 @@ class Drafter(Protocol):
     @property
     def modules(self) -> Mapping[str, nn.Module]:
         return MappingProxyType({})
+
+    @property
+    def estimates(self) -> bool:
+        return False
 
     @property
     def chains_only(self) -> str | None:
