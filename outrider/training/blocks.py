@@ -155,7 +155,8 @@ class BlockLearner(Learner):
             if both is None:
                 return hard
             theirs, ours = both(rows, logits)
-            far[rows] = DISTANCE(theirs, ours.detach()).float()
+            if sure is not None:
+                far[rows] = DISTANCE(theirs, ours.detach()).float()
             if of is None:
                 return hard
             soft = of(theirs, ours)
@@ -163,7 +164,7 @@ class BlockLearner(Learner):
 
         values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk)
         if sure is not None:
-            values = values + binary_cross_entropy_with_logits(sure.float(), 1 - far, reduction="none")
+            values = values + _misjudged(sure, far)
         if counts:
             log_q[found.valid] = said
         weights = self.loss.weights(log_q, found.valid)[found.valid] if counts else torch.zeros_like(values)
@@ -315,6 +316,17 @@ def blocks(
     keys = torch.cat([along.expand(len(tokens), -1), positions], 1)
     mask = torch.cat([behind, together], -1)[:, None]
     return head.block(read.flatten(1), positions, mask, context, keys).unflatten(1, (-1, size))
+
+
+def _misjudged(sure: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The divergence of what a confidence head says from what it should say: 1 less the distance of the rows.
+
+    Args:
+        sure: Its logits.
+        far: The distances.
+    """
+    least = torch.special.entr(far) + torch.special.entr(1 - far)
+    return binary_cross_entropy_with_logits(sure.float(), 1 - far, reduction="none") - least
 
 
 def _filled(drawn: list[Int[np.ndarray, " _"]], device: torch.device) -> Anchors:
