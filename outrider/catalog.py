@@ -11,7 +11,9 @@ from outrider.drafters.dflash import DFlarePath, DFlashPath
 from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.eagle import EaglePath
 from outrider.drafters.eagle3 import Eagle3Path
+from outrider.drafters.hydra import HydraPath
 from outrider.drafters.medusa import MedusaPath
+from outrider.drafters.mlp_speculator import MLPSpeculatorPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -110,6 +112,20 @@ ROWS = (
         make=MedusaPath,
         summary="heads that each guess one depth from the target's last hidden state",
         source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
+    ),
+    Row(
+        family="drafter",
+        name="hydra",
+        make=HydraPath,
+        summary="medusa heads that read the draft tokens before; with a prefix layer it is Hydra++",
+        source="Ankner et al. 2024, Hydra, https://arxiv.org/abs/2402.05109",
+    ),
+    Row(
+        family="drafter",
+        name="mlp_speculator",
+        make=MLPSpeculatorPath,
+        summary="a recurrent state that reads the target's last state, then the draft token by token",
+        source="Wertheimer et al. 2024, https://arxiv.org/abs/2404.19124",
     ),
     Row(
         family="drafter",

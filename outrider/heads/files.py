@@ -17,7 +17,7 @@ from outrider.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """The files that are written."""
-READ = (WEIGHTS, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
+READ = (WEIGHTS, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
 """The files that may hold all tensors; the first that is there is read."""
 INDICES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 """The files that say which file holds which tensor, where several do. They come after `READ`: beside the file of Medusa
