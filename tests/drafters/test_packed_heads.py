@@ -91,7 +91,7 @@ def test_no_step_reads_a_weight_that_was_packed_or_packs_one(model, kind):
     lm = beside(model, "packed")
     drafter = head(kind, Surroundings.of(lm, None))
     busy = engine(lm, drafter)
-    [own] = drafter.modules.values()
+    own = nn.ModuleList(drafter.modules.values())
     reads = Reads(linear_weights(model) + linear_weights(own))
     with reads:
         made = busy.generate(PROMPTS, max_new_tokens=12, sampling=GREEDY)
@@ -109,7 +109,7 @@ def test_packed_heads_guess_what_they_guess_unpacked(model, kind):
         drafter = head(kind, Surroundings.of(lm, None))
         made = engine(lm, drafter).generate(PROMPTS, max_new_tokens=24, sampling=GREEDY)
         accepted.append([(out.num_draft_tokens, out.num_accepted_tokens, out.tokens) for out in made])
-        modules += drafter.modules.values()
+        modules.append(nn.ModuleList(drafter.modules.values()))
     assert accepted[0] == accepted[1]
     weights, others = (each.state_dict() for each in modules)
     assert all(torch.equal(weight, others[name]) for name, weight in weights.items())

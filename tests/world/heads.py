@@ -18,7 +18,7 @@ from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
 from tests.world.block_checkpoints import checkpoints
-from tests.world.published import eagle, eagle3, medusa_of_vllm
+from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
 
 
 class ToyModule(nn.Module):
@@ -92,6 +92,8 @@ def head(kind: str, around: Surroundings, **more: object) -> Drafter:
 TOYS = ("own features", "block")
 CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
     "medusa": medusa_of_vllm,
+    "hydra": hydra,
+    "mlp_speculator": mlp_speculator,
     "eagle": eagle,
     "eagle3": eagle3,
     "dflash": lambda folder, around: checkpoints(around.vocab_size)["dflash"].save(folder),
