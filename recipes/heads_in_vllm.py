@@ -156,9 +156,7 @@ def there(plan: Plan, prompts: Sequence[list[int]], mode: str, head: Path | None
     with Driver(engine.start(room), given) as driver:
         made = driver.ask(Asked(prompts=list(prompts), new_tokens=plan.max_new_tokens, temperature=0.0, seed=0))
         counts = driver.counts
-    return Said(
-        tokens=made.tokens, drafted=counts.get("draft_tokens", 0), accepted=counts.get("accepted_tokens", 0)
-    )
+    return Said(tokens=made.tokens, drafted=counts.get("draft_tokens", 0), accepted=counts.get("accepted_tokens", 0))
 
 
 def compared(name: str, plan: Plan, prompts: Sequence[list[int]], plain: Said, engine: Engine, place: Path) -> Row:

@@ -123,7 +123,9 @@ class SequentialDrafter(LastStateDrafter):
         return Guess(logits=self._computing.logits(read, depth)[..., : self.vocab_size])
 
 
-def placed(path: HeadPath, head: SequentialHead, surroundings: Surroundings) -> tuple[SequentialHead, SequentialHead | None]:
+def placed(
+    path: HeadPath, head: SequentialHead, surroundings: Surroundings
+) -> tuple[SequentialHead, SequentialHead | None]:
     """A head where its path says, and its packed twin where that is of use."""
     device, dtype = path.place(surroundings)
     found = head.to(device, dtype).eval().requires_grad_(False)

@@ -101,11 +101,7 @@ def _renamed(tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Te
         found = {name: tensor for name, tensor in found.items() if not name.startswith(CONFIDENCE)}
     elif weight in found and bias not in found:
         found[bias] = found[weight].new_zeros(1)
-    return {
-        name: tensor
-        for name, tensor in found.items()
-        if name not in UNUSED and not name.endswith("inv_freq")
-    }
+    return {name: tensor for name, tensor in found.items() if name not in UNUSED and not name.endswith("inv_freq")}
 
 
 def _confidence(config: BlockConfig, tensors: Mapping[str, Tensor]) -> Confidence | None:

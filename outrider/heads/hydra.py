@@ -175,7 +175,9 @@ def read_hydra(
     heads = HydraHeads(_sizes(given, tensors, path), ends)
     load_into(heads, tensors, path)
     own = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if name.startswith(PREFIX)}
-    own = {name: tensor for name, tensor in own.items() if not name.startswith("embed_tokens") and "inv_freq" not in name}
+    own = {
+        name: tensor for name, tensor in own.items() if not name.startswith("embed_tokens") and "inv_freq" not in name
+    }
     if kind == "mlp" and not own:
         return heads.eval(), None
     place = base or given.get("base_model_name_or_path")

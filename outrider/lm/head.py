@@ -86,9 +86,7 @@ class HeadLM(SlottedLM):
 
     num_taps = 0
 
-    def __init__(
-        self, module: nn.Module, *, max_slots: int, max_context: int, forward: Forward = "eager"
-    ) -> None:
+    def __init__(self, module: nn.Module, *, max_slots: int, max_context: int, forward: Forward = "eager") -> None:
         if not isinstance(module, HeadModule):
             raise InputError(f"{type(module).__name__} is no head: it needs feature_size, vocab_size and logits()")
         self.module = module.eval()

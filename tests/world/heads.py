@@ -74,7 +74,9 @@ def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: objec
     """A toy drafter, `own features` or `block`, whose random weights are always the same."""
     torch.manual_seed(5)
     module = ToyModule(around, masked=kind == "block").to(around.device, around.dtype)
-    lm = HeadLM(module, max_slots=around.max_slots, max_context=around.max_context, forward="compiled" if compile else "eager")
+    lm = HeadLM(
+        module, max_slots=around.max_slots, max_context=around.max_context, forward="compiled" if compile else "eager"
+    )
     if kind == "block":
         return ToyBlock(lm=lm, block_size=4, mask_id=0, **more)
     return ToyOwnFeatures(lm=lm, **more)

@@ -218,7 +218,9 @@ def eagle3(
     return tensors
 
 
-def hydra(folder: Path, around: Surroundings, *, prefix: bool = True, layers: int = 1, grounded: bool = True) -> Tensors:
+def hydra(
+    folder: Path, around: Surroundings, *, prefix: bool = True, layers: int = 1, grounded: bool = True
+) -> Tensors:
     """Hydra heads as their authors publish them: with dropout between the layers and a prefix layer, or with neither.
 
     The target's config lies in the folder `base` beside them.
