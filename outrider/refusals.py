@@ -87,8 +87,8 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
         return f"length {_name(cell.length)} is for chains; use length 'fixed' with a branching tree"
     if getattr(cell.length, "reads_survival", False) and not cell.estimates:
         return (
-            f"length {_name(cell.length)} needs a drafter that estimates how likely its guesses are accepted, as dspark "
-            "heads with a confidence head do; use length 'adaedl'"
+            f"length {_name(cell.length)} needs a drafter that estimates how likely its guesses are accepted, as a "
+            "dspark head with a confidence head does; use length 'adaedl'"
         )
     if cell.decoding.drafts_ahead and (reason := _not_ahead(cell)):
         return (

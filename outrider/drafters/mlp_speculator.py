@@ -1,4 +1,4 @@
-"""MLP speculators: a recurrent state that reads the target's last state, then token by token (Wertheimer et al. 2024)."""
+"""MLP speculators: a recurrent state that reads one draft token after another (Wertheimer et al. 2024)."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace

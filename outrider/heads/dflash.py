@@ -289,7 +289,7 @@ class DFlash(nn.Module):
         return self.logits(inner)
 
     def confidence(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch"] | None:
-        """The logits of the probabilities that guesses are accepted, from what `informed_logits` reads; None if the head
+        """The logits of the probabilities that guesses are accepted, from what `informed_logits` reads; None where it
         estimates none.
         """
         return None

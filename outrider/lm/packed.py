@@ -51,7 +51,7 @@ def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def packed(model: Module) -> Module:
-    """A twin of a model or a head that shares its weights, except that plain linear layers have packed copies of theirs.
+    """A twin that shares the weights, except that plain linear layers have packed copies of theirs.
 
     It says the same bits in less time. Layers of other kinds (quantised ones, adapters) and weights of
     other types are shared as they are. What is done to the model's linear layers later does not reach the twin.

@@ -24,6 +24,7 @@ class Engine:
         self._llm, self._law, self._counts = llm, law, counts
 
     def __call__(self, asked: Asked) -> list[list[int]]:
+        """The new tokens of each prompt."""
         law = self._law(
             temperature=asked.temperature,
             max_tokens=asked.new_tokens,

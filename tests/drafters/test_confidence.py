@@ -167,7 +167,8 @@ def test_confidence_learns_the_chance_of_acceptance_and_nothing_else_learns_from
         steps.zero_grad()
         (loss.total / loss.weight).backward()
         steps.step()
-    assert losses[-1] < losses[0] and all(math.isfinite(each) for each in losses)
+    assert losses[-1] < losses[0]
+    assert all(math.isfinite(each) for each in losses)
     # Heads without training are right as often as chance has it, and that is what confidence has learnt.
     found = learner._guesses(learner._with_states(given), learner._context(learner._with_states(given)),
                              learner.anchors(given), 3)  # fmt: skip

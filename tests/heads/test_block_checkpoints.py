@@ -180,7 +180,8 @@ def test_the_written_files_have_the_names_and_keys_that_vllm_reads(monkeypatch, 
         assert config["torch_dtype"] == "bfloat16"
         assert config["sliding_window_non_causal"] is True
         if kind == "dspark-rnn":
-            assert config["enable_confidence_head"] and config["confidence_head_with_markov"]
+            assert config["enable_confidence_head"]
+            assert config["confidence_head_with_markov"]
         assert config["aux_hidden_state_layer_ids"] == [2, 1]
         assert config["transformer_layer_config"]["model_type"] == "qwen3"
         assert config["transformer_layer_config"]["vocab_size"] == VOCAB
