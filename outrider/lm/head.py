@@ -146,11 +146,10 @@ class HeadLM(SlottedLM):
 def suited(target: Forward, module: nn.Module) -> Forward:
     """How a head's forwards run beside a target whose forwards run in some way.
 
-    On a CPU a head is packed where the target is packed or compiled, if the result stays the same to the bit.
+    On a CPU a head is packed where the target is packed or compiled, if the result stays the same to the bit. Elsewhere
+    it runs eagerly: torch compiles a head for each shape when it is first called, which takes longer than most runs.
     """
     weight = next(module.parameters())
-    if weight.device.type == "cuda":
-        return "compiled" if target == "compiled" else "eager"
     packs = target != "eager" and keeps_bits(weight.device, weight.dtype) and fits_packed(module, weight.device)
     return "packed" if packs else "eager"
 

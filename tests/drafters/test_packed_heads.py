@@ -1,7 +1,6 @@
 """Heads beside a packed target: they compute with packed weights, and so does the target's output layer for them."""
 
 from collections import Counter
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -51,7 +50,7 @@ class Reads(TorchDispatchMode):
 
 
 @pytest.fixture(scope="module")
-def model() -> Iterator[LlamaForCausalLM]:
+def model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
