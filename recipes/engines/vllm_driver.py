@@ -70,6 +70,8 @@ def load(options: Options) -> Engine:
         speculative_config=drafting,
         enable_prefix_caching=False,
         disable_log_stats=options.mode not in HEADS,
+        # Heads are loaded to compare tokens, which is not worth the minutes of compiling.
+        enforce_eager=options.mode in HEADS,
     )
     return Engine(llm, SamplingParams, counts=options.mode in HEADS)
 
