@@ -1,7 +1,7 @@
 """A drafter's head as a small language model: the module is the mathematics; slots and masks are added here."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -96,7 +96,7 @@ class HeadLM(SlottedLM):
         compiled, self.forward = forward == "compiled", forward
         self.pad_to, self.num_forwards = 2 if compiled else 1, 0
         self.running = cast(HeadModule, packed(module) if forward == "packed" else module)
-        self._run = compiled_head(module) if compiled else self.running
+        self._run: Callable[..., Tensor] = compiled_head(module) if compiled else self.running
         self._doubling = compiled and self.device.type == "cuda"
         self._builder = MaskBuilder(spans=Span(), additive=None, device=self.device)
         probe = Probe()
