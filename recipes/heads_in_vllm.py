@@ -45,6 +45,7 @@ from recipes.engines.engine import ENGINES, Engine
 from recipes.engines.environments import CannotMake
 from recipes.engines.process import Driver, Refused, Stopped
 from recipes.engines.talk import Asked, Options
+from recipes.engines.vllm_driver import PLAIN
 from recipes.peers import environments
 from recipes.trained import embedded_target, short_run
 
@@ -230,7 +231,7 @@ def run(plan: Plan, engine: Engine = ENGINES["vllm"]) -> Findings:
         chosen = questions(plan.prompts, plan.num_prompts, encode=first.encode, longest=longest)
         prompts = [list(question.tokens) for question in chosen]
         try:
-            plain = there(plan, prompts, "plain", None, engine)
+            plain = there(plan, prompts, PLAIN, None, engine)
         except (CannotMake, Stopped, Refused) as error:
             found = Findings(tables=[], text=f"{engine.title} does not run here, so nothing was compared: {error}")
         else:

@@ -7,6 +7,7 @@ from recipes.engines.talk import Asked, Options, drive
 
 HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 """vLLM's methods for heads that read the target's hidden states."""
+PLAIN = "plain, not compiled"
 COUNTED = "vllm:spec_decode_num_"
 """What the names of its counters of drafts begin with."""
 
@@ -70,8 +71,8 @@ def load(options: Options) -> Engine:
         speculative_config=drafting,
         enable_prefix_caching=False,
         disable_log_stats=options.mode not in HEADS,
-        # Heads are loaded to compare tokens, which is not worth the minutes of compiling.
-        enforce_eager=options.mode in HEADS,
+        # To compare tokens is not worth the minutes of compiling.
+        enforce_eager=options.mode in (*HEADS, PLAIN),
     )
     return Engine(llm, SamplingParams, counts=options.mode in HEADS)
 
