@@ -132,6 +132,7 @@ def cell(parts: Parts) -> Cell:
         rows=parts.drafter.rows,
         context_pure=parts.drafter.context_pure,
         taps=bool(parts.drafter.taps),
+        estimates=parts.drafter.estimates,
         structure=parts.tree.structure,
         verifier=parts.verifier,
         length=parts.length,

@@ -11,7 +11,9 @@ from outrider.drafters.dflash import DFlarePath, DFlashPath
 from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.eagle import EaglePath
 from outrider.drafters.eagle3 import Eagle3Path
+from outrider.drafters.hydra import HydraPath
 from outrider.drafters.medusa import MedusaPath
+from outrider.drafters.mlp_speculator import MLPSpeculatorPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -20,6 +22,7 @@ from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.inputs import InputError, field_value, unknown
 from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.confident import ConfidentLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.goodput import GoodputLength
 from outrider.lengths.heuristic import HeuristicLength
@@ -109,6 +112,20 @@ ROWS = (
         make=MedusaPath,
         summary="heads that each guess one depth from the target's last hidden state",
         source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
+    ),
+    Row(
+        family="drafter",
+        name="hydra",
+        make=HydraPath,
+        summary="medusa heads that read the draft tokens before; with a prefix layer it is Hydra++",
+        source="Ankner et al. 2024, Hydra, https://arxiv.org/abs/2402.05109",
+    ),
+    Row(
+        family="drafter",
+        name="mlp_speculator",
+        make=MLPSpeculatorPath,
+        summary="a recurrent state that reads the target's last state, then the draft token by token",
+        source="Wertheimer et al. 2024, https://arxiv.org/abs/2404.19124",
     ),
     Row(
         family="drafter",
@@ -300,6 +317,13 @@ ROWS = (
         make=SvipLength,
         summary="stop after a token that was drawn from an uncertain row",
         source="Zhang et al. 2024, https://arxiv.org/abs/2411.18462",
+    ),
+    Row(
+        family="length",
+        name="confident",
+        make=ConfidentLength,
+        summary="stop where the drafter itself finds acceptance unlikely",
+        source="DeepSeek 2026, DSpark, https://arxiv.org/abs/2607.05147",
     ),
     Row(
         family="length",

@@ -34,6 +34,7 @@ class Cell:
         rows: The kind of the drafter's guesses.
         context_pure: Whether the guesses depend on the tokens alone.
         taps: Whether the drafter reads hidden states of the target.
+        estimates: Whether it estimates how likely its guesses are accepted.
         structure: How the tree makes children.
         verifier: The rule.
         length: The length policy.
@@ -45,6 +46,7 @@ class Cell:
     verifier: Verifier
     context_pure: bool = True
     taps: bool = False
+    estimates: bool = False
     length: LengthPolicy = field(default_factory=FixedLength)
     decoding: Decoding = field(default_factory=StepDecoding)
 
@@ -83,6 +85,11 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
         return "this drafter proposes one token at a time, and a branching tree needs distributions; use tree 'chain'"
     if cell.structure != "chain" and not cell.length.constant:
         return f"length {_name(cell.length)} is for chains; use length 'fixed' with a branching tree"
+    if getattr(cell.length, "reads_survival", False) and not cell.estimates:
+        return (
+            f"length {_name(cell.length)} needs a drafter that estimates how likely its guesses are accepted, as a "
+            "dspark head with a confidence head does; use length 'adaedl'"
+        )
     if cell.decoding.drafts_ahead and (reason := _not_ahead(cell)):
         return (
             f"decoding {_name(cell.decoding)} drafts on behind tokens that are not judged yet, {reason}, or decoding "

@@ -253,11 +253,14 @@ class Guess:
         logits: Of all tokens of the target, or of those of the short list.
         tokens: The target's ids.
         short_list: Which tokens the logits are of; None: all.
+        survival: The drafter's own estimate of the probability that a token drawn here is accepted, with all draft
+            tokens before it; None: it makes none.
     """
 
     logits: Float[Tensor, "n width"] | None = None
     tokens: Int[np.ndarray, " n"] | None = None
     short_list: ShortList | None = None
+    survival: Float[Tensor, " n"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

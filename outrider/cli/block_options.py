@@ -50,7 +50,9 @@ class MarkovOptions:
         markov: What a guess is corrected by: the token before it (vanilla), gated by the trunk's output (gated), or all
             tokens since the anchor (rnn).
         markov_rank: Width of the sequential head.
+        confidence: Train a head that estimates how likely each guess is accepted, for --length confident.
     """
 
     markov: str = "vanilla"
     markov_rank: int = 256
+    confidence: bool = True

@@ -38,6 +38,7 @@ def run_block(task: Task, method: Method, options: BlockOptions, markov: MarkovO
         mask_token_id=options.mask_token_id,
         markov=markov.markov,
         markov_rank=markov.markov_rank,
+        confidence=markov.confidence,
     )
 
     def make(

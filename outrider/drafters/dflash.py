@@ -15,7 +15,7 @@ from outrider.heads.block_formats import Answers, method_of
 from outrider.heads.blocks import guessed_ids, read_block
 from outrider.heads.dflash import DFlash, Method
 from outrider.heads.files import TargetShape, read_config
-from outrider.lm.head import HeadLM
+from outrider.lm.head import HeadLM, suited
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.types import InputError, ShortList
 
@@ -106,10 +106,12 @@ class BlockPath(HeadPath):
         self._check(head, surroundings)
         device, dtype = self.place(surroundings)
         config, ids = head.config, guessed_ids(head)
+        placed = head.to(device, dtype).requires_grad_(False)
         lm = HeadLM(
-            head.to(device, dtype).requires_grad_(False),
+            placed,
             max_slots=surroundings.max_slots,
             max_context=(self.max_context or surroundings.max_context) + config.block_size,
+            forward=suited(surroundings.target_forward, placed),
         )
         return {
             "lm": lm,

@@ -14,7 +14,7 @@ from outrider.drafters.dflash import TABLE_BLOCK, BlockPath, DFlashDrafter
 from outrider.drafters.protocol import Rows, Surroundings
 from outrider.drafters.slotted import state_of
 from outrider.heads.dflash import Method
-from outrider.heads.dspark import DSpark, MarkovHead
+from outrider.heads.dspark import ConfidenceHead, DSpark, MarkovHead
 from outrider.lm.head import HeadLM
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.trees.chained import Follow
@@ -28,10 +28,13 @@ class SparkState(BlockState):
     Attributes:
         hidden: The trunk's output features of the positions that guess; None on tables.
         read: For the root and each expanded node, the state of the sequential head behind it.
+        survival: For each of these, how likely a token drawn there is accepted, with all before it; empty without a
+            confidence head.
     """
 
     hidden: Float[Tensor, "depth hidden"] | None = None
     read: dict[int, Float[Tensor, " rank"]] = field(default_factory=dict)
+    survival: dict[int, Float[Tensor, ""]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,7 @@ class DSparkDrafter(DFlashDrafter):
 
     Attributes:
         markov: The sequential head; None: that of `lm`.
+        judge: The confidence head beside `markov`.
 
     References:
         DeepSeek 2026. https://arxiv.org/abs/2607.05147
@@ -52,6 +56,11 @@ class DSparkDrafter(DFlashDrafter):
     exports: ClassVar[tuple[str, ...]] = ("dspark",)
 
     markov: MarkovHead | None = None
+    judge: ConfidenceHead | None = None
+
+    @property
+    def estimates(self) -> bool:
+        return self._judge is not None
 
     def open(self, request: Request) -> SparkState:
         return SparkState(slot=self.lm.open())
@@ -63,7 +72,7 @@ class DSparkDrafter(DFlashDrafter):
         blocks = extension.logits.split(list(depths))
         for i, (state, block, depth) in enumerate(zip(states, blocks, depths, strict=True)):
             own = _own(state)
-            own.block, own.read = block, {}
+            own.block, own.read, own.survival = block, {}, {}
             if extension.features is not None:
                 begin = i * self.block_size + first
                 own.hidden = extension.features[begin : begin + depth]
@@ -72,7 +81,8 @@ class DSparkDrafter(DFlashDrafter):
         logits, read = self._corrected(states, root, anchors, self._head.start(len(states)))
         for state, row in zip(states, read, strict=True):
             _own(state).read[0] = row
-        return Guess(logits=logits, short_list=self.short_list)
+        survival = self._survival(states, root, root, root - 1, anchors)
+        return Guess(logits=logits, short_list=self.short_list, survival=survival)
 
     @torch.inference_mode()
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -82,7 +92,8 @@ class DSparkDrafter(DFlashDrafter):
         logits, read = self._corrected(owners, frontier.depths, frontier.tokens, before)
         for owner, node, row in zip(owners, frontier.nodes.tolist(), read, strict=True):
             _own(owner).read[node] = row
-        return Guess(logits=logits, short_list=self.short_list)
+        survival = self._survival(owners, frontier.depths, frontier.nodes, frontier.parents, frontier.tokens)
+        return Guess(logits=logits, short_list=self.short_list, survival=survival)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
         left, depth = np.array(counts), 0
@@ -109,9 +120,10 @@ class DSparkDrafter(DFlashDrafter):
 
     def on_tables(self, vocab_size: int, seed: int) -> "DSparkDrafter":
         markov = MarkovHead(vocab_size, vocab_size, vocab_size, 0).double()
+        judge = ConfidenceHead(0, vocab_size).double()
         dice = torch.Generator().manual_seed(seed)
         with torch.no_grad():
-            for weight in markov.parameters():
+            for weight in (*markov.parameters(), *judge.parameters()):
                 weight.copy_(torch.randn(weight.shape, generator=dice))
         return DSparkDrafter(
             lm=TabularLM(random_rows(vocab_size, seed), vocab_size),
@@ -120,11 +132,41 @@ class DSparkDrafter(DFlashDrafter):
             from_anchor=self.from_anchor,
             tapped=(0,),
             markov=markov,
+            judge=judge,
         )
 
     @property
     def _head(self) -> MarkovHead:
-        return self.markov or cast(DSpark, cast(HeadLM, self.lm).module).markov_head
+        return self.markov or cast(DSpark, cast(HeadLM, self.lm).running).markov_head
+
+    @property
+    def _judge(self) -> ConfidenceHead | None:
+        if self.markov is not None:
+            return self.judge
+        return cast(DSpark, cast(HeadLM, self.lm).running).confidence_head
+
+    def _survival(
+        self,
+        states: Sequence[Running],
+        depths: Int[np.ndarray, " n"],
+        nodes: Int[np.ndarray, " n"],
+        parents: Int[np.ndarray, " n"],
+        tokens: Int[Tensor, " n"],
+    ) -> Float[Tensor, " n"] | None:
+        """How likely a token drawn behind each node is accepted, with all before it; None without a confidence head."""
+        if (judge := self._judge) is None:
+            return None
+        pairs = list(zip(map(_own, states), depths.tolist(), strict=True))
+        hidden = None
+        if all(own.hidden is not None for own, _ in pairs):
+            hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
+        device = judge.proj.weight.device
+        chances = judge(hidden, self._head.markov_w1(tokens.to(device, non_blocking=True))).sigmoid()
+        found = []
+        for (own, _), node, parent, chance in zip(pairs, nodes.tolist(), parents.tolist(), chances, strict=True):
+            own.survival[node] = chance * own.survival[parent] if parent >= 0 else chance
+            found.append(own.survival[node])
+        return torch.stack(found)
 
     def _corrected(
         self,

@@ -13,7 +13,7 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.feature_head import FeatureHead
-from outrider.lm.head import HeadLM
+from outrider.lm.head import HeadLM, suited
 from outrider.lm.tabular import TabularFusion, TabularHead
 
 
@@ -35,8 +35,8 @@ class FeatureHeadDrafter(OwnFeatures):
 
     @property
     def module(self) -> FeatureHead | TabularFusion:
-        """The head's module."""
-        return cast(FeatureHead | TabularFusion, self.lm.module)
+        """What computes: the head's module, or its packed twin."""
+        return self.lm.module if isinstance(self.lm, TabularHead) else cast(FeatureHead, self.lm.running)
 
     @torch.inference_mode()
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
@@ -63,4 +63,5 @@ def head_lm(path: HeadPath, module: FeatureHead, surroundings: Surroundings) -> 
     device, dtype = path.place(surroundings)
     longest = min(path.max_context or surroundings.max_context, surroundings.max_context)
     placed = module.to(device, dtype).eval().requires_grad_(False)
-    return HeadLM(placed, max_slots=surroundings.max_slots, max_context=longest)
+    forward = suited(surroundings.target_forward, placed)
+    return HeadLM(placed, max_slots=surroundings.max_slots, max_context=longest, forward=forward)

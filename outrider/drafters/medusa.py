@@ -10,31 +10,30 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.drafters.head_path import HeadPath
-from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.drafters.last_state import LastState, LastStateDrafter, newest
+from outrider.drafters.protocol import Rows, Surroundings
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
+from outrider.lm.head import suited
+from outrider.lm.packed import packed
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, InputError, Request, Running, ShortList
+from outrider.types import Frontier, Guess, InputError, Running, ShortList
 
 
 @dataclass(kw_only=True)
-class MedusaState:
+class MedusaState(LastState):
     """What Medusa heads keep of a request; changes in place.
 
     Attributes:
-        num_seen: How many of its positions were observed.
-        newest: The target's last hidden state at the last observed position; None before any.
         rows: Logits for the depths of the last draft.
     """
 
-    num_seen: int = 0
-    newest: Float[Tensor, " hidden"] | None = None
     rows: Float[Tensor, "depth width"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaDrafter(Drafter):
+class MedusaDrafter(LastStateDrafter):
     r"""Guess all tokens behind the anchor at once, one row per depth, from one hidden state.
 
     The state is that of the last position before the anchor: $f_n$, from which the target drew the anchor $x_{n+1}$.
@@ -42,7 +41,7 @@ class MedusaDrafter(Drafter):
 
     Attributes:
         heads: The heads.
-        tap: The hidden state that `observe` gets: what leaves the target's last layer.
+        running: Their packed twin, which computes in their place; None: they compute themselves.
         norm: The target's final norm, which the heads' input has passed.
         short_list: The tokens that the heads can guess; None: all.
 
@@ -51,19 +50,14 @@ class MedusaDrafter(Drafter):
     """
 
     rows: ClassVar[Rows] = "marginal"
-    context_pure: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "medusa"
     exports: ClassVar[tuple[str, ...]] = ("medusa",)
 
     heads: MedusaHeads
-    tap: int
+    running: MedusaHeads | None = field(compare=False, default=None)
     vocab_size: int
     norm: Callable[[Tensor], Tensor] = field(compare=False, default=nn.Identity())
     short_list: ShortList | None = None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.tap,)
 
     @property
     def max_depth(self) -> int:
@@ -77,24 +71,15 @@ class MedusaDrafter(Drafter):
     def modules(self) -> Mapping[str, nn.Module]:
         return {"heads": self.heads}
 
-    def open(self, request: Request) -> MedusaState:
-        return MedusaState()
-
-    def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        hidden = observed.taps[self.tap]
-        for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
-            if count:
-                own = _own(state)
-                own.num_seen += count
-                # A copy, so that the states of all other positions can be freed.
-                own.newest = hidden[int(observed.offsets[i + 1]) - 1].clone()
+    def fresh(self, num_seen: int = 0, newest: Float[Tensor, " hidden"] | None = None) -> MedusaState:
+        return MedusaState(num_seen=num_seen, newest=newest)
 
     @torch.inference_mode()
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        newest = torch.stack([_newest(state) for state in states])
-        hidden = self.norm(newest).to(self.heads.weight.device, self.heads.weight.dtype, non_blocking=True)
-        numbers = range(min(max(depths), self.max_depth))
-        rows = torch.stack([self.heads.logits(self.heads(hidden, i), i) for i in numbers], 1)
+        read = self.norm(torch.stack([newest(state) for state in states]))
+        hidden = read.to(self.heads.weight.device, self.heads.weight.dtype, non_blocking=True)
+        heads, numbers = self.running or self.heads, range(min(max(depths), self.max_depth))
+        rows = torch.stack([heads.logits(heads(hidden, i), i) for i in numbers], 1)
         rows = rows[..., : self.vocab_size] if self.short_list is None else rows
         for state, own_rows in zip(states, rows, strict=True):
             _own(state).rows = own_rows
@@ -115,22 +100,9 @@ class MedusaDrafter(Drafter):
 
         return step
 
-    def needs(self, state: object, length: int) -> int:
-        seen = _state(state).num_seen
-        # Only the state of the last position is kept.
-        return seen if seen <= length else max(0, length - 1)
-
-    def reuse(self, state: object, request: Request, length: int) -> MedusaState:
-        own = _state(state)
-        newest = own.newest if own.num_seen <= length else None
-        return MedusaState(num_seen=self.needs(own, length), newest=newest)
-
-    def fork(self, state: object, request: Request, length: int) -> MedusaState:
-        return self.reuse(state, request, length)
-
     def cast(self, surroundings: Surroundings) -> "MedusaDrafter":
         heads = copy.deepcopy(self.heads).to(surroundings.dtype)
-        return replace(self, heads=heads, norm=surroundings.norm)
+        return replace(self, heads=heads, running=None, norm=surroundings.norm)
 
     def on_tables(self, vocab_size: int, seed: int) -> "MedusaDrafter":
         config = MedusaConfig(hidden_size=TABLE_FEATURES, vocab_size=vocab_size, num_heads=self.max_depth)
@@ -166,18 +138,12 @@ class MedusaPath(HeadPath):
             raise InputError(f"token_map in {self.path} names tokens that this target does not have")
         return MedusaDrafter(
             heads=heads,
+            running=packed(heads) if suited(surroundings.target_forward, heads) == "packed" else None,
             tap=surroundings.num_layers,
             vocab_size=surroundings.vocab_size,
             norm=surroundings.norm,
             short_list=None if chosen is None else ShortList.of(chosen, surroundings.vocab_size),
         )
-
-
-def _newest(state: Running) -> Float[Tensor, " hidden"]:
-    newest = _own(state).newest
-    if newest is None:
-        raise RuntimeError("Medusa heads guess from a hidden state, and none was observed")
-    return newest
 
 
 def _rows(state: Running) -> Float[Tensor, "depth width"]:
@@ -188,10 +154,6 @@ def _rows(state: Running) -> Float[Tensor, "depth width"]:
 
 
 def _own(state: Running) -> MedusaState:
-    return _state(state.drafter_state)
-
-
-def _state(state: object) -> MedusaState:
-    if not isinstance(state, MedusaState):
-        raise TypeError(f"this drafter keeps a MedusaState, got {type(state).__name__}")
-    return state
+    if not isinstance(state.drafter_state, MedusaState):
+        raise TypeError(f"this drafter keeps a MedusaState, got {type(state.drafter_state).__name__}")
+    return state.drafter_state

@@ -67,6 +67,7 @@ class Drafter(Protocol):
         max_depth: Deepest node that it can guess; None: any depth.
         device: Where its drafts are drawn; None: on the target's device.
         modules: The modules that it guesses with, by name. New weights in them make it another drafter.
+        estimates: Whether it estimates how likely its guesses are accepted.
         chains_only: Why it cannot grow a branching tree, as the end of a sentence; None if it can.
         keeps_cache: Whether it keeps keys and values, or something like them, of every request.
         waits: Whether calls of `observe` may be left out, because `begin` reads the tokens that it has not seen.
@@ -100,6 +101,10 @@ class Drafter(Protocol):
     @property
     def modules(self) -> Mapping[str, nn.Module]:
         return MappingProxyType({})
+
+    @property
+    def estimates(self) -> bool:
+        return False
 
     @property
     def chains_only(self) -> str | None:
@@ -180,6 +185,7 @@ class Surroundings:
         keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that are valid
             until the target's next call.
         forward: How forwards run, if that was said; otherwise each model's are chosen by measurement.
+        target_forward: How the target's forwards run.
     """
 
     tokenizer: PreTrainedTokenizerBase | None
@@ -193,6 +199,7 @@ class Surroundings:
     ends: Callable[[], Ends] = _no_ends
     keys_values: Callable[[int, int], tuple[Tensor, Tensor]] = _no_keys_values
     forward: Forward | None = "eager"
+    target_forward: Forward = "eager"
 
     @classmethod
     def of(
@@ -216,6 +223,7 @@ class Surroundings:
             max_slots=max_slots or target.max_slots,
             max_context=target.max_context,
             forward=forward,
+            target_forward=getattr(target, "forward", "eager"),
         )
         if not isinstance(target, Readable):
             return known

@@ -111,7 +111,8 @@ def record(config: BlockConfig, target: str, architecture: str) -> dict[str, Any
         own = {"use_heterogeneous_kv": config.apart}
     elif config.method == "dspark":
         own = {"markov_rank": config.markov_rank, "markov_head_type": config.markov}
-        own |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
+        reads = config.confidence
+        own |= {"enable_confidence_head": reads is not None, "confidence_head_with_markov": reads == "markov"}
     return {
         "architectures": [SPECULATORS[config.method]],
         "speculators_model_type": config.method,
@@ -122,7 +123,8 @@ def record(config: BlockConfig, target: str, architecture: str) -> dict[str, Any
         "aux_hidden_state_layer_ids": list(config.taps),
         "target_hidden_size": config.target_size,
         "sample_from_anchor": config.from_anchor,
-        "sliding_window_non_causal": windows == {False},
+        # vLLM takes false for causal layers without windows too.
+        "sliding_window_non_causal": windows != {True},
         **own,
         "transformer_layer_config": layers,
         "speculators_config": {

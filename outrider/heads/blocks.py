@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from outrider.heads.block_formats import Answers, block_config, record
 from outrider.heads.dflare import DFlare
-from outrider.heads.dflash import BlockConfig, DFlash
+from outrider.heads.dflash import BlockConfig, Confidence, DFlash
 from outrider.heads.dspark import DSpark
 from outrider.heads.files import TARGET, TargetShape, load_into, read_config, read_tensors, write_head
 from outrider.lm.anatomy import Anatomy
@@ -22,8 +22,8 @@ HEADS: Mapping[str, type[DFlash]] = {kind.method: kind for kind in (DFlash, DFla
 """The heads by name."""
 UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 """Tensors that a checkpoint may have and a head does not need."""
-CONFIDENCE = "confidence_head."
-"""What the names of DSpark's confidence head begin with. It chooses lengths and guesses nothing."""
+CONFIDENCE = "confidence_head.proj."
+"""What the names of DSpark's confidence head begin with."""
 
 
 def read_block(
@@ -50,6 +50,7 @@ def read_block(
         num_outputs=None if output is None else len(output),
         num_embeddings=None if embedding is None else len(embedding),
         listed="d2t" in tensors,
+        confidence=_confidence(config, tensors),
     )
     _check(config, tensors, path, vocab_size)
     head = HEADS[config.method](config, ends(), vocab_size)
@@ -95,11 +96,20 @@ def _renamed(tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Te
         found["fusion_weights"] = found.pop("layer_fusion_weights")
         if norm is not None:
             found |= {f"fusion_norms.{i}.weight": norm.clone() for i in range(count)}
-    return {
-        name: tensor
-        for name, tensor in found.items()
-        if name not in UNUSED and not name.startswith(CONFIDENCE) and not name.endswith("inv_freq")
-    }
+    weight, bias = f"{CONFIDENCE}weight", f"{CONFIDENCE}bias"
+    if config.method != "dspark":
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(CONFIDENCE)}
+    elif weight in found and bias not in found:
+        found[bias] = found[weight].new_zeros(1)
+    return {name: tensor for name, tensor in found.items() if name not in UNUSED and not name.endswith("inv_freq")}
+
+
+def _confidence(config: BlockConfig, tensors: Mapping[str, Tensor]) -> Confidence | None:
+    """What the confidence head reads, by the width of its weight."""
+    weight = tensors.get(f"{CONFIDENCE}weight")
+    if weight is None:
+        return None
+    return "trunk" if weight.shape[-1] == config.layers.hidden_size else "markov"
 
 
 def _check(config: BlockConfig, tensors: Mapping[str, Tensor], path: str, vocab_size: int) -> None:

@@ -20,6 +20,8 @@ from outrider.types import InputError
 
 Method = Literal["dflash", "dflare", "dspark"]
 """The heads that share this trunk."""
+Confidence = Literal["markov", "trunk"]
+"""What a confidence head reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +57,8 @@ class BlockConfig:
         apart: Whether the context has key and value projections of its own (DFlare).
         markov: The kind of sequential head (DSpark): `vanilla`, `gated` or `rnn`.
         markov_rank: Its width.
+        confidence: What its confidence head reads beside the trunk's output: `markov`, the tokens before as the
+            sequential head does, or `trunk`, nothing; None: it has none.
 
     Raises:
         InputError: A size makes no sense.
@@ -75,6 +79,7 @@ class BlockConfig:
     apart: bool = False
     markov: str = "vanilla"
     markov_rank: int = 0
+    confidence: Confidence | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -282,6 +287,12 @@ class DFlash(nn.Module):
     def informed_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
         """Logits of guesses whose tokens before them are known."""
         return self.logits(inner)
+
+    def confidence(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch"] | None:
+        """The logits of the probabilities that guesses are accepted, from what `informed_logits` reads; None where it
+        estimates none.
+        """
+        return None
 
     def _fuse(self, size: int, eps: float) -> None:
         """Make what turns tapped states into features of the context."""

@@ -105,6 +105,31 @@ KINDS: dict[str, type[MarkovHead]] = {"vanilla": MarkovHead, "gated": GatedMarko
 """The sequential heads by name."""
 
 
+class ConfidenceHead(nn.Module):
+    r"""The probability that a guess is accepted if all before it are: $\sigma(w [h; W_1[y]] + b)$, or
+    $\sigma(w h + b)$.
+
+    $h$ is the trunk's output feature of the position that guesses, and $y$ the token before the guess.
+
+    Args:
+        hidden_size: Width of the trunk's output features; 0: it reads none.
+        rank: Width of $W_1[y]$; 0: it does not read it.
+    """
+
+    def __init__(self, hidden_size: int, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.proj = nn.Linear(hidden_size + rank, 1)
+
+    def forward(
+        self, hidden: Float[Tensor, "*batch hidden"] | None, before: Float[Tensor, "*batch rank"]
+    ) -> Float[Tensor, "*batch"]:
+        """The logit of that probability."""
+        parts = [*([] if hidden is None else [hidden]), *([before] if self.rank else [])]
+        logits: Tensor = self.proj(torch.cat(parts, -1).to(self.proj.weight.dtype))
+        return logits[..., 0]
+
+
 class DSpark(DFlash):
     r"""A DFlash head whose guess after $y$ has the logits $U_k + W_2 e(y)$, with $U_k$ those of the trunk.
 
@@ -126,18 +151,32 @@ class DSpark(DFlash):
         self.markov_head = KINDS[config.markov](
             config.layers.vocab_size, outputs, config.markov_rank, config.layers.hidden_size
         )
+        self.confidence_head: ConfidenceHead | None = None
+        if config.confidence is not None:
+            rank = config.markov_rank if config.confidence == "markov" else 0
+            self.confidence_head = ConfidenceHead(config.layers.hidden_size, rank)
 
     def informed(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
         read = self.markov_head.along(before.flatten(0, -2), hidden.flatten(0, -3))
-        return torch.cat([hidden, read.unflatten(0, hidden.shape[:-2]).to(hidden.dtype)], -1)
+        parts = [hidden, read.unflatten(0, hidden.shape[:-2]).to(hidden.dtype)]
+        if self.confidence_head is not None:
+            parts.append(self.markov_head.markov_w1(before).to(hidden.dtype))
+        return torch.cat(parts, -1)
 
     def informed_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
-        size = self.config.layers.hidden_size
-        logits, added = self.logits(inner[..., :size]), self.markov_head(inner[..., size:])
+        size, rank = self.config.layers.hidden_size, self.config.markov_rank
+        logits, added = self.logits(inner[..., :size]), self.markov_head(inner[..., size : size + rank])
         width = min(logits.shape[-1], added.shape[-1])
         return logits[..., :width] + added[..., :width]
+
+    def confidence(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch"] | None:
+        if self.confidence_head is None:
+            return None
+        size, rank = self.config.layers.hidden_size, self.config.markov_rank
+        logits: Tensor = self.confidence_head(inner[..., :size], inner[..., size + rank :])
+        return logits
 
 
 def _given(hidden: Float[Tensor, "n hidden"] | None) -> Float[Tensor, "n hidden"]:

@@ -11,14 +11,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers.utils import cached_file
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
 from outrider.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """The files that are written."""
-READ = (WEIGHTS, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt")
-"""The files that may hold the tensors; the first that is there is read."""
+READ = (WEIGHTS, "pytorch_model.bin", "medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt")
+"""The files that may hold all tensors; the first that is there is read."""
+INDICES = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+"""The files that say which file holds which tensor, where several do. They come after `READ`: beside the file of Medusa
+heads, they are those of the model."""
 CONVENTION = "tap k enters decoder layer k; the last tap leaves the last layer, before the final norm"
 """Which hidden states taps are; other projects number the outputs of layers, or normed states."""
 TARGET = "outrider_target"
@@ -75,20 +78,15 @@ def read_config(path: str, *, revision: str | None = None) -> dict[str, Any]:
     file = _file(path, CONFIG, revision)
     if file is None:
         raise InputError(f"there is no head in {path}: it has no {CONFIG}")
-    try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{CONFIG} of {path} cannot be read: {error}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{CONFIG} of {path} must be a JSON object")
-    return found
+    return _json(file, CONFIG, path)
 
 
 def read_names(path: str, *, revision: str | None = None) -> frozenset[str]:
     """The names of a checkpoint's tensors; none if it has no file that a head can have."""
     found = _weights(path, revision)
     if found is None:
-        return frozenset()
+        index = _index(path, revision)
+        return frozenset() if index is None else frozenset(index)
     if found.endswith(".safetensors"):
         try:
             with safe_open(found, framework="pt") as opened:
@@ -98,21 +96,35 @@ def read_names(path: str, *, revision: str | None = None) -> frozenset[str]:
     return frozenset(_pickled(found, path))
 
 
-def read_tensors(path: str, *, revision: str | None = None) -> dict[str, Tensor]:
-    """The tensors of a head.
+def read_tensors(
+    path: str, *, revision: str | None = None, needs: Callable[[str], bool] | None = None
+) -> dict[str, Tensor]:
+    """The tensors of a head, from one file or from several with an index.
+
+    Args:
+        needs: Which tensors are needed. Of several files, those with none of them are neither downloaded nor read.
+            None: all.
 
     Raises:
         InputError: There are none, or they are damaged.
     """
     found = _weights(path, revision)
-    if found is None:
-        raise InputError(f"there are no weights of a head in {path}; it must have one of {', '.join(READ)}")
-    if not found.endswith(".safetensors"):
-        return _pickled(found, path)
-    try:
-        return load_file(found)
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{Path(found).name} of {path} cannot be read: {error}") from error
+    if found is not None:
+        return _tensors(found, path)
+    index = _index(path, revision)
+    if index is None:
+        raise InputError(
+            f"there are no weights of a head in {path}; it must have one of {', '.join((*READ, *INDICES))}"
+        )
+    tensors: dict[str, Tensor] = {}
+    for shard in sorted({file for name, file in index.items() if needs is None or needs(name)}):
+        if os.path.basename(shard) != shard:
+            raise InputError(f"the index of the weights of {path} names {shard}, which is not beside it")
+        place = _file(path, shard, revision)
+        if place is None:
+            raise InputError(f"{shard} of {path} is missing, and the index of the weights names it")
+        tensors |= _tensors(place, path)
+    return tensors
 
 
 def write_head(
@@ -167,6 +179,39 @@ def _written(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _weights(path: str, revision: str | None) -> str | None:
     return next((found for name in READ if (found := _file(path, name, revision)) is not None), None)
+
+
+def _index(path: str, revision: str | None) -> dict[str, str] | None:
+    """Which file holds which tensor, where several do; None if no file says it."""
+    for name in INDICES:
+        if (place := _file(path, name, revision)) is None:
+            continue
+        found = _json(place, name, path).get("weight_map")
+        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            raise InputError(f"{name} of {path} must have a weight_map from tensors to files")
+        return found
+    return None
+
+
+def _json(file: str, name: str, path: str) -> dict[str, Any]:
+    """A JSON object in a file."""
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{name} of {path} cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{name} of {path} must be a JSON object")
+    return found
+
+
+def _tensors(file: str, path: str) -> dict[str, Tensor]:
+    """The tensors of one file."""
+    if not file.endswith(".safetensors"):
+        return _pickled(file, path)
+    try:
+        return load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{Path(file).name} of {path} cannot be read: {error}") from error
 
 
 def _pickled(file: str, path: str) -> dict[str, Tensor]:

@@ -169,7 +169,8 @@ def read_medusa(path: str, *, vocab_size: int | None = None, revision: str | Non
     given = read_config(path, revision=revision)
     if not is_medusa(given):
         raise InputError(f"{path} holds no Medusa heads: its config has no model_type 'medusa' and no medusa_num_heads")
-    tensors = {_name(name): tensor for name, tensor in read_tensors(path, revision=revision).items()}
+    read = read_tensors(path, revision=revision, needs=_is_of_heads)
+    tensors = {_name(name): tensor for name, tensor in read.items()}
     tensors = {name: tensor for name, tensor in _renamed(tensors).items() if name != "lm_head.weight"}
     heads = MedusaHeads(_sizes(given, tensors, path, vocab_size))
     load_into(heads, _sorted(_cut(tensors)), path)
@@ -180,6 +181,13 @@ def _name(name: str) -> str:
     for prefix in _PREFIXES:
         name = name.removeprefix(prefix)
     return name
+
+
+def _is_of_heads(name: str) -> bool:
+    """Whether a tensor belongs to heads, and not to a model around them."""
+    name = _name(name)
+    own = name.startswith(("blocks.", "lm_heads.", "token_map"))
+    return own or any(form.fullmatch(name) for form in (_BLOCK, _OUTPUT))
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

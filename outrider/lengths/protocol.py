@@ -22,6 +22,8 @@ class LengthPolicy(Protocol):
         constant: Whether all drafts have the same length, as far as there is room.
         known_ahead: Whether a step's length is known before the step: `reach` never sets a bound, and requests share
             no budget. A policy that does not say so is asked at every level.
+        reads_survival: Whether `reach` needs the drafter's own estimate of acceptance. A policy that does not say so
+            needs none.
         lossy: Why the output has another law than the target's, and what to use instead; None if the law is the same.
     """
 

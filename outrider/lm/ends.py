@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
+from outrider.lm.packed import packed
 from outrider.types import InputError
 
 _TOLERANCE = 1e-2
@@ -95,7 +96,7 @@ def find_ends(model: PreTrainedModel, anatomy: Anatomy) -> Ends:
             f"{anatomy.name} has no single list of decoder layers, so a drafter cannot read its hidden states"
         )
     norm, seen = _final_norm(model, anatomy.layers, anatomy.name)
-    head = _output_layer(model, anatomy.layers)
+    head = output_layer(model)
     try:
         ours = head(norm(seen.leaving))
     except (AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -157,11 +158,20 @@ def _same(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def _output_layer(model: PreTrainedModel, layers: nn.ModuleList) -> Callable[[Tensor], Tensor]:
-    """The model's own forward with a stand-in for the part of it that holds the layers."""
-    below = next(name for name, child in model.named_children() if any(module is layers for module in child.modules()))
+def output_layer(model: PreTrainedModel, *, pack: bool = False) -> Callable[[Tensor], Tensor]:
+    """Logits from normed states, by the model's own forward with a stand-in for the part of it that holds the layers.
+
+    Args:
+        model: A model with a single list of layers; it may be a packed one.
+        pack: Use packed copies of the weights, see `packed`.
+    """
+    layers = Anatomy.of(model).layers
+    below = next(name for name, child in model.named_children() if any(part is layers for part in child.modules()))
     shell = copy.copy(model)
     shell._modules = dict(model._modules)
+    if pack:
+        others = nn.ModuleDict({name: child for name, child in model.named_children() if name != below})
+        shell._modules |= packed(others)._modules
     shell._modules[below] = _Below(getattr(model, below))
 
     def head(hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:

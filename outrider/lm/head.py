@@ -1,8 +1,8 @@
 """A drafter's head as a small language model: the module is the mathematics; slots and masks are added here."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,6 +13,8 @@ from outrider.lm.anatomy import Span
 from outrider.lm.attention import MaskBuilder
 from outrider.lm.cache import Probe
 from outrider.lm.compiled import compiled_head
+from outrider.lm.forward import Forward
+from outrider.lm.packed import fits_packed, keeps_bits, packed
 from outrider.lm.slots import Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.types import InputError
@@ -67,12 +69,16 @@ class HeadLM(SlottedLM):
 
     Attributes:
         module: The head.
+        running: What computes: the head, or its packed twin.
+        forward: How its forwards run.
 
     Args:
         module: The head, on one device.
         max_slots: Most slots at once.
         max_context: Most tokens of one slot.
-        compile: Compile the head's forwards.
+        forward: How its forwards run: `eager`; `packed`, with linear layers laid out for the CPU's kernels, see
+            `packed`; `compiled` by torch when they are first called. With the last two the weights must not change
+            afterwards. `suited` says which of them a head can have.
 
     Raises:
         InputError: The cache does not fit in memory.
@@ -80,16 +86,18 @@ class HeadLM(SlottedLM):
 
     num_taps = 0
 
-    def __init__(self, module: nn.Module, *, max_slots: int, max_context: int, compile: bool = False) -> None:
+    def __init__(self, module: nn.Module, *, max_slots: int, max_context: int, forward: Forward = "eager") -> None:
         if not isinstance(module, HeadModule):
             raise InputError(f"{type(module).__name__} is no head: it needs feature_size, vocab_size and logits()")
         self.module = module.eval()
         weight = next(module.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.vocab_size, self.hidden_size = module.vocab_size, module.feature_size
-        self.pad_to, self.num_forwards = 2 if compile else 1, 0
-        self._compile = compile
-        self._run = compiled_head(module) if compile else module
+        compiled, self.forward = forward == "compiled", forward
+        self.pad_to, self.num_forwards = 2 if compiled else 1, 0
+        self.running = cast(HeadModule, packed(module) if forward == "packed" else module)
+        self._run: Callable[..., Tensor] = compiled_head(module) if compiled else self.running
+        self._doubling = compiled and self.device.type == "cuda"
         self._builder = MaskBuilder(spans=Span(), additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
@@ -99,7 +107,7 @@ class HeadLM(SlottedLM):
             max_context=max_context,
             limit=None,
             device=self.device,
-            num_rows=2 if compile else 1,
+            num_rows=2 if compiled else 1,
         )
 
     @property
@@ -117,12 +125,14 @@ class HeadLM(SlottedLM):
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, columns = inputs.batch, inputs.columns
         tokens, positions = batch.tokens(self.device), inputs.positions
-        if self._compile:
+        if self.forward == "compiled":
             # Where a view begins would become part of a graph.
             tokens, positions = tokens.clone(), positions.clone()
         hidden = self._run(tokens, batch.features(self.device, self.dtype), positions, inputs.masks, inputs.window)
         wanted = hidden if len(columns) == batch.width else hidden[:, torch.from_numpy(columns).to(self.device)]
-        return Outputs(logits=self.module.logits(wanted), columns=columns, features=hidden)
+        # Most forwards of prompts want no logits.
+        logits = self.running.logits(wanted) if len(columns) else hidden.new_zeros(len(hidden), 0, self.vocab_size)
+        return Outputs(logits=logits, columns=columns, features=hidden)
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> None:
@@ -131,6 +141,17 @@ class HeadLM(SlottedLM):
         features = torch.zeros(1, 2, self.module.feature_size, dtype=self.dtype, device=self.device)
         mask = self._builder.masks(None, positions, 2)
         self.module(torch.zeros_like(positions), features if features.shape[-1] else None, positions, mask, probe)
+
+
+def suited(target: Forward, module: nn.Module) -> Forward:
+    """How a head's forwards run beside a target whose forwards run in some way.
+
+    On a CPU a head is packed where the target is packed or compiled, if the result stays the same to the bit. Elsewhere
+    it runs eagerly: torch compiles a head for each shape when it is first called, which takes longer than most runs.
+    """
+    weight = next(module.parameters())
+    packs = target != "eager" and keeps_bits(weight.device, weight.dtype) and fits_packed(module, weight.device)
+    return "packed" if packs else "eager"
 
 
 def sees_all(count: int, before: int = 0) -> Bool[np.ndarray, "count pending"]:

@@ -3,10 +3,11 @@
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm import alibi, flex
@@ -16,7 +17,7 @@ from outrider.lm.batch import upload
 from outrider.lm.cache import Probe
 from outrider.lm.compiled import ReplayedForward
 from outrider.lm.eager import EagerForward
-from outrider.lm.ends import Ends, find_ends
+from outrider.lm.ends import Ends, find_ends, output_layer
 from outrider.lm.forward import Choice, Forward
 from outrider.lm.package import Package, PackagedForward
 from outrider.lm.packed import packable, packed
@@ -197,10 +198,23 @@ class LanguageModel(SlottedLM):
             eager.model = self.model
 
     def ends(self) -> Ends:
-        """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
+        """Its embedding, final norm and output layer. The weights of the output layer are packed where its own forwards
+        are packed or compiled.
+
+        Raises:
+            InputError: A drafter cannot use them.
+        """
         if self._ends is None:
             self._ends = find_ends(self.model, self.anatomy)
+            if self.forward != "eager" and packable(self.model):
+                self._ends = replace(self._ends, head=self._packed_output())
         return self._ends
+
+    def _packed_output(self) -> Callable[[Tensor], Tensor]:
+        packs = self._forwards.get("packed")
+        if isinstance(packs, EagerForward):
+            return output_layer(packs.model)
+        return output_layer(self.model, pack=True)
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
         """A copy in another dtype, uncompiled. Returns itself if it already has that dtype or is quantised."""

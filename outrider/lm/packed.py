@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.cache import free_bytes
-from outrider.lm.twin import twin
+from outrider.lm.twin import Module, twin
 
 
 class PackedLinear(nn.Module):
@@ -39,16 +39,19 @@ def packable(model: PreTrainedModel) -> bool:
     That is so for bfloat16 on CPUs with AVX-512; in float32 packed kernels add up in another order. Models with
     recurrent layers run as they are.
     """
-    if Anatomy.of(model).recurrent:
-        return False
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+    return not Anatomy.of(model).recurrent and keeps_bits(model.device, model.dtype)
+
+
+def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether packed linear layers of this kind say the bits of plain ones, on this machine and build of torch."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
         return False
     supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
     return supported is not None and bool(supported())
 
 
-def packed(model: PreTrainedModel) -> PreTrainedModel:
-    """A twin of a model that shares its weights, except that plain linear layers have packed copies of theirs.
+def packed(model: Module) -> Module:
+    """A twin that shares the weights, except that plain linear layers have packed copies of theirs.
 
     It says the same bits in less time. Layers of other kinds (quantised ones, adapters) and weights of
     other types are shared as they are. What is done to the model's linear layers later does not reach the twin.
@@ -66,5 +69,10 @@ def packed(model: PreTrainedModel) -> PreTrainedModel:
 
 def worth_packing(model: PreTrainedModel) -> bool:
     """Whether packing is possible and takes less than a quarter of the memory that is free."""
-    need, free = sum(m.weight.nbytes for m in model.modules() if type(m) is nn.Linear), free_bytes(model.device)
-    return packable(model) and free is not None and need < free / 4
+    return packable(model) and fits_packed(model, model.device)
+
+
+def fits_packed(module: nn.Module, device: torch.device) -> bool:
+    """Whether packed copies of a module's linear layers take less than a quarter of the memory that is free."""
+    need, free = sum(m.weight.nbytes for m in module.modules() if type(m) is nn.Linear), free_bytes(device)
+    return free is not None and need < free / 4

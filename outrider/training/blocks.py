@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
 from outrider.heads.blocks import write_block
@@ -19,7 +20,7 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
-from outrider.training.divergences import CHUNK, chunked, cross_entropy, over_top_rows
+from outrider.training.divergences import CHUNK, chunked, cross_entropy, divergence
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
 from outrider.training.top_rows import TopRows
@@ -30,6 +31,10 @@ ANCHOR_DRAW = 40
 """What the draw of a row decides, beside its seed, its step and its number."""
 JUDGED_AT_ONCE = 32
 """Blocks of a text that are judged in one forward."""
+DISTANCE = divergence("tvd")
+"""How far rows are from each other: the chance that token verification rejects."""
+RowsOfBoth = Callable[[slice, Float[Tensor, "rows vocab"]], tuple[Tensor, Tensor]]
+"""Takes the head's logits of some guesses. Returns the target's row and the head's for each."""
 
 
 class ContextKeys:
@@ -89,6 +94,9 @@ class BlockLearner(Learner):
     in one forward and do not see each other. A position of a block that lies behind the text, or guesses a token that
     is not learnt, counts for nothing.
 
+    A confidence head learns $1 - \mathrm{TV}(p, q)$ of each guess, the chance that token verification accepts it. The
+    rest of the head does not learn from that.
+
     Args:
         head: The head, in float32.
         target: The target.
@@ -146,18 +154,27 @@ class BlockLearner(Learner):
         log_q = torch.zeros(found.valid.shape, device=found.inner.device)
         agreed = torch.zeros(len(found.labels), dtype=torch.bool, device=found.inner.device)
         said = torch.zeros(len(found.labels), device=found.inner.device)
-        target = self._divergence(batch, found)
+        sure, of = self.head.confidence(found.inner.detach()), self.loss.of
+        far = torch.zeros(len(found.labels), device=found.inner.device)
+        both = None if sure is None and of is None else self._rows_of_both(batch, found)
 
         def each(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
             hard = cross_entropy(found.labels[rows], logits)
             agreed[rows] = logits.detach().argmax(-1) == found.labels[rows]
             said[rows] = -hard.detach().float()
-            if target is None:
+            if both is None:
                 return hard
-            soft = target(rows, logits)
+            theirs, ours = both(rows, logits)
+            if sure is not None:
+                far[rows] = DISTANCE(theirs, ours.detach()).float()
+            if of is None:
+                return hard
+            soft = of(theirs, ours)
             return soft if not self.loss.hard else self.loss.hard * hard + (1 - self.loss.hard) * soft
 
         values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk)
+        if sure is not None:
+            values = values + _misjudged(sure, far)
         if counts:
             log_q[found.valid] = said
         weights = torch.zeros_like(values)
@@ -265,22 +282,17 @@ class BlockLearner(Learner):
             valid=valid,
         )
 
-    def _divergence(
-        self, batch: Batch, found: _Guesses
-    ) -> Callable[[slice, Float[Tensor, "rows vocab"]], Float[Tensor, " rows"]] | None:
-        """The divergence of some guesses from the target's rows; None where the text's tokens alone are learnt."""
-        of = self.loss.of
-        if of is None:
-            return None
+    def _rows_of_both(self, batch: Batch, found: _Guesses) -> RowsOfBoth:
+        """The target's rows of some guesses and the head's own, over the same outcomes."""
         if batch.logits_of_target is None and batch.rows_of_target is not None:
             kept, places = batch.rows_of_target, (found.rows, found.before)
             top = TopRows(tokens=kept.tokens[places], log_probs=kept.log_probs[places], log_rest=kept.log_rest[places])
-            return lambda rows, draft: over_top_rows(of, top[rows], draft)
+            return lambda rows, draft: (top[rows].outcomes, top[rows].grouped(draft))
 
-        def live(rows: slice, draft: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
+        def live(rows: slice, draft: Float[Tensor, "rows vocab"]) -> tuple[Tensor, Tensor]:
             logits = self._target_logits(batch, found, rows)
             width = min(logits.shape[-1], draft.shape[-1])
-            return of(logits[..., :width], draft[..., :width])
+            return logits[..., :width], draft[..., :width]
 
         return live
 
@@ -326,6 +338,17 @@ def blocks(
     keys = torch.cat([along.expand(len(tokens), -1), positions], 1)
     mask = torch.cat([behind, together], -1)[:, None]
     return head.block(read.flatten(1), positions, mask, context, keys).unflatten(1, (-1, size))
+
+
+def _misjudged(sure: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The divergence of what a confidence head says from what it should say: 1 less the distance of the rows.
+
+    Args:
+        sure: Its logits.
+        far: The distances.
+    """
+    least = torch.special.entr(far) + torch.special.entr(1 - far)
+    return binary_cross_entropy_with_logits(sure.float(), 1 - far, reduction="none") - least
 
 
 def _filled(drawn: list[Int[np.ndarray, " _"]], device: torch.device) -> Anchors:

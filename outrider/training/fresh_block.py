@@ -38,6 +38,7 @@ class Shape:
             one.
         markov: The kind of sequential head, of dspark.
         markov_rank: Its width.
+        confidence: Whether it has a confidence head, of dspark.
     """
 
     method: Method
@@ -47,6 +48,7 @@ class Shape:
     mask_token_id: int | None = None
     markov: str = "vanilla"
     markov_rank: int = 256
+    confidence: bool = True
 
 
 def fresh_head(
@@ -80,6 +82,7 @@ def fresh_head(
         apart=shape.method == "dflare",
         markov=shape.markov,
         markov_rank=shape.markov_rank if shape.method == "dspark" else 0,
+        confidence="markov" if shape.method == "dspark" and shape.confidence else None,
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)

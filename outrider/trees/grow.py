@@ -190,6 +190,7 @@ def by_level(
             proposed=guess.tokens,
             rows=None,
             so_far=growth.grown,
+            survival=None if guess.survival is None else guess.survival.to(device),
         )
         if level.logits is not None:
             if constrained:
@@ -254,12 +255,14 @@ def _allowed(
 def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:
     if mask.all() or level.logits is None:
         return level
+    kept = torch.from_numpy(mask).to(level.logits.device)
     return replace(
         level,
         owners=level.owners[mask],
         nodes=level.nodes[mask],
         values=level.values[mask],
-        logits=level.logits[torch.from_numpy(mask).to(level.logits.device)],
+        logits=level.logits[kept],
+        survival=None if level.survival is None else level.survival[kept],
     )
 
 

@@ -46,6 +46,8 @@ class Level:
         proposed: The one token that a point drafter proposes; -1 for none.
         rows: Distributions to draw children from; None if children are chosen, not drawn.
         so_far: All nodes so far.
+        survival: The drafter's estimate of the probability that a child is accepted, with all nodes above it; None: it
+            makes none.
     """
 
     owners: Int[np.ndarray, " n"]
@@ -56,6 +58,7 @@ class Level:
     proposed: Int[np.ndarray, " n"] | None
     rows: Float[Tensor, "n vocab"] | None
     so_far: Callable[[], Grown]
+    survival: Float[Tensor, " n"] | None = None
 
     @cached_property
     def scores(self) -> Float[Tensor, "n vocab"]:

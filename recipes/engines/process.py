@@ -35,6 +35,9 @@ class Refused(Exception):
 class Driver:
     """A driver's process, within `with`.
 
+    Attributes:
+        counts: What the engine counted until its last answer; empty where it counts nothing.
+
     Args:
         command: What starts it; the options are added.
 
@@ -45,6 +48,7 @@ class Driver:
     def __init__(self, command: Sequence[str], options: Options, *, start: float = START) -> None:
         own = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        self.counts: dict[str, int] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
         try:
             self._process = subprocess.Popen(
@@ -93,6 +97,7 @@ class Driver:
         heard = self._hear(answer)
         if "refused" in heard:
             raise Refused(" ".join(str(heard["refused"]).split())[:300])
+        self.counts = heard.get("counts", {})
         return Run(tokens=heard["tokens"], seconds=heard["seconds"])
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """The driver's side of the conversation: JSON lines over standard input and output, with the standard library alone.
 
 A driver is started with `Options` as its one argument, an object of JSON. When its models are loaded it writes
-`{"ready": true}`. Then it reads one `Asked` per line. It answers with `{"tokens": [[...], ...], "seconds": 1.5}`, or
-with `{"refused": "..."}` where its engine cannot do the run. It ends when its input ends.
+`{"ready": true}`. Then it reads one `Asked` per line. It answers with `{"tokens": [[...], ...], "seconds": 1.5}`, and
+with `"counts": {...}` beside them if it counts something, or with `{"refused": "..."}` where its engine cannot do the
+run. It ends when its input ends.
 """
 
 import json
@@ -55,7 +56,8 @@ class Asked:
 
 
 Decode = Callable[[Asked], list[list[int]]]
-"""Decodes the prompts of a run; returns the new tokens of each."""
+"""Decodes the prompts of a run; returns the new tokens of each. One that has a method `counts` says how often something
+happened so far, by name."""
 
 
 def drive(load: Callable[[Options], Decode]) -> None:
@@ -68,6 +70,7 @@ def drive(load: Callable[[Options], Decode]) -> None:
         answers.write(json.dumps(answer) + "\n")
 
     decode = load(Options(**json.loads(sys.argv[1])))
+    counts = getattr(decode, "counts", dict)
     say({"ready": True})
     for line in sys.stdin:
         asked = Asked(**json.loads(line))
@@ -77,4 +80,5 @@ def drive(load: Callable[[Options], Decode]) -> None:
         except Exception as error:
             say({"refused": f"{type(error).__name__}: {error}"})
         else:
-            say({"tokens": tokens, "seconds": time.perf_counter() - began})
+            seconds = time.perf_counter() - began
+            say({"tokens": tokens, "seconds": seconds, "counts": counts()})

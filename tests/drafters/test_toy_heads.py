@@ -27,8 +27,10 @@ from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-KINDS = ("own features", "block", "medusa", "eagle", "eagle3", "dflash", "dflare", "dspark")
+KINDS = ("own features", "block", "medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "dflash", "dflare", "dspark")
 MARGINAL = ("block", "medusa", "dflash", "dflare")
+UNTRAINED = ("hydra", "mlp_speculator")
+"""Heads that are loaded alone."""
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=0.9, seed=3)
 CELLS = (("chain", "block"), ("gumbel:branching=2x2x1", "traversal"), ("dynamic:width=3,num_nodes=8", "match"))
@@ -220,10 +222,10 @@ def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
 def test_a_head_states_what_it_reads_and_keeps(kind):
     traits = Traits.of(type(head(kind, Surroundings.of(target(1), None))))
     assert traits.reads_hidden_states
-    assert traits.keeps_cache == (kind != "medusa")
+    assert traits.keeps_cache == (kind not in ("medusa", "mlp_speculator"))
     assert not traits.context_pure
     assert traits.rows == ("marginal" if kind in MARGINAL else "sampled")
-    assert kind in TOYS or traits.trainer == kind
+    assert kind in TOYS or traits.trainer == (None if kind in UNTRAINED else kind)
 
 
 def test_every_head_of_the_catalog_is_tested_here():

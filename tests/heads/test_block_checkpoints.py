@@ -173,11 +173,15 @@ def test_the_written_files_have_the_names_and_keys_that_vllm_reads(monkeypatch, 
         head = read_block(made.save(tmp_path / kind), LanguageModel(model, max_slots=1).ends, VOCAB)
         write_block(head, tmp_path / "out", model, torch.bfloat16)
         tensors = load_file(tmp_path / "out" / "model.safetensors")
-        assert tensors.keys() == {name for name in made.tensors if not name.startswith("confidence_head")}
+        assert tensors.keys() == made.tensors.keys()
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert config["architectures"] == [SPECULATORS[kind.split("-")[0]]]
         assert config["torch_dtype"] == "bfloat16"
+        assert config["sliding_window_non_causal"] is True
+        if kind == "dspark-rnn":
+            assert config["enable_confidence_head"]
+            assert config["confidence_head_with_markov"]
         assert config["aux_hidden_state_layer_ids"] == [2, 1]
         assert config["transformer_layer_config"]["model_type"] == "qwen3"
         assert config["transformer_layer_config"]["vocab_size"] == VOCAB

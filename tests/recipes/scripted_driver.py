@@ -9,6 +9,8 @@ from recipes.engines.talk import Asked, Decode, Options, drive
 def load(options: Options) -> Decode:
     if options.mode == "does not start":
         raise RuntimeError("no such instruction")
+    if options.mode == "eagle":
+        raise ValueError("no such head")
     answered = 0
 
     def decode(asked: Asked) -> list[list[int]]:
@@ -23,6 +25,8 @@ def load(options: Options) -> Decode:
         length = asked.new_tokens - (options.mode == "short")
         return [[7] * length for _ in asked.prompts]
 
+    if options.mode == "medusa":
+        decode.counts = lambda: {"drafts": 2, "draft_tokens": 10, "accepted_tokens": 5}  # type: ignore[attr-defined]
     return decode
 
 

@@ -18,7 +18,7 @@ from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
 from tests.world.block_checkpoints import checkpoints
-from tests.world.published import eagle, eagle3, medusa_of_vllm
+from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
 
 
 class ToyModule(nn.Module):
@@ -74,7 +74,9 @@ def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: objec
     """A toy drafter, `own features` or `block`, whose random weights are always the same."""
     torch.manual_seed(5)
     module = ToyModule(around, masked=kind == "block").to(around.device, around.dtype)
-    lm = HeadLM(module, max_slots=around.max_slots, max_context=around.max_context, compile=compile)
+    lm = HeadLM(
+        module, max_slots=around.max_slots, max_context=around.max_context, forward="compiled" if compile else "eager"
+    )
     if kind == "block":
         return ToyBlock(lm=lm, block_size=4, mask_id=0, **more)
     return ToyOwnFeatures(lm=lm, **more)
@@ -92,6 +94,8 @@ def head(kind: str, around: Surroundings, **more: object) -> Drafter:
 TOYS = ("own features", "block")
 CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
     "medusa": medusa_of_vllm,
+    "hydra": hydra,
+    "mlp_speculator": mlp_speculator,
     "eagle": eagle,
     "eagle3": eagle3,
     "dflash": lambda folder, around: checkpoints(around.vocab_size)["dflash"].save(folder),

@@ -216,3 +216,68 @@ def eagle3(
         shared |= {} if taps is None else {"eagle_aux_hidden_state_layer_ids": list(taps)}
         written(folder, shared, tensors, "model.safetensors")
     return tensors
+
+
+def hydra(
+    folder: Path, around: Surroundings, *, prefix: bool = True, layers: int = 1, grounded: bool = True
+) -> Tensors:
+    """Hydra heads as their authors publish them: with dropout between the layers and a prefix layer, or with neither.
+
+    The target's config lies in the folder `base` beside them.
+    """
+    size, vocab, layer = around.hidden_size, around.vocab_size, layer_of(around)
+    first, output = (1, ".1") if prefix else (0, "")
+    shapes: dict[str, tuple[int, ...]] = {"input_embed_fn.weight": (vocab, size)}
+    for i in range(4):
+        width = (i + 2) * size if grounded else size
+        for name in ("linear", "res_connection") if grounded else ("linear",):
+            shapes |= {f"hydra_mlp.{i}.{first}.{name}.weight": (size, width)}
+            shapes |= {f"hydra_mlp.{i}.{first}.{name}.bias": (size,)}
+        for j in range(1, layers):
+            place = first + (1 + first) * j
+            shapes |= {f"hydra_mlp.{i}.{place}.linear.weight": (size, size)}
+            shapes |= {f"hydra_mlp.{i}.{place}.linear.bias": (size,)}
+        shapes |= {f"hydra_lm_head.{i}{output}.weight": (vocab, size), f"hydra_lm_head.{i}{output}.bias": (vocab,)}
+    if prefix:
+        name = "prefix_embeding_layer"
+        shapes |= layer_shapes(layer, f"{name}.layers.0", size)
+        shapes |= {f"{name}.layers.0.input_layernorm.weight": (size,), f"{name}.norm.weight": (size,)}
+        shapes |= {f"{name}.embed_tokens.weight": (vocab, size)}
+    (folder / "base").mkdir()
+    (folder / "base" / "config.json").write_text(json.dumps(layer | {"architectures": ["LlamaForCausalLM"]}))
+    config = {
+        "base_model_name_or_path": str(folder / "base"),
+        "hydra_num_heads": 4,
+        "hydra_num_layers": layers,
+        "hydra_head_arch": "prefix-mlp" if prefix else "mlp",
+        "grounded_heads": grounded,
+        "hidden_state_offset": 0,
+    }
+    tensors = drawn(shapes)
+    written(folder, config, tensors, "hydra_lm_head.pt")
+    return tensors
+
+
+def mlp_speculator(folder: Path, around: Surroundings, *, tied: bool = False, scaled: bool = False) -> Tensors:
+    """An MLP speculator. If its weights are tied, the file has those of the first depths alone."""
+    size, vocab, inner = around.hidden_size, around.vocab_size, 20
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(4):
+        if i < 2 or not tied:
+            shapes[f"speculator.proj.{i}.weight"] = (inner, inner if i else size)
+        if i == 0 or not tied:
+            shapes |= {f"speculator.{name}.{i}.weight": (vocab, inner) for name in ("emb", "head")}
+            shapes |= {f"speculator.ln.{i}.{name}": (inner,) for name in ("weight", "bias")}
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": vocab,
+        "emb_dim": size,
+        "inner_dim": inner,
+        "n_predict": 4,
+        "tie_weights": tied,
+        "scale_input": scaled,
+    }
+    tensors = {name: tensor + 1 if ".ln." in name else tensor for name, tensor in drawn(shapes).items()}
+    written(folder, config, tensors, "model.safetensors")
+    return tensors

