@@ -4,7 +4,8 @@ from outrider.cli.head_options import EagleOptions, HeadOptions
 from outrider.cli.kin_options import GriffinOptions, JakiroOptions, PossOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.train import Data
-from outrider.cli.train_heads import Out, Target, app, from_extra
+from outrider.cli.train_blocks import app
+from outrider.cli.train_heads import Out, Target, from_extra
 from outrider.training.settings import Settings
 
 __all__ = ["app"]

@@ -8,10 +8,10 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.heads.eagle import EagleFile, EagleHead, eagle_config, has_specialists
 from outrider.heads.eagle3 import Eagle3Head
@@ -97,8 +97,11 @@ class PossFile:
         else:
             head = self.trunk.head(ends, num_layers=num_layers, vocab_size=vocab_size, answers=answers or Answers())
         head.specialise(1 + len(self.further), self.stride)
-        layers = {f"{i}.0.{name}": tensor for i, own in enumerate(self.further) for name, tensor in own.items()}
-        load_into(head.further, layers, self.path)
+        places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.further, start=1)}
+        named = {
+            f"layers.{i}.{name}": tensor for i, own in enumerate(self.further, start=1) for name, tensor in own.items()
+        }
+        load_into(nn.ModuleDict({"layers": nn.ModuleDict(places)}), named, self.path)
         return head
 
 

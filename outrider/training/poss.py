@@ -90,7 +90,7 @@ def poss_learner(
         raise InputError(f"steps must be >= 1, got {steps}")
     if unrolled < steps:
         raise InputError(f"the first specialist takes {steps} draft steps, so unrolled must be >= {steps}, got {unrolled}")
-    head = None if begin is None else _with_specialists(target, begin)
+    head = None if begin is None else _with_specialists(target, begin, steps)
     if head is None:
         if begin is not None:
             trunk = "eagle3" if is_eagle3(read_config(begin), read_names(begin)) else "eagle"
@@ -139,13 +139,13 @@ def poss_learner(
     )
 
 
-def _with_specialists(target: PreTrainedModel, path: str) -> EagleHead | Eagle3Head | None:
+def _with_specialists(target: PreTrainedModel, path: str, steps: int) -> EagleHead | Eagle3Head | None:
     """The head with specialists in a directory or at a hub id; None if it is another head."""
     config = read_config(path)
     if not is_poss(config, read_names(path)):
         return None
     anatomy, width = Anatomy.of(target), logit_width(target)
-    file = PossFile.of(path, config, read_tensors(path))
+    file = PossFile.of(path, config, read_tensors(path), steps=steps)
     check_head(path, file.target_hidden_size, file.vocab_size, anatomy, width)
     head = file.head(find_ends(target, anatomy), num_layers=anatomy.num_layers, vocab_size=width, answers=Answers())
     freeze_embedding(head)
