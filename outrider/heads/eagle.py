@@ -15,9 +15,12 @@ from outrider.heads.files import KIND, TARGET, TargetShape, load_into, write_hea
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.types import InputError
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 """The names that vLLM and SGLang give such a checkpoint. Its authors' have the name of a plain model."""
+SPECULATORS = "eagle"
+"""The `speculators_model_type` of such a checkpoint."""
 
 
 class EagleHead(FeatureHead):
@@ -125,13 +128,21 @@ class EagleFile:
 
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "EagleFile":
-        """A checkpoint by its two files. Raises InputError if transformers refuses the config."""
+        """A checkpoint by its two files. Raises InputError if transformers refuses the config, or it has norms that
+        EAGLE lacks.
+        """
+        inner, left_out = config, LEFT_OUT
+        if config.get("speculators_model_type") == SPECULATORS:
+            if config.get("layernorms"):
+                raise InputError(f"the head in {path} is an EAGLE head with further norms, which are not known here")
+            inner = {**config.get("transformer_layer_config", {}), "num_hidden_layers": 1}
+            left_out = (*LEFT_OUT, "lm_head.weight")
         kept = {
-            name.removeprefix("model."): tensor
+            _name(name): tensor
             for name, tensor in tensors.items()
-            if not name.endswith("rotary_emb.inv_freq") and name not in LEFT_OUT
+            if not name.endswith("rotary_emb.inv_freq") and name not in left_out
         }
-        return cls(path=path, config=layer_config(config, path), tensors=kept)
+        return cls(path=path, config=layer_config(inner, path), tensors=kept)
 
     def sizes(self) -> dict[str, Any]:
         """What the head is made with beside its layers' sizes."""
@@ -156,6 +167,8 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint is one of EAGLE-1: a plain model's config beside the tensors of such a head."""
     if KIND in config:
         return False
+    if config.get("speculators_model_type") == SPECULATORS:
+        return True
     if any(name in ARCHITECTURES for name in config.get("architectures") or []):
         return True
     bare = {name.removeprefix("model.") for name in names}
@@ -163,6 +176,14 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
     other = {"norm.weight", "layers.0.hidden_norm.weight"}
     plain = wanted <= bare and not other & bare and "speculators_model_type" not in config
     return plain and not has_specialists(bare)
+
+
+def _name(name: str) -> str:
+    """The name of a tensor in `EagleHead`. That of `speculators` has one layer, the transformer."""
+    name = name.removeprefix("model.")
+    for begin, own in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
+        name = own + name.removeprefix(begin) if name.startswith(begin) else name
+    return name
 
 
 def has_specialists(names: Collection[str]) -> bool:
