@@ -27,8 +27,8 @@ class JakiroOptions:
     Attributes:
         expert_size: Width of each expert's feed-forward. By default the target's hidden size.
         contrast: Weight of the guess that reaches one token further; the other guess has weight 1.
-        mixture: What is mixed for a guess: the experts' outputs (features), or their distributions by the gate's weights
-            (gate) or by halves (half).
+        mixture: What is mixed for a guess: the experts' outputs (features), or their distributions by the gate's
+            weights (gate) or by halves (half).
     """
 
     expert_size: int | None = None

@@ -101,9 +101,11 @@ class JakiroHead(EagleHead):
         if mixture not in get_args(Mixture):
             raise InputError(f"mixture must be one of {', '.join(get_args(Mixture))}, got {mixture!r}")
         self._expert_size, self.mixture = expert_size or config.hidden_size, mixture
-        super().__init__(
-            config, ends, vocab_size=vocab_size, bias=bias, own_embedding=own_embedding, qkv_bias=qkv_bias
-        )
+        super().__init__(config, ends, vocab_size=vocab_size, bias=bias, own_embedding=own_embedding, qkv_bias=qkv_bias)
+
+    def extra_repr(self) -> str:
+        """The choice that no tensor shows."""
+        return f"mixture={self.mixture}"
 
     def layer(self, number: int, qkv_bias: bool | None) -> DecoderLayer:
         if number:
@@ -162,9 +164,7 @@ class JakiroFile(EagleFile):
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "JakiroFile":
         file = EagleFile.of(path, config, {name.replace(*EXPERTS): tensor for name, tensor in tensors.items()})
-        return cls(
-            path=path, config=file.config, tensors=file.tensors, mixture=config.get("mixture", "features")
-        )
+        return cls(path=path, config=file.config, tensors=file.tensors, mixture=config.get("mixture", "features"))
 
     def sizes(self) -> dict[str, Any]:
         gate = self.tensors.get(f"{EXPERTS[1]}experts.0.gate_proj.weight")

@@ -231,7 +231,7 @@ def eagle3_head(
     begin: str | None,
     seed: int,
 ) -> Eagle3Head:
-    """A new EAGLE-3 head of a target, or one on disk, in float32. Arguments and errors are those of `eagle3_learner`."""
+    """A new EAGLE-3 head, or one on disk, in float32. Arguments and errors are those of `eagle3_learner`."""
     anatomy, width = Anatomy.of(target), logit_width(target)
     ends = find_ends(target, anatomy)
     if begin is None:

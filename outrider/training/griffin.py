@@ -88,6 +88,7 @@ class Griffin(Eagle):
         number: int,
         before: Bool[Tensor, "rows length"] | None,
     ) -> Bool[Tensor, "rows length"] | None:
+        """The places at which the draft tokens so far are likely ones."""
         asked = torch.zeros_like(batch.learnt)
         for later in range(number + 1, self.num_guesses):
             learnt = batch.learnt[:, 2 + later :]
@@ -98,9 +99,7 @@ class Griffin(Eagle):
         found[rows, at] = self._likely(hidden[rows, compared], batch.tokens[rows, compared + 2 + number], number)
         return found
 
-    def _likely(
-        self, hidden: Float[Tensor, "n hidden"], labels: Int[Tensor, " n"], number: int
-    ) -> Bool[Tensor, " n"]:
+    def _likely(self, hidden: Float[Tensor, "n hidden"], labels: Int[Tensor, " n"], number: int) -> Bool[Tensor, " n"]:
         """Whether tokens are among the head's likeliest ones."""
         found = [torch.zeros_like(labels[:0], dtype=torch.bool)]
         for states, wanted in zip(hidden.split(self.chunk), labels.split(self.chunk), strict=True):

@@ -60,6 +60,7 @@ class Jakiro(Eagle):
         self._contrast = contrast
 
     def drafted(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length parts"]]:
+        """As `guesses`, but the last of several guesses is that of $h_2$."""
         handed_on = None
         for handed_on in self.guesses(batch, max(1, count - 1)):
             yield handed_on
@@ -69,6 +70,7 @@ class Jakiro(Eagle):
     def beside(
         self, batch: Batch, hidden: Float[Tensor, "rows length parts"], number: int, places: Places
     ) -> Float[Tensor, ""]:
+        """The distances of $h_1$ from the next features, and all losses of $h_2$."""
         further, behind = self.head.further(hidden), Places.of(batch, number + 1)
         values, _ = self._values(batch, further, number + 1, behind)
         contrast = values + super().beside(batch, further, number + 1, behind)

@@ -89,7 +89,9 @@ def poss_learner(
     if steps < 1:
         raise InputError(f"steps must be >= 1, got {steps}")
     if unrolled < steps:
-        raise InputError(f"the first specialist takes {steps} draft steps, so unrolled must be >= {steps}, got {unrolled}")
+        raise InputError(
+            f"the first specialist takes {steps} draft steps, so unrolled must be >= {steps}, got {unrolled}"
+        )
     head = None if begin is None else _with_specialists(target, begin, steps)
     if head is None:
         if begin is not None:

@@ -27,7 +27,19 @@ from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-KINDS = ("own features", "block", "medusa", "eagle", "eagle3", "poss", "griffin", "jakiro", "dflash", "dflare", "dspark")
+KINDS = (
+    "own features",
+    "block",
+    "medusa",
+    "eagle",
+    "eagle3",
+    "poss",
+    "griffin",
+    "jakiro",
+    "dflash",
+    "dflare",
+    "dspark",
+)
 MARGINAL = ("block", "medusa", "dflash", "dflare")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=0.9, seed=3)

@@ -73,8 +73,10 @@ class NaivePoss:
         shared = {name: tensor for name, tensor in self.tensors.items() if not name.startswith("layers.")}
         own = {n.replace(f"layers.{number}.", "layers.0."): t for n, t in self.tensors.items() if f"ers.{number}." in n}
         fused = "layers.0.hidden_norm.weight" in own
-        return NaiveEagle3(shared | own, self.layer, self.ends, {}) if fused else NaiveEagle(
-            shared | own, self.layer, self.ends
+        return (
+            NaiveEagle3(shared | own, self.layer, self.ends, {})
+            if fused
+            else NaiveEagle(shared | own, self.layer, self.ends)
         )
 
     def feature(self, states: Tensor) -> Tensor:

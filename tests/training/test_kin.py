@@ -45,9 +45,10 @@ def test_a_griffin_learns_behind_aligned_tokens_alone(shift, top):
                 if given.learnt[row, at + 2 + number] and aligned:
                     expected.add((row, at))
         assert found[number] == expected
-    everything = [set(zip(*(x.tolist() for x in (p.rows, p.at)), strict=True)) for p in (
-        Places.of(given, number) for number in range(GAMMA)
-    )]
+    everything = [
+        set(zip(*(x.tolist() for x in (p.rows, p.at)), strict=True))
+        for p in (Places.of(given, number) for number in range(GAMMA))
+    ]
     assert found[0] == everything[0]
     assert found[-1] < everything[-1]
     assert top == 3 or found[-1]
