@@ -100,7 +100,7 @@ class PossDrafter(FeatureHeadDrafter):
         extension = self.lms[number].extend(segments)
         parts = cast(Tensor, extension.features).split([len(segment.tokens) for segment in segments])
         for (state, nodes), part in zip(groups, parts, strict=True):
-            _own(state).handed_on |= dict(zip(nodes, part[len(part) - len(nodes) :], strict=True))
+            _own(state).handed_on |= dict(zip(nodes, part[len(part) - len(nodes) :].unbind(0), strict=True))
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
@@ -151,8 +151,9 @@ class PossDrafter(FeatureHeadDrafter):
             return self
         head = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(surroundings.dtype)
         head.ends = surroundings.ends()
-        sizes = {"max_slots": self.lm.max_slots, "max_context": self.lm.max_context}
-        lms = [HeadLM(head.reader(number), **sizes) for number in range(len(self.lms))]
+        slots, longest = self.lm.max_slots, self.lm.max_context
+        readers = map(head.reader, range(len(self.lms)))
+        lms = [HeadLM(reader, max_slots=slots, max_context=longest) for reader in readers]
         return replace(self, lm=lms[0], further=tuple(lms[1:]))
 
     def on_tables(self, vocab_size: int, seed: int) -> "PossDrafter":
@@ -235,7 +236,7 @@ def _by_owner(states: Sequence[Running], frontier: Frontier) -> Iterator[tuple[R
         state = states[int(frontier.owners[first])]
         own = _own(state)
         own.above |= dict(zip(nodes[first:end], above[first:end], strict=True))
-        own.tokens |= dict(zip(nodes[first:end], frontier.tokens[first:end], strict=True))
+        own.tokens |= dict(zip(nodes[first:end], frontier.tokens[first:end].unbind(0), strict=True))
         yield state, nodes[first:end]
 
 
