@@ -218,7 +218,7 @@ class PossPath(AskingPath):
             vocab_size=surroundings.vocab_size,
             answers=self.answers,
         )
-        lms = [head_lm(self, head.reader(number), surroundings) for number in range(1 + len(head.further))]
+        lms = [head_lm(self, head.reader(number), surroundings) for number in range(1 + len(head.specialists))]
         few = None
         if isinstance(head, EagleHead):
             reads: tuple[int, ...] = (surroundings.num_layers,)

@@ -36,7 +36,7 @@ class FeatureHead(nn.Module):
         vocab_size: Width of the logits.
         embed_tokens: Its own embedding; None takes the target's.
         layers: Its decoder layers.
-        further: The decoder layers of further specialists, which replace `layers` in later draft steps (PosS).
+        specialists: The decoder layers of further specialists, which replace `layers` in later draft steps (PosS).
         stride: Draft steps of each specialist but the last.
 
     Args:
@@ -53,7 +53,7 @@ class FeatureHead(nn.Module):
         self.feature_size, self.vocab_size = config.hidden_size, vocab_size
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-        self.further, self.stride = nn.ModuleList(), 1
+        self.specialists, self.stride = nn.ModuleList(), 1
 
     @abstractmethod
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
@@ -98,19 +98,19 @@ class FeatureHead(nn.Module):
             raise InputError(f"specialists and their draft steps must be >= 1, got {count} and {stride}")
         if len(self.layers) != 1:
             raise InputError(f"a head with specialists has one layer, and this one has {len(self.layers)}")
-        self.further = nn.ModuleList(copy.deepcopy(self.layers) for _ in range(count - 1))
+        self.specialists = nn.ModuleList(copy.deepcopy(self.layers) for _ in range(count - 1))
         self.stride = stride
 
     def specialist(self, step: int) -> int:
         """The number of the specialist of a draft step. Both are counted from 0."""
-        return min(step // self.stride, len(self.further))
+        return min(step // self.stride, len(self.specialists))
 
     def reader(self, number: int) -> "FeatureHead":
         """This head with the layers of a specialist. All else is shared with it."""
         if number == 0:
             return self
         twin = copy.copy(self)
-        twin._modules = {**self._modules, "layers": self.further[number - 1]}
+        twin._modules = {**self._modules, "layers": self.specialists[number - 1]}
         return twin
 
     def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:

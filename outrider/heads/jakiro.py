@@ -5,7 +5,7 @@ Huang et al. 2025, https://arxiv.org/abs/2502.06282
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -19,7 +19,7 @@ from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
 from outrider.types import InputError
 
-Mixture = Literal["features", "gate", "half"]
+MIXTURES = ("features", "gate", "half")
 """What is mixed: the experts' outputs, or their distributions by the gate's weights or by halves."""
 NAME = "jakiro"
 EXPERTS = ("layers.0.mlp_moe.", "layers.0.mlp.")
@@ -96,10 +96,10 @@ class JakiroHead(EagleHead):
         own_embedding: bool = False,
         qkv_bias: bool | None = None,
         expert_size: int | None = None,
-        mixture: Mixture = "features",
+        mixture: str = "features",
     ) -> None:
-        if mixture not in get_args(Mixture):
-            raise InputError(f"mixture must be one of {', '.join(get_args(Mixture))}, got {mixture!r}")
+        if mixture not in MIXTURES:
+            raise InputError(f"mixture must be one of {', '.join(MIXTURES)}, got {mixture!r}")
         self._expert_size, self.mixture = expert_size or config.hidden_size, mixture
         super().__init__(config, ends, vocab_size=vocab_size, bias=bias, own_embedding=own_embedding, qkv_bias=qkv_bias)
 
@@ -159,7 +159,7 @@ class JakiroFile(EagleFile):
 
     kind: ClassVar[type[EagleHead]] = JakiroHead
 
-    mixture: Mixture = "features"
+    mixture: str = "features"
 
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "JakiroFile":

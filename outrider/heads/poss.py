@@ -97,7 +97,7 @@ class PossFile:
         else:
             head = self.trunk.head(ends, num_layers=num_layers, vocab_size=vocab_size, answers=answers or Answers())
         head.specialise(1 + len(self.further), self.stride)
-        places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.further, start=1)}
+        places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.specialists, start=1)}
         named = {
             f"layers.{i}.{name}": tensor for i, own in enumerate(self.further, start=1) for name, tensor in own.items()
         }
@@ -130,5 +130,5 @@ def write_poss(
 
 
 def _renamed(name: str) -> str:
-    """The name of a tensor in files: `further.0.0.mlp` is `layers.1.mlp` there."""
-    return re.sub(r"^further\.(\d+)\.0\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
+    """The name of a tensor in files: `specialists.0.0.mlp` is `layers.1.mlp` there."""
+    return re.sub(r"^specialists\.(\d+)\.0\.", lambda found: f"layers.{int(found[1]) + 1}.", name)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.heads.eagle import eagle_config
 from outrider.heads.files import write_head
-from outrider.heads.jakiro import JakiroFile, JakiroHead, Mixture, jakiro_tensors
+from outrider.heads.jakiro import JakiroFile, JakiroHead, jakiro_tensors
 from outrider.training.batches import Batch
 from outrider.training.divergences import Divergence
 from outrider.training.eagle import Eagle, eagle_head
@@ -92,7 +92,7 @@ def jakiro_learner(
     bias: bool = False,
     expert_size: int | None = None,
     contrast: float = 0.5,
-    mixture: Mixture = "features",
+    mixture: str = "features",
     begin: str | None = None,
     seed: int = 0,
     device: torch.device | None = None,

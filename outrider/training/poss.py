@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from jaxtyping import Int
@@ -20,9 +19,6 @@ from outrider.lm.open import logit_width
 from outrider.training.divergences import Divergence
 from outrider.training.eagle import Eagle, Eagle3, check_head, eagle3_head, eagle_head, freeze_embedding
 from outrider.types import InputError
-
-Trunk = Literal["eagle", "eagle3"]
-"""The head whose layer is the first specialist."""
 
 
 class PossEagle(Eagle):
@@ -53,7 +49,7 @@ def poss_learner(
     target: PreTrainedModel,
     *,
     loss: Divergence | None,
-    trunk: Trunk = "eagle",
+    trunk: str = "eagle",
     steps: int = 1,
     unrolled: int = 6,
     decay: float = 1.0,
@@ -111,10 +107,10 @@ def poss_learner(
                 seed=seed,
             )
         head.specialise(unrolled // steps, steps)
-    if head.specialist(unrolled - 1) < len(head.further):
+    if head.specialist(unrolled - 1) < len(head.specialists):
         raise InputError(
-            f"{1 + len(head.further)} specialists of {head.stride} draft steps each do not all learn from {unrolled} "
-            f"passes; unrolled must be >= {1 + head.stride * len(head.further)}"
+            f"{1 + len(head.specialists)} specialists of {head.stride} draft steps each do not all learn from {unrolled} "
+            f"passes; unrolled must be >= {1 + head.stride * len(head.specialists)}"
         )
     placed = head.train().to(device or target.device)
     if isinstance(placed, EagleHead):

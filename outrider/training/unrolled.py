@@ -88,7 +88,7 @@ class Unrolled(HeadLearner):
                 reader, kept = self.head.reader(self.head.specialist(number)), Passes()
                 for pair in pairs:
                     reader.digest(*pair, kept)
-            if self.head.further:
+            if self.head.specialists:
                 pairs.append((tokens, features, positions))
             handed_on = reader(tokens, features, positions, seen, kept)
             yield handed_on

@@ -27,7 +27,7 @@ def kept_places(made: Griffin, given: Batch) -> list[set[tuple[int, int]]]:
     return found
 
 
-@pytest.mark.parametrize(("shift", "top"), [(1, 3), (0, 3), (1, 16), (0, 16)])
+@pytest.mark.parametrize(("shift", "top"), [(1, 3), (0, 3), (1, 48), (0, 48)])
 def test_a_griffin_learns_behind_aligned_tokens_alone(shift, top):
     given = batch()
     made = griffin_learner(target(), loss=ForwardKl(), unrolled=GAMMA, align_top=top, align_shift=shift)
@@ -114,11 +114,11 @@ def test_specialists_begin_as_their_parent_and_learn_apart(tmp_path, trunk):
     parent.dtype = torch.float32
     parent.write(tmp_path)
     made = poss_learner(target(), loss=ForwardKl(), unrolled=GAMMA, begin=str(tmp_path))
-    assert 1 + len(made.head.further) == GAMMA
+    assert 1 + len(made.head.specialists) == GAMMA
     for mine, theirs in zip(learnt_logits(made, given), learnt_logits(parent, given), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
     made(given).total.backward()
-    layers = [made.head.layers, *made.head.further]
+    layers = [made.head.layers, *made.head.specialists]
     gradients = [each[0].self_attn.k_proj.weight.grad for each in layers]
     assert all(gradient.any() for gradient in gradients)
     assert not torch.allclose(gradients[0], gradients[1])
