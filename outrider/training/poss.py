@@ -109,8 +109,8 @@ def poss_learner(
         head.specialise(unrolled // steps, steps)
     if head.specialist(unrolled - 1) < len(head.specialists):
         raise InputError(
-            f"{1 + len(head.specialists)} specialists of {head.stride} draft steps each do not all learn from {unrolled} "
-            f"passes; unrolled must be >= {1 + head.stride * len(head.specialists)}"
+            f"{1 + len(head.specialists)} specialists of {head.stride} draft steps each do not all learn from "
+            f"{unrolled} passes; unrolled must be >= {1 + head.stride * len(head.specialists)}"
         )
     placed = head.train().to(device or target.device)
     if isinstance(placed, EagleHead):
