@@ -12,11 +12,14 @@ from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.eagle import EaglePath
 from outrider.drafters.eagle3 import Eagle3Path
 from outrider.drafters.hydra import HydraPath
+from outrider.drafters.griffin import GriffinPath
+from outrider.drafters.jakiro import JakiroPath
 from outrider.drafters.medusa import MedusaPath
 from outrider.drafters.mlp_speculator import MLPSpeculatorPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.poss import PossPath
 from outrider.drafters.recognition import drafter_at, is_place
 from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
@@ -140,6 +143,27 @@ ROWS = (
         make=Eagle3Path,
         summary="a layer that continues three fused hidden states of the target",
         source="Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840",
+    ),
+    Row(
+        family="drafter",
+        name="poss",
+        make=PossPath,
+        summary="eagle or eagle3 with a specialist for each part of a draft",
+        source="Huang et al. 2025, PosS, https://arxiv.org/abs/2506.03566",
+    ),
+    Row(
+        family="drafter",
+        name="griffin",
+        make=GriffinPath,
+        summary="eagle with a fusion that the token guides, and a guess apart from the feature",
+        source="Hu et al. 2025, GRIFFIN, https://arxiv.org/abs/2502.11018",
+    ),
+    Row(
+        family="drafter",
+        name="jakiro",
+        make=JakiroPath,
+        summary="eagle with two small experts, whose contrast guesses the deepest tokens without a forward",
+        source="Huang et al. 2025, Jakiro, https://arxiv.org/abs/2502.06282",
     ),
     Row(
         family="drafter",

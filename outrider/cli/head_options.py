@@ -106,8 +106,18 @@ class Eagle3Options:
 
     def numbers(self) -> tuple[int, ...] | None:
         """The taps as numbers; None: none were given. Raises InputError for another text."""
-        if self.taps is None:
-            return None
-        if not all(tap.isdecimal() for tap in self.taps.split("x")):
-            raise InputError(f"taps must be numbers with x between them, such as 2x16x29, got {self.taps!r}")
-        return tuple(int(tap) for tap in self.taps.split("x"))
+        return taps_of(self.taps)
+
+
+def taps_of(text: str | None) -> tuple[int, ...] | None:
+    """Taps as numbers; None: none were given. Raises InputError for another text.
+
+    Example:
+        >>> taps_of("2x16x29")
+        (2, 16, 29)
+    """
+    if text is None:
+        return None
+    if not all(tap.isdecimal() for tap in text.split("x")):
+        raise InputError(f"taps must be numbers with x between them, such as 2x16x29, got {text!r}")
+    return tuple(int(tap) for tap in text.split("x"))

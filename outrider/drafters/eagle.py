@@ -1,7 +1,7 @@
 """EAGLE-1: continue the target's last features (Li et al. 2024). With the tree `dynamic` it is EAGLE-2."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
@@ -26,7 +26,24 @@ class EagleDrafter(FeatureHeadDrafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EaglePath(HeadPath):
+class EagleKinPath(HeadPath):
+    """A head on the trunk of EAGLE-1, before it is bound to a target. A subclass names its files and its drafter."""
+
+    file: ClassVar[type[EagleFile]] = EagleFile
+
+    def read(self, surroundings: Surroundings) -> dict[str, Any]:
+        """Load the head. Returns the fields of its drafter."""
+        config = read_config(self.path, revision=self.revision)
+        file = self.file.of(self.path, config, read_tensors(self.path, revision=self.revision))
+        self.check_target(TargetShape.of(config, self.path), file.config.hidden_size, surroundings)
+        self.check_vocabulary(file.config.vocab_size, surroundings)
+        tensors = without_copies(dict(file.tensors), surroundings.embed, surroundings.device)
+        head = replace(file, tensors=tensors).head(surroundings.ends(), surroundings.vocab_size)
+        return {"lm": head_lm(self, head, surroundings), "reads": (surroundings.num_layers,)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EaglePath(EagleKinPath):
     """An EAGLE-1 head before it is bound to a target: `eagle:path=...`."""
 
     @classmethod
@@ -35,11 +52,4 @@ class EaglePath(HeadPath):
 
     def bind(self, surroundings: Surroundings) -> EagleDrafter:
         """Load the head."""
-        config = read_config(self.path, revision=self.revision)
-        file = EagleFile.of(self.path, config, read_tensors(self.path, revision=self.revision))
-        self.check_target(TargetShape.of(config, self.path), file.config.hidden_size, surroundings)
-        self.check_vocabulary(file.config.vocab_size, surroundings)
-        tensors = without_copies(dict(file.tensors), surroundings.embed, surroundings.device)
-        file = EagleFile(path=self.path, config=file.config, tensors=tensors)
-        head = file.head(surroundings.ends(), surroundings.vocab_size)
-        return EagleDrafter(lm=head_lm(self, head, surroundings), reads=(surroundings.num_layers,))
+        return EagleDrafter(**self.read(surroundings))

@@ -26,8 +26,8 @@ class Eagle3Drafter(FeatureHeadDrafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Path(HeadPath):
-    """An EAGLE-3 head before it is bound to a target: `eagle3:path=...`.
+class AskingPath(HeadPath):
+    """A head whose files may leave questions open, before it is bound to a target.
 
     Attributes:
         norm_before_residual: Whether the residual of the first layer is the normed feature, where the config does not
@@ -40,6 +40,16 @@ class Eagle3Path(HeadPath):
     norm_before_residual: bool | None = None
     norm_output: bool | None = None
     taps: tuple[int, ...] | None = None
+
+    @property
+    def answers(self) -> Answers:
+        """What the user says where the files leave it open."""
+        return Answers(norm_before_residual=self.norm_before_residual, norm_output=self.norm_output, taps=self.taps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Path(AskingPath):
+    """An EAGLE-3 head before it is bound to a target: `eagle3:path=...`. Its fields are those of `AskingPath`."""
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -56,9 +66,7 @@ class Eagle3Path(HeadPath):
             surroundings.ends(),
             num_layers=surroundings.num_layers,
             vocab_size=surroundings.vocab_size,
-            answers=Answers(
-                norm_before_residual=self.norm_before_residual, norm_output=self.norm_output, taps=self.taps
-            ),
+            answers=self.answers,
         )
         lm = head_lm(self, head, surroundings)
         ids = None if head.ids is None else ShortList.of(head.ids.to(lm.device), surroundings.vocab_size)

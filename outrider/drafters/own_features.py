@@ -72,6 +72,9 @@ class OwnFeatures(SlottedDrafter):
     rows: ClassVar[Rows] = "sampled"
     context_pure: ClassVar[bool] = False
 
+    state: ClassVar[type[HeadState]] = HeadState
+    """The kind of a request's state."""
+
     lm: LM
     short_list: ShortList | None = None
 
@@ -84,25 +87,19 @@ class OwnFeatures(SlottedDrafter):
         return handed_on
 
     def open(self, request: Request) -> HeadState:
-        return HeadState(slot=self.lm.open())
+        return self.state(slot=self.lm.open())
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        features, long = self.features(observed.taps), []
-        for i, state in enumerate(states):
-            own = _own(state)
-            own.unread.append(features[observed.offsets[i] : observed.offsets[i + 1]])
-            if BACKLOG <= own.num_unread <= self.lm.max_context - self.lm.length(own.slot):
-                long.append(state)
-        if long:
-            # The last pair waits, so that the next draft has one to begin with.
-            self._read([self._pairs(state, _own(state).num_unread - 1, "none") for state in long])
+        features = self.features(observed.taps)
+        take_in(self.lm, [_own(state) for state in states], states, features, observed.offsets)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        segments = [self._pairs(state, _own(state).num_unread, "last") for state in states]
-        extension = self._read(segments)
+        owns = [_own(state) for state in states]
+        pairs = zip(owns, states, strict=True)
+        segments = [next_pairs(self.lm, own, state, own.num_unread, "last") for own, state in pairs]
+        extension = read(self.lm, segments)
         ends = np.cumsum([len(segment.tokens) for segment in segments]) - 1
-        for state, end in zip(states, ends.tolist(), strict=True):
-            own = _own(state)
+        for own, end in zip(owns, ends.tolist(), strict=True):
             own.fed, own.handed_on = {}, {0: _handed_on(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
@@ -134,42 +131,74 @@ class OwnFeatures(SlottedDrafter):
         self.lm.commit({_own(state).slot: [] for state in states})
 
     def needs(self, state: object, length: int) -> int:
-        own = state_of(HeadState, state)
-        read = self.lm.length(own.slot)
-        return min(read + own.num_unread, length) if read < length else max(0, length - 1)
+        return needed(self.lm, state_of(HeadState, state), length)
 
     def reuse(self, state: object, request: Request, length: int) -> HeadState:
         own = state_of(HeadState, state)
-        kept = self._kept(own, length)
+        kept = unread_of(self.lm, own, length)
         self.lm.truncate(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
-        return HeadState(slot=own.slot, unread=kept)
+        return self.state(slot=own.slot, unread=kept)
 
     def fork(self, state: object, request: Request, length: int) -> HeadState:
         own = state_of(HeadState, state)
         slot = self.lm.copy(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
-        return HeadState(slot=slot, unread=self._kept(own, length))
+        return self.state(slot=slot, unread=unread_of(self.lm, own, length))
 
     def cast(self, surroundings: Surroundings) -> "OwnFeatures":
         return replace(self, lm=self.lm.cast(surroundings.dtype))
 
-    def _kept(self, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"]]:
-        """The unread features that a text with the same first `length` tokens can use."""
-        read = self.lm.length(own.slot)
-        return own.first_unread(length - read) if read < length else []
 
-    def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
-        """The next `count` pairs that a request's slot lacks. Removes their features from `unread`."""
-        own = _own(state)
-        first, features = self.lm.length(own.slot) + 1, torch.cat(own.unread)
-        own.unread = [features[count:]] if count < len(features) else []
-        tokens = torch.tensor(state.tokens[first : first + count]).to(self.lm.device, non_blocking=True)
-        return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
+def take_in(
+    lm: LM,
+    owns: Sequence[HeadState],
+    states: Sequence[Running],
+    features: Float[Tensor, "n dim"],
+    offsets: Int[np.ndarray, " bounds"],
+) -> None:
+    """Note the features of new positions. Where many are unread, a head reads them now.
 
-    def _read(self, segments: Sequence[Segment]) -> Extension:
-        """Run the head on pairs and commit them."""
-        extension = self.lm.extend(segments)
-        self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
-        return extension
+    Args:
+        lm: The head.
+        owns: What it keeps of each request.
+        states: The requests.
+        features: Of all requests, packed.
+        offsets: Where each request's features begin; the last entry is their number.
+    """
+    segments = []
+    for i, (own, state) in enumerate(zip(owns, states, strict=True)):
+        own.unread.append(features[offsets[i] : offsets[i + 1]])
+        if BACKLOG <= own.num_unread <= lm.max_context - lm.length(own.slot):
+            # The last pair waits, so that the next draft has one to begin with.
+            segments.append(next_pairs(lm, own, state, own.num_unread - 1, "none"))
+    if segments:
+        read(lm, segments)
+
+
+def next_pairs(lm: LM, own: HeadState, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
+    """The next `count` pairs that a request's slot lacks. Removes their features from `unread`."""
+    first, features = lm.length(own.slot) + 1, torch.cat(own.unread)
+    own.unread = [features[count:]] if count < len(features) else []
+    tokens = torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True)
+    return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
+
+
+def read(lm: LM, segments: Sequence[Segment]) -> Extension:
+    """Run a head on pairs and commit them."""
+    extension = lm.extend(segments)
+    lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
+    return extension
+
+
+def needed(lm: LM, own: HeadState, length: int) -> int:
+    """The first position that a head must be shown again, for a text with the same first `length` tokens."""
+    known = lm.length(own.slot)
+    return min(known + own.num_unread, length) if known < length else max(0, length - 1)
+
+
+def unread_of(lm: LM, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"]]:
+    """The unread features that a text with the same first `length` tokens can use."""
+    known = lm.length(own.slot)
+    return own.first_unread(length - known) if known < length else []
 
 
 def _handed_on(extension: Extension) -> Float[Tensor, "nodes hidden"]:

@@ -3,7 +3,7 @@ r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.heads.feature_head import LEFT_OUT, FeatureHead, described, layer_config, qkv_bias_of
-from outrider.heads.files import TARGET, TargetShape, load_into, write_head
+from outrider.heads.files import KIND, TARGET, TargetShape, load_into, write_head
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.types import InputError
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 """The names that vLLM and SGLang give such a checkpoint. Its authors' have the name of a plain model."""
+SPECULATORS = "eagle"
+"""The `speculators_model_type` of such a checkpoint."""
 
 
 class EagleHead(FeatureHead):
@@ -50,14 +53,29 @@ class EagleHead(FeatureHead):
         qkv_bias: bool | None = None,
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=own_embedding)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=bias)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, i, input_norm=i > 0, qkv_bias=qkv_bias) for i in range(config.num_hidden_layers)
-        )
+        self.fc = self.fusion(bias)
+        self.layers = nn.ModuleList(self.layer(i, qkv_bias) for i in range(config.num_hidden_layers))
+
+    def fusion(self, bias: bool) -> nn.Module:
+        """What makes one vector of an embedding and a feature, side by side."""
+        return nn.Linear(2 * self.feature_size, self.feature_size, bias=bias)
+
+    def layer(self, number: int, qkv_bias: bool | None) -> DecoderLayer:
+        """A new decoder layer."""
+        return DecoderLayer(self.config, number, input_norm=number > 0, qkv_bias=qkv_bias)
+
+    @property
+    def biased(self) -> bool:
+        """Whether the fusion has a bias."""
+        return any(name.endswith("bias") for name, _ in self.fc.named_parameters())
+
+    def record(self) -> dict[str, Any]:
+        """What its config says beside the sizes."""
+        return {"architectures": [ARCHITECTURES[0]], "bias": self.biased}
 
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
-        normed = self.ends.norm(states)
-        return normed.to(self.fc.weight.device, self.fc.weight.dtype)
+        weight = next(self.layers.parameters())
+        return self.ends.norm(states).to(weight.device, weight.dtype)
 
     def forward(
         self,
@@ -67,14 +85,30 @@ class EagleHead(FeatureHead):
         mask: Bool[Tensor, "rows 1 width keys"],
         cache: Keeper,
     ) -> Float[Tensor, "rows width hidden"]:
-        hidden: Tensor = self.fc(torch.cat([self.embed(tokens, features), features], -1))
+        hidden = self._fused(tokens, features)
         rotary = self.rotary(hidden, positions)
         for layer in self.layers:
             hidden = layer(hidden, rotary, mask, cache)
         return hidden
 
+    def digest(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"],
+        positions: Int[Tensor, "rows width"],
+        cache: Keeper,
+    ) -> None:
+        hidden, layer = self._fused(tokens, features), cast(DecoderLayer, self.layers[0])
+        layer.self_attn.keep(layer.input_layernorm(hidden), self.rotary(hidden, positions), cache)
+
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
         return self.target_logits(hidden)[..., : self.vocab_size]
+
+    def _fused(
+        self, tokens: Int[Tensor, "rows width"], features: Float[Tensor, "rows width dim"]
+    ) -> Float[Tensor, "rows width dim"]:
+        fused: Tensor = self.fc(torch.cat([self.embed(tokens, features), features], -1))
+        return fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,29 +120,44 @@ class EagleFile:
         tensors: Its tensors, under the names of `EagleHead`.
     """
 
+    kind: ClassVar[type[EagleHead]] = EagleHead
+
     path: str
     config: PreTrainedConfig
     tensors: Mapping[str, Tensor]
 
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "EagleFile":
-        """A checkpoint by its two files. Raises InputError if transformers refuses the config."""
+        """A checkpoint by its two files. Raises InputError if transformers refuses the config, or it has norms that
+        EAGLE lacks.
+        """
+        inner, left_out = config, LEFT_OUT
+        if config.get("speculators_model_type") == SPECULATORS:
+            if config.get("layernorms"):
+                raise InputError(f"the head in {path} is an EAGLE head with further norms, which are not known here")
+            inner = {**config.get("transformer_layer_config", {}), "num_hidden_layers": 1}
+            left_out = (*LEFT_OUT, "lm_head.weight")
         kept = {
-            name.removeprefix("model."): tensor
+            _name(name): tensor
             for name, tensor in tensors.items()
-            if not name.endswith("rotary_emb.inv_freq") and name not in LEFT_OUT
+            if not name.endswith("rotary_emb.inv_freq") and name not in left_out
         }
-        return cls(path=path, config=layer_config(config, path), tensors=kept)
+        return cls(path=path, config=layer_config(inner, path), tensors=kept)
+
+    def sizes(self) -> dict[str, Any]:
+        """What the head is made with beside its layers' sizes."""
+        return {}
 
     def head(self, ends: Ends, vocab_size: int) -> EagleHead:
         """The head. Raises InputError if the tensors are not those of such a head."""
-        head = EagleHead(
+        head = self.kind(
             self.config,
             ends,
             vocab_size=vocab_size,
-            bias="fc.bias" in self.tensors,
+            bias=any(name.startswith("fc.") and name.endswith(".bias") for name in self.tensors),
             own_embedding="embed_tokens.weight" in self.tensors,
             qkv_bias=qkv_bias_of(self.tensors),
+            **self.sizes(),
         )
         load_into(head, self.tensors, self.path)
         return head
@@ -116,21 +165,44 @@ class EagleFile:
 
 def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint is one of EAGLE-1: a plain model's config beside the tensors of such a head."""
+    if KIND in config:
+        return False
+    if config.get("speculators_model_type") == SPECULATORS:
+        return True
     if any(name in ARCHITECTURES for name in config.get("architectures") or []):
         return True
     bare = {name.removeprefix("model.") for name in names}
-    wanted, other = {"fc.weight", "layers.0.self_attn.q_proj.weight"}, {"norm.weight", "layers.0.hidden_norm.weight"}
-    return wanted <= bare and not other & bare and "speculators_model_type" not in config
+    wanted = {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"}
+    other = {"norm.weight", "layers.0.hidden_norm.weight"}
+    plain = wanted <= bare and not other & bare and "speculators_model_type" not in config
+    return plain and not has_specialists(bare)
+
+
+def _name(name: str) -> str:
+    """The name of a tensor in `EagleHead`. That of `speculators` has one layer, the transformer."""
+    name = name.removeprefix("model.")
+    for begin, own in (("fusion_fc.", "fc."), ("transformer.", "layers.0.")):
+        name = own + name.removeprefix(begin) if name.startswith(begin) else name
+    return name
+
+
+def has_specialists(names: Collection[str]) -> bool:
+    """Whether tensors are those of a head whose layers are specialists: no layer norms its attention's input alone."""
+    second = "layers.1.self_attn.q_proj.weight" in names
+    return second and ("layers.1.input_layernorm.weight" not in names or "layers.1.hidden_norm.weight" in names)
+
+
+def eagle_config(head: EagleHead, target: TargetShape, dtype: torch.dtype) -> dict[str, Any]:
+    """The config that is written."""
+    return {
+        **described(head.config),
+        **head.record(),
+        "vocab_size": target.vocab_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        TARGET: target.record(),
+    }
 
 
 def write_eagle(head: EagleHead, folder: Path, target: TargetShape, dtype: torch.dtype) -> None:
     """Write a head as its authors do, with the architecture's name of vLLM."""
-    config = {
-        **described(head.config),
-        "architectures": [ARCHITECTURES[0]],
-        "vocab_size": target.vocab_size,
-        "bias": head.fc.bias is not None,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        TARGET: target.record(),
-    }
-    write_head(folder, config, head.state_dict(), dtype)
+    write_head(folder, eagle_config(head, target, dtype), head.state_dict(), dtype)

@@ -100,11 +100,15 @@ class FusedLayer(DecoderLayer):
         cache: Keeper,
     ) -> Float[Tensor, "rows width hidden"]:
         """The layer's output."""
-        normed = self.hidden_norm(features)
-        residual = normed if self.norm_before_residual else features
-        both = torch.cat([self.input_layernorm(embedded), normed], -1)
-        hidden: Tensor = residual + self.self_attn(both, rotary, mask, cache)
+        residual = self.hidden_norm(features) if self.norm_before_residual else features
+        hidden: Tensor = residual + self.self_attn(self.pair(embedded, features), rotary, mask, cache)
         return hidden + cast(Tensor, self.mlp(self.post_attention_layernorm(hidden)))
+
+    def pair(
+        self, embedded: Float[Tensor, "rows width hidden"], features: Float[Tensor, "rows width hidden"]
+    ) -> Float[Tensor, "rows width both"]:
+        """What the attention reads."""
+        return torch.cat([self.input_layernorm(embedded), self.hidden_norm(features)], -1)
 
 
 class Eagle3Head(FeatureHead):
@@ -163,6 +167,17 @@ class Eagle3Head(FeatureHead):
         for layer in self.layers[1:]:
             hidden = layer(hidden, rotary, mask, cache)
         return hidden
+
+    def digest(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"],
+        positions: Int[Tensor, "rows width"],
+        cache: Keeper,
+    ) -> None:
+        first = cast(FusedLayer, self.layers[0])
+        both = first.pair(self.embed(tokens, features), features)
+        first.self_attn.keep(both, self.rotary(features, positions), cache)
 
     def fed_back(self, handed_on: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         return self.norm(handed_on) if self.sizes.norm_output else handed_on

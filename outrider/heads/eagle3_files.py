@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from outrider.heads.feature_head import LEFT_OUT, described, layer_config, qkv_bias_of
-from outrider.heads.files import TARGET, TargetShape, load_into, write_head
+from outrider.heads.files import KIND, TARGET, TargetShape, load_into, write_head
 from outrider.lm.ends import Ends
 from outrider.types import InputError
 
@@ -186,12 +186,16 @@ class Eagle3File:
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint is one of EAGLE-3."""
+    if KIND in config:
+        return False
     native = any(name in NATIVE for name in config.get("architectures") or [])
     return _is_speculators(config) or native or any(name.startswith("midlayer.hidden_norm") for name in names)
 
 
-def write_eagle3(head: Eagle3Head, folder: Path, target: TargetShape, dtype: torch.dtype, *, name: str = "") -> None:
-    """Write a head in the layout of speculators, as vLLM loads it.
+def eagle3_record(
+    head: Eagle3Head, target: TargetShape, dtype: torch.dtype, *, name: str = ""
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config and the tensors that are written.
 
     Args:
         name: The target's directory or hub id.
@@ -224,7 +228,16 @@ def write_eagle3(head: Eagle3Head, folder: Path, target: TargetShape, dtype: tor
         ids = head.ids.cpu()
         tensors["d2t"] = ids - torch.arange(len(ids))
         tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-    write_head(folder, config, tensors, dtype)
+    return config, tensors
+
+
+def write_eagle3(head: Eagle3Head, folder: Path, target: TargetShape, dtype: torch.dtype, *, name: str = "") -> None:
+    """Write a head in the layout of speculators, as vLLM loads it.
+
+    Args:
+        name: The target's directory or hub id.
+    """
+    write_head(folder, *eagle3_record(head, target, dtype, name=name), dtype)
 
 
 def _is_speculators(config: Mapping[str, Any]) -> bool:

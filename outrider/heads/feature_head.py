@@ -1,5 +1,6 @@
 """What heads share that go on with features of their own (EAGLE and its kin)."""
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -34,10 +35,15 @@ class FeatureHead(nn.Module):
         feature_size: Width of the features.
         vocab_size: Width of the logits.
         embed_tokens: Its own embedding; None takes the target's.
+        layers: Its decoder layers.
+        specialists: The decoder layers of further specialists, which replace `layers` in later draft steps (PosS).
+        stride: Draft steps of each specialist but the last.
 
     Args:
         own_embedding: Whether it has an embedding of its own.
     """
+
+    layers: nn.ModuleList
 
     def __init__(self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, own_embedding: bool) -> None:
         super().__init__()
@@ -47,6 +53,7 @@ class FeatureHead(nn.Module):
         self.feature_size, self.vocab_size = config.hidden_size, vocab_size
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.specialists, self.stride = nn.ModuleList(), 1
 
     @abstractmethod
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
@@ -70,6 +77,41 @@ class FeatureHead(nn.Module):
     def fed_back(self, handed_on: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         """The feature that a draft token is read with, from what was handed on before it; by default the same."""
         return handed_on
+
+    def digest(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"],
+        positions: Int[Tensor, "rows width"],
+        cache: Keeper,
+    ) -> None:
+        """Store the keys and values of pairs whose outputs nobody needs. The head has one layer."""
+        raise NotImplementedError(f"{type(self).__name__} cannot have specialists")
+
+    def specialise(self, count: int, stride: int) -> None:
+        """Become `count` specialists, whose layers are copies of these.
+
+        Raises:
+            InputError: A number is too small, or there are several layers.
+        """
+        if count < 1 or stride < 1:
+            raise InputError(f"specialists and their draft steps must be >= 1, got {count} and {stride}")
+        if len(self.layers) != 1:
+            raise InputError(f"a head with specialists has one layer, and this one has {len(self.layers)}")
+        self.specialists = nn.ModuleList(copy.deepcopy(self.layers) for _ in range(count - 1))
+        self.stride = stride
+
+    def specialist(self, step: int) -> int:
+        """The number of the specialist of a draft step. Both are counted from 0."""
+        return min(step // self.stride, len(self.specialists))
+
+    def reader(self, number: int) -> "FeatureHead":
+        """This head with the layers of a specialist. All else is shared with it."""
+        if number == 0:
+            return self
+        twin = copy.copy(self)
+        twin._modules = {**self._modules, "layers": self.specialists[number - 1]}
+        return twin
 
     def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits by the target's output layer, in the target's dtype."""

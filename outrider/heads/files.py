@@ -26,6 +26,8 @@ CONVENTION = "tap k enters decoder layer k; the last tap leaves the last layer, 
 """Which hidden states taps are; other projects number the outputs of layers, or normed states."""
 TARGET = "outrider_target"
 """The key of a config that says for which target a head was trained."""
+KIND = "outrider_head"
+"""The key of a config that names the drafter of a head which other engines do not know."""
 
 
 @dataclass(frozen=True, kw_only=True)

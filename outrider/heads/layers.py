@@ -86,6 +86,14 @@ class Attention(nn.Module):
         found = scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask, enable_gqa=True)
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
+    def keep(
+        self, states: Float[Tensor, "rows width features"], rotary: Float[Tensor, "2 rows width dim"], cache: Keeper
+    ) -> None:
+        """Store the keys and values of states that ask for nothing themselves."""
+        keys = self.k_norm(self._heads(self.k_proj(states)))
+        turned, _ = apply_rotary_pos_emb(keys, keys, rotary[0], rotary[1])
+        cache.update(turned, self._heads(self.v_proj(states)), self.layer)
+
     def _heads(self, states: Float[Tensor, "rows width all"]) -> Float[Tensor, "rows heads width dim"]:
         return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 

@@ -175,3 +175,11 @@ class TabularFusion(nn.Module):
     def fed_back(self, handed_on: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
         """What was handed on, as it is."""
         return handed_on
+
+    def further(self, handed_on: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
+        """What guesses one token further."""
+        return handed_on @ self.table
+
+    def logits(self, hidden: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
+        """Logits of what guesses one token further."""
+        return hidden

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -71,7 +72,8 @@ class Eagle(Unrolled):
     ) -> Float[Tensor, ""]:
         """The weighted sum of the mean distances of all features from the target's next ones."""
         wanted = self.last_states(batch)[places.rows, places.at + 1 + number].to(hidden.dtype)
-        distance = smooth_l1_loss(hidden[places.rows, places.at], wanted, reduction="none").mean(-1)
+        found = self.head.fed_back(hidden[places.rows, places.at])
+        distance = smooth_l1_loss(found, wanted, reduction="none").mean(-1)
         return self._regression * distance.sum()
 
     def write(self, folder: Path) -> None:
@@ -118,17 +120,7 @@ def eagle_learner(
     Raises:
         InputError: A size makes no sense, or the head on disk does not fit the target.
     """
-    anatomy, width = Anatomy.of(target), logit_width(target)
-    ends = find_ends(target, anatomy)
-    if begin is None:
-        torch.manual_seed(seed)
-        layer = usual_layer(anatomy, vocab_size=width, intermediate_size=intermediate_size)
-        head = EagleHead(layer, ends, vocab_size=width, bias=bias)
-    else:
-        file = EagleFile.of(begin, read_config(begin), read_tensors(begin))
-        _check(begin, file.config.hidden_size, file.config.vocab_size, anatomy, width)
-        head = file.head(ends, width).float()
-    _freeze_embedding(head)
+    head = eagle_head(target, bias=bias, intermediate_size=intermediate_size, begin=begin, seed=seed)
     return Eagle(
         head.train().to(device or target.device),
         target,
@@ -139,6 +131,36 @@ def eagle_learner(
         noise=noise,
         seed=seed,
     )
+
+
+def eagle_head(
+    target: PreTrainedModel,
+    kind: type[EagleFile] = EagleFile,
+    *,
+    bias: bool,
+    intermediate_size: int | None,
+    begin: str | None,
+    seed: int,
+    **more: Any,
+) -> EagleHead:
+    """A new EAGLE-1 head of a target, or one on disk, in float32. Arguments and errors are those of `eagle_learner`.
+
+    Args:
+        kind: The files of such a head.
+        **more: Sizes of a new head of that kind.
+    """
+    anatomy, width = Anatomy.of(target), logit_width(target)
+    ends = find_ends(target, anatomy)
+    if begin is None:
+        torch.manual_seed(seed)
+        layer = usual_layer(anatomy, vocab_size=width, intermediate_size=intermediate_size)
+        head = kind.kind(layer, ends, vocab_size=width, bias=bias, **more)
+    else:
+        file = kind.of(begin, read_config(begin), read_tensors(begin))
+        check_head(begin, file.config.hidden_size, file.config.vocab_size, anatomy, width)
+        head = file.head(ends, width).float()
+    freeze_embedding(head)
+    return head
 
 
 def eagle3_learner(
@@ -173,6 +195,43 @@ def eagle3_learner(
     Raises:
         InputError: A size makes no sense, or the head on disk does not fit the target.
     """
+    head = eagle3_head(
+        target,
+        ids=ids,
+        taps=taps,
+        fc_norm=fc_norm,
+        norm_output=norm_output,
+        norm_before_residual=norm_before_residual,
+        intermediate_size=intermediate_size,
+        begin=begin,
+        seed=seed,
+    )
+    return Eagle3(
+        head.train().to(device or target.device),
+        target,
+        taps=head.sizes.taps,
+        loss=loss,
+        num_guesses=unrolled,
+        decay=decay,
+        ids=head.ids,
+        noise=noise,
+        seed=seed,
+    )
+
+
+def eagle3_head(
+    target: PreTrainedModel,
+    *,
+    ids: Int[Tensor, " width"] | None,
+    taps: Sequence[int] | None,
+    fc_norm: bool,
+    norm_output: bool,
+    norm_before_residual: bool,
+    intermediate_size: int | None,
+    begin: str | None,
+    seed: int,
+) -> Eagle3Head:
+    """A new EAGLE-3 head, or one on disk, in float32. Arguments and errors are those of `eagle3_learner`."""
     anatomy, width = Anatomy.of(target), logit_width(target)
     ends = find_ends(target, anatomy)
     if begin is None:
@@ -192,24 +251,14 @@ def eagle3_learner(
         head.begin_from(None if output is None else output.weight)
     else:
         file = Eagle3File.of(begin, read_config(begin), read_tensors(begin))
-        _check(begin, file.target_hidden_size, int(file.layer.vocab_size), anatomy, width)
+        check_head(begin, file.target_hidden_size, int(file.layer.vocab_size), anatomy, width)
         answers = Answers(taps=None if taps is None else tuple(taps))
         head = file.head(ends, num_layers=anatomy.num_layers, vocab_size=width, answers=answers).float()
-    _freeze_embedding(head)
-    return Eagle3(
-        head.train().to(device or target.device),
-        target,
-        taps=head.sizes.taps,
-        loss=loss,
-        num_guesses=unrolled,
-        decay=decay,
-        ids=head.ids,
-        noise=noise,
-        seed=seed,
-    )
+    freeze_embedding(head)
+    return head
 
 
-def _check(path: str, hidden_size: int, vocab_size: int, anatomy: Anatomy, width: int) -> None:
+def check_head(path: str, hidden_size: int, vocab_size: int, anatomy: Anatomy, width: int) -> None:
     """Raise InputError if a head on disk is of another target."""
     if (hidden_size, vocab_size) != (anatomy.hidden_size, width):
         raise InputError(
@@ -218,6 +267,7 @@ def _check(path: str, hidden_size: int, vocab_size: int, anatomy: Anatomy, width
         )
 
 
-def _freeze_embedding(head: EagleHead | Eagle3Head) -> None:
+def freeze_embedding(head: EagleHead | Eagle3Head) -> None:
+    """Let a head's own embedding stay as it is."""
     if head.embed_tokens is not None:
         head.embed_tokens.requires_grad_(False)

@@ -104,6 +104,24 @@ class HeadLearner(Learner):
         """A loss beside the divergence, as a sum over the places; None: there is none."""
         return None
 
+    def kept(
+        self,
+        batch: Batch,
+        hidden: Float[Tensor, "rows length hidden"],
+        number: int,
+        before: Bool[Tensor, "rows length"] | None,
+    ) -> Bool[Tensor, "rows length"] | None:
+        """The places at which the guesses behind guess `number` are learnt; None: all.
+
+        Args:
+            before: The places at which this guess was learnt.
+        """
+        return before
+
+    def drafted(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+        """As `guesses`, for the guesses that drafts of `count` tokens really make."""
+        return self.guesses(batch, count)
+
     def places_of(self, documents: Sequence[Document], max_length: int) -> Int[Tensor, " guesses"]:
         """How many places of some texts each guess has, in rows of at most so many tokens."""
         counts = np.zeros(self.num_guesses, dtype=np.int64)
@@ -117,13 +135,15 @@ class HeadLearner(Learner):
         """The loss of all guesses."""
         batch = self.with_states(batch)
         total, weight, agreed = [], [], []
+        kept: Bool[Tensor, "rows length"] | None = None
         for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
-            places, share = Places.of(batch, number), self.decay**number * self._slot_weight(number)
+            places, share = Places.of(batch, number, kept), self.decay**number * self._slot_weight(number)
             values, agrees = self._values(batch, hidden, number, places)
             beside = self.beside(batch, hidden, number, places)
             total.append(share * (values if beside is None else values + beside))
             weight.append(share * len(places.labels))
             agreed.append(share * agrees)
+            kept = self.kept(batch, hidden, number, kept)
         device = batch.tokens.device
         return Loss(
             total=torch.stack(total).sum(),
@@ -145,7 +165,7 @@ class HeadLearner(Learner):
         learnt = batch.learnt
         begins = learnt[:, 1:].unfold(1, depth + 1, 1).all(-1) if learnt.shape[1] > depth + 1 else learnt[:, :0]
         ratios, agrees = [], []
-        for number, hidden in enumerate(self.guesses(batch, depth)):
+        for number, hidden in enumerate(self.drafted(batch, depth)):
             places = Places.of(batch, number)
             whole, equal = learnt.new_zeros(learnt.shape, dtype=torch.float32), torch.zeros_like(learnt)
             compared = self._compared(batch, hidden, number, places)
@@ -257,8 +277,11 @@ class Places:
         self.rows, self.at, self.labels = rows, at, labels
 
     @classmethod
-    def of(cls, batch: Batch, number: int) -> "Places":
+    def of(cls, batch: Batch, number: int, kept: Bool[Tensor, "rows length"] | None = None) -> "Places":
         """The places of guess `number`.
+
+        Args:
+            kept: The places that may be learnt; None: all.
 
         Example:
             >>> tokens = torch.tensor([[7, 8, 9, 5]])
@@ -269,7 +292,8 @@ class Places:
             >>> Places.of(batch, 0).labels.tolist(), Places.of(batch, 1).labels.tolist()
             ([9, 5], [5])
         """
-        rows, at = batch.learnt[:, 2 + number :].nonzero(as_tuple=True)
+        learnt = batch.learnt[:, 2 + number :]
+        rows, at = (learnt if kept is None else learnt & kept[:, : learnt.shape[1]]).nonzero(as_tuple=True)
         return cls(rows, at, batch.tokens[rows, at + 2 + number])
 
 

@@ -28,6 +28,8 @@ class Unrolled(HeadLearner):
     target's features up to $t$ and the features of its own place in passes $1 \ldots j$. So pass $j$ at $t$ is what
     draft step $j$ computes behind the anchor $x_{t+1}$, if the draft tokens are those of the text.
 
+    A specialist of a head reads the pairs of all passes before its first one with its own keys and values.
+
     Args:
         head: The head, in float32.
         target: The target.
@@ -77,11 +79,18 @@ class Unrolled(HeadLearner):
             features = features + self._noises(batch).to(features)
         places, own = torch.arange(length, device=device), torch.eye(length, dtype=torch.bool, device=device)
         mask, kept = torch.ones_like(own).tril(), Passes()
+        reader, pairs = self.head, list[tuple[Tensor, Tensor, Tensor]]()
         for number in range(count):
             tokens = torch.nn.functional.pad(batch.tokens[:, 1 + number :], (0, min(1 + number, length)), value=PADDING)
             positions = (places + number).expand(len(tokens), -1)
             seen = mask.expand(len(tokens), 1, -1, -1)
-            handed_on = self.head(tokens, features, positions, seen, kept)
+            if number and self.head.specialist(number) != self.head.specialist(number - 1):
+                reader, kept = self.head.reader(self.head.specialist(number)), Passes()
+                for pair in pairs:
+                    reader.digest(*pair, kept)
+            if self.head.specialists:
+                pairs.append((tokens, features, positions))
+            handed_on = reader(tokens, features, positions, seen, kept)
             yield handed_on
             features = self.head.fed_back(handed_on.detach() if self._detached else handed_on)
             mask = torch.cat([mask, own], -1)

@@ -27,7 +27,21 @@ from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-KINDS = ("own features", "block", "medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "dflash", "dflare", "dspark")
+KINDS = (
+    "own features",
+    "block",
+    "medusa",
+    "hydra",
+    "mlp_speculator",
+    "eagle",
+    "eagle3",
+    "poss",
+    "griffin",
+    "jakiro",
+    "dflash",
+    "dflare",
+    "dspark",
+)
 MARGINAL = ("block", "medusa", "dflash", "dflare")
 UNTRAINED = ("hydra", "mlp_speculator")
 """Heads that are loaded alone."""

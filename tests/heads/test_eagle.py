@@ -35,6 +35,7 @@ EAGLES: dict[str, dict[str, Any]] = {
     "of its authors": {},
     "vllm": {"vllm": True},
     "two layers, with biases": {"layers": 2, "qkv_bias": True},
+    "speculators": {"speculators": True},
 }
 EAGLE3S: dict[str, dict[str, Any]] = {
     "speculators": {},

@@ -20,10 +20,13 @@ from outrider.training.batches import Batch, Batches
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.eagle import eagle3_learner, eagle_learner
+from outrider.training.griffin import griffin_learner
 from outrider.training.heads import HeadLearner, Places, frequent_tokens
+from outrider.training.jakiro import jakiro_learner
 from outrider.training.loop import train
 from outrider.training.medusa import medusa_learner
 from outrider.training.positions import slot_balanced
+from outrider.training.poss import poss_learner
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
 from outrider.types import InputError, Sampling
@@ -45,8 +48,15 @@ LEARNERS: dict[str, Make] = {
     "eagle3, normed": lambda target, **more: eagle3_learner(
         target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
     ),
+    "poss": lambda target, **more: poss_learner(target, unrolled=GAMMA + 1, steps=2, bias=True, **more),
+    "poss on eagle3": lambda target, **more: poss_learner(target, trunk="eagle3", unrolled=GAMMA, **more),
+    "griffin": lambda target, **more: griffin_learner(target, unrolled=GAMMA, bias=True, likeliest=5.0, **more),
+    "jakiro": lambda target, **more: jakiro_learner(target, unrolled=GAMMA - 1, bias=True, **more),
+    "jakiro of distributions": lambda target, **more: jakiro_learner(
+        target, unrolled=GAMMA - 1, mixture="gate", expert_size=24, **more
+    ),
 }
-WITH_FEW = [kind for kind in LEARNERS if kind != "eagle"]
+WITH_FEW = [kind for kind in LEARNERS if "medusa" in kind or "eagle3" in kind]
 """The learners whose heads may guess some tokens only."""
 
 
@@ -90,7 +100,7 @@ def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: 
 def learnt_logits(made: HeadLearner, given: Batch, count: int = GAMMA) -> list[torch.Tensor]:
     """The logits of each guess at each place, as training computes them."""
     with torch.no_grad():
-        hidden = made.guesses(made.with_states(given), count)
+        hidden = made.drafted(made.with_states(given), count)
         return [made.logits(each, number) for number, each in enumerate(hidden)]
 
 

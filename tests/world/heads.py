@@ -19,6 +19,7 @@ from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
 from tests.world.block_checkpoints import checkpoints
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
+from tests.world.published_kin import griffin, jakiro, poss
 
 
 class ToyModule(nn.Module):
@@ -98,6 +99,9 @@ CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
     "mlp_speculator": mlp_speculator,
     "eagle": eagle,
     "eagle3": eagle3,
+    "poss": poss,
+    "griffin": griffin,
+    "jakiro": jakiro,
     "dflash": lambda folder, around: checkpoints(around.vocab_size)["dflash"].save(folder),
     "dflare": lambda folder, around: checkpoints(around.vocab_size)["dflare"].save(folder),
     "dspark": lambda folder, around: checkpoints(around.vocab_size)["dspark-rnn"].save(folder),

@@ -139,9 +139,17 @@ def layer_shapes(layer: Mapping[str, Any], name: str, width: int) -> dict[str, t
 
 
 def eagle(
-    folder: Path, around: Surroundings, *, vllm: bool = False, layers: int = 1, qkv_bias: bool = False
+    folder: Path,
+    around: Surroundings,
+    *,
+    vllm: bool = False,
+    layers: int = 1,
+    qkv_bias: bool = False,
+    speculators: bool = False,
 ) -> Tensors:
-    """EAGLE-1 as its authors publish it, with a bias and an embedding; or as vLLM needs it, with neither."""
+    """EAGLE-1 as its authors publish it, with a bias and an embedding; or as vLLM needs it, with neither; or in the
+    layout of speculators.
+    """
     layer = layer_of(around, num_hidden_layers=layers)
     size = around.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, 2 * size)}
@@ -155,6 +163,12 @@ def eagle(
         shapes |= {"fc.bias": (size,), "embed_tokens.weight": (around.vocab_size, size)}
     name = "EagleLlamaForCausalLM" if vllm else "LlamaForCausalLM"
     tensors = drawn(shapes)
+    if speculators:
+        config = {"speculators_model_type": "eagle", "fusion_bias": True, "layernorms": False}
+        config |= {"architectures": ["EagleSpeculator"], "transformer_layer_config": layer}
+        parts = {n.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): t for n, t in tensors.items()}
+        written(folder, config, parts | {"lm_head.weight": torch.ones(3, 3)}, "model.safetensors")
+        return tensors
     if vllm:
         written(folder, {"architectures": [name], **layer}, tensors, "model.safetensors")
     else:

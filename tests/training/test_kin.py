@@ -1,0 +1,143 @@
+"""What GRIFFIN, Jakiro and PosS learn beside what all heads learn."""
+
+import pytest
+import torch
+from torch.nn.functional import smooth_l1_loss
+
+from outrider.training.batches import Batch
+from outrider.training.divergences import ForwardKl
+from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
+from outrider.training.griffin import Griffin, WithLikeliest, griffin_learner
+from outrider.training.heads import Places
+from outrider.training.jakiro import jakiro_learner
+from outrider.training.poss import poss_learner
+from outrider.types import InputError
+from tests.training.test_heads import GAMMA, batch, learnt_logits, target
+from tests.world.zoo import VOCAB
+
+
+def kept_places(made: Griffin, given: Batch) -> list[set[tuple[int, int]]]:
+    """The places at which each guess is learnt."""
+    kept, found = None, []
+    with torch.no_grad():
+        for number, hidden in enumerate(made.guesses(made.with_states(given), made.num_guesses)):
+            places = Places.of(given, number, kept)
+            found.append(set(zip(places.rows.tolist(), places.at.tolist(), strict=True)))
+            kept = made.kept(given, hidden, number, kept)
+    return found
+
+
+@pytest.mark.parametrize(("shift", "top"), [(1, 3), (0, 3), (1, 48), (0, 48)])
+def test_a_griffin_learns_behind_aligned_tokens_alone(shift, top):
+    given = batch()
+    made = griffin_learner(target(), loss=ForwardKl(), unrolled=GAMMA, align_top=top, align_shift=shift)
+    logits, found = learnt_logits(made, given), kept_places(made, given)
+    likely = [each.argsort(-1, descending=True)[..., :top] for each in logits]
+    for number in range(GAMMA):
+        expected = set()
+        for row, count in enumerate(given.lengths.tolist()):
+            for at in range(count - 2 - number):
+                compared = at + 1 - shift
+                aligned = all(
+                    int(given.tokens[row, compared + 2 + before]) in likely[before][row, compared].tolist()
+                    for before in range(number)
+                )
+                if given.learnt[row, at + 2 + number] and aligned:
+                    expected.add((row, at))
+        assert found[number] == expected
+    everything = [
+        set(zip(*(x.tolist() for x in (p.rows, p.at)), strict=True))
+        for p in (Places.of(given, number) for number in range(GAMMA))
+    ]
+    assert found[0] == everything[0]
+    assert found[-1] < everything[-1]
+    assert top == 3 or found[-1]
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_a_griffin_that_counts_every_token_as_likely_learns_everywhere(shift):
+    given = batch()
+    made = griffin_learner(target(), loss=ForwardKl(), unrolled=GAMMA, align_top=VOCAB, align_shift=shift)
+    counts = [len(each) for each in kept_places(made, given)]
+    assert counts == [len(Places.of(given, number).labels) for number in range(GAMMA)]
+
+
+def test_the_regressed_half_has_no_gradient_from_the_guess_of_its_own_pass():
+    made = griffin_learner(target(), loss=ForwardKl(), regression=0.0)
+    made(batch()).total.backward()
+    gradient = made.head.layers[0].mlp.down_proj.weight.grad
+    size = made.head.feature_size
+    assert not gradient[size:].any()
+    assert gradient[:size].any()
+
+
+def test_the_likeliest_tokens_count_once_more():
+    dice = torch.Generator().manual_seed(0)
+    theirs, ours = torch.randn(4, VOCAB, generator=dice), torch.randn(4, VOCAB, generator=dice)
+    p, q = theirs.softmax(-1), ours.softmax(-1)
+    extra = [-sum(float(p[i, v] * q[i, v].log()) for v in p[i].argsort(descending=True)[:10]) for i in range(4)]
+    expected = ForwardKl()(theirs, ours) + 5 * torch.tensor(extra)
+    assert torch.allclose(WithLikeliest(of=ForwardKl(), weight=5.0)(theirs, ours), expected, atol=1e-5)
+
+
+def test_a_jakiro_learns_both_guesses_of_each_pass():
+    given, share = batch(), 0.25
+    made = jakiro_learner(target(), loss=ForwardKl(), unrolled=2, contrast=share, regression=2.0, decay=0.5)
+    assert isinstance(made, Eagle)
+    model, head = target(), made.head
+    with torch.no_grad():
+        found = made(given)
+        theirs = model(given.tokens, use_cache=False).logits
+        whole = made.with_states(given)
+        wanted, total, weight = made.last_states(whole), 0.0, 0.0
+        for number, hidden in enumerate(made.guesses(whole, 2)):
+            for further, vectors in enumerate((head.fed_back(hidden), head.contrast(hidden))):
+                for row, count in enumerate(given.lengths.tolist()):
+                    for at in range(count - 2 - number - further):
+                        to = at + 1 + number + further
+                        if not given.learnt[row, to + 1]:
+                            continue
+                        guess = model.lm_head(vectors[row, at])
+                        loss = ForwardKl()(theirs[row, to][None], guess[None]) + 2 * smooth_l1_loss(
+                            vectors[row, at], wanted[row, to]
+                        )
+                        total += float(loss) * 0.5**number * (share if further else 1)
+                        weight += 0.0 if further else 0.5**number
+    assert float(found.weight) == pytest.approx(weight)
+    assert float(found.total) == pytest.approx(total, rel=1e-4)
+
+
+@pytest.mark.parametrize("trunk", ["eagle", "eagle3"])
+def test_specialists_begin_as_their_parent_and_learn_apart(tmp_path, trunk):
+    given, parents = batch(), {"eagle": eagle_learner, "eagle3": eagle3_learner}
+    parent = parents[trunk](target(), loss=ForwardKl(), unrolled=GAMMA)
+    parent.dtype = torch.float32
+    parent.write(tmp_path)
+    made = poss_learner(target(), loss=ForwardKl(), unrolled=GAMMA, begin=str(tmp_path))
+    assert 1 + len(made.head.specialists) == GAMMA
+    for mine, theirs in zip(learnt_logits(made, given), learnt_logits(parent, given), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+    made(given).total.backward()
+    layers = [made.head.layers, *made.head.specialists]
+    gradients = [each[0].self_attn.k_proj.weight.grad for each in layers]
+    assert all(gradient.any() for gradient in gradients)
+    assert not torch.allclose(gradients[0], gradients[1])
+
+
+def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
+    for make, wrong, message in [
+        (griffin_learner, {"align_shift": 2}, "align_shift must be 1"),
+        (griffin_learner, {"align_top": 0}, "align_top must be >= 1"),
+        (griffin_learner, {"likeliest": -1.0}, "likeliest must be >= 0"),
+        (jakiro_learner, {"contrast": -1.0}, "contrast must be >= 0"),
+        (jakiro_learner, {"mixture": "both"}, "mixture must be one of features, gate, half"),
+        (poss_learner, {"trunk": "medusa"}, "trunk must be eagle or eagle3"),
+        (poss_learner, {"steps": 0}, "steps must be >= 1"),
+        (poss_learner, {"steps": 3, "unrolled": 2}, "unrolled must be >= 3, got 2"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            make(target(), loss=None, **wrong)
+    made = poss_learner(target(), loss=None, unrolled=6, steps=2)
+    made.write(tmp_path)
+    with pytest.raises(InputError, match=r"unrolled must be >= 5"):
+        poss_learner(target(), loss=None, unrolled=4, begin=str(tmp_path))
