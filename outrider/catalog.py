@@ -11,8 +11,8 @@ from outrider.drafters.dflash import DFlarePath, DFlashPath
 from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.eagle import EaglePath
 from outrider.drafters.eagle3 import Eagle3Path
-from outrider.drafters.hydra import HydraPath
 from outrider.drafters.griffin import GriffinPath
+from outrider.drafters.hydra import HydraPath
 from outrider.drafters.jakiro import JakiroPath
 from outrider.drafters.medusa import MedusaPath
 from outrider.drafters.mlp_speculator import MLPSpeculatorPath
