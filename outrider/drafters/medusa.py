@@ -1,144 +1,35 @@
 """Medusa heads: every depth of a draft is guessed from the target's last hidden state (Cai et al. 2024)."""
 
-import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor, nn
-
 from outrider.drafters.head_path import HeadPath
-from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.drafters.protocol import Surroundings
+from outrider.drafters.state_heads import StateHeadsDrafter, randomise
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
 from outrider.lm.tabular import TABLE_FEATURES
-from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, InputError, Request, Running, ShortList
-
-
-@dataclass(kw_only=True)
-class MedusaState:
-    """What Medusa heads keep of a request; changes in place.
-
-    Attributes:
-        num_seen: How many of its positions were observed.
-        newest: The target's last hidden state at the last observed position; None before any.
-        rows: Logits for the depths of the last draft.
-    """
-
-    num_seen: int = 0
-    newest: Float[Tensor, " hidden"] | None = None
-    rows: Float[Tensor, "depth width"] | None = None
+from outrider.types import InputError, ShortList
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaDrafter(Drafter):
-    r"""Guess all tokens behind the anchor at once, one row per depth, from one hidden state.
-
-    The state is that of the last position before the anchor: $f_n$, from which the target drew the anchor $x_{n+1}$.
-    Head $i$ guesses $x_{n+2+i}$ from it, and reads neither the anchor nor the other guesses.
-
-    Attributes:
-        heads: The heads.
-        tap: The hidden state that `observe` gets: what leaves the target's last layer.
-        norm: The target's final norm, which the heads' input has passed.
-        short_list: The tokens that the heads can guess; None: all.
+class MedusaDrafter(StateHeadsDrafter):
+    """Guess with Medusa heads, whose output layers may list some tokens only.
 
     References:
         Cai et al. 2024. https://arxiv.org/abs/2401.10774
     """
 
-    rows: ClassVar[Rows] = "marginal"
-    context_pure: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "medusa"
     exports: ClassVar[tuple[str, ...]] = ("medusa",)
 
     heads: MedusaHeads
-    tap: int
-    vocab_size: int
-    norm: Callable[[Tensor], Tensor] = field(compare=False, default=nn.Identity())
-    short_list: ShortList | None = None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.tap,)
-
-    @property
-    def max_depth(self) -> int:
-        return self.heads.config.num_heads
-
-    @property
-    def device(self) -> torch.device:
-        return self.heads.weight.device
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        return {"heads": self.heads}
-
-    def open(self, request: Request) -> MedusaState:
-        return MedusaState()
-
-    def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        hidden = observed.taps[self.tap]
-        for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
-            if count:
-                own = _own(state)
-                own.num_seen += count
-                # A copy, so that the states of all other positions can be freed.
-                own.newest = hidden[int(observed.offsets[i + 1]) - 1].clone()
-
-    @torch.inference_mode()
-    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        newest = torch.stack([_newest(state) for state in states])
-        hidden = self.norm(newest).to(self.heads.weight.device, self.heads.weight.dtype, non_blocking=True)
-        numbers = range(min(max(depths), self.max_depth))
-        rows = torch.stack([self.heads.logits(self.heads(hidden, i), i) for i in numbers], 1)
-        rows = rows[..., : self.vocab_size] if self.short_list is None else rows
-        for state, own_rows in zip(states, rows, strict=True):
-            _own(state).rows = own_rows
-        return Guess(logits=rows[:, 0], short_list=self.short_list)
-
-    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        pairs = zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True)
-        rows = [_rows(states[owner])[depth] for owner, depth in pairs]
-        return Guess(logits=torch.stack(rows), short_list=self.short_list)
-
-    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        depths = iter(range(1, max(counts) + 1))
-
-        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
-            depth = next(depths)
-            pairs = zip(states, counts, strict=True)
-            return torch.stack([_rows(state)[depth] for state, count in pairs if count >= depth])
-
-        return step
-
-    def needs(self, state: object, length: int) -> int:
-        seen = _state(state).num_seen
-        # Only the state of the last position is kept.
-        return seen if seen <= length else max(0, length - 1)
-
-    def reuse(self, state: object, request: Request, length: int) -> MedusaState:
-        own = _state(state)
-        newest = own.newest if own.num_seen <= length else None
-        return MedusaState(num_seen=self.needs(own, length), newest=newest)
-
-    def fork(self, state: object, request: Request, length: int) -> MedusaState:
-        return self.reuse(state, request, length)
-
-    def cast(self, surroundings: Surroundings) -> "MedusaDrafter":
-        heads = copy.deepcopy(self.heads).to(surroundings.dtype)
-        return replace(self, heads=heads, norm=surroundings.norm)
 
     def on_tables(self, vocab_size: int, seed: int) -> "MedusaDrafter":
         config = MedusaConfig(hidden_size=TABLE_FEATURES, vocab_size=vocab_size, num_heads=self.max_depth)
         heads = MedusaHeads(config).double().eval()
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for weight in heads.parameters():
-                weight.copy_(torch.randn(weight.shape, generator=generator, dtype=torch.float64))
+        randomise(heads, seed)
         return MedusaDrafter(heads=heads, tap=0, vocab_size=vocab_size)
 
 
@@ -171,27 +62,3 @@ class MedusaPath(HeadPath):
             norm=surroundings.norm,
             short_list=None if chosen is None else ShortList.of(chosen, surroundings.vocab_size),
         )
-
-
-def _newest(state: Running) -> Float[Tensor, " hidden"]:
-    newest = _own(state).newest
-    if newest is None:
-        raise RuntimeError("Medusa heads guess from a hidden state, and none was observed")
-    return newest
-
-
-def _rows(state: Running) -> Float[Tensor, "depth width"]:
-    rows = _own(state).rows
-    if rows is None:
-        raise RuntimeError("rows are guessed before nodes are expanded")
-    return rows
-
-
-def _own(state: Running) -> MedusaState:
-    return _state(state.drafter_state)
-
-
-def _state(state: object) -> MedusaState:
-    if not isinstance(state, MedusaState):
-        raise TypeError(f"this drafter keeps a MedusaState, got {type(state).__name__}")
-    return state

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.heads.feature_head import LEFT_OUT, FeatureHead, described, layer_config, qkv_bias_of
-from outrider.heads.files import TARGET, TargetShape, load_into, write_head
+from outrider.heads.files import HEAD, TARGET, TargetShape, load_into, write_head
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
@@ -120,7 +120,8 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
         return True
     bare = {name.removeprefix("model.") for name in names}
     wanted, other = {"fc.weight", "layers.0.self_attn.q_proj.weight"}, {"norm.weight", "layers.0.hidden_norm.weight"}
-    return wanted <= bare and not other & bare and "speculators_model_type" not in config
+    foreign = {"speculators_model_type", HEAD} & config.keys()
+    return wanted <= bare and not other & bare and not foreign
 
 
 def write_eagle(head: EagleHead, folder: Path, target: TargetShape, dtype: torch.dtype) -> None:

@@ -23,6 +23,8 @@ CONVENTION = "tap k enters decoder layer k; the last tap leaves the last layer, 
 """Which hidden states taps are; other projects number the outputs of layers, or normed states."""
 TARGET = "outrider_target"
 """The key of a config that says for which target a head was trained."""
+HEAD = "outrider_head"
+"""The key of a config that says which head it is, in layouts of our own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +115,11 @@ def read_tensors(path: str, *, revision: str | None = None) -> dict[str, Tensor]
         return load_file(found)
     except (SafetensorError, OSError) as error:
         raise InputError(f"{Path(found).name} of {path} cannot be read: {error}") from error
+
+
+def local_file(path: str, name: str, *, revision: str | None = None) -> str | None:
+    """A local copy of another file beside a head, in a directory or at a hub id; None if there is none."""
+    return _file(path, name, revision)
 
 
 def write_head(

@@ -27,8 +27,8 @@ from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-KINDS = ("own features", "block", "medusa", "eagle", "eagle3", "dflash", "dflare", "dspark")
-MARGINAL = ("block", "medusa", "dflash", "dflare")
+KINDS = ("own features", "block", "blockwise", "medusa", "eagle", "eagle3", "parallel", "dflash", "dflare", "dspark")
+MARGINAL = ("block", "blockwise", "medusa", "parallel", "dflash", "dflare")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=0.9, seed=3)
 CELLS = (("chain", "block"), ("gumbel:branching=2x2x1", "traversal"), ("dynamic:width=3,num_nodes=8", "match"))
@@ -220,7 +220,7 @@ def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
 def test_a_head_states_what_it_reads_and_keeps(kind):
     traits = Traits.of(type(head(kind, Surroundings.of(target(1), None))))
     assert traits.reads_hidden_states
-    assert traits.keeps_cache == (kind != "medusa")
+    assert traits.keeps_cache == (kind not in ("blockwise", "medusa"))
     assert not traits.context_pure
     assert traits.rows == ("marginal" if kind in MARGINAL else "sampled")
     assert kind in TOYS or traits.trainer == kind

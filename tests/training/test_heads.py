@@ -17,12 +17,14 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.taps import tapped
 from outrider.proof.gate import in_float32
 from outrider.training.batches import Batch, Batches
+from outrider.training.blockwise import blockwise_learner
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.heads import HeadLearner, Places, frequent_tokens
 from outrider.training.loop import train
 from outrider.training.medusa import medusa_learner
+from outrider.training.parallel import parallel_learner
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
 from outrider.types import InputError, Sampling
@@ -37,6 +39,7 @@ FEW = torch.arange(3, VOCAB, 2)
 Make = Callable[..., HeadLearner]
 
 LEARNERS: dict[str, Make] = {
+    "blockwise": lambda target, **more: blockwise_learner(target, num_heads=GAMMA, **more),
     "medusa": lambda target, **more: medusa_learner(target, num_heads=GAMMA, **more),
     "medusa, deep": lambda target, **more: medusa_learner(target, num_heads=GAMMA, num_layers=2, **more),
     "eagle": lambda target, **more: eagle_learner(target, unrolled=GAMMA, bias=True, **more),
@@ -44,8 +47,12 @@ LEARNERS: dict[str, Make] = {
     "eagle3, normed": lambda target, **more: eagle3_learner(
         target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
     ),
+    "parallel": lambda target, **more: parallel_learner(target, num_slots=GAMMA - 1, **more),
+    "parallel, of states": lambda target, **more: parallel_learner(
+        target, form="medusa", num_slots=GAMMA - 1, layers=2, **more
+    ),
 }
-WITH_FEW = [kind for kind in LEARNERS if kind != "eagle"]
+WITH_FEW = [kind for kind in LEARNERS if kind.startswith(("medusa", "eagle3"))]
 """The learners whose heads may guess some tokens only."""
 
 

@@ -18,6 +18,7 @@ from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
 from tests.world.block_checkpoints import checkpoints
+from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, medusa_of_vllm
 
 
@@ -91,9 +92,11 @@ def head(kind: str, around: Surroundings, **more: object) -> Drafter:
 
 TOYS = ("own features", "block")
 CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
+    "blockwise": blockwise,
     "medusa": medusa_of_vllm,
     "eagle": eagle,
     "eagle3": eagle3,
+    "parallel": parallel,
     "dflash": lambda folder, around: checkpoints(around.vocab_size)["dflash"].save(folder),
     "dflare": lambda folder, around: checkpoints(around.vocab_size)["dflare"].save(folder),
     "dspark": lambda folder, around: checkpoints(around.vocab_size)["dspark-rnn"].save(folder),
