@@ -14,10 +14,11 @@ from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.own_features import HeadState
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.slotted import state_of
-from outrider.heads.files import TargetShape, read_config
+from outrider.heads.files import TargetShape, read_config, read_tensors
 from outrider.heads.parallel import ParallelFile, is_parallel
+from outrider.heads.peagle import PEagleFile, is_peagle
 from outrider.lm.protocol import Segment
-from outrider.types import Guess, Request, Running
+from outrider.types import Guess, InputError, Request, Running, ShortList
 
 
 @dataclass(kw_only=True)
@@ -63,7 +64,7 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
         self.lm.commit({pair.slot: range(len(pair.tokens)) for pair in pairs})
         for state, block in zip(states, blocks, strict=True):
             state_of(ParallelState, state.drafter_state).block = block
-        return Guess(logits=torch.stack([block[0] for block in blocks]))
+        return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
 
     def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
         return state_of(ParallelState, state.drafter_state).block
@@ -83,24 +84,70 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelPath(HeadPath):
-    """A parallel head before it is bound to a target: `parallel:path=...`."""
+    """A parallel head before it is bound to a target: `parallel:path=...`. P-EAGLE heads of `speculators` load too.
+
+    Attributes:
+        path: Directory or hub id.
+        device: Where it runs; by default on the target's device.
+        dtype: The dtype that it computes in; by default the target's.
+        revision: Branch, tag or commit of a hub id.
+        max_context: Longest context; by default the target's.
+        slots: Mask slots of a P-EAGLE head, which guess one token each behind the first; by default as its config says.
+    """
+
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 0:
+            raise InputError(f"slots must be >= 0, got {self.slots}")
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        return is_parallel(config)
+        return is_parallel(config) or is_peagle(config)
 
     def bind(self, surroundings: Surroundings) -> ParallelDrafter:
         """Load the head."""
+        config = read_config(self.path, revision=self.revision)
+        if is_peagle(config):
+            return self._peagle(config, surroundings)
         file = ParallelFile.read(self.path, revision=self.revision)
-        shape = TargetShape.of(read_config(self.path, revision=self.revision), self.path)
-        self.check_target(shape, file.layer.hidden_size, surroundings)
+        if self.slots is not None and self.slots > file.num_slots:
+            raise InputError(f"the head in {self.path} has {file.num_slots} mask slots, got slots={self.slots}")
+        self.check_target(TargetShape.of(config, self.path), file.layer.hidden_size, surroundings)
         self.check_vocabulary(file.layer.vocab_size, surroundings)
         head = file.head(surroundings.ends(), surroundings.vocab_size)
         return ParallelDrafter(
             lm=head_lm(self, head, surroundings),
             reads=(surroundings.num_layers,),
-            slots=tuple(range(-1, -1 - file.num_slots, -1)),
+            slots=_slots(file.num_slots if self.slots is None else self.slots),
         )
+
+    def _peagle(self, config: Mapping[str, Any], surroundings: Surroundings) -> ParallelDrafter:
+        """Load a P-EAGLE head."""
+        file = PEagleFile.of(self.path, config, read_tensors(self.path, revision=self.revision))
+        self.check_target(file.eagle3.target, file.eagle3.target_hidden_size, surroundings)
+        self.check_vocabulary(int(file.eagle3.layer.vocab_size), surroundings)
+        num_slots = file.num_slots if self.slots is None else self.slots
+        if num_slots is None:
+            raise InputError(
+                f"the config of the P-EAGLE head in {self.path} does not say how many tokens it drafts; add slots=N "
+                "behind the path, one less than the tokens of a draft"
+            )
+        head = file.head(
+            surroundings.ends(), num_layers=surroundings.num_layers, vocab_size=surroundings.vocab_size
+        )
+        lm, ids = head_lm(self, head, surroundings), head.head.ids
+        return ParallelDrafter(
+            lm=lm,
+            reads=head.head.sizes.taps,
+            slots=_slots(num_slots),
+            short_list=None if ids is None else ShortList.of(ids.to(lm.device), surroundings.vocab_size),
+        )
+
+
+def _slots(count: int) -> tuple[int, ...]:
+    """The tokens that stand for mask slots."""
+    return tuple(range(-1, -1 - count, -1))
 
 
 def _before(pairs: Segment, slots: Tensor) -> Segment:

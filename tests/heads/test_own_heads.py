@@ -18,10 +18,12 @@ from outrider.heads.blockwise import read_blockwise, write_blockwise
 from outrider.heads.files import TargetShape
 from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.lm.protocol import Segment
+from outrider.lm.taps import tapped
 from outrider.types import InputError
-from tests.heads.naive_heads import feed_forward, normed, turned
-from tests.world.models import target
-from tests.world.own_heads import blockwise, parallel
+from tests.heads.naive_heads import NaiveEagle3, plain_layer
+from tests.world.forced import forced_guesses
+from tests.world.models import llama, target
+from tests.world.own_heads import blockwise, parallel, peagle
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
@@ -67,30 +69,10 @@ def test_a_parallel_head_is_recognised_and_computes_what_its_description_says(tm
     hidden = torch.cat([read, tensors["slots"]])
     hidden = hidden @ tensors["fc.weight"].T if form == "eagle" else hidden
     layer = json.loads((tmp_path / "config.json").read_text())["layer"]
+    # Slots behind one text are one group, so that plain causal layers are right.
     for i in range(layers):
-        weight = tensors.get(f"layers.{i}.input_layernorm.weight")
-        given = hidden if weight is None else normed(hidden, weight)
-        hidden = hidden + attention(tensors, f"layers.{i}.self_attn", given, layer)
-        after = normed(hidden, tensors[f"layers.{i}.post_attention_layernorm.weight"])
-        hidden = hidden + feed_forward(tensors, f"layers.{i}.mlp", after)
+        hidden = plain_layer(tensors, f"layers.{i}", hidden, layer)
     assert torch.allclose(found, known.head(hidden), atol=1e-9), float((found - known.head(hidden)).abs().max())
-
-
-def attention(tensors, name, given, layer):
-    """Causal attention: slots behind a text are one group of it."""
-    heads, shared = layer["num_attention_heads"], layer["num_key_value_heads"]
-    parts = {
-        part: (given @ tensors[f"{name}.{part}_proj.weight"].T).view(len(given), count, -1)
-        for part, count in (("q", heads), ("k", shared), ("v", shared))
-    }
-    queries, keys = turned(parts["q"], layer["rope_theta"]), turned(parts["k"], layer["rope_theta"])
-    found = []
-    for head in range(heads):
-        own = head // (heads // shared)
-        scores = queries[:, head] @ keys[:, own].T / queries.shape[-1] ** 0.5
-        after = torch.ones(len(given), len(given)).triu(1).bool()
-        found.append(scores.masked_fill(after, -torch.inf).softmax(-1) @ parts["v"][:, own])
-    return torch.cat(found, -1) @ tensors[f"{name}.o_proj.weight"].T
 
 
 @torch.no_grad()
@@ -189,3 +171,56 @@ def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
     with pytest.raises(InputError, match="knows 63 tokens, and the heads beside it 64"):
         BlockwisePath(path=str(tmp_path), paths=2).bind(known)
     assert np.isfinite(BlockwisePath(path=str(tmp_path), paths=2, mu=0.0).bind(known).mu)
+
+
+@pytest.mark.parametrize("more", [{}, {"layers": 3, "few": False}, {"size": 16}, {"flags": {"norm_before_residual": True}}])
+@torch.no_grad()
+def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_path, more):
+    lm = target(1)
+    known = Surroundings.of(lm, None)
+    tensors = peagle(tmp_path, known, **more)
+    path = catalog.make("drafter", str(tmp_path))
+    assert path == ParallelPath(path=str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    naive = NaiveEagle3(
+        tensors=tensors, layer=config["transformer_layer_config"], ends=known.ends(), flags=more.get("flags", {})
+    )
+    text, gamma = np.random.default_rng(0).integers(3, 64, size=12).tolist(), 4
+    drafter = path.bind(known)
+    assert (drafter.max_depth, drafter.taps) == (4, (0, 1, 2))
+    found = forced_guesses(drafter, lm, text, 5, gamma)
+    model = llama()
+    with tapped(model.model.layers, (0, 1, 2)) as seen:
+        model(torch.tensor([text]), use_cache=False)
+    features = naive.feature(torch.cat([seen[tap][0] for tap in (0, 1, 2)], -1))
+    unknown = tensors["mask_hidden"][0] @ tensors["fc.weight"].T
+    for anchor in range(4, len(text) - gamma):
+        tokens = torch.tensor([*text[1 : anchor + 1], 5, 5, 5])
+        logits = naive.logits(naive.handed_on(tokens, torch.cat([features[:anchor], unknown.expand(3, -1)])))[-gamma:]
+        for number in range(gamma):
+            # Rotary tables are in float32.
+            assert torch.allclose(found[anchor + 1 + number, number], logits[number], atol=1e-5), (anchor, number)
+
+
+def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tmp_path):
+    known = around()
+    path = ParallelPath(path=str(tmp_path))
+    for more, fields, message in (
+        ({"tokens": None}, {}, "does not say how many tokens it drafts; add slots=N"),
+        ({}, {"mask_token_id": None}, "must give mask_token_id"),
+        ({}, {"mask_token_id": 64}, "does not fit it"),
+        ({"flags": {"fc_norm": True}}, {}, "norms the target's states"),
+        ({}, {"norm_before_residual": None}, "has no norm_before_residual"),
+    ):
+        peagle(tmp_path, known, **more)
+        change(tmp_path, **fields)
+        with pytest.raises(InputError, match=message):
+            path.bind(known)
+    peagle(tmp_path, known, tokens=None)
+    assert replace(path, slots=6).bind(known).max_depth == 7
+    with pytest.raises(InputError, match="slots must be >= 0, got -1"):
+        replace(path, slots=-1)
+    parallel(tmp_path, known)
+    assert replace(path, slots=1).bind(known).max_depth == 2
+    with pytest.raises(InputError, match="has 3 mask slots, got slots=4"):
+        replace(path, slots=4).bind(known)

@@ -1,7 +1,9 @@
 """Random checkpoints of heads in layouts of this project, for a tiny target, and drafters with them."""
 
+import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +13,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.rescored import RescoredDrafter
 from outrider.heads.backoff import BackoffModel, write_backoff
-from tests.world.published import Tensors, drawn, layer_of, layer_shapes, written
+from tests.world.published import Tensors, drawn, eagle3, layer_of, layer_shapes, written
 
 
 def blockwise(folder: Path, around: Surroundings, *, heads: int = 4, seed: int = 0) -> Tensors:
@@ -57,6 +59,23 @@ def parallel(
     tensors = drawn(shapes, seed)
     # The slots differ as much as what positions of the text read.
     tensors["slots"] *= 3
+    written(folder, config, tensors, "model.safetensors")
+    return tensors
+
+
+def peagle(folder: Path, around: Surroundings, *, tokens: int | None = 4, mask_id: int = 5, **more: Any) -> Tensors:
+    """P-EAGLE in the layout of speculators: EAGLE-3 with a mask token and its states.
+
+    Args:
+        tokens: How many tokens of a draft its config names; None: none.
+        **more: What `eagle3` can be told.
+    """
+    tensors = eagle3(folder, around, **more)
+    tensors |= drawn({"mask_hidden": (1, 1, 3 * around.hidden_size)}, seed=9)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": mask_id}
+    if tokens is not None:
+        config["speculators_config"] = {"proposal_methods": [{"speculative_tokens": tokens}]}
     written(folder, config, tensors, "model.safetensors")
     return tensors
 
