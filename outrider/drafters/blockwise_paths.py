@@ -114,7 +114,8 @@ class PathsDrafter(BlockwiseDrafter):
     def on_tables(self, vocab_size: int, seed: int) -> "PathsDrafter":
         text = np.random.default_rng(seed).integers(vocab_size, size=40)
         model = None if self.model is None else BackoffModel.count([text], vocab_size=vocab_size, least=1)
-        return replace(super().on_tables(vocab_size, seed), model=model)  # type: ignore[return-value,call-arg]
+        made = super().on_tables(vocab_size, seed)
+        return replace(self, heads=made.heads, tap=made.tap, vocab_size=vocab_size, norm=made.norm, model=model)
 
     def _behind(self, state: Running, prefix: tuple[int, ...]) -> Float[Tensor, " width"]:
         """Logits behind a prefix of a draft; -inf for tokens that follow it in no path."""

@@ -79,7 +79,8 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
 
     def on_tables(self, vocab_size: int, seed: int) -> "ParallelDrafter":
         made = super().on_tables(vocab_size, seed)
-        return replace(made, slots=tuple(i % vocab_size for i in range(len(self.slots))))  # type: ignore[return-value,call-arg]
+        slots = tuple(i % vocab_size for i in range(len(self.slots)))
+        return replace(self, lm=made.lm, reads=made.reads, short_list=None, slots=slots)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -95,11 +95,12 @@ class RescoredDrafter(BlockwiseDrafter):
         self.rescorer.close(_state(state).rescorer)
 
     def cast(self, surroundings: Surroundings) -> "RescoredDrafter":
-        return replace(super().cast(surroundings), rescorer=self.rescorer.cast(surroundings))  # type: ignore[return-value,call-arg]
+        made = super().cast(surroundings)
+        return replace(self, heads=made.heads, norm=made.norm, rescorer=self.rescorer.cast(surroundings))
 
     def on_tables(self, vocab_size: int, seed: int) -> "RescoredDrafter":
-        theirs = self.rescorer.on_tables(vocab_size, seed + 1)
-        return replace(super().on_tables(vocab_size, seed), rescorer=theirs)  # type: ignore[return-value,call-arg]
+        made, theirs = super().on_tables(vocab_size, seed), self.rescorer.on_tables(vocab_size, seed + 1)
+        return replace(self, heads=made.heads, tap=made.tap, vocab_size=vocab_size, norm=made.norm, rescorer=theirs)
 
     @torch.inference_mode()
     def _chosen(self, states: Sequence[Running], depths: Sequence[int], guess: Guess) -> Int[np.ndarray, " n"]:
