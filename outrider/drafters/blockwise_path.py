@@ -89,7 +89,9 @@ class BlockwisePath(HeadPath):
         """The n-gram model beside the heads. Raises InputError if there is none, or it is of another vocabulary."""
         file = local_file(self.path, FILE, revision=self.revision)
         if file is None:
-            raise InputError(f"there is no n-gram model ({FILE}) in {self.path}; train the heads with one, or give mu=0")
+            raise InputError(
+                f"there is no n-gram model ({FILE}) in {self.path}; train the heads with one, or give mu=0"
+            )
         model = read_backoff(file)
         if model.vocab_size != vocab_size:
             raise InputError(f"{file} knows {model.vocab_size:,} tokens, and the heads beside it {vocab_size:,}")

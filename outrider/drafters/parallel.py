@@ -134,9 +134,7 @@ class ParallelPath(HeadPath):
                 f"the config of the P-EAGLE head in {self.path} does not say how many tokens it drafts; add slots=N "
                 "behind the path, one less than the tokens of a draft"
             )
-        head = file.head(
-            surroundings.ends(), num_layers=surroundings.num_layers, vocab_size=surroundings.vocab_size
-        )
+        head = file.head(surroundings.ends(), num_layers=surroundings.num_layers, vocab_size=surroundings.vocab_size)
         lm, ids = head_lm(self, head, surroundings), head.head.ids
         return ParallelDrafter(
             lm=lm,

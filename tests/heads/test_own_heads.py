@@ -173,7 +173,9 @@ def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
     assert np.isfinite(BlockwisePath(path=str(tmp_path), paths=2, mu=0.0).bind(known).mu)
 
 
-@pytest.mark.parametrize("more", [{}, {"layers": 3, "few": False}, {"size": 16}, {"flags": {"norm_before_residual": True}}])
+@pytest.mark.parametrize(
+    "more", [{}, {"layers": 3, "few": False}, {"size": 16}, {"flags": {"norm_before_residual": True}}]
+)
 @torch.no_grad()
 def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_path, more):
     lm = target(1)
