@@ -91,8 +91,8 @@ class PEagleFile:
         """A checkpoint by its two files.
 
         Raises:
-            InputError: The mask token or its states are missing, or the tapped states are normed: no source says whether
-                the mask slots' states are normed too.
+            InputError: The mask token or its states are missing, or the tapped states are normed: no source says
+                whether the mask slots' states are normed too.
         """
         mask_id, hidden = config.get("mask_token_id"), tensors.get("mask_hidden")
         if type(mask_id) is not int or mask_id < 0:
@@ -101,8 +101,8 @@ class PEagleFile:
             raise InputError(f"the weights of the P-EAGLE head in {path} have no mask_hidden")
         if any(name.startswith(("fc_norm.", "input_norm.")) for name in tensors):
             raise InputError(
-                f"the P-EAGLE head in {path} norms the target's states, and whether its mask slots are normed too is not "
-                "known, so it is not loaded"
+                f"the P-EAGLE head in {path} norms the target's states, and whether its mask slots are normed too is "
+                "not known, so it is not loaded"
             )
         kept = {name: tensor for name, tensor in tensors.items() if name != "mask_hidden"}
         return cls(
