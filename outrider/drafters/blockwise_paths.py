@@ -17,6 +17,9 @@ from outrider.heads.backoff import BackoffModel
 from outrider.trees.chained import Follow
 from outrider.types import Frontier, Guess, Request, Running
 
+LOWEST = -1e4
+"""A logit so low that its token has the probability 0 beside any path, at any usual temperature."""
+
 
 @dataclass(kw_only=True)
 class PathsState(HeadsState):
@@ -129,7 +132,7 @@ class PathsDrafter(BlockwiseDrafter):
         sampling = state.request.sampling
         # A processor may forbid the tokens of all paths. Then others are drawn.
         forbids = bool(sampling.processors or sampling.logit_bias)
-        row = torch.full_like(marginal, torch.finfo(marginal.dtype).min if forbids else -torch.inf)
+        row = torch.full_like(marginal, LOWEST if forbids else -torch.inf)
         row[torch.from_numpy(tokens).to(row.device)] = torch.from_numpy(scores).to(row)
         return row
 

@@ -73,7 +73,9 @@ def test_greedy_output_of_ragged_batches_is_that_of_plain_decoding(kind):
     drafted = busy.generate(these, max_new_tokens=20, sampling=GREEDY)
     plain = busy.plain().generate(these, max_new_tokens=20, sampling=GREEDY)
     assert [out.tokens for out in drafted] == [out.tokens for out in plain]
-    assert sum(out.num_draft_tokens for out in drafted) > sum(out.num_accepted_tokens for out in drafted) > 0
+    assert sum(out.num_draft_tokens for out in drafted) > 0
+    if kind == "rescored":
+        assert sum(out.num_accepted_tokens for out in drafted) > 0
 
 
 def drafts(busy: Engine, these: Sequence[Sequence[int]]) -> dict[tuple[int, ...], object]:

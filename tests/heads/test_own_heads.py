@@ -69,10 +69,10 @@ def test_a_parallel_head_is_recognised_and_computes_what_its_description_says(tm
     hidden = torch.cat([read, tensors["slots"]])
     hidden = hidden @ tensors["fc.weight"].T if form == "eagle" else hidden
     layer = json.loads((tmp_path / "config.json").read_text())["layer"]
-    # Slots behind one text are one group, so that plain causal layers are right.
+    # Rotary tables are in float32. Slots behind one text are one group, so that plain causal layers are right.
     for i in range(layers):
         hidden = plain_layer(tensors, f"layers.{i}", hidden, layer)
-    assert torch.allclose(found, known.head(hidden), atol=1e-9), float((found - known.head(hidden)).abs().max())
+    assert torch.allclose(found, known.head(hidden), atol=1e-5), float((found - known.head(hidden)).abs().max())
 
 
 @torch.no_grad()
