@@ -1,11 +1,10 @@
 """outrider train blockwise, parallel: train a head that guesses all draft tokens at once, each without the others."""
 
 from dataclasses import asdict
-from typing import get_args
 
 from outrider.cli.marginal_options import BlockwiseOptions, ParallelOptions
 from outrider.cli.train_head import Given, Task, fitted_tree, run_head
-from outrider.heads.parallel import Form
+from outrider.heads.parallel import FORMS
 from outrider.inputs import unknown
 from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.parallel import Parallel, parallel_learner
@@ -36,14 +35,14 @@ def run_blockwise(task: Task, heads: BlockwiseOptions) -> None:
 
 def run_parallel(task: Task, head: ParallelOptions) -> None:
     """Train a parallel head."""
-    if head.form not in get_args(Form):
-        raise unknown("form", head.form, get_args(Form))
+    if head.form not in FORMS:
+        raise unknown("form", head.form, FORMS)
 
     def make(given: Given) -> Parallel:
         return parallel_learner(
             given.target,
             loss=given.loss,
-            form=head.form,  # type: ignore[arg-type]
+            form=head.form,
             num_slots=task.options.depth - 1 if head.slots is None else head.slots,
             layers=head.layers,
             decay=task.options.decay,

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.own_features import OwnFeatures
@@ -58,7 +58,7 @@ class FeatureHeadDrafter(OwnFeatures):
         return replace(self, lm=TabularHead(vocab_size, seed), reads=(0,), short_list=None)
 
 
-def head_lm(path: HeadPath, module: nn.Module, surroundings: Surroundings) -> HeadLM:
+def head_lm(path: HeadPath, module: FeatureHead, surroundings: Surroundings) -> HeadLM:
     """A head's module as a language model, where its path says."""
     device, dtype = path.place(surroundings)
     longest = min(path.max_context or surroundings.max_context, surroundings.max_context)

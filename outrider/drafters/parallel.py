@@ -135,10 +135,10 @@ class ParallelPath(HeadPath):
                 "behind the path, one less than the tokens of a draft"
             )
         head = file.head(surroundings.ends(), num_layers=surroundings.num_layers, vocab_size=surroundings.vocab_size)
-        lm, ids = head_lm(self, head, surroundings), head.head.ids
+        lm, ids = head_lm(self, head, surroundings), head.ids
         return ParallelDrafter(
             lm=lm,
-            reads=head.head.sizes.taps,
+            reads=head.sizes.taps,
             slots=_slots(num_slots),
             short_list=None if ids is None else ShortList.of(ids.to(lm.device), surroundings.vocab_size),
         )

@@ -3,7 +3,7 @@ r"""ParallelSpec: a decoder layer that guesses all tokens of a draft in one forw
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,7 @@ from outrider.types import InputError
 
 KIND = "parallel"
 """The value of the key `HEAD`."""
-Form = Literal["eagle", "medusa"]
+FORMS = ("eagle", "medusa")
 """What a real position reads: the next token beside the target's state, or the state alone."""
 STD = 0.02
 """Spread of new mask slots."""
@@ -49,10 +49,10 @@ class ParallelHead(FeatureHead):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, form: Form = "eagle", num_slots: int = 4
+        self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, form: str = "eagle", num_slots: int = 4
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=False)
-        if form not in get_args(Form):
+        if form not in FORMS:
             raise InputError(f"the form of a parallel head must be eagle or medusa, got {form!r}")
         if num_slots < 0:
             raise InputError(f"a parallel head must have >= 0 mask slots, got {num_slots}")
@@ -105,7 +105,7 @@ class ParallelFile:
 
     path: str
     layer: PreTrainedConfig
-    form: Form
+    form: str
     num_slots: int
     tensors: Mapping[str, Tensor]
 
@@ -120,7 +120,7 @@ class ParallelFile:
         return cls(
             path=path,
             layer=layer_config(given["layer"], path),
-            form=given.get("form", "eagle"),
+            form=str(given.get("form")),
             num_slots=given["num_slots"],
             tensors=read_tensors(path, revision=revision),
         )

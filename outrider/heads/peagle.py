@@ -18,12 +18,12 @@ KIND = "peagle"
 """Its `speculators_model_type`."""
 
 
-class PEagleHead(nn.Module):
+class PEagleHead(Eagle3Head):
     r"""An EAGLE-3 head with mask slots behind its pairs. Every slot reads the embedding of the mask token, and
     $W_{fc} m$ as its feature, where $m$ stands for the unknown states. A negative token stands for a slot.
 
     Args:
-        head: The EAGLE-3 head.
+        head: The EAGLE-3 head, whose tensors it takes.
         mask_id: The mask token.
         mask_hidden: $m$.
 
@@ -32,26 +32,14 @@ class PEagleHead(nn.Module):
     """
 
     def __init__(self, head: Eagle3Head, mask_id: int, mask_hidden: Float[Tensor, "1 1 all"]) -> None:
-        super().__init__()
-        self.head, self.mask_id = head, mask_id
-        self.feature_size, self.vocab_size = head.feature_size, head.vocab_size
+        super().__init__(head.sizes, head.ends, head.ids)
+        self.load_state_dict(head.state_dict(), assign=True)
+        self.vocab_size, self.mask_id = head.vocab_size, mask_id
         self.mask_hidden = nn.Parameter(mask_hidden.to(head.fc.weight))
 
-    @property
-    def ends(self) -> Ends:
-        """The target's ends."""
-        return self.head.ends
-
-    @ends.setter
-    def ends(self, ends: Ends) -> None:
-        self.head.ends = ends
-
     def extra_repr(self) -> str:
-        """The choice that no tensor shows."""
-        return f"mask_id={self.mask_id}"
-
-    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
-        return self.head.fuse(states)
+        """The choices that no tensor shows."""
+        return f"{super().extra_repr()}, mask_id={self.mask_id}"
 
     def forward(
         self,
@@ -62,12 +50,8 @@ class PEagleHead(nn.Module):
         cache: Keeper,
     ) -> Float[Tensor, "rows width hidden"]:
         slots = tokens < 0
-        given = torch.where(slots[..., None], self.head.fc(self.mask_hidden), features)
-        found: Tensor = self.head(torch.where(slots, self.mask_id, tokens), given, positions, mask, cache)
-        return found
-
-    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
-        return self.head.logits(hidden)
+        given = torch.where(slots[..., None], self.fc(self.mask_hidden), features)
+        return super().forward(torch.where(slots, self.mask_id, tokens), given, positions, mask, cache)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from outrider.heads.feature_head import usual_layer
-from outrider.heads.parallel import Form, ParallelFile, ParallelHead, write_parallel
+from outrider.heads.parallel import ParallelFile, ParallelHead, write_parallel
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import find_ends
 from outrider.lm.open import logit_width
@@ -153,7 +153,7 @@ def parallel_learner(
     target: PreTrainedModel,
     *,
     loss: Divergence | None,
-    form: Form = "eagle",
+    form: str = "eagle",
     num_slots: int = 4,
     layers: int = 1,
     decay: float = 0.8,
