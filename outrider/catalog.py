@@ -7,6 +7,7 @@ from typing import Literal
 
 from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.step import StepDecoding
+from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.dflash import DFlarePath, DFlashPath
 from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.eagle import EaglePath
@@ -19,6 +20,7 @@ from outrider.drafters.mlp_speculator import MLPSpeculatorPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.parallel import ParallelPath
 from outrider.drafters.poss import PossPath
 from outrider.drafters.recognition import drafter_at, is_place
 from outrider.drafters.steered import SteeredPath
@@ -95,19 +97,20 @@ ROWS = (
         summary="continue the longest repeated suffix, by a suffix automaton of context and corpus",
         source="Oliaro et al. 2024, SuffixDecoding, https://arxiv.org/abs/2411.04975",
     ),
-    Row(
-        family="drafter",
-        name="model",
-        make=ModelPath,
-        summary="a smaller LM; its tokenizer may differ",
-        source=LEVIATHAN,
-    ),
+    Row(family="drafter", name="model", make=ModelPath, summary="a smaller LM; any tokenizer", source=LEVIATHAN),
     Row(
         family="drafter",
         name="steered",
         make=SteeredPath,
         summary="a smaller LM that the target's hidden states steer",
         source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
+    ),
+    Row(
+        family="drafter",
+        name="blockwise",
+        make=BlockwisePath,
+        summary="small heads on the target's last hidden state; a small LM or an n-gram model may refine their draft",
+        source="Stern et al. 2018, https://arxiv.org/abs/1811.03115; Kim et al. 2024, https://arxiv.org/abs/2404.09221",
     ),
     Row(
         family="drafter",
@@ -164,6 +167,13 @@ ROWS = (
         make=JakiroPath,
         summary="eagle with two small experts, whose contrast guesses the deepest tokens without a forward",
         source="Huang et al. 2025, Jakiro, https://arxiv.org/abs/2502.06282",
+    ),
+    Row(
+        family="drafter",
+        name="parallel",
+        make=ParallelPath,
+        summary="a layer that guesses all tokens of a draft in one forward, at learnt mask slots",
+        source="ParallelSpec 2024, https://arxiv.org/abs/2410.05589",
     ),
     Row(
         family="drafter",

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, MedusaOptions
 from outrider.cli.train_distill import More, run_with
 from outrider.cli.train_distill import Task as DistillTask
-from outrider.heads.medusa import read_medusa
+from outrider.heads.files import read_tensors
 from outrider.lm.open import logit_width
 from outrider.training.distill import HARD
 from outrider.training.divergences import Divergence, divergence
@@ -24,6 +24,7 @@ from outrider.training.loop import Learner, Trained
 from outrider.training.medusa import Medusa, medusa_learner
 from outrider.training.positions import slot_balanced
 from outrider.training.settings import Settings
+from outrider.training.state_heads import StateHeadsLearner
 from outrider.training.watch import Watch
 from outrider.trees.fixed import likeliest_topology
 from outrider.types import InputError
@@ -39,12 +40,14 @@ class Given:
     Attributes:
         loss: The divergence; None: the cross-entropy of the text's own tokens.
         ids: The tokens that a new head can guess, ascending; None: all.
+        documents: The texts to learn from.
     """
 
     target: PreTrainedModel
     loss: Divergence | None
     ids: Int[Tensor, " width"] | None
     device: torch.device
+    documents: Sequence[Document]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,15 +88,8 @@ def run_medusa(task: Task, medusa: MedusaOptions) -> None:
             device=given.device,
         )
 
-    def tree(learner: Learner, done: Trained, watch: Watch) -> dict[str, Any]:
-        made = cast(Medusa, learner)
-        made.heads.load_state_dict(read_medusa(str(done.out)).state_dict())
-        batches = (batch.to(made.heads.weight.device) for batch in watch.batches())
-        accuracies = made.accuracies(batches, greedy=task.options.watch_temperature == 0)
-        children = likeliest_topology(accuracies, medusa.tree_nodes)
-        return {"tree": f"fixed:children={'x'.join(map(str, children))},chosen=true"}
-
-    run_head(task, "medusa", make, about={"layers": medusa.layers, "shared": medusa.shared}, more=tree)
+    about = {"layers": medusa.layers, "shared": medusa.shared}
+    run_head(task, "medusa", make, about=about, more=fitted_tree(task, medusa.tree_nodes))
 
 
 def run_eagle(task: Task, head: EagleOptions) -> None:
@@ -136,6 +132,24 @@ def run_eagle3(task: Task, head: Eagle3Options) -> None:
     run_head(task, "eagle3", make, about=asdict(head))
 
 
+def fitted_tree(task: Task, num_nodes: int) -> More:
+    """Finds the tree that fits the accuracies of the heads that a run has kept.
+
+    Args:
+        num_nodes: Its draft nodes.
+    """
+
+    def tree(learner: Learner, done: Trained, watch: Watch) -> dict[str, Any]:
+        made = cast(StateHeadsLearner, learner)
+        made.heads.load_state_dict(read_tensors(str(done.out)))
+        batches = (batch.to(made.heads.weight.device) for batch in watch.batches())
+        accuracies = made.accuracies(batches, greedy=task.options.watch_temperature == 0)
+        children = likeliest_topology(accuracies, num_nodes)
+        return {"tree": f"fixed:children={'x'.join(map(str, children))},chosen=true"}
+
+    return tree
+
+
 def run_head(
     task: Task,
     name: str,
@@ -164,7 +178,7 @@ def run_head(
         ids = None
         if options.draft_vocab is not None and options.begin is None:
             ids = frequent_tokens(documents, options.draft_vocab, logit_width(target))
-        learner = make(Given(target=target, loss=loss, ids=ids, device=device))
+        learner = make(Given(target=target, loss=loss, ids=ids, device=device, documents=documents))
         if options.slot_balanced:
             places = learner.places_of(documents, task.settings.max_length)
             learner.slot_weights = tuple(slot_balanced(places).tolist())

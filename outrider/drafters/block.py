@@ -3,19 +3,18 @@
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from outrider.drafters.protocol import Observed, Rows, Surroundings
+from outrider.drafters.marginal import MarginalDrafter
+from outrider.drafters.protocol import Observed, Surroundings
 from outrider.drafters.slotted import SlotState, SlottedDrafter, state_of
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.tabular import TabularLM
-from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Request, Running, ShortList
+from outrider.types import Guess, Request, Running
 
 
 @dataclass(kw_only=True)
@@ -32,12 +31,12 @@ class BlockState(SlotState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockDrafter(SlottedDrafter):
+class BlockDrafter(MarginalDrafter, SlottedDrafter):
     """Guess all tokens behind the anchor at once: one row per position, independent of the other guesses.
 
     The head reads the target's features of all positions before the anchor, and caches its keys and values for them.
     For a draft it reads a block behind them: the anchor, and one mask token per further position. All positions of the
-    block see each other. The row of a depth is the guess at every node of that depth.
+    block see each other.
 
     A subclass states its taps, and how they become features.
 
@@ -46,20 +45,15 @@ class BlockDrafter(SlottedDrafter):
         block_size: Positions of a block, the anchor's included.
         mask_id: The token that stands for an unknown token.
         from_anchor: Whether the anchor's position guesses the first token; otherwise the first mask's position does.
-        short_list: The tokens that it can guess; None: all.
 
     References:
         DFlash 2026. https://arxiv.org/abs/2602.06036
     """
 
-    rows: ClassVar[Rows] = "marginal"
-    context_pure: ClassVar[bool] = False
-
     lm: HeadLM | TabularLM
     block_size: int
     mask_id: int
     from_anchor: bool = False
-    short_list: ShortList | None = None
 
     @property
     def max_context(self) -> int | None:
@@ -110,20 +104,8 @@ class BlockDrafter(SlottedDrafter):
         self.lm.commit({segment.slot: [] for segment in segments})
         return extension
 
-    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
-        pairs = zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True)
-        rows = [_row(_own(states[owner]), depth) for owner, depth in pairs]
-        return Guess(logits=torch.stack(rows), short_list=self.short_list)
-
-    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        depths = iter(range(1, max(counts) + 1))
-
-        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
-            depth = next(depths)
-            pairs = zip(states, counts, strict=True)
-            return torch.stack([_row(_own(state), depth) for state, count in pairs if count >= depth])
-
-        return step
+    def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
+        return _own(state).block
 
     def needs(self, state: object, length: int) -> int:
         return min(self.lm.length(state_of(BlockState, state).slot), length)
@@ -138,12 +120,6 @@ class BlockDrafter(SlottedDrafter):
 
     def cast(self, surroundings: Surroundings) -> "BlockDrafter":
         return replace(self, lm=self.lm.cast(surroundings.dtype))
-
-
-def _row(own: BlockState, depth: int) -> Float[Tensor, " vocab"]:
-    if own.block is None:
-        raise RuntimeError("a block is guessed before its nodes are expanded")
-    return own.block[depth]
 
 
 def _own(state: Running) -> BlockState:

@@ -67,7 +67,7 @@ class LastStateDrafter(Drafter):
         return self.fresh(self.needs(own, length), own.newest if own.num_seen <= length else None)
 
     def fork(self, state: object, request: Request, length: int) -> LastState:
-        return self.reuse(state, request, length)
+        return LastStateDrafter.reuse(self, state, request, length)
 
 
 def newest(state: Running) -> Float[Tensor, " hidden"]:

@@ -174,8 +174,8 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
     bare = {name.removeprefix("model.") for name in names}
     wanted = {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"}
     other = {"norm.weight", "layers.0.hidden_norm.weight"}
-    plain = wanted <= bare and not other & bare and "speculators_model_type" not in config
-    return plain and not has_specialists(bare)
+    foreign = {"speculators_model_type", KIND} & config.keys()
+    return wanted <= bare and not other & bare and not foreign and not has_specialists(bare)
 
 
 def _name(name: str) -> str:

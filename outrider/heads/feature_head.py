@@ -115,8 +115,7 @@ class FeatureHead(nn.Module):
 
     def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits by the target's output layer, in the target's dtype."""
-        weight = next(iter(getattr(self.ends.embed, "parameters", tuple)()), hidden)
-        return self.ends.head(hidden.to(weight.device, weight.dtype))
+        return self.ends.logits(hidden)
 
     def embed(self, tokens: Int[Tensor, "rows width"], like: Float[Tensor, "..."]) -> Float[Tensor, "rows width dim"]:
         """Embeddings of tokens, in the dtype and on the device of another tensor."""

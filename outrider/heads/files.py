@@ -129,6 +129,11 @@ def read_tensors(
     return tensors
 
 
+def local_file(path: str, name: str, *, revision: str | None = None) -> str | None:
+    """A local copy of another file beside a head, in a directory or at a hub id; None if there is none."""
+    return _file(path, name, revision)
+
+
 def write_head(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
 ) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.heads.files import TARGET, TargetShape, load_into, read_config, read_tensors, write_head
+from outrider.heads.state_heads import StateHeads
 from outrider.types import InputError
 
 KIND = "medusa"
@@ -79,9 +80,8 @@ class Block(nn.Module):
         return hidden
 
 
-class MedusaHeads(nn.Module):
-    r"""The heads. Head $i = 0, 1, \ldots$ reads the target's normed last hidden state at $t$ and guesses
-    $x_{t+2+i}$; the target itself has said $x_{t+1}$.
+class MedusaHeads(StateHeads):
+    """Heads of residual layers, each with an output layer of its own.
 
     The names of its tensors are those of vLLM's form.
 
@@ -90,7 +90,7 @@ class MedusaHeads(nn.Module):
     """
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
+        super().__init__(config.num_heads)
         self.config = config
         size, layers = config.hidden_size, config.num_hidden_layers
         self.blocks = nn.ModuleList(Block(size, layers, config.medusa_fc_bias) for _ in range(config.num_heads))

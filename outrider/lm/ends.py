@@ -40,6 +40,11 @@ class Ends:
     norm: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
     head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
 
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """Logits from normed states of any dtype and device, computed in the dtype of the embedding."""
+        weight = next(iter(getattr(self.embed, "parameters", tuple)()), hidden)
+        return self.head(hidden.to(weight.device, weight.dtype))
+
     def __deepcopy__(self, memo: dict[int, object]) -> "Ends":
         """Returns itself: a copy of a drafter's head does not copy its target."""
         return self

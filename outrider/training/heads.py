@@ -1,7 +1,7 @@
 """What all trained heads share: which guess at which place learns which token, from which states of the target."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -98,6 +98,14 @@ class HeadLearner(Learner):
     def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
         """Logits of guess `number`, from what `guesses` gives."""
 
+    def counted(self, batch: Batch) -> Collection[int]:
+        """The guesses that the loss of a step counts; by default all."""
+        return range(self.num_guesses)
+
+    def places(self, batch: Batch, number: int) -> "Places":
+        """The places at which the loss of a step counts a guess; by default all whose guessed token is learnt."""
+        return Places.of(batch, number)
+
     def beside(
         self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "Places"
     ) -> Float[Tensor, ""] | None:
@@ -134,10 +142,13 @@ class HeadLearner(Learner):
     def forward(self, batch: Batch) -> Loss:
         """The loss of all guesses."""
         batch = self.with_states(batch)
-        total, weight, agreed = [], [], []
+        total, weight, agreed, counted = [], [], [], self.counted(batch)
         kept: Bool[Tensor, "rows length"] | None = None
         for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
-            places, share = Places.of(batch, number, kept), self.decay**number * self._slot_weight(number)
+            if number not in counted:
+                continue
+            places = self.places(batch, number) if kept is None else Places.of(batch, number, kept)
+            share = self.decay**number * self._slot_weight(number)
             values, agrees = self._values(batch, hidden, number, places)
             beside = self.beside(batch, hidden, number, places)
             total.append(share * (values if beside is None else values + beside))

@@ -3,39 +3,29 @@
 Cai et al. 2024, https://arxiv.org/abs/2401.10774
 """
 
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import logit_width
-from outrider.training.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence
-from outrider.training.heads import HeadLearner, Places
+from outrider.training.state_heads import DECAY, StateHeadsLearner
 from outrider.types import InputError
 
-DECAY = 0.8
-"""The paper's weight of a head, as a share of the weight of the head before it."""
 
-
-class Medusa(HeadLearner):
-    """Medusa heads that learn from a target. The target stays as it is.
-
-    Args:
-        heads: The heads, in float32.
-        target: The target.
-        loss: The divergence; None is the cross-entropy of the text's own tokens.
-        decay: Weight of each head, as a share of the weight of the head before it.
+class Medusa(StateHeadsLearner):
+    """Medusa heads that learn from a target.
 
     Raises:
         InputError: The heads are of another shape than the target.
     """
+
+    heads: MedusaHeads
 
     def __init__(
         self,
@@ -47,68 +37,17 @@ class Medusa(HeadLearner):
         dtype: torch.dtype | None = None,
         chunk: int = CHUNK,
     ) -> None:
+        super().__init__(heads, target, loss=loss, decay=decay, ids=heads.token_map, dtype=dtype, chunk=chunk)
         config = heads.config
-        super().__init__(
-            target,
-            taps=(Anatomy.of(target).num_layers,),
-            loss=loss,
-            num_guesses=config.num_heads,
-            decay=decay,
-            ids=heads.token_map,
-            dtype=dtype,
-            chunk=chunk,
-        )
         if (config.hidden_size, config.vocab_size) != (self.shape.hidden_size, self.shape.vocab_size):
             raise InputError(
                 f"the heads are for hidden states of width {config.hidden_size} and {config.vocab_size:,} tokens, and "
                 f"the target has {self.shape.hidden_size} and {self.shape.vocab_size:,}"
             )
-        self.heads = heads
-
-    @property
-    def most_guesses(self) -> int:
-        """The number of heads."""
-        return self.num_guesses
-
-    def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
-        """What head 0, 1, ..., `count - 1` makes of each state."""
-        hidden = self.last_states(batch).to(self.heads.weight.dtype)
-        for number in range(count):
-            yield self.heads(hidden, number)
-
-    def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
-        """Logits of a head."""
-        return self.heads.logits(hidden, number)
 
     def write(self, folder: Path) -> None:
         """Write the heads in vLLM's form."""
         write_medusa(self.heads, folder, self.shape, self.dtype)
-
-    @torch.no_grad()
-    def accuracies(
-        self, batches: Iterable[Batch], *, ranks: int = 10, greedy: bool
-    ) -> Float[np.ndarray, "heads ranks"]:
-        """How often a head's likeliest, second likeliest, ... token is the one that comes.
-
-        Args:
-            greedy: The token that comes is the target's likeliest one; otherwise it is the text's.
-        """
-        ranks = min(ranks, self.heads.config.width)
-        ids = self._ids_on(self.heads.weight.device)
-        hits, counts = np.zeros((self.num_guesses, ranks)), np.zeros((self.num_guesses, 1))
-        for given in batches:
-            batch = self.with_states(given)
-            for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
-                places = Places.of(batch, number)
-                picked, target = hidden[places.rows, places.at], self._target_logits(batch, number, places)
-                for begin in range(0, len(places.labels), self.chunk):
-                    rows = slice(begin, begin + self.chunk)
-                    likeliest = self.logits(picked[rows], number).topk(ranks, -1).indices
-                    tokens = likeliest if ids is None else ids[likeliest]
-                    comes = target(rows).argmax(-1) if greedy else places.labels[rows]
-                    hits[number] += (tokens == comes[:, None]).sum(0).cpu().numpy()
-                counts[number] += len(places.labels)
-        return hits / counts.clip(min=1)
 
 
 def medusa_learner(

@@ -61,6 +61,7 @@ def is_chained(drafter: object, tree: Tree, length: object, states: Sequence[Run
         and getattr(length, "known_ahead", False)
         and hasattr(drafter, "chain")
         and hasattr(tree, "picks")
+        and getattr(drafter, "rows", None) != "point"
         and not any(is_masked(state) or state.request.sampling.reads_prefix for state in states)
     )
 

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 KINDS = (
     "own features",
     "block",
+    "blockwise",
     "medusa",
     "hydra",
     "mlp_speculator",
@@ -38,11 +39,12 @@ KINDS = (
     "poss",
     "griffin",
     "jakiro",
+    "parallel",
     "dflash",
     "dflare",
     "dspark",
 )
-MARGINAL = ("block", "medusa", "dflash", "dflare")
+MARGINAL = ("block", "blockwise", "medusa", "parallel", "dflash", "dflare")
 UNTRAINED = ("hydra", "mlp_speculator")
 """Heads that are loaded alone."""
 GREEDY = Sampling(temperature=0.0, seed=0)
@@ -236,7 +238,7 @@ def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
 def test_a_head_states_what_it_reads_and_keeps(kind):
     traits = Traits.of(type(head(kind, Surroundings.of(target(1), None))))
     assert traits.reads_hidden_states
-    assert traits.keeps_cache == (kind not in ("medusa", "mlp_speculator"))
+    assert traits.keeps_cache == (kind not in ("blockwise", "medusa", "mlp_speculator"))
     assert not traits.context_pure
     assert traits.rows == ("marginal" if kind in MARGINAL else "sampled")
     assert kind in TOYS or traits.trainer == (None if kind in UNTRAINED else kind)

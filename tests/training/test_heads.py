@@ -17,6 +17,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.taps import tapped
 from outrider.proof.gate import in_float32
 from outrider.training.batches import Batch, Batches
+from outrider.training.blockwise import blockwise_learner
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.eagle import eagle3_learner, eagle_learner
@@ -25,6 +26,7 @@ from outrider.training.heads import HeadLearner, Places, frequent_tokens
 from outrider.training.jakiro import jakiro_learner
 from outrider.training.loop import train
 from outrider.training.medusa import medusa_learner
+from outrider.training.parallel import parallel_learner
 from outrider.training.positions import slot_balanced
 from outrider.training.poss import poss_learner
 from outrider.training.settings import Settings
@@ -41,6 +43,7 @@ FEW = torch.arange(3, VOCAB, 2)
 Make = Callable[..., HeadLearner]
 
 LEARNERS: dict[str, Make] = {
+    "blockwise": lambda target, **more: blockwise_learner(target, num_heads=GAMMA, **more),
     "medusa": lambda target, **more: medusa_learner(target, num_heads=GAMMA, **more),
     "medusa, deep": lambda target, **more: medusa_learner(target, num_heads=GAMMA, num_layers=2, **more),
     "eagle": lambda target, **more: eagle_learner(target, unrolled=GAMMA, bias=True, **more),
@@ -55,8 +58,12 @@ LEARNERS: dict[str, Make] = {
     "jakiro of distributions": lambda target, **more: jakiro_learner(
         target, unrolled=GAMMA - 1, mixture="gate", expert_size=24, **more
     ),
+    "parallel": lambda target, **more: parallel_learner(target, num_slots=GAMMA - 1, **more),
+    "parallel, of states": lambda target, **more: parallel_learner(
+        target, form="medusa", num_slots=GAMMA - 1, layers=2, **more
+    ),
 }
-WITH_FEW = [kind for kind in LEARNERS if "medusa" in kind or "eagle3" in kind]
+WITH_FEW = [kind for kind in LEARNERS if kind.startswith(("medusa", "eagle3", "poss on eagle3"))]
 """The learners whose heads may guess some tokens only."""
 
 

@@ -18,6 +18,7 @@ from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
 from tests.world.block_checkpoints import checkpoints
+from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
 from tests.world.published_kin import griffin, jakiro, poss
 
@@ -94,6 +95,7 @@ def head(kind: str, around: Surroundings, **more: object) -> Drafter:
 
 TOYS = ("own features", "block")
 CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
+    "blockwise": blockwise,
     "medusa": medusa_of_vllm,
     "hydra": hydra,
     "mlp_speculator": mlp_speculator,
@@ -102,6 +104,7 @@ CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
     "poss": poss,
     "griffin": griffin,
     "jakiro": jakiro,
+    "parallel": parallel,
     "dflash": lambda folder, around: checkpoints(around.vocab_size)["dflash"].save(folder),
     "dflare": lambda folder, around: checkpoints(around.vocab_size)["dflare"].save(folder),
     "dspark": lambda folder, around: checkpoints(around.vocab_size)["dspark-rnn"].save(folder),

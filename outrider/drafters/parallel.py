@@ -1,0 +1,162 @@
+"""ParallelSpec: all tokens of a draft are guessed in one forward of a head, at mask slots (2024)."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
+from outrider.drafters.head_path import HeadPath
+from outrider.drafters.marginal import MarginalDrafter
+from outrider.drafters.own_features import HeadState
+from outrider.drafters.protocol import Surroundings
+from outrider.drafters.slotted import state_of
+from outrider.heads.files import TargetShape, read_config, read_tensors
+from outrider.heads.parallel import ParallelFile, is_parallel
+from outrider.heads.peagle import PEagleFile, is_peagle
+from outrider.lm.protocol import Segment
+from outrider.types import Guess, InputError, Request, Running, ShortList
+
+
+@dataclass(kw_only=True)
+class ParallelState(HeadState):
+    """One request's slot of a head, its unread features, and the last draft; changes in place.
+
+    Attributes:
+        block: Logits for the depths of the last draft; None before any.
+    """
+
+    block: Float[Tensor, "depth vocab"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
+    """Guess with one forward per draft, over the pairs that the head has not read and the mask slots behind them.
+
+    Keys and values of pairs stay in the head's cache. Those of slots do not.
+
+    Attributes:
+        slots: The tokens that stand for the slots, in order.
+
+    References:
+        ParallelSpec 2024. https://arxiv.org/abs/2410.05589
+    """
+
+    trainer: ClassVar[str | None] = "parallel"
+
+    slots: tuple[int, ...]
+
+    @property
+    def max_depth(self) -> int:
+        return len(self.slots) + 1
+
+    def open(self, request: Request) -> ParallelState:
+        return ParallelState(slot=self.lm.open())
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        pairs = [self._pairs(state, state_of(HeadState, state.drafter_state).num_unread, "last") for state in states]
+        slots = torch.tensor(self.slots, dtype=torch.long).to(self.lm.device, non_blocking=True)
+        segments = [_before(pair, slots[: depth - 1]) for pair, depth in zip(pairs, depths, strict=True)]
+        blocks = self.lm.extend(segments).logits.split(list(depths))
+        self.lm.commit({pair.slot: range(len(pair.tokens)) for pair in pairs})
+        for state, block in zip(states, blocks, strict=True):
+            state_of(ParallelState, state.drafter_state).block = block
+        return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
+
+    def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
+        return state_of(ParallelState, state.drafter_state).block
+
+    def reuse(self, state: object, request: Request, length: int) -> ParallelState:
+        kept = super().reuse(state, request, length)
+        return ParallelState(slot=kept.slot, unread=kept.unread)
+
+    def fork(self, state: object, request: Request, length: int) -> ParallelState:
+        kept = super().fork(state, request, length)
+        return ParallelState(slot=kept.slot, unread=kept.unread)
+
+    def on_tables(self, vocab_size: int, seed: int) -> "ParallelDrafter":
+        made = super().on_tables(vocab_size, seed)
+        slots = tuple(i % vocab_size for i in range(len(self.slots)))
+        return replace(self, lm=made.lm, reads=made.reads, short_list=None, slots=slots)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelPath(HeadPath):
+    """A parallel head before it is bound to a target: `parallel:path=...`. P-EAGLE heads of `speculators` load too.
+
+    Attributes:
+        path: Directory or hub id.
+        device: Where it runs; by default on the target's device.
+        dtype: The dtype that it computes in; by default the target's.
+        revision: Branch, tag or commit of a hub id.
+        max_context: Longest context; by default the target's.
+        slots: Mask slots of a P-EAGLE head, which guess one token each behind the first; by default as its config says.
+    """
+
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.slots is not None and self.slots < 0:
+            raise InputError(f"slots must be >= 0, got {self.slots}")
+
+    @classmethod
+    def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        return is_parallel(config) or is_peagle(config)
+
+    def bind(self, surroundings: Surroundings) -> ParallelDrafter:
+        """Load the head."""
+        config = read_config(self.path, revision=self.revision)
+        if is_peagle(config):
+            return self._peagle(config, surroundings)
+        file = ParallelFile.read(self.path, revision=self.revision)
+        if self.slots is not None and self.slots > file.num_slots:
+            raise InputError(f"the head in {self.path} has {file.num_slots} mask slots, got slots={self.slots}")
+        self.check_target(TargetShape.of(config, self.path), file.layer.hidden_size, surroundings)
+        self.check_vocabulary(file.layer.vocab_size, surroundings)
+        head = file.head(surroundings.ends(), surroundings.vocab_size)
+        return ParallelDrafter(
+            lm=head_lm(self, head, surroundings),
+            reads=(surroundings.num_layers,),
+            slots=_slots(file.num_slots if self.slots is None else self.slots),
+        )
+
+    def _peagle(self, config: Mapping[str, Any], surroundings: Surroundings) -> ParallelDrafter:
+        """Load a P-EAGLE head."""
+        file = PEagleFile.of(self.path, config, read_tensors(self.path, revision=self.revision))
+        self.check_target(file.eagle3.target, file.eagle3.target_hidden_size, surroundings)
+        self.check_vocabulary(int(file.eagle3.layer.vocab_size), surroundings)
+        num_slots = file.num_slots if self.slots is None else self.slots
+        if num_slots is None:
+            raise InputError(
+                f"the config of the P-EAGLE head in {self.path} does not say how many tokens it drafts; add slots=N "
+                "behind the path, one less than the tokens of a draft"
+            )
+        head = file.head(surroundings.ends(), num_layers=surroundings.num_layers, vocab_size=surroundings.vocab_size)
+        lm, ids = head_lm(self, head, surroundings), head.ids
+        return ParallelDrafter(
+            lm=lm,
+            reads=head.sizes.taps,
+            slots=_slots(num_slots),
+            short_list=None if ids is None else ShortList.of(ids.to(lm.device), surroundings.vocab_size),
+        )
+
+
+def _slots(count: int) -> tuple[int, ...]:
+    """The tokens that stand for mask slots."""
+    return tuple(range(-1, -1 - count, -1))
+
+
+def _before(pairs: Segment, slots: Tensor) -> Segment:
+    """A segment with mask slots behind its pairs. The logits are those of the last pair and of the slots."""
+    if pairs.features is None:
+        raise TypeError("a pair has a feature")
+    nothing = pairs.features.new_zeros(len(slots), pairs.features.shape[1])
+    return replace(
+        pairs,
+        tokens=torch.cat([pairs.tokens, slots]),
+        features=torch.cat([pairs.features, nothing]),
+        logits=len(slots) + 1,
+    )

@@ -1,0 +1,228 @@
+"""Heads in layouts of this project: what they compute, what is written, what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from outrider import catalog
+from outrider.drafters.blockwise_path import BlockwisePath
+from outrider.drafters.parallel import ParallelPath
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.backoff import FILE
+from outrider.heads.blockwise import read_blockwise, write_blockwise
+from outrider.heads.files import TargetShape
+from outrider.heads.parallel import ParallelFile, write_parallel
+from outrider.lm.protocol import Segment
+from outrider.lm.taps import tapped
+from outrider.types import InputError
+from tests.heads.naive_heads import NaiveEagle3, plain_layer
+from tests.world.forced import forced_guesses
+from tests.world.models import llama, target
+from tests.world.own_heads import blockwise, parallel, peagle
+
+pytestmark = pytest.mark.usefixtures("float64_stays_float64")
+
+SHAPE = TargetShape(num_layers=2, hidden_size=32, vocab_size=64, taps=(2,))
+
+
+def around() -> Surroundings:
+    return Surroundings.of(target(1), None)
+
+
+@torch.no_grad()
+def test_blockwise_heads_are_recognised_and_compute_what_their_description_says(tmp_path):
+    known = around()
+    tensors = blockwise(tmp_path, known)
+    path = catalog.make("drafter", str(tmp_path))
+    assert path == BlockwisePath(path=str(tmp_path))
+    drafter = path.bind(known)
+    hidden = torch.randn(3, known.hidden_size, dtype=torch.float64)
+    for i in range(4):
+        inner = (hidden @ tensors[f"heads.{i}.up.weight"].T + tensors[f"heads.{i}.up.bias"]).clamp_min(0)
+        made = hidden + inner @ tensors[f"heads.{i}.down.weight"].T + tensors[f"heads.{i}.down.bias"]
+        assert torch.allclose(drafter.heads.logits(drafter.heads(hidden, i), i), known.head(made), atol=1e-12)
+    assert drafter.max_depth == 4
+
+
+@pytest.mark.parametrize(("form", "layers"), [("eagle", 1), ("medusa", 1), ("medusa", 2), ("eagle", 2)])
+@torch.no_grad()
+def test_a_parallel_head_is_recognised_and_computes_what_its_description_says(tmp_path, form, layers):
+    known = around()
+    tensors = parallel(tmp_path, known, form=form, layers=layers)
+    path = catalog.make("drafter", str(tmp_path))
+    assert path == ParallelPath(path=str(tmp_path))
+    lm = path.bind(known).lm
+    count, size = 5, known.hidden_size
+    states = torch.randn(count, size, dtype=torch.float64)
+    tokens = torch.randint(3, 64, (count,))
+    nothing = torch.zeros(3, size, dtype=torch.float64)
+    segment = Segment(
+        slot=lm.open(), tokens=torch.cat([tokens, torch.tensor([-1, -2, -3])]), features=torch.cat([states, nothing])
+    )
+    found = lm.extend([segment]).logits
+    read = torch.cat([known.embed(tokens), states], 1) if form == "eagle" else states
+    hidden = torch.cat([read, tensors["slots"]])
+    hidden = hidden @ tensors["fc.weight"].T if form == "eagle" else hidden
+    layer = json.loads((tmp_path / "config.json").read_text())["layer"]
+    # Rotary tables are in float32. Slots behind one text are one group, so that plain causal layers are right.
+    for i in range(layers):
+        hidden = plain_layer(tensors, f"layers.{i}", hidden, layer)
+    assert torch.allclose(found, known.head(hidden), atol=1e-5), float((found - known.head(hidden)).abs().max())
+
+
+@torch.no_grad()
+def test_what_is_written_reads_back(tmp_path):
+    known, first, second = around(), tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    hidden = torch.randn(3, known.hidden_size, dtype=torch.float64)
+    blockwise(first, known)
+    heads = read_blockwise(str(first), known.ends())
+    write_blockwise(heads, second, SHAPE, torch.float64)
+    again = read_blockwise(str(second), known.ends())
+    assert again.config == heads.config
+    for i in range(4):
+        assert torch.equal(again.logits(again(hidden, i), i), heads.logits(heads(hidden, i), i))
+    for form in ("eagle", "medusa"):
+        parallel(first, known, form=form)
+        head = ParallelFile.read(str(first)).head(known.ends(), 64)
+        write_parallel(head, second, SHAPE, torch.float64)
+        file = ParallelFile.read(str(second))
+        assert (file.form, file.num_slots, file.layer.rope_parameters) == (form, 3, head.config.rope_parameters)
+        assert {name: tensor.tolist() for name, tensor in load_file(second / "model.safetensors").items()} == {
+            name: tensor.tolist() for name, tensor in load_file(first / "model.safetensors").items()
+        }
+
+
+def change(folder: Path, **fields: object) -> None:
+    """Change fields of a config; None leaves a field out."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    kept = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
+    known = around()
+    blockwise(tmp_path, known)
+    path = BlockwisePath(path=str(tmp_path))
+    for wrong, message in (
+        (replace(known, hidden_size=64), "width 32, and this target's have width 64"),
+        (replace(known, vocab_size=99), "knows 64 tokens, and this target has 99"),
+    ):
+        with pytest.raises(InputError, match=message):
+            path.bind(wrong)
+    for fields, message in (
+        ({"rescorer": "a", "paths": 3}, "leave out rescorer or paths"),
+        ({"lam": 1.5}, r"lam must be in 0\.\.1, got 1\.5"),
+        ({"mu": -1.0}, "mu must be >= 0"),
+        ({"paths": 0}, "paths must be >= 1, got 0"),
+        ({"top_k": 0}, "top_k must be >= 1, got 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            BlockwisePath(path=str(tmp_path), **fields)
+    (tmp_path / FILE).unlink()
+    with pytest.raises(InputError, match="there is no n-gram model"):
+        replace(path, paths=2).bind(known)
+    assert replace(path, paths=2, mu=0.0).bind(known).model is None
+    for fields, message in (
+        ({"num_heads": None}, "must give num_heads as a whole number"),
+        ({"num_heads": 0}, "num_heads of blockwise heads must be >= 1, got 0"),
+        ({"num_heads": 5}, r"heads\.4\.down\.bias.* missing"),
+        ({"outrider_head": None}, "holds no blockwise heads"),
+    ):
+        blockwise(tmp_path, known)
+        change(tmp_path, **fields)
+        with pytest.raises(InputError, match=message):
+            path.bind(known)
+
+
+def test_a_parallel_head_that_does_not_fit_is_refused_in_one_sentence(tmp_path):
+    known = around()
+    path = ParallelPath(path=str(tmp_path))
+    for fields, message in (
+        ({"num_slots": None}, "must give layer and num_slots"),
+        ({"num_slots": 7}, "slots is of another shape"),
+        ({"num_slots": -1}, "must have >= 0 mask slots, got -1"),
+        ({"form": "dflash"}, "must be eagle or medusa, got 'dflash'"),
+        ({"outrider_head": None}, "holds no parallel head"),
+        ({"layer": {"model_type": "gpt2"}}, "layers of the type 'gpt2'"),
+    ):
+        parallel(tmp_path, known)
+        change(tmp_path, **fields)
+        with pytest.raises(InputError, match=message):
+            path.bind(known)
+    parallel(tmp_path, known)
+    with pytest.raises(InputError, match="width 32, and this target's have width 64"):
+        path.bind(replace(known, hidden_size=64))
+    with pytest.raises(InputError, match="knows 64 tokens, and this target has 99"):
+        path.bind(replace(known, vocab_size=99))
+
+
+def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
+    known = around()
+    blockwise(tmp_path, replace(known, vocab_size=63))
+    grams = (tmp_path / FILE).read_bytes()
+    blockwise(tmp_path, known)
+    (tmp_path / FILE).write_bytes(grams)
+    with pytest.raises(InputError, match="knows 63 tokens, and the heads beside it 64"):
+        BlockwisePath(path=str(tmp_path), paths=2).bind(known)
+    assert np.isfinite(BlockwisePath(path=str(tmp_path), paths=2, mu=0.0).bind(known).mu)
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"layers": 3, "few": False}, {"size": 16}, {"flags": {"norm_before_residual": True}}]
+)
+@torch.no_grad()
+def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_path, more):
+    lm = target(1)
+    known = Surroundings.of(lm, None)
+    tensors = peagle(tmp_path, known, **more)
+    path = catalog.make("drafter", str(tmp_path))
+    assert path == ParallelPath(path=str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    naive = NaiveEagle3(
+        tensors=tensors, layer=config["transformer_layer_config"], ends=known.ends(), flags=more.get("flags", {})
+    )
+    text, gamma = np.random.default_rng(0).integers(3, 64, size=12).tolist(), 4
+    drafter = path.bind(known)
+    assert (drafter.max_depth, drafter.taps) == (4, (0, 1, 2))
+    found = forced_guesses(drafter, lm, text, 5, gamma)
+    model = llama()
+    with tapped(model.model.layers, (0, 1, 2)) as seen:
+        model(torch.tensor([text]), use_cache=False)
+    features = naive.feature(torch.cat([seen[tap][0] for tap in (0, 1, 2)], -1))
+    unknown = tensors["mask_hidden"][0] @ tensors["fc.weight"].T
+    for anchor in range(4, len(text) - gamma):
+        tokens = torch.tensor([*text[1 : anchor + 1], 5, 5, 5])
+        logits = naive.logits(naive.handed_on(tokens, torch.cat([features[:anchor], unknown.expand(3, -1)])))[-gamma:]
+        for number in range(gamma):
+            # Rotary tables are in float32.
+            assert torch.allclose(found[anchor + 1 + number, number], logits[number], atol=1e-5), (anchor, number)
+
+
+def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tmp_path):
+    known = around()
+    path = ParallelPath(path=str(tmp_path))
+    for more, fields, message in (
+        ({"tokens": None}, {}, "does not say how many tokens it drafts; add slots=N"),
+        ({}, {"mask_token_id": None}, "must give mask_token_id"),
+        ({}, {"mask_token_id": 64}, "does not fit it"),
+        ({"flags": {"fc_norm": True}}, {}, "norms the target's states"),
+        ({}, {"norm_before_residual": None}, "has no norm_before_residual"),
+    ):
+        peagle(tmp_path, known, **more)
+        change(tmp_path, **fields)
+        with pytest.raises(InputError, match=message):
+            path.bind(known)
+    peagle(tmp_path, known, tokens=None)
+    assert replace(path, slots=6).bind(known).max_depth == 7
+    with pytest.raises(InputError, match="slots must be >= 0, got -1"):
+        replace(path, slots=-1)
+    parallel(tmp_path, known)
+    assert replace(path, slots=1).bind(known).max_depth == 2
+    with pytest.raises(InputError, match="has 3 mask slots, got slots=4"):
+        replace(path, slots=4).bind(known)

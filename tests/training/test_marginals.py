@@ -1,0 +1,184 @@
+"""Training of heads that guess all tokens at once: groups of mask slots, one drawn head, the n-gram model beside."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from outrider import catalog
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.backoff import FILE
+from outrider.lm.model import LanguageModel
+from outrider.training.batches import Batches
+from outrider.training.blockwise import Blockwise, blockwise_learner
+from outrider.training.divergences import divergence
+from outrider.training.eagle import eagle_learner
+from outrider.training.heads import Places
+from outrider.training.loop import train
+from outrider.training.parallel import Parallel, parallel_learner
+from outrider.types import InputError
+from tests.training.test_heads import GAMMA, SETTINGS, batch, documents, learner, learnt_logits, repeated, target
+from tests.world.zoo import VOCAB
+
+FORMS = ("parallel", "parallel, of states")
+
+
+def in_groups(kind: str, count: int) -> Parallel:
+    """A parallel head that learns at some groups of a row."""
+    made = learner(kind)
+    assert isinstance(made, Parallel)
+    made._num_groups = count
+    return made.train()
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_group_is_the_same_beside_other_groups(kind):
+    given = batch()
+    whole, few = learnt_logits(learner(kind), given), in_groups(kind, 2)
+    some, groups = learnt_logits(few, given), few.groups(given)
+    assert groups.at.shape == (3, 2)
+    rows, which = groups.real.nonzero(as_tuple=True)
+    at = groups.at[rows, which]
+    assert torch.equal(some[0], whole[0])
+    for number in range(1, GAMMA):
+        assert torch.allclose(some[number][rows, at], whole[number][rows, at], atol=1e-5)
+        others = torch.ones(given.tokens.shape, dtype=torch.bool)
+        others[rows, at] = False
+        assert not torch.allclose(some[number][others], whole[number][others], atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_slot_knows_nothing_of_the_text_behind_its_group(kind):
+    made, given, changed = learner(kind), batch(), 7
+    tokens = given.tokens.clone()
+    tokens[:, changed] = (tokens[:, changed] + 1) % VOCAB
+    before, after = learnt_logits(made, given), learnt_logits(made, replace(given, tokens=tokens))
+    for number in range(GAMMA):
+        # The place t has read the tokens up to t + 1.
+        assert torch.equal(before[number][:, : changed - 1], after[number][:, : changed - 1])
+        assert not torch.allclose(before[number][:, changed], after[number][:, changed], atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_the_loss_is_the_weighted_mean_over_the_places_of_the_groups(kind):
+    made, given = in_groups(kind, 2), batch(1)
+    made.decay = 0.5
+    groups, logits = made.groups(given), learnt_logits(made, given)
+    with torch.no_grad():
+        found = made(given)
+        theirs = target()(given.tokens, use_cache=False).logits
+    drawn = {(row, int(at)) for row in range(3) for at in groups.at[row] if at < given.tokens.shape[1]}
+    total = weight = 0.0
+    for number in range(GAMMA):
+        places = Places.of(given, number)
+        for row, at in zip(places.rows.tolist(), places.at.tolist(), strict=True):
+            if number == 0 or (row, at) in drawn:
+                weight += 0.5**number
+                p, q = theirs[row, at + 1 + number], logits[number][row, at]
+                total += 0.5**number * float(divergence("fkl")(p[None], q[None]))
+    assert float(found.weight) == pytest.approx(weight)
+    assert float(found.total) == pytest.approx(total, rel=1e-4)
+
+
+def test_groups_are_drawn_anew_in_each_step_and_whole_rows_are_watched():
+    made, given = in_groups("parallel", 3), batch()
+    learnt = given.learnt
+    for step in range(4):
+        groups = made.groups(replace(given, step=step))
+        rows, which = groups.real.nonzero(as_tuple=True)
+        assert learnt[rows, groups.at[rows, which] + 2].all()
+    assert not torch.equal(made.groups(replace(given, step=1)).at, made.groups(replace(given, step=2)).at)
+    assert torch.equal(made.groups(given).at, made.groups(given).at)
+    for i, at in enumerate(made.groups(given).at):
+        [alone] = made.groups(Batches.share(given, range(i, i + 1))).at
+        width = int(given.lengths[i])
+        assert alone[alone < width].tolist() == at[at < width].tolist()
+    judged = [each.judged(given, 2) for each in (made.eval(), learner("parallel"))]
+    assert np.allclose(judged[0].log_ratios, judged[1].log_ratios, atol=1e-5)
+
+
+def test_without_slots_the_head_is_an_eagle_head():
+    parent = eagle_learner(target(), loss=None)
+    child = parallel_learner(target(), loss=None, num_slots=0)
+    state = parent.head.state_dict()
+    child.head.load_state_dict(state | {"slots": child.head.slots})
+    [mine], [theirs] = learnt_logits(child, batch(), 1), learnt_logits(parent, batch(), 1)
+    assert torch.equal(mine, theirs)
+    assert child.most_guesses == 1
+
+
+@torch.no_grad()
+def test_a_step_of_one_head_has_the_loss_of_that_head():
+    given, counts = batch(), np.zeros(GAMMA)
+    weights = 0.5 ** np.arange(GAMMA)
+    parts = []
+    for number in range(GAMMA):
+        alone = learner("blockwise", decay=0.5)
+        alone.counted = lambda batch, number=number: (number,)
+        parts.append(alone(given))
+    made = learner("blockwise", decay=0.5, one_head=True)
+    assert isinstance(made, Blockwise)
+    for step in range(300):
+        [number] = made.counted(replace(given, step=step))
+        counts[number] += 1
+        if step < 4:
+            found = made(replace(given, step=step))
+            assert float(found.total) == pytest.approx(float(parts[number].total))
+            assert float(found.weight) == pytest.approx(float(parts[number].weight))
+    # Eight standard deviations.
+    assert np.allclose(counts / 300, weights / weights.sum(), atol=8 * 0.5 / 300**0.5)
+    whole = learner("blockwise", decay=0.5)(given)
+    assert float(whole.total) == pytest.approx(sum(float(part.total) for part in parts), rel=1e-5)
+    assert len(made.eval().counted(given)) == GAMMA
+
+
+def test_heads_that_learn_one_at_a_time_all_learn(tmp_path):
+    made = blockwise_learner(target(), loss=divergence("fkl"), num_heads=GAMMA, one_head=True)
+    before = {name: weight.clone() for name, weight in made.named_parameters()}
+    with torch.no_grad():
+        first = float(made.eval()(batch()).total)
+    train(made.train(), repeated(batch()), replace(SETTINGS, steps=30), tmp_path)
+    with torch.no_grad():
+        assert float(made.eval()(batch()).total) < 0.8 * first
+    assert [name for name, weight in made.named_parameters() if torch.equal(weight, before[name])] == []
+
+
+def test_the_ngram_model_of_the_texts_is_written_beside_the_heads(tmp_path):
+    made = blockwise_learner(target(), loss=None, num_heads=2, documents=documents(), least=1)
+    made.write(tmp_path)
+    lm = LanguageModel(target(), max_slots=1)
+    drafter = catalog.make("drafter", f"blockwise:path={tmp_path},paths=2").bind(Surroundings.of(lm, None))
+    assert drafter.model.order == 3
+    text = documents()[0].tokens
+    score = drafter.model.score(text[None, :2], np.arange(VOCAB)[None])[0]
+    assert score.argmax() == text[2]
+    further = blockwise_learner(target(), loss=None, begin=str(tmp_path))
+    assert np.array_equal(further.grams.keys[1], drafter.model.keys[1])
+    bare = tmp_path / "bare"
+    blockwise_learner(target(), loss=None, num_heads=2, documents=documents(), order=0).write(bare)
+    assert not (bare / FILE).exists()
+
+
+def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
+    for make, wrong, message in (
+        (blockwise_learner, {"num_heads": 0}, "num_heads of blockwise heads must be >= 1, got 0"),
+        (blockwise_learner, {"intermediate_size": 0}, "intermediate_size of blockwise heads must be >= 1"),
+        (blockwise_learner, {"documents": documents(), "order": 9}, r"must be in 1\.\.4, got 9"),
+        (blockwise_learner, {"begin": str(tmp_path)}, r"no config\.json"),
+        (parallel_learner, {"num_slots": -1}, "must have >= 0 mask slots"),
+        (parallel_learner, {"layers": 0}, "must have a layer"),
+        (parallel_learner, {"form": "dflash"}, "must be eagle or medusa"),
+        (parallel_learner, {"num_groups": 0}, "num_groups must be >= 1"),
+        (parallel_learner, {"begin": str(tmp_path)}, r"no config\.json"),
+    ):
+        with pytest.raises(InputError, match=message):
+            make(target(), loss=None, **wrong)
+    with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
+        learner("parallel").judged(batch(), 4)
+    wider = target()
+    wider.resize_token_embeddings(VOCAB + 1)
+    for kind, make in (("blockwise", blockwise_learner), ("parallel", parallel_learner)):
+        learner(kind).write(tmp_path / kind)
+        with pytest.raises(InputError, match="for hidden states of width 32 and 64 tokens"):
+            make(wider, loss=None, begin=str(tmp_path / kind))
