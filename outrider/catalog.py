@@ -7,12 +7,14 @@ from typing import Literal
 
 from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.step import StepDecoding
+from outrider.drafters.assistant import AssistantPath
 from outrider.drafters.dflash import DFlarePath, DFlashPath
 from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.eagle import EaglePath
 from outrider.drafters.eagle3 import Eagle3Path
 from outrider.drafters.medusa import MedusaPath
 from outrider.drafters.model import ModelPath
+from outrider.drafters.mtp import MtpPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.recognition import drafter_at, is_place
@@ -89,19 +91,27 @@ ROWS = (
         summary="continue the longest repeated suffix, by a suffix automaton of context and corpus",
         source="Oliaro et al. 2024, SuffixDecoding, https://arxiv.org/abs/2411.04975",
     ),
-    Row(
-        family="drafter",
-        name="model",
-        make=ModelPath,
-        summary="a smaller LM; its tokenizer may differ",
-        source=LEVIATHAN,
-    ),
+    Row(family="drafter", name="model", make=ModelPath, summary="a smaller LM; any tokenizer", source=LEVIATHAN),
     Row(
         family="drafter",
         name="steered",
         make=SteeredPath,
         summary="a smaller LM that the target's hidden states steer",
         source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
+    ),
+    Row(
+        family="drafter",
+        name="mtp",
+        make=MtpPath,
+        summary="the multi-token-prediction layers in the target's own checkpoint",
+        source="DeepSeek-AI 2024, DeepSeek-V3, https://arxiv.org/abs/2412.19437",
+    ),
+    Row(
+        family="drafter",
+        name="assistant",
+        make=AssistantPath,
+        summary="the assistant that was published with a target: Gemma 4's or Muse Glimmer's",
+        source="Google 2026, https://huggingface.co/docs/transformers/model_doc/gemma4_assistant",
     ),
     Row(
         family="drafter",

@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.drafters.head_path import HeadPath
-from outrider.drafters.protocol import Drafter, Observed, Rows, Surroundings
+from outrider.drafters.newest import NewestDrafter, NewestState, newest_state
+from outrider.drafters.protocol import Rows, Surroundings
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
 from outrider.lm.tabular import TABLE_FEATURES
@@ -19,22 +20,18 @@ from outrider.types import Frontier, Guess, InputError, Request, Running, ShortL
 
 
 @dataclass(kw_only=True)
-class MedusaState:
-    """What Medusa heads keep of a request; changes in place.
+class MedusaState(NewestState):
+    """What Medusa heads keep of a request; changes in place. The hidden state is what leaves the target's last layer.
 
     Attributes:
-        num_seen: How many of its positions were observed.
-        newest: The target's last hidden state at the last observed position; None before any.
         rows: Logits for the depths of the last draft.
     """
 
-    num_seen: int = 0
-    newest: Float[Tensor, " hidden"] | None = None
     rows: Float[Tensor, "depth width"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MedusaDrafter(Drafter):
+class MedusaDrafter(NewestDrafter):
     r"""Guess all tokens behind the anchor at once, one row per depth, from one hidden state.
 
     The state is that of the last position before the anchor: $f_n$, from which the target drew the anchor $x_{n+1}$.
@@ -42,7 +39,6 @@ class MedusaDrafter(Drafter):
 
     Attributes:
         heads: The heads.
-        tap: The hidden state that `observe` gets: what leaves the target's last layer.
         norm: The target's final norm, which the heads' input has passed.
         short_list: The tokens that the heads can guess; None: all.
 
@@ -56,14 +52,9 @@ class MedusaDrafter(Drafter):
     exports: ClassVar[tuple[str, ...]] = ("medusa",)
 
     heads: MedusaHeads
-    tap: int
     vocab_size: int
     norm: Callable[[Tensor], Tensor] = field(compare=False, default=nn.Identity())
     short_list: ShortList | None = None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return (self.tap,)
 
     @property
     def max_depth(self) -> int:
@@ -80,19 +71,9 @@ class MedusaDrafter(Drafter):
     def open(self, request: Request) -> MedusaState:
         return MedusaState()
 
-    def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        hidden = observed.taps[self.tap]
-        for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
-            if count:
-                own = _own(state)
-                own.num_seen += count
-                # A copy, so that the states of all other positions can be freed.
-                own.newest = hidden[int(observed.offsets[i + 1]) - 1].clone()
-
     @torch.inference_mode()
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        newest = torch.stack([_newest(state) for state in states])
-        hidden = self.norm(newest).to(self.heads.weight.device, self.heads.weight.dtype, non_blocking=True)
+        hidden = self.norm(self.newest(states)).to(self.heads.weight.device, self.heads.weight.dtype, non_blocking=True)
         numbers = range(min(max(depths), self.max_depth))
         rows = torch.stack([self.heads.logits(self.heads(hidden, i), i) for i in numbers], 1)
         rows = rows[..., : self.vocab_size] if self.short_list is None else rows
@@ -114,19 +95,6 @@ class MedusaDrafter(Drafter):
             return torch.stack([_rows(state)[depth] for state, count in pairs if count >= depth])
 
         return step
-
-    def needs(self, state: object, length: int) -> int:
-        seen = _state(state).num_seen
-        # Only the state of the last position is kept.
-        return seen if seen <= length else max(0, length - 1)
-
-    def reuse(self, state: object, request: Request, length: int) -> MedusaState:
-        own = _state(state)
-        newest = own.newest if own.num_seen <= length else None
-        return MedusaState(num_seen=self.needs(own, length), newest=newest)
-
-    def fork(self, state: object, request: Request, length: int) -> MedusaState:
-        return self.reuse(state, request, length)
 
     def cast(self, surroundings: Surroundings) -> "MedusaDrafter":
         heads = copy.deepcopy(self.heads).to(surroundings.dtype)
@@ -173,13 +141,6 @@ class MedusaPath(HeadPath):
         )
 
 
-def _newest(state: Running) -> Float[Tensor, " hidden"]:
-    newest = _own(state).newest
-    if newest is None:
-        raise RuntimeError("Medusa heads guess from a hidden state, and none was observed")
-    return newest
-
-
 def _rows(state: Running) -> Float[Tensor, "depth width"]:
     rows = _own(state).rows
     if rows is None:
@@ -188,10 +149,4 @@ def _rows(state: Running) -> Float[Tensor, "depth width"]:
 
 
 def _own(state: Running) -> MedusaState:
-    return _state(state.drafter_state)
-
-
-def _state(state: object) -> MedusaState:
-    if not isinstance(state, MedusaState):
-        raise TypeError(f"this drafter keeps a MedusaState, got {type(state).__name__}")
-    return state
+    return newest_state(MedusaState, state.drafter_state)

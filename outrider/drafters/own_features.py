@@ -95,15 +95,15 @@ class OwnFeatures(SlottedDrafter):
                 long.append(state)
         if long:
             # The last pair waits, so that the next draft has one to begin with.
-            self._read([self._pairs(state, _own(state).num_unread - 1, "none") for state in long])
+            self._read(long, [_own(state).num_unread - 1 for state in long], "none")
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        segments = [self._pairs(state, _own(state).num_unread, "last") for state in states]
-        extension = self._read(segments)
-        ends = np.cumsum([len(segment.tokens) for segment in segments]) - 1
+        counts = [_own(state).num_unread for state in states]
+        extension = self._read(states, counts, "last")
+        ends = np.cumsum(counts) - 1
         for state, end in zip(states, ends.tolist(), strict=True):
             own = _own(state)
-            own.fed, own.handed_on = {}, {0: _handed_on(extension)[end]}
+            own.fed, own.handed_on = {}, {0: output_features(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -112,7 +112,7 @@ class OwnFeatures(SlottedDrafter):
         segments = tree_segments(states, frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
-            _own(states[owner]).handed_on[node] = _handed_on(extension)[i]
+            _own(states[owner]).handed_on[node] = output_features(extension)[i]
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
@@ -125,7 +125,7 @@ class OwnFeatures(SlottedDrafter):
             if not (left > 0).all():
                 handed_on = handed_on[torch.from_numpy(np.flatnonzero(left > 0)).to(handed_on.device)]
             extension = follow(tokens, self.fed_back(handed_on))
-            handed_on, left = _handed_on(extension), left[left > 0] - 1
+            handed_on, left = output_features(extension), left[left > 0] - 1
             return extension.logits
 
         return step
@@ -165,14 +165,16 @@ class OwnFeatures(SlottedDrafter):
         tokens = torch.tensor(state.tokens[first : first + count]).to(self.lm.device, non_blocking=True)
         return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
 
-    def _read(self, segments: Sequence[Segment]) -> Extension:
-        """Run the head on pairs and commit them."""
+    def _read(self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]) -> Extension:
+        """Run the head on the next pairs of each request, and commit them."""
+        segments = [self._pairs(state, count, logits) for state, count in zip(states, counts, strict=True)]
         extension = self.lm.extend(segments)
         self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
         return extension
 
 
-def _handed_on(extension: Extension) -> Float[Tensor, "nodes hidden"]:
+def output_features(extension: Extension) -> Float[Tensor, "nodes hidden"]:
+    """What a head hands on at all new nodes."""
     if extension.features is None:
         raise TypeError("the extension of a head must hold features")
     return extension.features

@@ -90,7 +90,8 @@ class HeadLM(SlottedLM):
         self.pad_to, self.num_forwards = 2 if compile else 1, 0
         self._compile = compile
         self._run = compiled_head(module) if compile else module
-        self._builder = MaskBuilder(spans=Span(), additive=None, device=self.device)
+        span = getattr(module, "span", Span())
+        self._builder = MaskBuilder(spans=span, additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
         self._slots = Slots.fitting(

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from outrider.lm.compiled import ReplayedForward
 from outrider.lm.eager import EagerForward
 from outrider.lm.ends import Ends, find_ends
 from outrider.lm.forward import Choice, Forward
+from outrider.lm.mtp import load_mtp
 from outrider.lm.package import Package, PackagedForward
 from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Segment
@@ -199,6 +201,10 @@ class LanguageModel(SlottedLM):
         if self._ends is None:
             self._ends = find_ends(self.model, self.anatomy)
         return self._ends
+
+    def mtp(self, path: str | None) -> Any:
+        """Its multi-token-prediction layers, loaded from a checkpoint, by default its own; see `load_mtp`."""
+        return load_mtp(self.model, path)
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
         """A copy in another dtype, uncompiled. Returns itself if it already has that dtype or is quantised."""
