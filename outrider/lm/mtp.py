@@ -31,8 +31,7 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
         InputError: The target has no such layers, transformers cannot load them, or they cannot be run by slots.
     """
     name, text = model.config.model_type, model.config.get_text_config(decoder=True)
-    count = getattr(text, "num_mtp_layers", None)
-    if not count:
+    if not getattr(text, "num_mtp_layers", None):
         if getattr(text, "num_nextn_predict_layers", None):
             raise InputError(
                 f"transformers cannot load the multi-token-prediction layers of {name}; use another drafter, such as "
@@ -50,7 +49,7 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
     if not model._supports_sdpa:
         raise InputError(f"the multi-token-prediction layers of {name} need attention without masks of our own")
     try:
-        with _found_at(model, place, count):
+        with _found_at(model, place):
             found = modeling_layers.MtpModel.from_pretrained(model, device_map={"": model.device})
     except Exception as error:
         lines = str(error).splitlines() or [type(error).__name__]
@@ -67,14 +66,21 @@ def load_mtp(model: PreTrainedModel, path: str | None = None) -> Any:
     return found
 
 
+def behind_pattern(model: PreTrainedModel) -> str:
+    """A pattern for the names of tensors of multi-token-prediction layers that stand behind a model's own layers in its
+    checkpoint; empty where its config names no such layers.
+    """
+    text = model.config.get_text_config(decoder=True)
+    count, first = getattr(text, "num_mtp_layers", None) or 0, getattr(text, "num_hidden_layers", 0)
+    return "|".join(rf"\.layers\.{number}\." for number in range(first, first + count))
+
+
 @contextmanager
-def _found_at(model: PreTrainedModel, place: str, count: int) -> Iterator[None]:
+def _found_at(model: PreTrainedModel, place: str) -> Iterator[None]:
     """Inside it, the model names the checkpoint, and its MTP layers are known to stand behind its own layers."""
-    first = model.config.get_text_config(decoder=True).num_hidden_layers
     before, known = model.config.name_or_path, model._keys_to_ignore_on_load_unexpected
     model.config.name_or_path = place
-    behind = [rf"\.layers\.{number}\." for number in range(first, first + count)]
-    model._keys_to_ignore_on_load_unexpected = [*(known or ()), *behind]
+    model._keys_to_ignore_on_load_unexpected = [*(known or ()), behind_pattern(model)]
     try:
         yield
     finally:
