@@ -94,6 +94,7 @@ class Marking(StoppingCriteria):
         self.marks = marks
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """Whether to stop, for each text."""
         self.marks.add(input_ids.shape[1])
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
@@ -200,9 +201,7 @@ def findings(found: Mapping[str, Any], rounds: int) -> Findings:
     return Findings(tables=[table], panels=[], text=text, summary=summary)
 
 
-def run(
-    out: Path | None, size: Size, *, rounds: int, max_new_tokens: int, threads: int, dtype: str
-) -> dict[str, Any]:
+def run(out: Path | None, size: Size, *, rounds: int, max_new_tokens: int, threads: int, dtype: str) -> dict[str, Any]:
     """Measure, write, and return the summary."""
     use_threads(threads)
     arguments = {**asdict(size), "max_new_tokens": max_new_tokens, "threads": threads, "dtype": dtype, "rounds": rounds}

@@ -130,7 +130,7 @@ def mtp_target(family: str, size: Size, folder: Path, *, num_mtp_layers: int = 1
 
 
 def _add_layer(tensors: dict[str, Tensor], family: str, number: int, hidden: int, seed: int) -> None:
-    """Give a decoder layer what a multi-token-prediction layer has besides, under the names of published checkpoints."""
+    """Make a decoder layer one that predicts tokens, under the names of published checkpoints."""
     noise = torch.Generator().manual_seed(seed + number)
     fused = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], 1)
     fused += 0.1 * torch.randn(hidden, 2 * hidden, generator=noise) / hidden**0.5

@@ -147,8 +147,8 @@ class AssistantPath(HeadPath):
             drafter = DFlashPath(**vars(self)).bind(surroundings)
             if surroundings.num_layers in drafter.tapped:
                 raise InputError(
-                    f"the assistant in {self.path} reads what leaves the target's last layer, and its config does not say "
-                    "whether before or after the final norm; give the target that it was published with"
+                    f"the assistant in {self.path} reads what leaves the target's last layer, and its config does not "
+                    "say whether before or after the final norm; give the target that it was published with"
                 )
             return drafter
         if kind not in SINGLE_POSITION:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -114,8 +115,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         running = [states[owner] for owner in owners]
         new = [_unfed(_own(state), k, nodes) for state, nodes in zip(running, wanted, strict=True)]
         segments = [
-            self._segment(state, k, nodes, len(asked))
-            for state, nodes, asked in zip(running, new, wanted, strict=True)
+            self._segment(state, k, nodes, len(asked)) for state, nodes, asked in zip(running, new, wanted, strict=True)
         ]
         extension = self.deeper[k - 1].extend(segments)
         parts = output_features(extension).split([len(segment.tokens) for segment in segments])
@@ -248,7 +248,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
             unread = own.layers[k].num_unread if newest[k] == ends[k] else 0
             newest[k - 1] = min(newest[k - 1], newest[k] + unread - 1)
         first = min(own.num_unread, length - ends[0]) if newest[0] == ends[0] else 0
-        left = [first, *(before + 1 - after for before, after in zip(newest, newest[1:], strict=False))]
+        left = [first, *(before + 1 - after for before, after in pairwise(newest))]
         return [(end - k, unread) for k, (end, unread) in enumerate(zip(newest, left, strict=True))]
 
 

@@ -78,4 +78,3 @@ class MtpHead(nn.Module):
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         weight = next(iter(getattr(self.ends.embed, "parameters", tuple)()), hidden)
         return self.ends.head(hidden.to(weight.device, weight.dtype))[..., : self.vocab_size]
-

@@ -94,9 +94,8 @@ def open_model(
 def mismatch(model: PreTrainedModel, loaded: Mapping[str, Any]) -> str | None:
     """The difference between a checkpoint's tensors and the model's, in words; None if there is none.
 
-    transformers leaves out what a model's own rules excuse, such as tied weights. Multi-token-prediction layers are loaded
-    by a drafter. A buffer that is computed anew may
-    stand in old checkpoints.
+    transformers leaves out what a model's own rules excuse, such as tied weights. A buffer that is computed anew may
+    stand in old checkpoints, and layers that predict several tokens stand behind the model's own ones.
 
     Args:
         loaded: What `from_pretrained(..., output_loading_info=True)` says.

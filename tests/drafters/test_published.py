@@ -177,9 +177,7 @@ def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def naive(target: PreTrainedModel, assistant: PreTrainedModel, text: Sequence[int], count: int) -> list[int]:
     """What an assistant drafts behind a text: a plain forward over it, and only its keys and values."""
-    output = target(
-        torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True
-    )
+    output = target(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
     state, token, drafted = output.hidden_states[-1][:, -1:], torch.tensor([[text[-1]]]), []
     for _ in range(count):
         embedded = target.get_input_embeddings()(token)
