@@ -30,6 +30,9 @@ from transformers import (
 from recipes.tiny import scrambled
 
 TINY_VOCAB = 64
+ADDING = ("o_proj.weight", "down_proj.weight", "down_proj")
+ADDING += ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+"""Ends of the names of weights in whose proportion a layer adds to its input."""
 ENDS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
@@ -198,6 +201,6 @@ def weakened(model: PreTrainedModel, strength: float, seed: int) -> PreTrainedMo
     scrambled(model.eval(), seed)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+            if name.endswith(ADDING):
                 weight.mul_(strength)
     return model

@@ -38,8 +38,8 @@ class LayersState(HeadState):
         deeper: The state of each further layer. Its unread features are those that the layer before has handed on.
             In `fed`, the root's number is that of the newest committed position that is pending, or -1.
         nodes: The expanded nodes of the draft, by number.
-        waiting: For each further layer, the committed positions that it has read in this step: they are pending in its
-            slot, before the nodes of the draft.
+        waiting: For each further layer, the committed positions that it has read in this step: until the commit they are
+            pending in its slot, before the nodes of the draft, and their features count as unread.
     """
 
     deeper: list[HeadState]
@@ -92,8 +92,11 @@ class MtpLayersDrafter(FeatureHeadDrafter):
             segments = [self._missed(state, k, _own(state).layers[k].num_unread - 1) for state in long]
             if segments:
                 extension = lm.extend(segments)
-                lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
-                parts = output_features(extension).split([len(segment.tokens) for segment in segments])
+                counts = [len(segment.tokens) for segment in segments]
+                lm.commit({segment.slot: range(count) for segment, count in zip(segments, counts, strict=True)})
+                for state, count in zip(long, counts, strict=True):
+                    _own(state).layers[k].forget(count)
+                parts = output_features(extension).split(counts)
                 self._hand_on(long, k, parts)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
@@ -147,11 +150,14 @@ class MtpLayersDrafter(FeatureHeadDrafter):
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         super().commit(states, paths)
+        owns = [_own(state) for state in states]
         for k, lm in enumerate(self.deeper):
-            owns = [_own(state) for state in states]
-            lm.commit({own.deeper[k].slot: range(own.waiting[k] if own.waiting else 0) for own in owns})
-        for state in states:
-            _own(state).waiting = []
+            counts = [own.waiting[k] if own.waiting else 0 for own in owns]
+            lm.commit({own.deeper[k].slot: range(count) for own, count in zip(owns, counts, strict=True)})
+            for own, count in zip(owns, counts, strict=True):
+                own.deeper[k].forget(count)
+        for own in owns:
+            own.waiting = []
 
     def needs(self, state: object, length: int) -> int:
         return sum(self._valid(state_of(LayersState, state), length)[0])
@@ -192,7 +198,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
                     _own(state).layers[k + 1].unread.append(part)
 
     def _missed(self, state: Running, k: int, most: int) -> Segment:
-        """The next committed positions that layer k has not read. Removes their features from `unread`.
+        """The next committed positions that layer k has not read.
 
         Args:
             most: Most positions.
@@ -200,9 +206,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         own, lm = _own(state).layers[k], self.lms[k]
         first, features = lm.length(own.slot) + 1 + k, torch.cat(own.unread)
         tokens = torch.tensor(state.tokens[first : first + min(most, len(features))]).to(lm.device, non_blocking=True)
-        count = len(tokens)
-        own.unread = [features[count:]] if count < len(features) else []
-        return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits="none")
+        return Segment(slot=own.slot, tokens=tokens, features=features[: len(tokens)], logits="none")
 
     def _segment(self, state: Running, k: int, new: Sequence[int], wanted: int) -> Segment:
         """What layer k reads for a draft: the committed positions that it has missed, then new nodes.

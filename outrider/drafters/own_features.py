@@ -40,6 +40,13 @@ class HeadState(TreeState):
         """Number of positions whose features are known but not read."""
         return sum(len(features) for features in self.unread)
 
+    def forget(self, count: int) -> None:
+        """Drop the first unread features, because the head has read them."""
+        if count >= self.num_unread:
+            self.unread = []
+        elif count:
+            self.unread = [torch.cat(self.unread)[count:]]
+
     def first_unread(self, count: int) -> list[Float[Tensor, "_ dim"]]:
         """The features of the first unread positions."""
         kept = []
@@ -158,10 +165,9 @@ class OwnFeatures(SlottedDrafter):
         return own.first_unread(length - read) if read < length else []
 
     def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
-        """The next `count` pairs that a request's slot lacks. Removes their features from `unread`."""
+        """The next `count` pairs that a request's slot lacks."""
         own = _own(state)
         first, features = self.lm.length(own.slot) + 1, torch.cat(own.unread)
-        own.unread = [features[count:]] if count < len(features) else []
         tokens = torch.tensor(state.tokens[first : first + count]).to(self.lm.device, non_blocking=True)
         return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
 
@@ -170,6 +176,8 @@ class OwnFeatures(SlottedDrafter):
         segments = [self._pairs(state, count, logits) for state, count in zip(states, counts, strict=True)]
         extension = self.lm.extend(segments)
         self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
+        for state, count in zip(states, counts, strict=True):
+            _own(state).forget(count)
         return extension
 
 
