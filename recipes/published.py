@@ -25,16 +25,17 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
+from outrider.lm.assistant import open_assistant
 from outrider.lm.mtp import behind_pattern
 from outrider.lm.open import open_model
 from outrider.threads import use_threads
 from recipes import options
-from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
+from recipes.published_pairs import NUM_ASSISTANT_TOKENS, Size, gemma4, mtp_target, muse_glimmer
 from recipes.startup import spread
 
 QUICK = {"hidden_size": 32, "layers": 2, "vocab": 64, "rounds": 1, "max_new_tokens": 12}
-NUM_DRAFTED = 3
-"""Draft tokens of a step; a Gemma 4 assistant and a block of Muse Glimmer draft as many in transformers."""
+NUM_DRAFTED = NUM_ASSISTANT_TOKENS
+"""Draft tokens of a step."""
 PROMPT = 32
 """Tokens of a prompt."""
 HiddenSize = Annotated[int, typer.Option(min=32, help="Width of the targets' hidden states, a multiple of 32.")]
@@ -147,8 +148,8 @@ def pairs(size: Size, place: Path, dtype: str) -> list[Pair]:
         target._keys_to_ignore_on_load_unexpected = {*known, behind_pattern(target)}
         found.append(pair(name, target, "mtp", layers, use_mtp=True))
     own_target, own = gemma4(size, place / "gemma4")
-    target, assistant = open_model(str(own_target), dtype=dtype), open_model(str(own), dtype=dtype)
-    assistant.generation_config.num_assistant_tokens = NUM_DRAFTED
+    target = open_model(str(own_target), dtype=dtype)
+    assistant = open_assistant(str(own), dtype=getattr(torch, dtype), device=target.device)
     found.append(pair("gemma4, assistant", target, str(own), NUM_DRAFTED, assistant_model=assistant))
     target, own = muse_glimmer(size, place / "muse_glimmer", block_size=NUM_DRAFTED + 1)
     block = AutoModel.from_pretrained(own, dtype=getattr(torch, dtype)).eval()

@@ -27,12 +27,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+from outrider.lm.assistant import layers_that_share
 from recipes.tiny import scrambled
 
 TINY_VOCAB = 64
 ADDING = ("o_proj.weight", "down_proj.weight", "down_proj")
 ADDING += ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 """Ends of the names of weights in whose proportion a layer adds to its input."""
+NUM_ASSISTANT_TOKENS = 3
+"""What the file of an assistant says about how many tokens transformers drafts."""
 ENDS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 
 
@@ -163,7 +166,8 @@ def gemma4(size: Size, folder: Path, *, ordered: bool = False, seed: int = 0) ->
     inner = Gemma4TextConfig(**size.mixed, **none, num_kv_shared_layers=size.layers)
     clusters = {"use_ordered_embeddings": ordered, "num_centroids": 8, "centroid_intermediate_top_k": 3}
     config = Gemma4AssistantConfig(text_config=inner, backbone_hidden_size=size.hidden, **clusters)
-    own = weakened(AutoModelForCausalLM.from_config(config), size.strength, seed + 1)
+    with layers_that_share(Gemma4TextConfig):
+        own = weakened(AutoModelForCausalLM.from_config(config), size.strength, seed + 1)
     with torch.no_grad():
         # Its guesses follow the target's embedding of the last token.
         eye, noise = torch.eye(size.hidden), torch.Generator().manual_seed(seed)
@@ -172,6 +176,7 @@ def gemma4(size: Size, folder: Path, *, ordered: bool = False, seed: int = 0) ->
         own.lm_head.weight.copy_(target.lm_head.weight)
         if ordered:
             own.masked_embedding.token_ordering.copy_(torch.randperm(size.vocab, generator=noise))
+    own.generation_config.num_assistant_tokens = NUM_ASSISTANT_TOKENS
     target.save_pretrained(folder / "target")
     own.save_pretrained(folder / "assistant")
     return folder / "target", folder / "assistant"

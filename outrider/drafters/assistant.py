@@ -17,7 +17,7 @@ from outrider.drafters.protocol import Rows, Surroundings
 from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssistant
 from outrider.heads.block_formats import ASSISTANTS
 from outrider.heads.files import read_config
-from outrider.lm.open import open_model
+from outrider.lm.assistant import open_assistant
 from outrider.types import Frontier, Guess, InputError, Request, Running
 
 SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -155,9 +155,7 @@ class AssistantPath(HeadPath):
             known = ", ".join((*SINGLE_POSITION, *ASSISTANTS))
             raise InputError(f"{self.path} holds no assistant but {kind!r}; known are {known}")
         device, dtype = self.place(surroundings)
-        model = open_model(
-            self.path, dtype=dtype, device=device, revision=self.revision, attn_implementation="sdpa"
-        ).requires_grad_(False)
+        model = open_assistant(self.path, dtype=dtype, device=device, revision=self.revision)
         self.check_target(None, int(model.config.backbone_hidden_size), surroundings)
         self.check_vocabulary(int(model.config.get_text_config().vocab_size), surroundings)
         layers = self._layers(model.config.get_text_config(), surroundings.config)
@@ -177,20 +175,25 @@ class AssistantPath(HeadPath):
         kinds, found = list(getattr(target, "layer_types", None) or ()), {}
         keeping = kinds[: len(kinds) - int(getattr(target, "num_kv_shared_layers", None) or 0)]
         for kind in dict.fromkeys(own.layer_types):
-            if target is None or kind not in keeping or not hasattr(target, "per_layer_config"):
+            if target is None or kind not in keeping or not target.model_type.startswith("gemma4"):
                 raise InputError(
                     f"the assistant in {self.path} reads the keys and values of a Gemma 4 target, and this target "
                     f"keeps none of the type {kind}; give the target that it was published with"
                 )
             found[kind] = len(keeping) - 1 - keeping[::-1].index(kind)
-            theirs, ours = target.per_layer_config[found[kind]], own.per_layer_config[own.layer_types.index(kind)]
-            shapes = [(each.num_key_value_heads, each.head_dim) for each in (ours, theirs)]
-            if shapes[0] != shapes[1]:
+            ours, theirs = _shape(own, own.layer_types.index(kind)), _shape(target, found[kind])
+            if ours != theirs:
                 raise InputError(
-                    f"the assistant in {self.path} reads {shapes[0][0]} heads of {shapes[0][1]} numbers, and this "
-                    f"target keeps {shapes[1][0]} heads of {shapes[1][1]}; give the target that it was published with"
+                    f"the assistant in {self.path} reads {ours[0]} heads of {ours[1]} numbers, and this "
+                    f"target keeps {theirs[0]} heads of {theirs[1]}; give the target that it was published with"
                 )
         return found
+
+
+def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
+    """Heads and width of the keys of a layer."""
+    own = config.per_layer_config[layer] if config.is_heterogeneous else config
+    return own.num_key_value_heads, own.head_dim
 
 
 def _own(state: Running) -> AssistantState:

@@ -38,8 +38,8 @@ class LayersState(HeadState):
         deeper: The state of each further layer. Its unread features are those that the layer before has handed on.
             In `fed`, the root's number is that of the newest committed position that is pending, or -1.
         nodes: The expanded nodes of the draft, by number.
-        waiting: For each further layer, the committed positions that it has read in this step: until the commit they are
-            pending in its slot, before the nodes of the draft, and their features count as unread.
+        waiting: For each further layer, the committed positions that it has read in this step. Until the commit they
+            are pending in its slot, before the nodes of the draft, and their features count as unread.
     """
 
     deeper: list[HeadState]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import (
     DFlashTokenCandidateGenerator,
     MTPCandidateGenerator,
@@ -23,9 +23,9 @@ from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.assistant import open_assistant
 from outrider.lm.model import LanguageModel
 from outrider.lm.mtp import behind_pattern
-from outrider.lm.open import open_model
 from outrider.types import InputError, Sampling
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
@@ -121,7 +121,8 @@ def mtp_targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
 
 
 def opened(place: Path) -> PreTrainedModel:
-    return open_model(str(place), dtype="float64")
+    # Only eager experts compute in float64.
+    return AutoModelForCausalLM.from_pretrained(place, dtype=torch.float64, experts_implementation="eager").eval()
 
 
 @pytest.mark.parametrize(("family", "layers"), MTP)
@@ -175,6 +176,10 @@ def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return gemma4(Size(), tmp_path_factory.mktemp("gemma"), ordered=request.param)
 
 
+def assistant_at(place: Path) -> PreTrainedModel:
+    return open_assistant(str(place), dtype=torch.float64, device=torch.device("cpu"))
+
+
 def naive(target: PreTrainedModel, assistant: PreTrainedModel, text: Sequence[int], count: int) -> list[int]:
     """What an assistant drafts behind a text: a plain forward over it, and only its keys and values."""
     output = target(torch.tensor([text[:-1]]), use_cache=False, output_hidden_states=True, return_shared_kv_states=True)
@@ -192,7 +197,7 @@ def naive(target: PreTrainedModel, assistant: PreTrainedModel, text: Sequence[in
 
 
 def test_an_assistant_drafts_what_it_drafts_from_a_plain_forward(gemma):
-    target, assistant = opened(gemma[0]), opened(gemma[1])
+    target, assistant = opened(gemma[0]), assistant_at(gemma[1])
     busy = engine(target, catalog.make("drafter", str(gemma[1])).bind)
     assert isinstance(busy.parts.drafter, AssistantDrafter)
     made, drafts = ours(busy, PROMPT, 40)
@@ -204,7 +209,7 @@ def test_an_assistant_drafts_what_it_drafts_from_a_plain_forward(gemma):
 
 
 def test_transformers_says_the_same_with_an_assistant_and_drafts_the_same_after_a_prompt(gemma):
-    target, assistant = opened(gemma[0]), opened(gemma[1])
+    target, assistant = opened(gemma[0]), assistant_at(gemma[1])
     made, drafts = ours(engine(target, catalog.make("drafter", str(gemma[1])).bind), PROMPT, 24)
     with recorded(SinglePositionMultiTokenCandidateGenerator) as others:
         assert theirs(target, 24, assistant_model=assistant) == made
@@ -239,10 +244,10 @@ def test_an_assistant_of_another_target_is_refused(gemma, tmp_path):
     other = LanguageModel(llama(), max_slots=1)
     with pytest.raises(InputError, match="keys and values of a Gemma 4 target"):
         catalog.make("drafter", f"assistant:path={gemma[1]}").bind(Surroundings.of(other, None))
-    wide = open_model(str(gemma4(Size(hidden=64), tmp_path / "wide")[0]), dtype="float64")
+    wide = opened(gemma4(Size(hidden=64), tmp_path / "wide")[0])
     with pytest.raises(InputError, match="hidden states of width 32, and this target's have width 64"):
         catalog.make("drafter", str(gemma[1])).bind(Surroundings.of(LanguageModel(wide, max_slots=1), None))
-    many = open_model(str(gemma4(Size(vocab=96), tmp_path / "many")[0]), dtype="float64")
+    many = opened(gemma4(Size(vocab=96), tmp_path / "many")[0])
     with pytest.raises(InputError, match="knows 64 tokens, and this target has 96"):
         catalog.make("drafter", str(gemma[1])).bind(Surroundings.of(LanguageModel(many, max_slots=1), None))
 

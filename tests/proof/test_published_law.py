@@ -3,6 +3,8 @@
 from collections.abc import Callable
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from outrider import catalog
 from outrider.drafters.assistant import AssistantDrafter
@@ -10,7 +12,7 @@ from outrider.drafters.mtp import MtpPath
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
 from outrider.heads.assistant import TabularAssistant
-from outrider.lm.open import as_lm, open_model
+from outrider.lm.open import as_lm
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from recipes.published_pairs import Size, gemma4, mtp_target
@@ -57,7 +59,8 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], 
         if kind not in made:
             made[kind] = place(kind)
         target, bind = made[kind]
-        lm = as_lm(open_model(str(target), dtype="float64"), max_slots=SLOTS, max_context=64)
+        model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64, experts_implementation="eager").eval()
+        lm = as_lm(model, max_slots=SLOTS, max_context=64)
         return engine(lm, bind(Surroundings.of(lm, None)), rule, tree)
 
     return build
