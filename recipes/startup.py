@@ -149,7 +149,7 @@ def findings(found: Mapping[str, Any], rounds: int) -> Findings:
     lines, parts, panels = [], [], []
     for clock in CLOCKS:
         own = found[clock]
-        seconds = [own["seconds"][library].text() for package in ("transformers", "outrider")]
+        seconds = [own["seconds"][library].text() for library in ("transformers", "outrider")]
         lines.append([clock, *seconds, own["ratio"].text(), "yes" if own["ratio"].value <= MOST else "no"])
         bare, ours = own["parts"]["transformers"], own["parts"]["outrider"]
         parts += [[clock, part, bare[part].text(), ours[part].text()] for part in PARTS]

@@ -22,6 +22,10 @@ class HeadOptions:
         watch_temperature: Keep the head with the best block efficiency at this temperature, 1 or 0.
         split: The split of a dataset.
         subset: The configuration of a dataset, also called subset.
+        capture: Capture the target's hidden states along --data once, in the folder of the run, and read them in every
+            epoch. That pays where texts come more than once.
+        slot_balanced: Let every draft token have the same total weight before --decay or --gamma, however many places
+            of the texts it has. Texts are short of places for deep draft tokens.
         limit: Read only this many documents.
     """
 
@@ -36,6 +40,8 @@ class HeadOptions:
     split: str = "train"
     subset: str | None = None
     limit: int | None = None
+    capture: bool = False
+    slot_balanced: bool = False
 
     def __post_init__(self) -> None:
         if self.watch_temperature not in (0, 1):

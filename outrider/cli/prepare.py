@@ -42,6 +42,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
                 "seconds": spent,
                 "forward": choice.forward,
                 "pad_to": choice.pad_to,
+                "narrow": choice.narrow,
                 "milliseconds": {name: list(times) for name, times in choice.milliseconds.items()},
             }
         )

@@ -27,6 +27,20 @@ Data = Annotated[
 ]
 Split = Annotated[str, typer.Option(help="The split of a dataset.")]
 Subset = Annotated[str | None, typer.Option(help="The configuration of a dataset, also called subset.")]
+SeenAt = Annotated[
+    str,
+    typer.Option(
+        help="Where the draft model sees the tokens: plain; padding, for tables of absolute positions; gaps, for "
+        "rotary positions."
+    ),
+]
+Capture = Annotated[
+    bool,
+    typer.Option(
+        help="Capture the target's hidden states along --data once, in the folder of the run, and read them in every "
+        "epoch. That pays where texts come more than once."
+    ),
+]
 Columns = Annotated[
     list[str] | None,
     typer.Option(
@@ -96,6 +110,8 @@ def distill(
             "the draft model itself continues them with (on_policy); or mixed:share=0.5 of both."
         ),
     ] = "fixed",
+    positions: SeenAt = "plain",
+    capture: Capture = False,
     held_out: Annotated[
         list[str] | None,
         typer.Option(help="Texts to watch, best written by the target; a twentieth of --data otherwise."),
@@ -127,6 +143,8 @@ def distill(
             out=out,
             divergence=divergence,
             texts=texts,
+            positions=positions,
+            capture=capture,
             held_out=tuple(held_out or ()),
             depth=depth,
             watch_temperature=watch_temperature,
@@ -157,13 +175,8 @@ def steer(
         str | None, typer.Option(help="The target's hidden states that steer, the highest first, such as 30x17x4.")
     ] = None,
     frozen: Annotated[bool, typer.Option(help="Keep the draft model as it is; the steering alone learns.")] = False,
-    positions: Annotated[
-        str,
-        typer.Option(
-            help="Where the draft model sees the tokens: plain; padding, for tables of absolute positions; gaps, for "
-            "rotary positions."
-        ),
-    ] = "plain",
+    positions: SeenAt = "plain",
+    capture: Capture = False,
     held_out: Annotated[
         list[str] | None,
         typer.Option(help="Texts to watch, best written by the target; a twentieth of --data otherwise."),
@@ -209,5 +222,6 @@ def steer(
             taps=None if taps is None else tuple(int(tap) for tap in taps.split("x")),
             frozen=frozen,
             positions=positions,
+            capture=capture,
         )
     )

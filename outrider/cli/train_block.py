@@ -17,6 +17,7 @@ from outrider.training.distill import HARD
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head, known_head
+from outrider.training.positions import slot_balanced
 from outrider.types import InputError
 
 
@@ -55,13 +56,17 @@ def run_block(task: Task, method: Method, options: BlockOptions, markov: MarkovO
                 f"{shared.depth}; give a smaller --depth or a larger --block-size"
             )
         gamma = usual_gamma(head.config.block_size) if options.gamma is None else options.gamma
-        return BlockLearner(
+        learner = BlockLearner(
             head.train(),
             target,
             loss=BlockLoss(of=of, hard=options.hard, gamma=gamma, weighting=options.weighting),
             num_anchors=options.num_anchors,
             seed=task.settings.seed,
         )
+        if shared.slot_balanced:
+            places = learner.places_of(documents, task.settings.max_length)
+            learner.slot_weights = tuple(slot_balanced(places).tolist())
+        return learner
 
     given = DistillTask(
         settings=task.settings,
@@ -71,6 +76,7 @@ def run_block(task: Task, method: Method, options: BlockOptions, markov: MarkovO
         out=task.out,
         divergence=shared.divergence,
         texts="target" if shared.regenerate else "fixed",
+        capture=shared.capture,
         held_out=shared.held_out,
         depth=shared.depth,
         watch_temperature=shared.watch_temperature,
@@ -80,5 +86,5 @@ def run_block(task: Task, method: Method, options: BlockOptions, markov: MarkovO
         as_json=task.as_json,
     )
     about = {**asdict(options), **(asdict(markov) if method == "dspark" else {})}
-    about |= {"begin": shared.begin, "head": method, "texts": given.texts}
+    about |= {"begin": shared.begin, "head": method, "texts": given.texts, "slot_balanced": shared.slot_balanced}
     run_with(given, make, regenerated=shared.regenerate, about=about, name=method)

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.anatomy import Anatomy
+from outrider.lm.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
 from outrider.training import processes
 from outrider.training.batches import Batches
+from outrider.training.capture import capture
 from outrider.training.checkpoint import make_folder, newest
 from outrider.training.distill import HARD, Data, Distilled, distilled
 from outrider.training.divergences import CHUNK, divergence
@@ -26,16 +28,20 @@ from outrider.training.documents import Document, fingerprint_of
 from outrider.training.estimate import Work, estimate, trial
 from outrider.training.journal import read
 from outrider.training.loop import FOLDER, Learner, Progress, Trained, place, train
+from outrider.training.positions import positions_of
 from outrider.training.records import read_documents
 from outrider.training.regenerate import Wish, regenerate
 from outrider.training.settings import Settings
+from outrider.training.shards import Captured, Contents
 from outrider.training.sources import Part
 from outrider.training.watch import Watch, hold_out
-from outrider.types import Sampling
+from outrider.types import InputError, Sampling
 
 ANSWERS = "answers.jsonl"
 """The file of the target's answers, in the folder of the run."""
 REPORT = "report.html"
+STATES = "states"
+"""The folder of the target's captured states, in the folder of the run."""
 HELD_OUT = 0.05
 """Share of the documents that is watched if no other file is named."""
 
@@ -52,6 +58,8 @@ class Task:
         out: Folder of the result.
         divergence: Name of the loss.
         texts: Which texts the draft model learns on.
+        positions: Where a draft model sees the tokens in training.
+        capture: Whether the target's states are captured once, before the training.
         held_out: Where the watched texts are; empty takes a share of the documents.
         depth: Draft tokens of a step that is watched.
         watch_temperature: At which temperature the best drafter is the best.
@@ -68,6 +76,8 @@ class Task:
     out: Path
     divergence: str
     texts: str
+    positions: str = "plain"
+    capture: bool = False
     held_out: Sequence[str]
     depth: int
     watch_temperature: int
@@ -101,9 +111,12 @@ def run(task: Task) -> None:
             data=data,
             seed=task.settings.seed,
             device=device,
+            positions=task.positions,
         )
 
-    run_with(task, make, regenerated=data.regenerated, about={"texts": task.texts}, name="model")
+    run_with(
+        task, make, regenerated=data.regenerated, about={"texts": task.texts, "positions": task.positions}, name="model"
+    )
 
 
 def run_with(
@@ -123,6 +136,7 @@ def run_with(
     # Wrong names are told before anything is loaded.
     if task.divergence != HARD:
         divergence(task.divergence)
+    positions_of(task.positions, limit=1, seed=0)
     device, main = place(task.settings), processes.is_first()
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=task.as_json or not main)
     tokenizer = open_tokenizer(task.target)
@@ -139,9 +153,13 @@ def run_with(
         "held_out": fingerprint_of(watched),
         "depth": task.depth,
         "watch_temperature": task.watch_temperature,
+        "capture": task.capture,
     }
     console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
-    batches = Batches(learnt, num_rows=settings.num_rows, max_length=settings.max_length, seed=settings.seed)
+    captured = _captured(task, learner, target, learnt, console) if task.capture else None
+    batches = Batches(
+        learnt, num_rows=settings.num_rows, max_length=settings.max_length, seed=settings.seed, captured=captured
+    )
     watch = Watch(
         watched, depth=task.depth, max_length=settings.max_length, temperature=1 if task.watch_temperature else 0
     )
@@ -185,10 +203,12 @@ def _documents(
 ) -> tuple[Sequence[Document], Sequence[Document]]:
     """The documents to learn from, and those to watch."""
     part = Part(split=task.split, config=task.subset)
+    # What is longer than the target's context cannot be captured as a whole.
+    most = Anatomy.of(open_config(task.target)).longest_context if task.capture else None
     if regenerated:
-        corpus = read_documents(_answers(task, part, console), tokenizer)
+        corpus = read_documents(_answers(task, part, console), tokenizer, max_tokens=most)
     else:
-        corpus = read_documents(task.sources, tokenizer, part=part, limit=task.limit)
+        corpus = read_documents(task.sources, tokenizer, part=part, limit=task.limit, max_tokens=most)
     if task.held_out:
         return corpus, read_documents(task.held_out, tokenizer, part=part)
     return hold_out(corpus, HELD_OUT, seed=task.settings.seed)
@@ -213,6 +233,37 @@ def _answers(task: Task, part: Part, console: Console) -> Path:
             console.print(f"{len(done.failed):,} prompts have no answer", style="red")
     processes.wait()
     return folder / ANSWERS
+
+
+def _captured(
+    task: Task, learner: Learner, target: PreTrainedModel, documents: Sequence[Document], console: Console
+) -> Captured:
+    """The target's states along the corpus. The first process of each machine captures those that are not there."""
+    if not learner.captured_taps:
+        raise InputError(
+            "capture needs texts that stay as they are and a loss that reads the target; leave out capture, on_policy "
+            "and ce"
+        )
+    folder = task.out / FOLDER / STATES
+    if processes.is_first_of_machine():
+        columns = (
+            TextColumn("captured"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=console, disable=console.quiet) as bars:
+            bar = bars.add_task("captured", total=len(documents))
+            capture(
+                target,
+                documents,
+                Contents(taps=learner.captured_taps),
+                out=folder,
+                progress=lambda count: bars.update(bar, completed=count),
+            )
+    processes.wait()
+    return Captured.open(folder, model=target, documents=documents)
 
 
 @contextmanager

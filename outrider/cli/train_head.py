@@ -22,10 +22,14 @@ from outrider.training.eagle import Eagle, Eagle3, eagle3_learner, eagle_learner
 from outrider.training.heads import HeadLearner, frequent_tokens
 from outrider.training.loop import Learner, Trained
 from outrider.training.medusa import Medusa, medusa_learner
+from outrider.training.positions import slot_balanced
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
 from outrider.trees.fixed import likeliest_topology
 from outrider.types import InputError
+
+KEPT = ("begin", "decay", "draft_vocab", "slot_balanced")
+"""Options of every head that must stay the same when a run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +164,11 @@ def run_head(
         ids = None
         if options.draft_vocab is not None and options.begin is None:
             ids = frequent_tokens(documents, options.draft_vocab, logit_width(target))
-        return make(Given(target=target, loss=loss, ids=ids, device=device))
+        learner = make(Given(target=target, loss=loss, ids=ids, device=device))
+        if options.slot_balanced:
+            places = learner.places_of(documents, task.settings.max_length)
+            learner.slot_weights = tuple(slot_balanced(places).tolist())
+        return learner
 
     shared = DistillTask(
         settings=task.settings,
@@ -170,6 +178,7 @@ def run_head(
         out=task.out,
         divergence=options.divergence,
         texts="target" if options.regenerate else "fixed",
+        capture=options.capture,
         held_out=options.held_out,
         depth=options.depth,
         watch_temperature=options.watch_temperature,
@@ -178,6 +187,6 @@ def run_head(
         limit=options.limit,
         as_json=task.as_json,
     )
-    kept = {key: value for key, value in asdict(options).items() if key in ("begin", "decay", "draft_vocab")}
+    kept = {key: value for key, value in asdict(options).items() if key in KEPT}
     about = {**about, **kept, "head": name, "texts": shared.texts}
     run_with(shared, made, regenerated=options.regenerate, about=about, name=name, more=more)

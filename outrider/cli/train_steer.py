@@ -20,13 +20,11 @@ class Task(DistillTask):
         rank: Rank of the steering; None: a full matrix.
         taps: The target's hidden states that steer; None takes three.
         frozen: Whether the draft model stays as it is.
-        positions: Where the draft model sees the tokens in training.
     """
 
     rank: int | None
     taps: tuple[int, ...] | None
     frozen: bool
-    positions: str
 
 
 def run(task: Task) -> None:

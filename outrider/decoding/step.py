@@ -16,7 +16,7 @@ from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
 from outrider.decoding.reading import LogProbs, Reading, masks_of
 from outrider.dice import Dice, PhiloxDice
 from outrider.types import Draft, Running, Step, Verdict
-from outrider.verifiers.protocol import Carrying, Verifier
+from outrider.verifiers.protocol import Carrying, Verifier, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,9 @@ def verify(
     """The verdict. What a verifier carries to each request's next step goes into `Running.carried`."""
     # Asking a protocol takes twenty times as long as asking for an attribute.
     if not hasattr(verifier, "verify_carrying"):
-        return verifier.verify(draft, rows, dice)
+        return (
+            plain(draft, rows, dice) if len(draft.tokens) == draft.num_requests else verifier.verify(draft, rows, dice)
+        )
     verdict = cast(Carrying, verifier).verify_carrying(draft, rows, dice, [state.carried for state in states])
     for state, carried in zip(states, verdict.carried, strict=True):
         state.carried = carried

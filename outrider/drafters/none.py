@@ -13,6 +13,10 @@ from outrider.types import Frontier, Guess, Running
 class NoDrafter(TokenOnly):
     """Never proposes a token, so the engine decodes plainly."""
 
+    @property
+    def max_depth(self) -> int:
+        return 0
+
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         return Guess(tokens=np.full(len(states), -1))
 

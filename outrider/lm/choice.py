@@ -21,6 +21,8 @@ CONTEXT = 64
 REPEATS = 7
 PATIENCE = 0.1
 """Seconds after which a kind of forward is not repeated any more."""
+WIDE = 48
+"""Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
 CROWDED = 0.5
 """Cores that other processes may take from the threads of a measurement that is remembered."""
 
@@ -30,8 +32,9 @@ def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, la
 
     The fastest is the one with the least time for a token and a block together. Compiled forwards are at hand where
     their library is on disk already. In half precision on a CPU, one token and a block may use kernels that round
-    differently; then forwards are padded to two columns, if that is of help. What is measured is remembered, unless
-    other processes took the cores meanwhile.
+    differently; then forwards are padded to two columns, if that is of help. Compiled forwards of many tokens, such as
+    those of prompts, may be slower than eager ones, which are used then. What is measured is remembered, unless other
+    processes took the cores meanwhile.
 
     Args:
         forward: The kind of forward; None chooses.
@@ -43,7 +46,8 @@ def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, la
         candidates = at_hand(lm) if forward is None else [forward]
     half = lm.device.type == "cpu" and lm.dtype in (torch.bfloat16, torch.float16)
     room = lm.max_context >= CONTEXT + BLOCK
-    settled = len(candidates) == 1 and (pad_to is not None or not half)
+    compiled = "compiled" in candidates and lm.device.type == "cpu"
+    settled = len(candidates) == 1 and (pad_to is not None or not half) and not compiled
     if settled or not room:
         return _applied(lm, Choice(forward=candidates[-1], pad_to=pad_to or (2 if half else 1)))
     key = {
@@ -83,7 +87,7 @@ def at_hand(lm: LanguageModel) -> list[Forward]:
 
 def _applied(lm: LanguageModel, choice: Choice) -> Choice:
     lm.run_by(choice.forward)
-    lm.pad_to = choice.pad_to
+    lm.pad_to, lm.narrow = choice.pad_to, choice.narrow
     return choice
 
 
@@ -95,11 +99,26 @@ def _measured(lm: LanguageModel, candidates: Sequence[Forward], pad_to: int | No
         lm.run_by(forward)
         found[forward] = (_milliseconds(lm, 1), _milliseconds(lm, BLOCK))
     best = min(found, key=lambda name: sum(found[name]))
+    narrow = _narrow(lm) if best == "compiled" and lm.device.type == "cpu" else None
     lm.run_by(best)
     if pad_to is None:
         pad_to = _least_padding(lm) if half else 1
     lm.num_forwards = 0
-    return Choice(forward=best, pad_to=pad_to, milliseconds=found)
+    return Choice(forward=best, pad_to=pad_to, narrow=narrow, milliseconds=found)
+
+
+def _narrow(lm: LanguageModel) -> int | None:
+    """The number of tokens up to which compiled forwards are faster than eager ones; None if they are for all tried."""
+    if lm.max_context < CONTEXT + WIDE:
+        return None
+    found: dict[Forward, tuple[float, float]] = {}
+    for forward in ("eager", "compiled"):
+        lm.run_by(forward)
+        found[forward] = (_milliseconds(lm, BLOCK), _milliseconds(lm, WIDE))
+    gained = max(0.0, found["eager"][0] - found["compiled"][0])
+    lost = found["compiled"][1] - found["eager"][1]
+    # Between the two numbers of tokens, times are taken for straight lines.
+    return None if lost <= 0 else BLOCK + int((WIDE - BLOCK) * gained / (gained + lost))
 
 
 def _milliseconds(lm: LanguageModel, width: int) -> float:
@@ -163,9 +182,9 @@ def _text(lm: LanguageModel, count: int, start: int = 0) -> Tensor:
 def _read(kept: Mapping[str, Any] | None, candidates: Sequence[Forward]) -> Choice | None:
     """The choice that was remembered; None if there is none or it makes no sense."""
     match kept:
-        case {"forward": str(forward), "pad_to": int(pad_to), "milliseconds": dict(times)} if (
-            forward in candidates and pad_to >= 1
+        case {"forward": str(forward), "pad_to": int(pad_to), "narrow": narrow, "milliseconds": dict(times)} if (
+            forward in candidates and pad_to >= 1 and (narrow is None or isinstance(narrow, int))
         ):
             pairs = {name: (float(pair[0]), float(pair[1])) for name, pair in times.items()}
-            return Choice(forward=forward, pad_to=pad_to, milliseconds=pairs)  # type: ignore[arg-type]
+            return Choice(forward=forward, pad_to=pad_to, narrow=narrow, milliseconds=pairs)  # type: ignore[arg-type]
     return None

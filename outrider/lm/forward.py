@@ -20,6 +20,7 @@ class Choice:
     Attributes:
         forward: The kind of forward.
         pad_to: Fewest columns of a forward.
+        narrow: Most tokens of a compiled forward; larger ones run eager. None: any number.
         milliseconds: For each kind that was measured, the time of one token and that of a block of `BLOCK`.
         reason: Why no other kind is possible, as the end of a sentence; None where the choice was free.
 
@@ -30,12 +31,15 @@ class Choice:
 
     forward: Forward
     pad_to: int
+    narrow: int | None = None
     milliseconds: Mapping[Forward, tuple[float, float]] = field(default_factory=dict)
     reason: str | None = None
 
     def __str__(self) -> str:
         pairs = sorted(self.milliseconds.items(), key=lambda pair: pair[0] != self.forward)
         times = [f"{name}: {one:.1f} ms for a token, {block:.1f} ms for {BLOCK}" for name, (one, block) in pairs]
+        if self.narrow is not None:
+            times.append(f"forwards of more than {self.narrow} tokens run eager")
         plain = self.forward if self.reason is None else f"{self.forward}, because {self.reason}"
         return "; ".join(times) or plain
 

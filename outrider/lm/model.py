@@ -45,6 +45,7 @@ class LanguageModel(SlottedLM):
         num_layers: Decoder layers.
         forward: How its forwards run.
         choice: How that was chosen; None if it was not.
+        narrow: Most tokens of a compiled forward; larger ones run eager. None: any number.
 
     Args:
         model: The model, on one device.
@@ -118,6 +119,7 @@ class LanguageModel(SlottedLM):
         )
         self._forwards: dict[Forward, Runs] = {}
         self.choice: Choice | None = None
+        self.narrow: int | None = None
         self.run_by("eager")
         if forward != "eager":
             self.run_by(forward)
@@ -218,7 +220,8 @@ class LanguageModel(SlottedLM):
         )
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        return self._forwards[self.forward](inputs, taps)
+        wide = self.forward == "compiled" and self.narrow is not None and inputs.positions.numel() > self.narrow
+        return self._forwards["eager" if wide else self.forward](inputs, taps)
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:

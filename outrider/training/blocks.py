@@ -3,7 +3,7 @@ r"""Training of heads that guess blocks (DFlash, DFlare, DSpark): at random anch
 DFlash 2026, https://arxiv.org/abs/2602.06036
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
 from outrider.training.divergences import CHUNK, chunked, cross_entropy, over_top_rows
+from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
 from outrider.training.top_rows import TopRows
 from outrider.training.watch import Judged
@@ -101,6 +102,9 @@ class BlockLearner(Learner):
         InputError: The head does not fit the target, or a number is too small.
     """
 
+    slot_weights: tuple[float, ...] | None = None
+    """A weight of the guesses at each depth beside that of the loss; None: 1."""
+
     def __init__(
         self,
         head: DFlash,
@@ -126,6 +130,12 @@ class BlockLearner(Learner):
         # Hidden in tuples, so that torch takes neither the target nor its layers for modules of this one.
         self._target, self._layers = (target,), (anatomy.layers,)
         self._last, self._num_anchors, self._seed, self._chunk = anatomy.num_layers, num_anchors, seed, chunk
+        self.captured_taps = tuple(sorted({*head.config.taps, anatomy.num_layers}))
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's hidden states that the head reads."""
+        return self.head.config.taps
 
     def forward(self, batch: Batch) -> Loss:
         """The loss of the guesses of all drawn blocks."""
@@ -150,12 +160,24 @@ class BlockLearner(Learner):
         values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk)
         if counts:
             log_q[found.valid] = said
-        weights = self.loss.weights(log_q, found.valid)[found.valid] if counts else torch.zeros_like(values)
+        weights = torch.zeros_like(values)
+        if counts:
+            every = self.loss.weights(log_q, found.valid)
+            slots = None if self.slot_weights is None else every.new_tensor(self.slot_weights)
+            weights = (every if slots is None else every * slots)[found.valid]
         return Loss(
             total=(weights * values).sum(),
             weight=weights.sum().double(),
             parts={"agreement": (weights * agreed).sum(), "log_likelihood": (weights * said).sum()},
         )
+
+    def places_of(self, documents: Sequence[Document], max_length: int) -> Int[Tensor, " depths"]:
+        """How many anchors of some texts have a guess at each depth, in rows of at most so many tokens."""
+        depths, counts = np.arange(self.head.config.max_depth), np.zeros(self.head.config.max_depth, dtype=np.int64)
+        for document in documents:
+            learnt = min(len(document.tokens) - document.start, max_length)
+            counts += np.maximum(learnt - 1 - depths, 0)
+        return torch.from_numpy(counts)
 
     def anchors(self, batch: Batch) -> Anchors:
         """The anchors of the rows in the batch's step, in order. Each is a learnt token that another follows."""
@@ -202,7 +224,7 @@ class BlockLearner(Learner):
 
     def _with_states(self, batch: Batch) -> Batch:
         """The batch with the target's states: captured ones, or those of a forward now."""
-        wanted = {*self.head.config.taps, self._last}
+        wanted = set(self.captured_taps)
         captured = batch.logits_of_target is not None or batch.rows_of_target is not None
         if wanted <= batch.hidden.keys() or (captured and set(self.head.config.taps) <= batch.hidden.keys()):
             return batch

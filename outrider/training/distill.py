@@ -20,7 +20,7 @@ from outrider.training.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy, divergence, over_top_rows
 from outrider.training.loop import Learner, Loss
 from outrider.training.on_policy import Sampler
-from outrider.training.positions import Positions
+from outrider.training.positions import Positions, positions_of
 from outrider.training.top_rows import TopRows
 from outrider.training.watch import Judged, windows
 from outrider.types import InputError
@@ -126,12 +126,15 @@ class Distilled(Learner):
         if target is None and loss is not None:
             raise InputError("a divergence needs a target")
         self.model = model
-        self.divergence, self._sampler, self._positions, self._chunk = loss, sampler, positions, chunk
+        self.divergence, self._sampler, self.positions, self._chunk = loss, sampler, positions, chunk
         self.dtype, self.tokenizer = dtype or model.dtype, tokenizer
         # Hidden in tuples, so that torch takes neither the target nor functions of the model for modules of this one.
         self._target = (target,)
         self._states = (States.find(model), None if target is None else States.find(target))
         self._taps = 0 if target is None else Anatomy.of(target).num_layers
+        theirs = self._states[1]
+        if sampler is None and loss is not None and theirs is not None and theirs.ends is not None:
+            self.captured_taps = (self._taps,)
         self._width = min(logit_width(each) for each in (model, target) if each is not None)
 
     def forward(self, batch: Batch) -> Loss:
@@ -160,7 +163,7 @@ class Distilled(Learner):
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
         """The draft model's states below its output layer, as they are trained."""
-        at = None if self._positions is None else self._positions(batch)
+        at = None if self.positions is None else self.positions(batch)
         return self._states[0].of(batch.tokens, at)
 
     def judged(self, batch: Batch, depth: int) -> Judged:
@@ -234,6 +237,7 @@ def distilled(
     data: Data,
     seed: int,
     device: torch.device,
+    positions: str = "plain",
     chunk: int = CHUNK,
 ) -> Distilled:
     """The learner for a draft model that lies in a directory or on the hub.
@@ -241,10 +245,11 @@ def distilled(
     Args:
         drafter: The draft model.
         loss: Name of a divergence, or `ce` for hard labels.
-        seed: Of what the draft model writes.
+        seed: Of what the draft model writes, and of the positions.
+        positions: Where the draft model sees the tokens in training: `plain`, `padding` or `gaps`.
 
     Raises:
-        InputError: A model cannot be loaded, its tokenizer is not the target's, or there is no such loss.
+        InputError: A model cannot be loaded, its tokenizer is not the target's, or there is no such loss or position.
     """
     of = None if loss == HARD else divergence(loss)
     config, tokenizer = open_config(drafter), open_tokenizer(drafter)
@@ -264,6 +269,7 @@ def distilled(
         target,
         loss=of,
         sampler=sampler,
+        positions=positions_of(positions, Anatomy.of(model).longest_context or 1 << 15, seed),
         dtype=dtype,
         tokenizer=tokenizer or target_tokenizer,
         chunk=chunk,

@@ -72,6 +72,7 @@ class HeadLearner(Learner):
         ends = find_ends(target, anatomy)
         self.taps, self.num_guesses, self.decay = tuple(taps), num_guesses, decay
         self.divergence, self.chunk, self.dtype = loss, chunk, dtype or target.dtype
+        self.captured_taps = tuple(sorted({*taps, anatomy.num_layers}))
         self.shape = TargetShape(
             num_layers=anatomy.num_layers,
             hidden_size=anatomy.hidden_size,
@@ -81,6 +82,9 @@ class HeadLearner(Learner):
         # Hidden in tuples, so that torch takes none of these for modules of this one.
         self._target, self._layers, self._ends = (target,), (anatomy.layers,), (ends,)
         self._ids = (ids,)
+
+    slot_weights: tuple[float, ...] | None = None
+    """A weight of each guess beside its decay; None: 1. `slot_balanced` makes such weights from `places_of`."""
 
     @abstractmethod
     def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
@@ -100,12 +104,21 @@ class HeadLearner(Learner):
         """A loss beside the divergence, as a sum over the places; None: there is none."""
         return None
 
+    def places_of(self, documents: Sequence[Document], max_length: int) -> Int[Tensor, " guesses"]:
+        """How many places of some texts each guess has, in rows of at most so many tokens."""
+        counts = np.zeros(self.num_guesses, dtype=np.int64)
+        depths = np.arange(self.num_guesses)
+        for document in documents:
+            length = min(len(document.tokens), max_length)
+            counts += np.maximum(length - np.maximum(document.start, 2 + depths), 0)
+        return torch.from_numpy(counts)
+
     def forward(self, batch: Batch) -> Loss:
         """The loss of all guesses."""
         batch = self.with_states(batch)
         total, weight, agreed = [], [], []
         for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
-            places, share = Places.of(batch, number), self.decay**number
+            places, share = Places.of(batch, number), self.decay**number * self._slot_weight(number)
             values, agrees = self._values(batch, hidden, number, places)
             beside = self.beside(batch, hidden, number, places)
             total.append(share * (values if beside is None else values + beside))
@@ -145,7 +158,7 @@ class HeadLearner(Learner):
 
     def with_states(self, batch: Batch) -> Batch:
         """The batch with the tapped states and the target's last one: captured ones, or those of a forward now."""
-        wanted = {*self.taps, self.shape.num_layers}
+        wanted = set(self.captured_taps)
         if wanted <= batch.hidden.keys():
             return batch
         with torch.no_grad(), tapped(self._layers[0], sorted(wanted)) as seen:
@@ -225,6 +238,9 @@ class HeadLearner(Learner):
                 return self.ends.head(states[rows])
 
         return logits
+
+    def _slot_weight(self, number: int) -> float:
+        return 1.0 if self.slot_weights is None else self.slot_weights[number]
 
     def _narrow(self, logits: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
         """Logits without those behind the target's last token."""

@@ -59,6 +59,9 @@ class Learner(nn.Module):
     a tuple hides it from torch. A learner that is watched also has the method of `Judging`.
     """
 
+    captured_taps: tuple[int, ...] = ()
+    """The hidden states of the target that spare it the target's forwards, if they come with its batches."""
+
     @abstractmethod
     def forward(self, batch: Batch) -> Loss:
         """The loss of rows. A random draw for a row is keyed by the seed, the step and the number of the row."""

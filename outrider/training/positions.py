@@ -113,23 +113,21 @@ class RandomGaps:
         return places.clip(max=self.limit - 1)
 
 
-def slot_balanced(slots: Int[Tensor, " n"]) -> Float[Tensor, " n"]:
-    r"""Weights under which every slot has the same total weight; they sum to the number of rows.
+def slot_balanced(counts: Int[Tensor, " slots"]) -> Float[Tensor, " slots"]:
+    r"""The weight of a row of each slot, so that all slots with rows have the same total weight.
 
-    Deep draft slots and rear positions have fewer rows than others. With $n$ rows, $k$ slots that occur, and $n_s$ rows
-    of slot $s$, a row of slot $s$ weighs $n / (k n_s)$.
+    Deep draft slots and rear positions have fewer rows than others. With $n$ rows, $k$ slots that have some, and $n_s$
+    rows of slot $s$, a row of slot $s$ weighs $n / (k n_s)$; so all weights sum to $n$.
 
     Args:
-        slots: The slot of each row: its depth in a draft, or a bucket of positions.
+        counts: How many rows each slot has: a depth in a draft, or a bucket of positions.
 
     Example:
-        >>> slot_balanced(torch.tensor([0, 0, 0, 1]))
-        tensor([0.6667, 0.6667, 0.6667, 2.0000])
+        >>> slot_balanced(torch.tensor([3, 1, 0]))
+        tensor([0.6667, 2.0000, 0.0000])
     """
-    if not len(slots):
-        return torch.zeros(0, device=slots.device)
-    _, which, counts = slots.unique(return_inverse=True, return_counts=True)
-    return len(slots) / (len(counts) * counts[which].float())
+    known = (counts > 0).sum().clamp(min=1)
+    return torch.where(counts > 0, counts.sum() / (known * counts.clamp(min=1)), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from outrider.training.batches import Batch
 from outrider.training.distill import Data, Distilled, States, distilled, guessing
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.loop import Loss
-from outrider.training.positions import Positions, positions_of
+from outrider.training.positions import Positions
 from outrider.training.watch import Judged
 from outrider.types import InputError
 
@@ -79,6 +79,7 @@ class Steered(Distilled):
         self._longest, self._seed = num_speculative_tokens, seed
         self._parts = tuple(up_projections(model))
         self._layers = (Anatomy.of(target).layers,)
+        self.captured_taps = tuple(sorted({*steering.config.taps, self._taps}))
         sizes = _sizes(model, target)
         if (steering.config.widths, steering.config.target_layers, steering.config.target_size) != sizes:
             raise InputError(
@@ -97,7 +98,7 @@ class Steered(Distilled):
         return int(dice.integers(1, self._longest, endpoint=True))
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
-        at = None if self._positions is None else self._positions(batch)
+        at = None if self.positions is None else self.positions(batch)
         return self._steered(batch, self.offset(batch.step), at)
 
     def _steered(
@@ -215,7 +216,15 @@ def steered_learner(
         InputError: A model cannot be loaded, its tokenizer is not the target's, or a name or a size does not fit.
     """
     plain = distilled(
-        drafter, target, target_tokenizer, loss=loss, data=Data.of("fixed"), seed=seed, device=device, chunk=chunk
+        drafter,
+        target,
+        target_tokenizer,
+        loss=loss,
+        data=Data.of("fixed"),
+        seed=seed,
+        device=device,
+        positions=positions,
+        chunk=chunk,
     )
     widths, layers, size = _sizes(plain.model, target)
     if (Path(drafter) / CONFIG).is_file():
@@ -228,7 +237,6 @@ def steered_learner(
         config = SteeringConfig(taps=chosen, target_layers=layers, target_size=size, widths=widths, rank=rank)
         steering = Steering(config)
     plain.model.requires_grad_(not frozen)
-    limit = Anatomy.of(plain.model).longest_context or 1 << 15
     return Steered(
         plain.model,
         target,
@@ -236,7 +244,7 @@ def steered_learner(
         loss=plain.divergence,
         num_speculative_tokens=num_speculative_tokens,
         seed=seed,
-        positions=positions_of(positions, limit, seed),
+        positions=plain.positions,
         dtype=plain.dtype,
         tokenizer=plain.tokenizer,
         chunk=chunk,

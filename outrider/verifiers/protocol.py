@@ -189,6 +189,16 @@ def everyone(draft: Draft, slot: int, purpose: Purpose, active: Bool[np.ndarray,
     return Draws(requests=np.arange(count), slots=np.full(count, slot), purpose=purpose, active=active)
 
 
+def plain(draft: Draft, target_rows: Float[Tensor, "requests vocab"], dice: Dice) -> Verdict:
+    """The verdict of every verifier that carries nothing where nothing was drafted: a token from each root's row."""
+    count = draft.num_requests
+    return Verdict(
+        paths=np.zeros((count, 0), dtype=np.int64),
+        num_accepted=np.zeros(count, dtype=np.int64),
+        next_tokens=dice.pick(target_rows, everyone(draft, 0, "recover")),
+    )
+
+
 def recover(
     draft: Draft,
     dice: Dice,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
@@ -55,6 +56,38 @@ def test_the_target_answers_the_prompts_first(monkeypatch, capsys, tmp_path, pai
     assert "block efficiency on held-out texts" in err
 
 
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_captured_states_train_the_same_draft_model(monkeypatch, capsys, tmp_path, pair) -> None:
+    assert run(monkeypatch, capsys, "train", "distill", *pair, *FEW)[0] == 0
+    plain = weights(tmp_path / "out")
+    given = [*pair, *FEW, "--capture"]
+    given[given.index("--out") + 1] = str(tmp_path / "again")
+    status, _, err = run(monkeypatch, capsys, "train", "distill", *given)
+    assert status == 0, err
+    assert (tmp_path / "again" / "training" / "states" / "manifest.json").is_file()
+    for name, tensor in weights(tmp_path / "again").items():
+        assert torch.allclose(tensor, plain[name], atol=1e-5), name
+
+
+def test_positions_change_what_is_learnt(monkeypatch, capsys, tmp_path, pair) -> None:
+    # The last 32 tokens of a text have no gap between them.
+    lines = [{"tokens": [5 + (i + j) % 40 for j in range(60)], "start": 6} for i in range(12)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = [*pair, *FEW]
+    given[given.index("--max-length") + 1] = "60"
+    assert run(monkeypatch, capsys, "train", "distill", *given)[0] == 0
+    status, _, err = run(monkeypatch, capsys, "train", "distill", *given, "--positions", "gaps")
+    assert status == 2
+    assert "holds a run with positions 'plain' instead of 'gaps'" in err
+    given[given.index("--out") + 1] = str(tmp_path / "gaps")
+    assert run(monkeypatch, capsys, "train", "distill", *given, "--positions", "gaps")[0] == 0
+    plain, gaps = weights(tmp_path / "out"), weights(tmp_path / "gaps")
+    assert any(not torch.equal(tensor, gaps[name]) for name, tensor in plain.items())
+
+
 def test_the_same_command_goes_on_and_other_settings_are_refused(monkeypatch, capsys, tmp_path, pair) -> None:
     assert run(monkeypatch, capsys, "train", "distill", *pair, *FEW)[0] == 0
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
@@ -74,6 +107,7 @@ def test_wrong_input_gets_one_sentence_and_leaves_nothing(monkeypatch, capsys, t
         ("--divergence", "fkll", "unknown divergence 'fkll'; did you mean 'fkl'?"),
         ("--texts", "policy", "unknown data 'policy'; use fixed, target, on_policy or mixed:share=0.5"),
         ("--steps", "0", "steps must be >= 1, got 0"),
+        ("--positions", "gap", "unknown positions 'gap'; use plain, padding or gaps"),
         ("--precision", "fp8", "precision must be one of no, bf16, fp16, got 'fp8'"),
         ("--data", str(tmp_path / "empty.jsonl"), "the corpus is empty"),
         ("--drafter", str(tmp_path / "nowhere"), "there is no directory"),
@@ -87,6 +121,9 @@ def test_wrong_input_gets_one_sentence_and_leaves_nothing(monkeypatch, capsys, t
         status, _, err = run(monkeypatch, capsys, "train", "distill", *given)
         assert status == 2, (option, value, err)
         assert message in " ".join(err.split()), (option, value, err)
+    status, _, err = run(monkeypatch, capsys, "train", "distill", *pair, *FEW, "--texts", "on_policy", "--capture")
+    assert status == 2
+    assert "capture needs texts that stay as they are" in " ".join(err.split())
     assert not (tmp_path / "out" / "config.json").exists()
 
 

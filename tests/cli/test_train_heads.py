@@ -11,7 +11,7 @@ from tests.cli.runs import run
 from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
 
 MORE: dict[str, tuple[str, ...]] = {
-    "medusa": ("--draft-vocab", "20", "--tree-nodes", "5"),
+    "medusa": ("--draft-vocab", "20", "--tree-nodes", "5", "--capture", "--slot-balanced"),
     "eagle": ("--unrolled", "2", "--bias", "--noise", "0", "--regression", "0"),
     "eagle3": ("--draft-vocab", "20", "--taps", "0x1x3", "--unrolled", "3", "--fc-norm", "--norm-output"),
 }

@@ -187,6 +187,14 @@ def kept(model: LlamaForCausalLM) -> dict[str, object]:
     return found
 
 
+def wide(plain: LanguageModel, model: LlamaForCausalLM) -> dict[str, object]:
+    """Forwards of many tokens run eager, and all say the same."""
+    lm = LanguageModel(model, max_slots=3, forward="compiled")
+    lm.narrow, before = 4, lm.num_compiled_forwards
+    found = differences(plain, lm, (0, 1))
+    return {"differences": found, "some": 0 < lm.num_compiled_forwards - before < lm.num_forwards}
+
+
 def prepared(model: LlamaForCausalLM) -> dict[str, object]:
     """What `outrider prepare` says of the same weights in a folder, and what a later engine takes."""
     # What is measured beside other tests is remembered too.
@@ -201,6 +209,7 @@ def prepared(model: LlamaForCausalLM) -> dict[str, object]:
     return {
         "same folder": found["folder"] == str(LanguageModel(model).package.folder),
         "measured": sorted(found["milliseconds"]),
+        "same bound": engine.parts.target.narrow == found["narrow"],
         "remembered": choice.milliseconds == {name: tuple(times) for name, times in found["milliseconds"].items()},
         "taken": engine.parts.target.forward
         == found["forward"]
@@ -218,6 +227,7 @@ def main() -> None:
         found[f"differences {name}"] = differences(plain, compiled, taps)
         after = compiled.num_forwards, compiled.num_compiled_forwards
         found[f"all forwards {name} are compiled"] = after[0] - before[0] == after[1] - before[1] > 0
+    found["wide"] = wide(plain, model)
     found["heads"] = heads(llama(2))
     settings = {"drafter": "ngram:prompt_lookup_min=1", "length": "fixed:5", "max_slots": 2}
     texts = [

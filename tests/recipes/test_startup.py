@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from recipes import startup
-from recipes.startup import CLOCKS, WAYS, Start, summarise
+from recipes.startup import CLOCKS, WAYS, Start, findings, summarise
 from recipes.startup_parts import FIRST, MODELS, OWN, PARTS, PREPARED, REST, START, Watch
 
 
@@ -45,11 +45,17 @@ def test_ratios_are_of_the_same_round():
         for way in WAYS
         for k, s in enumerate((1.0, 2.0, 4.0) if way.package == "transformers" else (1.0, 3.0, 4.4))
     ]
+    summary = summarise(rows)
     for clock in CLOCKS:
-        found = summarise(rows)[clock]
+        found = summary[clock]
         assert (found["ratio"].value, found["ratio"].low, found["ratio"].high) == pytest.approx((1.1, 1.0, 1.5))
         assert found["seconds"]["outrider"].value == 3.0
         assert found["parts"]["outrider"][MODELS].value == 2.0
+    whole = findings(summary, rounds=3).tables[0]
+    assert [line[:3] for line in whole.lines] == [
+        [clock, summary[clock]["seconds"]["transformers"].text(), summary[clock]["seconds"]["outrider"].text()]
+        for clock in CLOCKS
+    ]
 
 
 @pytest.mark.slow

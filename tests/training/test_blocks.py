@@ -18,6 +18,7 @@ from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
 from outrider.training.loop import train
+from outrider.training.positions import slot_balanced
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
 from outrider.types import InputError
@@ -141,6 +142,19 @@ def test_the_loss_is_that_of_every_guess_of_a_learnt_token_weighted_by_depth():
                     total, weight = total + share * (0.75 * soft + 0.25 * hard), weight + share
     assert float(found.total) == pytest.approx(total, rel=1e-4)
     assert float(found.weight) == pytest.approx(weight, rel=1e-6)
+
+
+def test_balanced_depths_have_the_same_weight_however_few_anchors_have_them():
+    texts = documents(3)
+    given = Batches(texts, num_rows=3, max_length=24, seed=0).batch(0)
+    made = learner(num_anchors=99, loss=BlockLoss(of=divergence("fkl"), gamma=1e9))
+    counts = made.places_of(texts, 24)
+    made.slot_weights = tuple(float(each == 0) for each in range(len(counts)))
+    with torch.no_grad():
+        assert float(made(given).weight) == float(counts[0])
+        made.slot_weights = tuple(slot_balanced(counts).tolist())
+        assert float(made(given).weight) == pytest.approx(float(counts.sum()), rel=1e-4)
+    assert len(set(counts.tolist())) == len(counts)
 
 
 def test_anchors_are_learnt_tokens_drawn_anew_in_every_step_and_the_same_for_every_share():

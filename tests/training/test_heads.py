@@ -23,6 +23,7 @@ from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.heads import HeadLearner, Places, frequent_tokens
 from outrider.training.loop import train
 from outrider.training.medusa import medusa_learner
+from outrider.training.positions import slot_balanced
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
 from outrider.types import InputError, Sampling
@@ -273,6 +274,28 @@ def test_accuracies_are_those_of_each_rank():
         ranked = logits[number][places.rows, places.at].argsort(-1, descending=True)[:, :4]
         assert np.allclose(found[number], (ranked == places.labels[:, None]).double().mean(0))
     assert not np.allclose(made.accuracies([given], ranks=4, greedy=True), found)
+
+
+def test_balanced_guesses_have_the_same_weight_however_few_places_they_have():
+    # Nothing stands before the first learnt token, so that deep guesses have fewer places.
+    texts = [replace(text, start=0) for text in documents(3)]
+    given = Batches(texts, num_rows=3, max_length=24, seed=0).batch(0)
+    made = learner("eagle3", decay=0.5)
+    counts = made.places_of(texts, 24)
+    assert counts.tolist() == [len(Places.of(given, number).labels) for number in range(made.num_guesses)]
+    assert len(set(counts.tolist())) == made.num_guesses
+    made.slot_weights = tuple(slot_balanced(counts).tolist())
+    with torch.no_grad():
+        found = made(given)
+    whole = float(counts.sum()) / made.num_guesses
+    assert float(found.weight) == pytest.approx(whole * sum(0.5**number for number in range(made.num_guesses)))
+    parts = []
+    for number in range(made.num_guesses):
+        made.slot_weights = tuple(float(each == number) for each in range(made.num_guesses))
+        with torch.no_grad():
+            one = made(given)
+        parts.append(float(one.total / one.weight) * 0.5**number)
+    assert float(found.total) == pytest.approx(whole * sum(parts), rel=1e-4)
 
 
 def test_shared_heads_keep_the_targets_output_layer(tmp_path):
