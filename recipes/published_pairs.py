@@ -159,11 +159,13 @@ def gemma4(size: Size, folder: Path, *, ordered: bool = False, seed: int = 0) ->
     Args:
         ordered: Whether the assistant looks at the tokens of its best clusters only.
     """
-    none = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "global_head_dim": 16}
-    kinds = size.mixed | {"num_hidden_layers": 2 * size.layers, "layer_types": 2 * size.mixed["layer_types"]}
-    target = AutoModelForCausalLM.from_config(Gemma4TextConfig(**kinds, **none, num_kv_shared_layers=size.layers))
+    heads = size.mixed | {"global_head_dim": 16, "num_kv_shared_layers": size.layers}
+    kinds = {"num_hidden_layers": 2 * size.layers, "layer_types": 2 * size.mixed["layer_types"]}
+    given = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": size.vocab}
+    none = dict.fromkeys(given, 0)
+    target = AutoModelForCausalLM.from_config(Gemma4TextConfig(**(heads | kinds | given)))
     weakened(target, size.strength, seed)
-    inner = Gemma4TextConfig(**size.mixed, **none, num_kv_shared_layers=size.layers)
+    inner = Gemma4TextConfig(**heads, **none)
     clusters = {"use_ordered_embeddings": ordered, "num_centroids": 8, "centroid_intermediate_top_k": 3}
     config = Gemma4AssistantConfig(text_config=inner, backbone_hidden_size=size.hidden, **clusters)
     with layers_that_share(Gemma4TextConfig):

@@ -116,7 +116,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         wanted = [frontier.nodes[frontier.owners == owner].tolist() for owner in owners]
         k = min(int(frontier.depths[0]), len(self.deeper))
         running = [states[owner] for owner in owners]
-        new = [_unfed(_own(state), k, nodes) for state, nodes in zip(running, wanted, strict=True)]
+        new = [_unfed(state, k, nodes) for state, nodes in zip(running, wanted, strict=True)]
         segments = [
             self._segment(state, k, nodes, len(asked)) for state, nodes, asked in zip(running, new, wanted, strict=True)
         ]
@@ -205,7 +205,8 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         """
         own, lm = _own(state).layers[k], self.lms[k]
         first, features = lm.length(own.slot) + 1 + k, torch.cat(own.unread)
-        tokens = torch.tensor(state.tokens[first : first + min(most, len(features))]).to(lm.device, non_blocking=True)
+        ids = torch.tensor(state.tokens[first : first + min(most, len(features))], dtype=torch.long)
+        tokens = ids.to(lm.device, non_blocking=True)
         return Segment(slot=own.slot, tokens=tokens, features=features[: len(tokens)], logits="none")
 
     def _segment(self, state: Running, k: int, new: Sequence[int], wanted: int) -> Segment:
@@ -217,17 +218,18 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         whole, own = _own(state), _own(state).layers[k]
         tokens, features, parents = [], [], []
         if 0 not in own.fed:
-            missed = self._missed(state, k, own.num_unread)
-            count = len(missed.tokens)
-            own.fed[0], whole.waiting[k - 1], parents = count - 1, count, list(range(-1, count - 1))
-            if missed.features is not None:
-                tokens, features = [missed.tokens], [missed.features]
+            own.fed[0] = -1
+            if own.num_unread:
+                missed = self._missed(state, k, own.num_unread)
+                tokens, features, count = [missed.tokens], [missed.features], len(missed.tokens)
+                own.fed[0], whole.waiting[k - 1], parents = count - 1, count, list(range(-1, count - 1))
         for number in new:
             node = whole.nodes[number]
             before = own if node.depth > k else whole.layers[k - 1]
             features.append(before.handed_on[node.parent][None])
             tokens.append(node.token[None])
-            parents.append(own.fed[node.parent])
+            # A layer begins late: in a short text the parent may stand before its first position.
+            parents.append(own.fed.get(node.parent, -1))
             own.fed[number] = whole.waiting[k - 1] + len(own.fed) - 1
         return Segment(
             slot=own.slot,
@@ -256,11 +258,12 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         return [(end - k, unread) for k, (end, unread) in enumerate(zip(newest, left, strict=True))]
 
 
-def _unfed(own: LayersState, k: int, nodes: Sequence[int]) -> list[int]:
-    """The nodes, and those before them, that layer k has not read; parents first."""
+def _unfed(state: Running, k: int, nodes: Sequence[int]) -> list[int]:
+    """The nodes, and those before them, that layer k has not read; parents first. Its first position is k + 1."""
     found: set[int] = set()
+    own, anchor = _own(state), len(state.tokens) - 1
     for node in nodes:
-        while node and node not in own.layers[k].fed and node not in found:
+        while node and node not in own.layers[k].fed and node not in found and anchor + own.nodes[node].depth > k:
             found.add(node)
             node = own.nodes[node].parent
     return sorted(found)

@@ -59,7 +59,7 @@ def engine(
 
 
 def ours(busy: Engine, prompt: Sequence[int], tokens: int) -> tuple[list[int], Drafts]:
-    """Output tokens, and what was drafted behind each text."""
+    """Output tokens, and what was drafted behind each text; some of it was accepted and some was not."""
     drafts: Drafts = {}
 
     def watch(cycle) -> None:
@@ -69,6 +69,7 @@ def ours(busy: Engine, prompt: Sequence[int], tokens: int) -> tuple[list[int], D
 
     busy.watch = watch
     [out] = busy.generate([list(prompt)], max_new_tokens=tokens, sampling=GREEDY)
+    assert 0 < out.num_accepted_tokens < out.num_draft_tokens
     return out.tokens, {text: drafted for text, drafted in drafts.items() if drafted}
 
 
@@ -136,8 +137,6 @@ def test_mtp_drafts_what_transformers_drafts(mtp_targets, family, layers):
     with recorded(MTPCandidateGenerator) as others:
         assert theirs(model, 40, use_mtp=True) == made
     assert_same(drafts, others)
-    accepted = sum(made[len(text) - len(PROMPT) :][: len(drafted)] == drafted for text, drafted in drafts.items())
-    assert 0 < accepted < len(drafts)
 
 
 @pytest.mark.parametrize(("tree", "verifier"), CELLS)
@@ -204,8 +203,6 @@ def test_an_assistant_drafts_what_it_drafts_from_a_plain_forward(gemma):
     assert made == busy.plain().generate([PROMPT], max_new_tokens=40, sampling=GREEDY)[0].tokens
     with torch.no_grad():
         assert_same(drafts, {text: naive(target, assistant, text, 3) for text in drafts})
-    accepted = sum(made[len(text) - len(PROMPT) :][: len(drafted)] == drafted for text, drafted in drafts.items())
-    assert 0 < accepted < len(drafts)
 
 
 def test_transformers_says_the_same_with_an_assistant_and_drafts_the_same_after_a_prompt(gemma):
