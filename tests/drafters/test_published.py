@@ -115,7 +115,8 @@ def mtp_targets(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int]
     def target(family: str, layers: int) -> Path:
         if (family, layers) not in made:
             folder = tmp_path_factory.mktemp(f"{family}-{layers}")
-            made[family, layers] = mtp_target(family, Size(), folder, num_mtp_layers=layers)
+            size = Size(strength=0.5 if family == "mellum" else 0.3)
+            made[family, layers] = mtp_target(family, size, folder, num_mtp_layers=layers)
         return made[family, layers]
 
     return target
@@ -172,7 +173,7 @@ def test_mtp_is_refused_where_there_is_none(mtp_targets, tmp_path):
 
 @pytest.fixture(scope="module", params=[False, True], ids=["all tokens", "ordered"])
 def gemma(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return gemma4(Size(), tmp_path_factory.mktemp("gemma"), ordered=request.param)
+    return gemma4(Size(strength=0.5), tmp_path_factory.mktemp("gemma"), ordered=request.param)
 
 
 def assistant_at(place: Path) -> PreTrainedModel:
