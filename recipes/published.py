@@ -88,7 +88,7 @@ class Marks:
         return {"tokens": tokens, "seconds": seconds, "steps": steps, "ms": 1000 * seconds / max(1, tokens)}
 
 
-class Marking(StoppingCriteria):
+class Marking(StoppingCriteria):  # type: ignore[misc]
     """Stops nothing, and marks every step."""
 
     def __init__(self, marks: Marks) -> None:
@@ -163,7 +163,7 @@ def pairs(size: Size, place: Path, dtype: str) -> list[Pair]:
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """For each pair: milliseconds per token of both libraries, tokens per step, and how many times faster ours is."""
     found = {}
-    for name in dict.fromkeys(row["pair"] for row in rows):
+    for name in sorted({row["pair"] for row in rows}):
         own = {library.name: _by_round(rows, name, library.name) for library in LIBRARIES}
         both = [(own["transformers"][k]["ms"], each["ms"]) for k, each in own["outrider"].items()]
         found[name] = {

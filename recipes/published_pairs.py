@@ -31,8 +31,8 @@ from outrider.lm.assistant import layers_that_share
 from recipes.tiny import scrambled
 
 TINY_VOCAB = 64
-ADDING = ("o_proj.weight", "down_proj.weight", "down_proj")
-ADDING += ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+ADDING = ("o_proj.weight", "down_proj.weight", "down_proj", *NORMS)
 """Ends of the names of weights in whose proportion a layer adds to its input."""
 NUM_ASSISTANT_TOKENS = 3
 """What the file of an assistant says about how many tokens transformers drafts."""

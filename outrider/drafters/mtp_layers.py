@@ -221,7 +221,8 @@ class MtpLayersDrafter(FeatureHeadDrafter):
             own.fed[0] = -1
             if own.num_unread:
                 missed = self._missed(state, k, own.num_unread)
-                tokens, features, count = [missed.tokens], [missed.features], len(missed.tokens)
+                tokens, count = [missed.tokens], len(missed.tokens)
+                features = [] if missed.features is None else [missed.features]
                 own.fed[0], whole.waiting[k - 1], parents = count - 1, count, list(range(-1, count - 1))
         for number in new:
             node = whole.nodes[number]

@@ -41,8 +41,8 @@ def layers_that_share(kind: type[PreTrainedConfig]) -> Iterator[None]:
         found: list[str | None] = own.__get__(config)
         return found
 
-    kind.kv_sharing_modes = property(modes)  # type: ignore[attr-defined]
+    kind.kv_sharing_modes = property(modes)
     try:
         yield
     finally:
-        kind.kv_sharing_modes = own  # type: ignore[attr-defined]
+        kind.kv_sharing_modes = own

@@ -27,7 +27,7 @@ from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-KINDS = ("own features", "block", "medusa", "eagle", "eagle3", "dflash", "dflare", "dspark", "mtp", "mtp layers")
+KINDS = ("own features", "block", "medusa", "eagle", "eagle3", "dflash", "dflare", "dspark", "mtp")
 MARGINAL = ("block", "medusa", "dflash", "dflare")
 GREEDY = Sampling(temperature=0.0, seed=0)
 DRAWN = Sampling(temperature=0.9, seed=3)

@@ -11,10 +11,10 @@ from recipes.published_pairs import Size
 def test_both_libraries_say_the_same_with_every_pair(tmp_path):
     found = published.run(tmp_path, Size(), rounds=1, max_new_tokens=12, threads=1, dtype="float32")
     assert list(found) == [
+        "gemma4, assistant",
         "glm4_moe, 1 MTP layer",
         "glm4_moe, 3 MTP layers",
         "mellum, 1 MTP layer",
-        "gemma4, assistant",
         "muse_glimmer, DFlash",
     ]
     for each in found.values():

@@ -104,7 +104,7 @@ def _mtp(around: Surroundings, count: int) -> MtpModel:
 
 
 TOYS = ("own features", "block")
-LAYERS = {"mtp": 1, "mtp layers": 3}
+LAYERS = {"mtp": 3}
 """Drafters with multi-token-prediction layers, and how many."""
 CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
     "medusa": medusa_of_vllm,
