@@ -13,6 +13,7 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.feature_head import FeatureHead
+from outrider.heads.mtp import MtpHead
 from outrider.lm.head import HeadLM, suited
 from outrider.lm.tabular import TabularFusion, TabularHead
 
@@ -34,9 +35,9 @@ class FeatureHeadDrafter(OwnFeatures):
         return self.reads
 
     @property
-    def module(self) -> FeatureHead | TabularFusion:
+    def module(self) -> FeatureHead | MtpHead | TabularFusion:
         """What computes: the head's module, or its packed twin."""
-        return self.lm.module if isinstance(self.lm, TabularHead) else cast(FeatureHead, self.lm.running)
+        return self.lm.module if isinstance(self.lm, TabularHead) else cast(FeatureHead | MtpHead, self.lm.running)
 
     @torch.inference_mode()
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
@@ -49,7 +50,7 @@ class FeatureHeadDrafter(OwnFeatures):
     def cast(self, surroundings: Surroundings) -> "FeatureHeadDrafter":
         if isinstance(self.lm, TabularHead):
             return self
-        module = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(surroundings.dtype)
+        module = copy.deepcopy(cast(FeatureHead | MtpHead, self.lm.module)).to(surroundings.dtype)
         module.ends = surroundings.ends()
         lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
         return replace(self, lm=lm)

@@ -40,6 +40,13 @@ class HeadState(TreeState):
         """Number of positions whose features are known but not read."""
         return sum(len(features) for features in self.unread)
 
+    def forget(self, count: int) -> None:
+        """Drop the first unread features, because the head has read them."""
+        if count >= self.num_unread:
+            self.unread = []
+        elif count:
+            self.unread = [torch.cat(self.unread)[count:]]
+
     def first_unread(self, count: int) -> list[Float[Tensor, "_ dim"]]:
         """The features of the first unread positions."""
         kept = []
@@ -90,17 +97,23 @@ class OwnFeatures(SlottedDrafter):
         return self.state(slot=self.lm.open())
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        features = self.features(observed.taps)
-        take_in(self.lm, [_own(state) for state in states], states, features, observed.offsets)
+        features, long = self.features(observed.taps), []
+        for i, state in enumerate(states):
+            own = _own(state)
+            own.unread.append(features[observed.offsets[i] : observed.offsets[i + 1]])
+            if BACKLOG <= own.num_unread <= self.lm.max_context - self.lm.length(own.slot):
+                long.append(state)
+        if long:
+            # The last pair waits, so that the next draft has one to begin with.
+            self._read(long, [_own(state).num_unread - 1 for state in long], "none")
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        owns = [_own(state) for state in states]
-        pairs = zip(owns, states, strict=True)
-        segments = [next_pairs(self.lm, own, state, own.num_unread, "last") for own, state in pairs]
-        extension = read(self.lm, segments)
-        ends = np.cumsum([len(segment.tokens) for segment in segments]) - 1
-        for own, end in zip(owns, ends.tolist(), strict=True):
-            own.fed, own.handed_on = {}, {0: _handed_on(extension)[end]}
+        counts = [_own(state).num_unread for state in states]
+        extension = self._read(states, counts, "last")
+        ends = np.cumsum(counts) - 1
+        for state, end in zip(states, ends.tolist(), strict=True):
+            own = _own(state)
+            own.fed, own.handed_on = {}, {0: output_features(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -109,7 +122,7 @@ class OwnFeatures(SlottedDrafter):
         segments = tree_segments(states, frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
-            _own(states[owner]).handed_on[node] = _handed_on(extension)[i]
+            _own(states[owner]).handed_on[node] = output_features(extension)[i]
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
@@ -122,7 +135,7 @@ class OwnFeatures(SlottedDrafter):
             if not (left > 0).all():
                 handed_on = handed_on[torch.from_numpy(np.flatnonzero(left > 0)).to(handed_on.device)]
             extension = follow(tokens, self.fed_back(handed_on))
-            handed_on, left = _handed_on(extension), left[left > 0] - 1
+            handed_on, left = output_features(extension), left[left > 0] - 1
             return extension.logits
 
         return step
@@ -147,6 +160,18 @@ class OwnFeatures(SlottedDrafter):
     def cast(self, surroundings: Surroundings) -> "OwnFeatures":
         return replace(self, lm=self.lm.cast(surroundings.dtype))
 
+    def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
+        """The next `count` pairs that a request's slot lacks."""
+        return next_pairs(self.lm, _own(state), state, count, logits)
+
+    def _read(self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]) -> Extension:
+        """Run the head on the next pairs of each request, and commit them."""
+        segments = [self._pairs(state, count, logits) for state, count in zip(states, counts, strict=True)]
+        extension = read(self.lm, segments)
+        for state, count in zip(states, counts, strict=True):
+            _own(state).forget(count)
+        return extension
+
 
 def take_in(
     lm: LM,
@@ -164,20 +189,21 @@ def take_in(
         features: Of all requests, packed.
         offsets: Where each request's features begin; the last entry is their number.
     """
-    segments = []
+    long = []
     for i, (own, state) in enumerate(zip(owns, states, strict=True)):
         own.unread.append(features[offsets[i] : offsets[i + 1]])
         if BACKLOG <= own.num_unread <= lm.max_context - lm.length(own.slot):
-            # The last pair waits, so that the next draft has one to begin with.
-            segments.append(next_pairs(lm, own, state, own.num_unread - 1, "none"))
-    if segments:
-        read(lm, segments)
+            long.append((own, state))
+    if long:
+        # The last pair waits, so that the next draft has one to begin with.
+        read(lm, [next_pairs(lm, own, state, own.num_unread - 1, "none") for own, state in long])
+        for own, _ in long:
+            own.forget(own.num_unread - 1)
 
 
 def next_pairs(lm: LM, own: HeadState, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
-    """The next `count` pairs that a request's slot lacks. Removes their features from `unread`."""
+    """The next `count` pairs that a request's slot lacks."""
     first, features = lm.length(own.slot) + 1, torch.cat(own.unread)
-    own.unread = [features[count:]] if count < len(features) else []
     tokens = torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True)
     return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
 
@@ -201,7 +227,8 @@ def unread_of(lm: LM, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"
     return own.first_unread(length - known) if known < length else []
 
 
-def _handed_on(extension: Extension) -> Float[Tensor, "nodes hidden"]:
+def output_features(extension: Extension) -> Float[Tensor, "nodes hidden"]:
+    """What a head hands on at all new nodes."""
     if extension.features is None:
         raise TypeError("the extension of a head must hold features")
     return extension.features

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -46,6 +46,10 @@ def _no_ends() -> Ends:
     raise InputError(
         "this drafter needs the target's embedding, final norm and output layer, and this target does not offer them"
     )
+
+
+def _no_mtp(path: str | None) -> Any:
+    raise InputError("this target is no transformers model, so it has no multi-token-prediction layers")
 
 
 def _no_keys_values(slot: int, layer: int) -> tuple[Tensor, Tensor]:
@@ -184,6 +188,8 @@ class Surroundings:
         ends: Its input embedding, final norm and output layer; raises InputError if a drafter cannot use them.
         keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that are valid
             until the target's next call.
+        mtp: Its multi-token-prediction layers, as transformers loads them from a checkpoint, by default its own.
+        config: The config of the part of it that generates text; None if it has none.
         forward: How forwards run, if that was said; otherwise each model's are chosen by measurement.
         target_forward: How the target's forwards run.
     """
@@ -198,6 +204,8 @@ class Surroundings:
     hidden_size: int = 0
     ends: Callable[[], Ends] = _no_ends
     keys_values: Callable[[int, int], tuple[Tensor, Tensor]] = _no_keys_values
+    mtp: Callable[[str | None], Any] = _no_mtp
+    config: PreTrainedConfig | None = None
     forward: Forward | None = "eager"
     target_forward: Forward = "eager"
 
@@ -233,6 +241,8 @@ class Surroundings:
             hidden_size=target.hidden_size,
             ends=target.ends,
             keys_values=target.keys_values,
+            mtp=getattr(target, "mtp", _no_mtp),
+            config=getattr(getattr(target, "anatomy", None), "text", None),
         )
 
     def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:

@@ -1,7 +1,7 @@
 """The traits of a drafter: what its class says of itself, before any weights are loaded."""
 
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from outrider.drafters.protocol import Drafter, Rows
 
@@ -32,7 +32,7 @@ class Traits:
 
         Args:
             make: The class of a drafter, or of an unbound drafter. The traits of an unbound drafter are those of the
-                class that its `bind` returns, by its annotation.
+                class that its `bind` returns, by its annotation; of several, the first.
 
         Raises:
             TypeError: The class is neither.
@@ -49,9 +49,10 @@ class Traits:
 
 
 def _bound(make: type) -> type:
-    """The class that `bind` returns."""
+    """The class that `bind` returns; of several, the first."""
     bind = getattr(make, "bind", None)
-    kind = get_type_hints(bind).get("return") if bind is not None else None
+    returned = get_type_hints(bind).get("return") if bind is not None else None
+    kind = next(iter(get_args(returned)), returned)
     if not isinstance(kind, type) or Drafter not in kind.__mro__:
         raise TypeError(
             f"{make.__name__} must derive from Drafter, or its `bind` must be annotated to return such a class"

@@ -16,10 +16,13 @@ SPECULATORS = {"dflash": "DFlashSpeculator", "dflare": "DFlareSpeculator", "dspa
 """The architectures of the `speculators` layout."""
 AUTHORS = {"DFlashDraftModel": "dflash", "QwenDFlareDraftModel": "dflare", "Qwen3DSparkModel": "dspark"}
 """The architectures of the authors' own layouts, and which head each is."""
+ASSISTANTS = ("muse_glimmer_assistant",)
+"""The model types of transformers that are DFlash heads."""
 LATER = ("selector_rank", "conv_kernel_size", "conv_group_size")
 """Keys that only DFlash 2 has."""
 ROTARY = ("rope_theta", "rope_scaling")
 """Keys of decoder layers that a config has in older files."""
+_OF_FILES = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 VERSION = "0.5.0"
 """The version of the `speculators` layout that is written."""
 
@@ -44,6 +47,8 @@ def method_of(found: Mapping[str, Any]) -> Method | None:
         >>> method_of({"speculators_model_type": "dspark"}), method_of({"architectures": ["DFlashDraftModel"]})
         ('dspark', 'dflash')
     """
+    if found.get("model_type") in ASSISTANTS:
+        return "dflash"
     named = found.get("speculators_model_type")
     if named is None:
         inner = _inner(found)
@@ -68,6 +73,8 @@ def block_config(found: Mapping[str, Any], path: str, answers: Answers) -> Block
         raise InputError(f"config.json of {path} describes no head of {', '.join(get_args(Method))}")
     _refuse_others(found, path)
     try:
+        if found.get("model_type") in ASSISTANTS:
+            return _assistant(found)
         if "speculators_model_type" in found:
             return _speculators(found, path, method, answers)
         return _authors(found, path, method, answers)
@@ -185,6 +192,26 @@ def _authors(found: Mapping[str, Any], path: str, method: Method, answers: Answe
         apart=method == "dflare",
         markov=said.get("markov_head_type", "vanilla"),
         markov_rank=_rank(said.get("markov_rank"), method),
+    )
+
+
+def _assistant(found: Mapping[str, Any]) -> BlockConfig:
+    """An assistant of Muse Glimmer, whose file leaves out what is the default of its class. It has no vocabulary of its
+    own. Its layers with a window w see positions up to a distance of w, as their masks in transformers say.
+    """
+    own = AutoConfig.for_model(**{key: value for key, value in found.items() if key not in _OF_FILES})
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    more = ("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act")
+    layers = AutoConfig.for_model("qwen3", vocab_size=0, **{name: getattr(own, name) for name in (*same, *more)})
+    near = Sight(window=own.sliding_window + 1)
+    return BlockConfig(
+        method="dflash",
+        layers=layers,
+        block_size=own.block_size,
+        mask_id=own.mask_token_id,
+        taps=tuple(layer + 1 for layer in own.target_layer_ids),
+        target_size=own.hidden_size,
+        sights=tuple(near if kind == "sliding_attention" else Sight() for kind in own.layer_types),
     )
 
 

@@ -90,6 +90,9 @@ def guessed_ids(head: DFlash) -> Tensor | None:
 def _renamed(tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Tensor]:
     """The tensors under the names of the `speculators` layout, without those that are not used."""
     found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    for ours, theirs in (("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc")):
+        if f"{theirs}.weight" in found:
+            found[f"{ours}.weight"] = found.pop(f"{theirs}.weight")
     if config.method == "dflare" and "layer_fusion_weights" in found:
         # The authors' layout has one norm for all layers.
         norm, count = found.pop("hidden_norm.weight", None), config.layers.num_hidden_layers
@@ -114,7 +117,8 @@ def _confidence(config: BlockConfig, tensors: Mapping[str, Tensor]) -> Confidenc
 
 def _check(config: BlockConfig, tensors: Mapping[str, Tensor], path: str, vocab_size: int) -> None:
     """Raise InputError if the tokens that a head knows are not the target's."""
-    known = config.layers.vocab_size
+    # An assistant of transformers has its target's vocabulary.
+    known = config.layers.vocab_size or vocab_size
     if known < vocab_size:
         raise InputError(
             f"the head in {path} knows {known:,} tokens, and this target has {vocab_size:,}; give a head that was "

@@ -98,7 +98,7 @@ class HeadLM(SlottedLM):
         self.running = cast(HeadModule, packed(module) if forward == "packed" else module)
         self._run: Callable[..., Tensor] = compiled_head(module) if compiled else self.running
         self._doubling = compiled and self.device.type == "cuda"
-        self._builder = MaskBuilder(spans=Span(), additive=None, device=self.device)
+        self._builder = MaskBuilder(spans=getattr(module, "span", Span()), additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
         self._slots = Slots.fitting(

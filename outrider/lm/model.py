@@ -4,6 +4,7 @@ import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from outrider.lm.compiled import ReplayedForward
 from outrider.lm.eager import EagerForward
 from outrider.lm.ends import Ends, find_ends, output_layer
 from outrider.lm.forward import Choice, Forward
+from outrider.lm.mtp import load_mtp
 from outrider.lm.package import Package, PackagedForward
 from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Segment
@@ -215,6 +217,10 @@ class LanguageModel(SlottedLM):
         if isinstance(packs, EagerForward):
             return output_layer(packs.model)
         return output_layer(self.model, pack=True)
+
+    def mtp(self, path: str | None) -> Any:
+        """Its multi-token-prediction layers, loaded from a checkpoint, by default its own; see `load_mtp`."""
+        return load_mtp(self.model, path)
 
     def cast(self, dtype: torch.dtype) -> "LanguageModel":
         """A copy in another dtype, uncompiled. Returns itself if it already has that dtype or is quantised."""

@@ -1,6 +1,7 @@
 """Open models and tokenizers from a directory or a hub id, with a clear error if that fails."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.choice import choose
 from outrider.lm.forward import Forward
 from outrider.lm.model import LanguageModel
+from outrider.lm.mtp import behind_pattern
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.support import refusal
 from outrider.types import InputError
@@ -93,7 +95,7 @@ def mismatch(model: PreTrainedModel, loaded: Mapping[str, Any]) -> str | None:
     """The difference between a checkpoint's tensors and the model's, in words; None if there is none.
 
     transformers leaves out what a model's own rules excuse, such as tied weights. A buffer that is computed anew may
-    stand in old checkpoints.
+    stand in old checkpoints, and layers that predict several tokens stand behind the model's own ones.
 
     Args:
         loaded: What `from_pretrained(..., output_loading_info=True)` says.
@@ -101,7 +103,12 @@ def mismatch(model: PreTrainedModel, loaded: Mapping[str, Any]) -> str | None:
     buffers = {name: buffer.is_floating_point() for name, buffer in model.named_buffers()}
     prefix = f"{model.base_model_prefix}."
     missing = [name for name in sorted(loaded["missing_keys"]) if buffers.get(name, True)]
-    unexpected = [name for name in sorted(loaded["unexpected_keys"]) if not {name, prefix + name} & buffers.keys()]
+    behind = behind_pattern(model)
+    unexpected = [
+        name
+        for name in sorted(loaded["unexpected_keys"])
+        if not {name, prefix + name} & buffers.keys() and not (behind and re.search(behind, name))
+    ]
     shapes = [
         f"{name} is {tuple(stored)} instead of {tuple(wanted)}"
         for name, stored, wanted in sorted(loaded["mismatched_keys"])

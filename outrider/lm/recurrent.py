@@ -4,6 +4,7 @@ again."""
 import copy
 import inspect
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from outrider.lm.batch import joined, upload
 from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.ends import Ends, find_ends
 from outrider.lm.model import check_context, check_devices, checked_width
+from outrider.lm.mtp import load_mtp
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.replay import BORDERS, Job, StatefulSlot, pieces
 from outrider.lm.slots import SlotTable
@@ -147,6 +149,10 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         if self._ends is None:
             self._ends = find_ends(self.model, self.anatomy)
         return self._ends
+
+    def mtp(self, path: str | None) -> Any:
+        """Its multi-token-prediction layers, loaded from a checkpoint, by default its own; see `load_mtp`."""
+        return load_mtp(self.model, path)
 
     def cast(self, dtype: torch.dtype) -> "RecurrentModel":
         """A copy in another dtype. Returns itself if it already has that dtype or is quantised."""

@@ -14,12 +14,13 @@ from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, rand
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from outrider.types import Request, Sampling
-from tests.world.heads import CHECKPOINTS, head
+from tests.world.heads import CHECKPOINTS, LAYERS, head
 from tests.world.models import target
 from tests.world.tables import tables
 from tests.world.verifiers import verifier
 
 CELLS = (("chain", "block"), ("gumbel:branching=2x1", "traversal"), ("dynamic:width=2,num_nodes=3", "match"))
+KINDS = (*CHECKPOINTS, *LAYERS)
 ROWS = random_rows(2, seed=3)
 
 
@@ -27,8 +28,9 @@ def on_tables(kind: str, vocab: int = 2) -> Drafter:
     return head(kind, Surroundings.of(target(1), None)).on_tables(vocab, seed=1)
 
 
-def small(kind: str, tree: str, rule: str, gamma: int = 2) -> Parts:
-    parts = tables(2, verifier(rule), gamma, drafter=on_tables(kind), tree=catalog.make("tree", tree))
+def small(kind: str | Drafter, tree: str, rule: str, gamma: int = 2) -> Parts:
+    drafter = on_tables(kind) if isinstance(kind, str) else kind
+    parts = tables(2, verifier(rule), gamma, drafter=drafter, tree=catalog.make("tree", tree))
     return replace(parts, target=TabularLM(ROWS, 2, feature=random_features(TABLE_FEATURES, seed=4)))
 
 
@@ -41,7 +43,7 @@ def rows(these: Sequence[Request]) -> list[Callable[[tuple[int, ...]], object]]:
 
 
 @pytest.mark.parametrize(("tree", "rule"), CELLS)
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_whole_runs_keep_the_law(kind, tree, rule):
     these = [request(0, 1, 1)]
     found = law_of_runs(Engine(small(kind, tree, rule), max_slots=2, keep_warm=False), these, rows(these))
@@ -49,7 +51,7 @@ def test_whole_runs_keep_the_law(kind, tree, rule):
     assert found.accepted > 0
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_requests_of_a_batch_keep_the_law_together(kind):
     these = [request(0, 1, tokens=3), request(1, 1, 0, tokens=2)]
     found = law_of_runs(Engine(small(kind, "chain", "block", 1), max_slots=2, keep_warm=False), these, rows(these))
@@ -58,13 +60,13 @@ def test_two_requests_of_a_batch_keep_the_law_together(kind):
 
 
 @pytest.mark.parametrize("length", ["fixed:3", "goodput"])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_gate_enumerates_a_head(kind, length):
     parts = tables(2, verifier("block"), drafter=on_tables(kind), length=catalog.make("length", length))
     assert law_error(parts) < 1e-12
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_gate_catches_a_biased_rule_behind_a_head(kind):
     parts = tables(2, verifier("lenient"), drafter=on_tables(kind), length=FixedLength(num_speculative_tokens=3))
     assert law_error(parts) > 1e-3

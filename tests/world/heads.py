@@ -4,15 +4,17 @@ and the heads of the catalog.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import LlamaConfig
+from transformers.modeling_layers import MtpModel
 
 from outrider import catalog
 from outrider.drafters.block import BlockDrafter
+from outrider.drafters.mtp import MtpPath
 from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
@@ -21,6 +23,7 @@ from tests.world.block_checkpoints import checkpoints
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
 from tests.world.published_kin import griffin, jakiro, poss
+from tests.world.zoo import scrambled
 
 
 class ToyModule(nn.Module):
@@ -88,12 +91,25 @@ def head(kind: str, around: Surroundings, **more: object) -> Drafter:
     """A toy, or a head of the catalog that was read from a random checkpoint; the weights are always the same."""
     if kind in TOYS:
         return toy(kind, around, **more)
+    if kind in LAYERS:
+        return MtpPath().bind(replace(around, mtp=lambda path: _mtp(around, LAYERS[kind])))
     with tempfile.TemporaryDirectory() as folder:
         CHECKPOINTS[kind](Path(folder), around)
         return catalog.make("drafter", f"{kind}:path={folder}").bind(around)
 
 
+def _mtp(around: Surroundings, count: int) -> MtpModel:
+    """Multi-token-prediction layers with random weights for a target that was published without any."""
+    target = around.mtp.__self__.model
+    target.config.num_mtp_layers = count
+    found = MtpModel(target, count)
+    scrambled(found.layers.to(around.device, around.dtype))
+    return found
+
+
 TOYS = ("own features", "block")
+LAYERS = {"mtp": 3}
+"""Drafters with multi-token-prediction layers, and how many."""
 CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
     "blockwise": blockwise,
     "medusa": medusa_of_vllm,

@@ -1,0 +1,52 @@
+"""The multi-token-prediction layers that many targets ship with (DeepSeek-AI 2024)."""
+
+from dataclasses import dataclass
+
+from outrider.drafters.feature_head import FeatureHeadDrafter
+from outrider.drafters.mtp_layers import MtpLayersDrafter
+from outrider.drafters.protocol import Surroundings
+from outrider.heads.mtp import MtpHead
+from outrider.lm.head import HeadLM
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDrafter(FeatureHeadDrafter):
+    """Guess by the one multi-token-prediction layer of a target's checkpoint.
+
+    The layer reads the target's normed last hidden state at a position and the token that follows, and guesses the
+    token after that. For the second draft token and all later ones it runs again, on the features that it handed on
+    itself, as in vLLM. transformers drafts one token per layer and no more.
+
+    References:
+        DeepSeek-AI 2024, DeepSeek-V3, section 2.2. https://arxiv.org/abs/2412.19437
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpPath:
+    """Multi-token-prediction layers before they are bound to a target: `mtp`, or `mtp:path=...`.
+
+    Attributes:
+        path: Directory or hub id of the checkpoint that has them; by default the target's own.
+        max_context: Longest context; by default the target's.
+    """
+
+    path: str | None = None
+    max_context: int | None = None
+
+    def bind(self, surroundings: Surroundings) -> MtpDrafter | MtpLayersDrafter:
+        """Load the layers."""
+        model, ends, reads = surroundings.mtp(self.path), surroundings.ends(), (surroundings.num_layers,)
+        longest = min(self.max_context or surroundings.max_context, surroundings.max_context)
+        heads = [MtpHead(model, number, ends, surroundings.vocab_size) for number in range(len(model.layers))]
+        first, *deeper = (
+            HeadLM(
+                head.to(surroundings.device, surroundings.dtype).requires_grad_(False),
+                max_slots=surroundings.max_slots,
+                max_context=longest,
+            )
+            for head in heads
+        )
+        if deeper:
+            return MtpLayersDrafter(lm=first, deeper=tuple(deeper), reads=reads)
+        return MtpDrafter(lm=first, reads=reads)
