@@ -85,7 +85,7 @@ class Texts:
         folder.mkdir(parents=True, exist_ok=True)
         place = target or str(EMBEDDED_TARGET)
         tokenizer = open_tokenizer(place)
-        texts, more = _texts(data, tokenizer, num_texts, length)
+        texts, more = long_texts(data, tokenizer, num_texts, length)
         engine = outrider.load(place, drafter="none", max_slots=SLOTS)
         wish = Wish(sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=length - PROMPT)
         regenerate(engine, texts, folder / "answers.jsonl", wish)
@@ -113,7 +113,7 @@ def spread(documents: Sequence[Document], count: int) -> list[Document]:
     return [documents[i] for i in places.tolist()]
 
 
-def _texts(data: Path, tokenizer: Any, count: int, length: int) -> tuple[list[Document], list[Document]]:
+def long_texts(data: Path, tokenizer: Any, count: int, length: int) -> tuple[list[Document], list[Document]]:
     """Texts of one length, drawn from all that are long enough; and the others."""
     found = [each for each in read_documents(data, tokenizer, max_tokens=length) if len(each.tokens) == length]
     if len(found) < count:
@@ -180,8 +180,11 @@ class Seed:
 def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
     """Expected tokens and steps for every held-out prompt: a row per prompt, with both temperatures.
 
+    `accepted_T_k` is the expected number of places at which the first k draft tokens are accepted.
+
     A text is read up to the last place that has room for a whole draft.
     """
+    device = next(learner.parameters()).device
     if not isinstance(learner, Judging):
         raise TypeError(f"{type(learner).__name__} cannot be judged along texts")
     rows: list[Row] = []
@@ -190,13 +193,14 @@ def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
             continue
         row: Row = {"prompt": str(number), "category": pair[0].domain or ""}
         for temperature, document in zip(TEMPERATURES, pair, strict=True):
-            batch = Batches([document], num_rows=1, max_length=len(document.tokens), seed=0).batch(0)
+            batch = Batches([document], num_rows=1, max_length=len(document.tokens), seed=0).batch(0).to(device)
             with torch.no_grad():
                 found = learner.judged(batch, depth)
             chances = found.agrees.astype(float) if temperature == 0 else np.exp(np.minimum(found.log_ratios, 0))
             for length in range(1, depth + 1):
                 told, name = covered(chances[:, :length]), of(temperature, length)
-                row |= {f"tokens_{name}": told.tokens, f"steps_{name}": told.steps}
+                accepted = float(chances[:, :length].prod(1).sum())
+                row |= {f"tokens_{name}": told.tokens, f"steps_{name}": told.steps, f"accepted_{name}": accepted}
             row |= {f"first_{temperature}": float(chances[:, 0].sum()), f"places_{temperature}": len(chances)}
         rows.append(row)
     return rows

@@ -28,6 +28,7 @@ class Panel:
 
     Attributes:
         line: A value that something promised; None draws no line.
+        exact: Whether points stand where they are, without ticks of their own; otherwise curves are set apart a little.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Panel:
     y: str
     curves: Sequence[Curve]
     line: float | None = None
+    exact: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ def draw(panels: Sequence[Panel | Bars], columns: int = 2) -> str:
 
 def _curves(axes: Axes, panel: Panel) -> None:
     ticks = sorted({x for curve in panel.curves for x in curve.x})
-    apart = min(np.diff(ticks), default=1.0) * 0.35 / max(1, len(panel.curves))
+    apart = 0.0 if panel.exact else min(np.diff(ticks), default=1.0) * 0.35 / max(1, len(panel.curves))
     for k, curve in enumerate(panel.curves):
         value, low, high = (np.array([getattr(e, name) for e in curve.y]) for name in ("value", "low", "high"))
         axes.errorbar(
@@ -91,7 +93,7 @@ def _curves(axes: Axes, panel: Panel) -> None:
     if panel.line is not None:
         axes.axhline(panel.line, color="grey", linestyle=":")
     axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-    if len(ticks) <= 16:
+    if len(ticks) <= 16 and not panel.exact:
         axes.set_xticks(ticks)
     axes.grid(alpha=0.3)
     if len(panel.curves) > 6:

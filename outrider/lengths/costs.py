@@ -17,7 +17,9 @@ CLIP = 1.5
 REFRESH = 32
 """Steps after which borrowed costs are worked out anew."""
 CAP = 16
-"""Most steps that a cost counts as that was learnt by another process."""
+"""As how many steps a cost counts that was set."""
+RECALLED = 1
+"""As how many steps a cost counts that another process has learnt: it may have had other neighbours."""
 
 REST = 1.0
 """Milliseconds of a step beside its forwards, before any step is seen."""
@@ -91,6 +93,11 @@ class StepCosts:
         if len(found) <= most:
             found = self._tables[rows] = [math.exp(self._log((rows, length))) for length in range(most + 1)]
         return found
+
+    @property
+    def paced(self) -> bool:
+        """Whether enough steps have said how slow the machine is now."""
+        return len(self._slowness) >= NEW
 
     def last(self, num_requests: int, length: int) -> int:
         """Number of the newest step of a kind; 0 if this process has made none."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider import remembered
-from outrider.lengths.costs import CAP, GAIN, Formula, Forwards, StepCosts, of_forwards
+from outrider.lengths.costs import CAP, GAIN, RECALLED, Formula, Forwards, StepCosts, of_forwards
 
 RECORD = "step-costs"
 """The kind of record that keeps costs between processes."""
@@ -64,6 +64,7 @@ class Experience:
         credit: What trials may still cost.
         trial: The length that is being tried.
         trial_left: Steps that the trial still takes.
+        free: Whether the trial is not paid for.
         rested: Plain steps since the last draft.
         resting: Whether a plain step seemed best in the last step.
         catching_up: What the first draft after a long rest costs more than others.
@@ -83,6 +84,7 @@ class Experience:
         self.credit = START
         self.trial = 0
         self.trial_left = 0
+        self.free = False
         self.rested = 0
         self.resting = False
         self.catching_up = CATCHING_UP
@@ -105,7 +107,7 @@ class Experience:
         try:
             own.catching_up = max(0.0, float(kept["catching_up"]))
             for requests, length, cost, count in kept["costs"]:
-                own.costs.set(int(requests), int(length), float(cost), count=min(int(count), CAP))
+                own.costs.set(int(requests), int(length), float(cost), count=min(int(count), RECALLED))
         except (KeyError, TypeError, ValueError, OverflowError):
             return cls(key=key, formula=formula)
         return own
@@ -131,6 +133,11 @@ class Experience:
                 reach *= (accepted + WEIGHT * overall) / (tested + WEIGHT)
                 self._tokens.append(self._tokens[-1] + reach)
         return self._tokens
+
+    def plain_unknown(self, num_requests: int, usual: int) -> bool:
+        """Whether this process has drafted for so many requests and never tried a plain step of as many."""
+        last = self.costs.last
+        return self.clocked and self.costs.paced and last(num_requests, 0) == 0 < last(num_requests, usual)
 
     def note(
         self, choice: Choice, rooms: Sequence[int], accepted: Sequence[int], seconds: float, ordinary: bool = True
@@ -170,7 +177,7 @@ class Experience:
         elif self.trial_left and self.trial == choice.length:
             self.trial_left -= 1
         else:
-            self.trial, self.trial_left = choice.length, TRIAL - 1
+            self.trial, self.trial_left, self.free = choice.length, TRIAL - 1, choice.worth == math.inf
 
     def _account(self, choice: Choice, cost: float) -> None:
         """Earn the share of a step, or pay for a step of a trial."""

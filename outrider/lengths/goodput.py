@@ -1,5 +1,6 @@
 """Goodput: one length for the whole batch, the one with the most tokens per second; none where no draft pays."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ class GoodputLength:
     $E$ is the expected number of tokens and $t$ the cost of a step, both as the engine has learnt them from its own
     steps (`Experience`). A step with $\gamma = 0$ is a step of plain decoding: the drafter is not called, and a draft
     model does not read along. Lengths that seem worse are tried from time to time, which costs about half a percent.
+    Plain steps are tried once for each number of requests, free of charge: no choice may be slower than they are.
 
     The choice is made before drafting, from earlier steps and from the clock, so the law is kept. It depends on the
     machine and on all requests of the batch. So a seed does not repeat an output above temperature 0, unless requests
@@ -67,12 +69,14 @@ class GoodputLength:
         gain = tokens[best] * costs[0] / costs[best] - 1
         usual = best if gain > (self.margin if experience.resting else 0) else 0
         going_on = experience.trial_left > 0 and usual != experience.trial <= self.most
+        if not going_on and usual and experience.plain_unknown(num_requests, usual):
+            return Choice(length=0, usual=usual, worth=math.inf)
         if going_on:
             other = experience.trial
         else:
             others = [length for length in (best, 0, best + 1, best - 1) if length != usual and length <= self.most]
             other = min(others, key=lambda length: experience.costs.last(num_requests, length))
-        worth = tokens[other] * costs[usual] / tokens[usual]
+        worth = math.inf if going_on and experience.free else tokens[other] * costs[usual] / tokens[usual]
         # A length that seems about as good is tried no more often than one that is a tenth worse.
         price = TRIAL * max(costs[other] - worth, costs[other] / 10) + (usual == 0) * experience.catching_up
         if going_on or experience.credit >= price:

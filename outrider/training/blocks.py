@@ -132,6 +132,11 @@ class BlockLearner(Learner):
         self._last, self._num_anchors, self._seed, self._chunk = anatomy.num_layers, num_anchors, seed, chunk
         self.captured_taps = tuple(sorted({*head.config.taps, anatomy.num_layers}))
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """The target's hidden states that the head reads."""
+        return self.head.config.taps
+
     def forward(self, batch: Batch) -> Loss:
         """The loss of the guesses of all drawn blocks."""
         batch = self._with_states(batch)

@@ -2,7 +2,7 @@
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -254,6 +254,18 @@ class Captured:
         if self._ends is not None:
             logits = self._logits(self._ends, hidden[self.manifest.num_layers])
         return States(hidden=hidden, rows=top, logits=logits)
+
+    def only(self, taps: Collection[int]) -> "Captured":
+        """The same states with some of the taps, so that no others are read.
+
+        Raises:
+            InputError: One of them was not captured.
+        """
+        kept = self.manifest.contents
+        if missing := sorted(set(taps) - set(kept.taps)):
+            raise InputError(f"tap {missing[0]} was not captured; the captured taps are {_taps(self.manifest)}")
+        contents = replace(kept, taps=tuple(tap for tap in kept.taps if tap in taps))
+        return Captured(replace(self.manifest, contents=contents), self._shards, self._ends)
 
     def with_logits(self, ends: Ends) -> "Captured":
         """The same states, with all logits computed from tap `num_layers` by the target's final norm and output layer.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from outrider import remembered
-from outrider.lengths.costs import of_forwards
+from outrider.lengths.costs import RECALLED, of_forwards
 from outrider.lengths.experience import ALLOWANCE, TRIAL, Choice, Experience
 from outrider.lengths.goodput import GoodputLength
 from outrider.types import InputError
@@ -277,3 +277,24 @@ def test_measured_forwards_say_what_pays_before_any_step():
     measured = of_forwards((3.5, 7.5), (0.8, 1.8))
     scaled = Experience(formula=lambda kind: 7 + measured(kind))
     assert all(POLICY.choose(scaled, n).length == POLICY.choose(steep, n).length for n in (1, 3, 8))
+
+
+def test_plain_steps_are_tried_once_for_each_number_of_requests_and_nothing_is_charged():
+    costs = cost(0.05, 0.01)
+    experience = accepting(knowing(costs, clocked=True), 0.9)
+    # What another process has learnt, at a busy hour.
+    experience.costs.set(3, 0, 4 * costs(3, 0), count=RECALLED)
+    for requests in (3, 5):
+        lengths, before = [], experience.credit
+        for _ in range(10):
+            choice = POLICY.choose(experience, requests)
+            lengths.append(choice.length)
+            assert choice.usual > 0
+            rooms = [choice.length] * requests
+            experience.note(choice, rooms, rooms, 0.01 * costs(requests, choice.length))
+        first = lengths.index(0)
+        assert first > 0
+        assert lengths[first : first + TRIAL] == [0] * TRIAL
+        assert 0 not in lengths[first + TRIAL :]
+        assert experience.credit >= before
+    assert experience.costs.table(3, 1)[0] == pytest.approx(costs(3, 0), rel=0.5)

@@ -78,6 +78,16 @@ def test_logits_can_be_computed_from_the_last_tap(tmp_path: Path) -> None:
         capture(model, documents, Contents(taps=(1,))).with_logits(ends)
 
 
+def test_some_of_the_captured_taps_are_read_alone() -> None:
+    documents = corpus(3)
+    whole = capture(tiny("llama"), documents, Contents(taps=(0, 1, 2)))
+    some = whole.only((1,))
+    assert set(some.states(2).hidden) == {1}
+    assert torch.equal(some.states(2).hidden[1], whole.states(2).hidden[1])
+    with pytest.raises(InputError, match="tap 3 was not captured"):
+        whole.only((1, 3))
+
+
 def test_top_rows_are_those_of_the_logits_and_batches_carry_them(tmp_path: Path) -> None:
     model, documents = tiny("llama"), corpus()
     captured = capture(model, documents, Contents(taps=(2,), logits=4), out=tmp_path, vocab_size=31, way=SMALL)
