@@ -42,8 +42,8 @@ class PossOptions:
 
     Attributes:
         trunk: The head whose layer is the first specialist: eagle or eagle3.
-        steps: Draft steps of each specialist.
-        unrolled: How many draft tokens are learnt. There are unrolled / steps specialists.
+        stride: Draft steps of each specialist.
+        unrolled: How many draft tokens are learnt. There are unrolled / stride specialists.
         regression: Weight of the distance between the head's features and the target's, of eagle alone.
         noise: Strength of the noise on the target's features.
         bias: Give the fusion a bias, as the authors do; of eagle alone.
@@ -53,7 +53,7 @@ class PossOptions:
     """
 
     trunk: str = "eagle"
-    steps: int = 1
+    stride: int = 1
     unrolled: int = 6
     regression: float = 10.0
     noise: float = 0.2

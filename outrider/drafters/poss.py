@@ -193,11 +193,11 @@ class PossPath(AskingPath):
     """A head with position specialists before it is bound to a target: `poss:path=...`.
 
     Attributes:
-        steps: Draft steps of each specialist, where the config does not say it. The other fields are those of `eagle3`,
-            for a head on its trunk.
+        stride: Draft steps of each specialist, where the config does not say it. The other fields are those of
+            `eagle3`, for a head on its trunk.
     """
 
-    steps: int | None = None
+    stride: int | None = None
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -207,7 +207,7 @@ class PossPath(AskingPath):
         """Load the head."""
         config = read_config(self.path, revision=self.revision)
         tensors = read_tensors(self.path, revision=self.revision)
-        file = PossFile.of(self.path, config, tensors, steps=self.steps)
+        file = PossFile.of(self.path, config, tensors, stride=self.stride)
         self.check_target(TargetShape.of(config, self.path), file.target_hidden_size, surroundings)
         self.check_vocabulary(file.vocab_size, surroundings)
         own = without_copies(dict(file.trunk.tensors), surroundings.embed, surroundings.device)

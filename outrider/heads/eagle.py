@@ -131,7 +131,8 @@ class EagleFile:
         """A checkpoint by its two files. Raises InputError if transformers refuses the config, or it has norms that
         EAGLE lacks.
         """
-        inner, left_out = config, LEFT_OUT
+        inner: Mapping[str, Any] = config
+        left_out: tuple[str, ...] = LEFT_OUT
         if config.get("speculators_model_type") == SPECULATORS:
             if config.get("layernorms"):
                 raise InputError(f"the head in {path} is an EAGLE head with further norms, which are not known here")

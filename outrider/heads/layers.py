@@ -133,7 +133,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         normed = config.model_type == "qwen3"
         self.self_attn = Attention(config, layer, input_size=input_size, normed=normed, qkv_bias=qkv_bias)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+        self.mlp: nn.Module = GatedMLP(config.hidden_size, config.intermediate_size)
         self.input_layernorm = norm_of(config) if input_norm else nn.Identity()
         self.post_attention_layernorm = norm_of(config)
 

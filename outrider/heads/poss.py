@@ -42,21 +42,21 @@ class PossFile:
 
     @classmethod
     def of(
-        cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, steps: int | None = None
+        cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, stride: int | None = None
     ) -> "PossFile":
         """A checkpoint by its two files.
 
         Args:
-            steps: Draft steps of each specialist, where the config does not say it.
+            stride: Draft steps of each specialist, where the config does not say it.
 
         Raises:
             InputError: Nobody says it, or transformers refuses the config.
         """
-        stride = config.get(STRIDE) or steps
-        if not stride:
+        told = config.get(STRIDE) or stride
+        if not told:
             raise InputError(
-                f"the config of {path} does not say how many draft steps each specialist takes; add steps=1, 2 or 3 "
-                "behind the path, as in poss:path=...,steps=3"
+                f"the config of {path} does not say how many draft steps each specialist takes; add stride=1, 2 or 3 "
+                "behind the path, as in poss:path=...,stride=3"
             )
         shared: dict[str, Tensor] = {}
         layers: dict[int, dict[str, Tensor]] = {}
@@ -74,7 +74,7 @@ class PossFile:
             path=path,
             trunk=kind.of(path, config, shared),
             further=tuple(layers[number] for number in sorted(layers)),
-            stride=int(stride),
+            stride=int(told),
         )
 
     @property

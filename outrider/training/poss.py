@@ -50,7 +50,7 @@ def poss_learner(
     *,
     loss: Divergence | None,
     trunk: str = "eagle",
-    steps: int = 1,
+    stride: int = 1,
     unrolled: int = 6,
     decay: float = 1.0,
     regression: float = 10.0,
@@ -67,8 +67,8 @@ def poss_learner(
 
     Args:
         trunk: The head whose layer is the first specialist; with `begin`, that on disk.
-        steps: Draft steps of each specialist; the paper's PosS-1, PosS-2 and PosS-3.
-        unrolled: Passes that are learnt. There are `unrolled // steps` specialists; the last one learns the rest.
+        stride: Draft steps of each specialist; the paper's PosS-1, PosS-2 and PosS-3.
+        unrolled: Passes that are learnt. There are `unrolled // stride` specialists; the last one learns the rest.
         regression: Weight of the distance between features; for EAGLE alone.
         bias: Whether the fusion has a bias; for EAGLE alone.
         ids: The tokens that the head guesses, ascending; None: all. For EAGLE-3 alone, as `taps`.
@@ -82,13 +82,13 @@ def poss_learner(
     """
     if trunk not in ("eagle", "eagle3"):
         raise InputError(f"trunk must be eagle or eagle3, got {trunk!r}")
-    if steps < 1:
-        raise InputError(f"steps must be >= 1, got {steps}")
-    if unrolled < steps:
+    if stride < 1:
+        raise InputError(f"stride must be >= 1, got {stride}")
+    if unrolled < stride:
         raise InputError(
-            f"the first specialist takes {steps} draft steps, so unrolled must be >= {steps}, got {unrolled}"
+            f"the first specialist takes {stride} draft steps, so unrolled must be >= {stride}, got {unrolled}"
         )
-    head = None if begin is None else _with_specialists(target, begin, steps)
+    head = None if begin is None else _with_specialists(target, begin, stride)
     if head is None:
         if begin is not None:
             trunk = "eagle3" if is_eagle3(read_config(begin), read_names(begin)) else "eagle"
@@ -106,7 +106,7 @@ def poss_learner(
                 begin=begin,
                 seed=seed,
             )
-        head.specialise(unrolled // steps, steps)
+        head.specialise(unrolled // stride, stride)
     if head.specialist(unrolled - 1) < len(head.specialists):
         raise InputError(
             f"{1 + len(head.specialists)} specialists of {head.stride} draft steps each do not all learn from "
@@ -137,13 +137,13 @@ def poss_learner(
     )
 
 
-def _with_specialists(target: PreTrainedModel, path: str, steps: int) -> EagleHead | Eagle3Head | None:
+def _with_specialists(target: PreTrainedModel, path: str, stride: int) -> EagleHead | Eagle3Head | None:
     """The head with specialists in a directory or at a hub id; None if it is another head."""
     config = read_config(path)
     if not is_poss(config, read_names(path)):
         return None
     anatomy, width = Anatomy.of(target), logit_width(target)
-    file = PossFile.of(path, config, read_tensors(path), steps=steps)
+    file = PossFile.of(path, config, read_tensors(path), stride=stride)
     check_head(path, file.target_hidden_size, file.vocab_size, anatomy, width)
     head = file.head(find_ends(target, anatomy), num_layers=anatomy.num_layers, vocab_size=width, answers=Answers())
     freeze_embedding(head)

@@ -12,7 +12,7 @@ from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
 from tests.cli.test_train_heads import without_drafter
 
 MORE: dict[str, tuple[str, ...]] = {
-    "poss": ("--trunk", "eagle3", "--taps", "0x1x3", "--steps", "2", "--unrolled", "4", "--draft-vocab", "20"),
+    "poss": ("--trunk", "eagle3", "--taps", "0x1x3", "--stride", "2", "--unrolled", "4", "--draft-vocab", "20"),
     "griffin": ("--unrolled", "2", "--bias", "--align-shift", "0", "--likeliest", "5"),
     "jakiro": ("--expert-size", "12", "--mixture", "gate", "--contrast", "1"),
 }

@@ -90,7 +90,7 @@ def test_specialists_are_recognised_and_guess_what_their_description_says(tmp_pa
     tensors = poss(tmp_path, around(), ours=ours, fused=fused, count=count, steps=steps)
     if ours or count > 1:
         assert catalog.make("drafter", str(tmp_path)) == PossPath(path=str(tmp_path))
-    spec = f"poss:path={tmp_path}" + ("" if ours else f",steps={steps}") + (",taps=0x1x2" if fused else "")
+    spec = f"poss:path={tmp_path}" + ("" if ours else f",stride={steps}") + (",taps=0x1x2" if fused else "")
     naive = NaivePoss(tensors, layer_of(around()), around().ends(), count, steps)
     check(bound(spec), naive, (0, 1, 2) if fused else (2,))
 
@@ -293,7 +293,7 @@ def test_each_specialist_keeps_what_a_causal_pass_over_the_text_keeps(tmp_path):
 def test_questions_and_wrong_files_get_one_sentence(tmp_path):
     known = around()
     poss(tmp_path, known, ours=False)
-    with pytest.raises(InputError, match="does not say how many draft steps each specialist takes; add steps="):
+    with pytest.raises(InputError, match="does not say how many draft steps each specialist takes; add stride="):
         bound(str(tmp_path))
     poss(tmp_path, known)
     changed(tmp_path, **{"layers.1.mlp.up_proj.weight": torch.ones(3, 3)})

@@ -51,7 +51,7 @@ LEARNERS: dict[str, Make] = {
     "eagle3, normed": lambda target, **more: eagle3_learner(
         target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
     ),
-    "poss": lambda target, **more: poss_learner(target, unrolled=GAMMA + 1, steps=2, bias=True, **more),
+    "poss": lambda target, **more: poss_learner(target, unrolled=GAMMA + 1, stride=2, bias=True, **more),
     "poss on eagle3": lambda target, **more: poss_learner(target, trunk="eagle3", unrolled=GAMMA, **more),
     "griffin": lambda target, **more: griffin_learner(target, unrolled=GAMMA, bias=True, likeliest=5.0, **more),
     "jakiro": lambda target, **more: jakiro_learner(target, unrolled=GAMMA - 1, bias=True, **more),

@@ -132,12 +132,12 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
         (jakiro_learner, {"contrast": -1.0}, "contrast must be >= 0"),
         (jakiro_learner, {"mixture": "both"}, "mixture must be one of features, gate, half"),
         (poss_learner, {"trunk": "medusa"}, "trunk must be eagle or eagle3"),
-        (poss_learner, {"steps": 0}, "steps must be >= 1"),
-        (poss_learner, {"steps": 3, "unrolled": 2}, "unrolled must be >= 3, got 2"),
+        (poss_learner, {"stride": 0}, "stride must be >= 1"),
+        (poss_learner, {"stride": 3, "unrolled": 2}, "unrolled must be >= 3, got 2"),
     ]:
         with pytest.raises(InputError, match=message):
             make(target(), loss=None, **wrong)
-    made = poss_learner(target(), loss=None, unrolled=6, steps=2)
+    made = poss_learner(target(), loss=None, unrolled=6, stride=2)
     made.write(tmp_path)
     with pytest.raises(InputError, match=r"unrolled must be >= 5"):
         poss_learner(target(), loss=None, unrolled=4, begin=str(tmp_path))
