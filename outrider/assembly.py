@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
-from outrider.catalog import Family
+from outrider.row import Family
 from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Surroundings, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import catalog
-from outrider.catalog import Family
+from outrider.row import Family
 from outrider.drafters.traits import Traits
 from outrider.lengths.protocol import LengthPolicy
 from outrider.refusals import DEFAULT, verifiers

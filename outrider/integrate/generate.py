@@ -19,7 +19,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from outrider import catalog
-from outrider.catalog import Family
+from outrider.row import Family
 from outrider.integrate.custom import applicable, as_custom_generate
 from outrider.integrate.refusals import check_cache
 from outrider.setup import KINDS
