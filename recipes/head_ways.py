@@ -7,17 +7,22 @@ from typing import Protocol, runtime_checkable
 
 from transformers import PreTrainedModel
 
-from outrider import catalog
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.heads.dflash import Method
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import open_tokenizer
 from outrider.training.block_loss import BlockLoss, usual_gamma
 from outrider.training.blocks import BlockLearner
+from outrider.training.blockwise import blockwise_learner
 from outrider.training.divergences import divergence
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
+from outrider.training.griffin import griffin_learner
+from outrider.training.jakiro import jakiro_learner
 from outrider.training.loop import Learner
 from outrider.training.medusa import medusa_learner
+from outrider.training.parallel import parallel_learner
+from outrider.training.poss import poss_learner
 from outrider.types import InputError
 from recipes.trained import DEPTH
 
@@ -115,6 +120,26 @@ def _eagle3(target: PreTrainedModel, seed: int) -> Learner:
     return eagle3_learner(target, loss=divergence(LOSS), unrolled=DEPTH, seed=seed)
 
 
+def _blockwise(target: PreTrainedModel, seed: int) -> Learner:
+    return blockwise_learner(target, loss=divergence(LOSS), num_heads=DEPTH, seed=seed)
+
+
+def _poss(target: PreTrainedModel, seed: int) -> Learner:
+    return poss_learner(target, loss=divergence(LOSS), stride=2, unrolled=DEPTH, noise=NOISE, seed=seed)
+
+
+def _griffin(target: PreTrainedModel, seed: int) -> Learner:
+    return griffin_learner(target, loss=divergence(LOSS), unrolled=DEPTH, noise=NOISE, seed=seed)
+
+
+def _jakiro(target: PreTrainedModel, seed: int) -> Learner:
+    return jakiro_learner(target, loss=divergence(LOSS), noise=NOISE, seed=seed)
+
+
+def _parallel(target: PreTrainedModel, seed: int) -> Learner:
+    return parallel_learner(target, loss=divergence(LOSS), num_slots=DEPTH - 1, seed=seed)
+
+
 def _block(target: PreTrainedModel, seed: int, *, method: Method) -> Learner:
     shape = Shape(method=method, layers=BLOCK_LAYERS)
     head = fresh_head(target, open_tokenizer(target.name_or_path), shape, seed=seed)
@@ -123,36 +148,46 @@ def _block(target: PreTrainedModel, seed: int, *, method: Method) -> Learner:
 
 
 HEADS = (
+    Head(name="blockwise raw", drafter="blockwise", make=_blockwise, trees=OF_MARGINALS),
+    Head(
+        name="blockwise",
+        drafter="blockwise",
+        make=_blockwise,
+        trees=(),
+        options=f",rescorer={EMBEDDED_DRAFT}",
+        weights_of="blockwise raw",
+    ),
     Head(name="medusa", drafter="medusa", make=_medusa, trees=OF_MARGINALS),
     Head(name="eagle", drafter="eagle", make=partial(_eagle, unrolled=1), trees=OF_FEATURES),
     Head(name="hass", drafter="eagle", make=partial(_eagle, unrolled=DEPTH), trees=OF_FEATURES),
     Head(name="eagle3", drafter="eagle3", make=_eagle3, trees=OF_FEATURES),
+    Head(name="poss", drafter="poss", make=_poss, trees=OF_FEATURES),
+    Head(name="griffin", drafter="griffin", make=_griffin, trees=OF_FEATURES),
+    Head(name="jakiro", drafter="jakiro", make=_jakiro, trees=OF_FEATURES),
+    Head(name="parallel", drafter="parallel", make=_parallel, trees=OF_MARGINALS),
     Head(name="dflash", drafter="dflash", make=partial(_block, method="dflash"), trees=OF_MARGINALS),
     Head(name="dflare", drafter="dflare", make=partial(_block, method="dflare"), trees=OF_MARGINALS),
     Head(name="dspark", drafter="dspark", make=partial(_block, method="dspark"), trees=OF_FEATURES),
 )
-"""All heads. `hass` is an EAGLE head that learns on its own features."""
-LATER = ("blockwise", "blockwise raw", "griffin", "jakiro", "parallel", "poss")
-"""Names that claims use before their heads are here."""
+"""All heads. `hass` is an EAGLE head that learns on its own features. `blockwise` is `blockwise raw` whose guesses the
+embedded draft model chooses among."""
 
 
-def chosen_heads(text: str, heads: Sequence[Head] = HEADS) -> tuple[list[Head], list[str]]:
-    """Heads by name, with commas between them, and the names of those that are not here yet. No text takes all.
+def chosen_heads(text: str, heads: Sequence[Head] = HEADS) -> list[Head]:
+    """Heads by name, with commas between them. No text takes all.
 
     Raises:
         InputError: A name is unknown.
 
     Example:
-        >>> [head.name for head in chosen_heads("eagle3, medusa")[0]]
+        >>> [head.name for head in chosen_heads("eagle3, medusa")]
         ['medusa', 'eagle3']
     """
     names = {name.strip() for name in text.split(",")} if text else {head.name for head in heads}
-    usable = [head for head in heads if head.drafter in catalog.rows("drafter")]
-    known = {*LATER, *(head.name for head in heads)}
+    known = {head.name for head in heads}
     if unknown := sorted(names - known):
         raise InputError(f"unknown head {unknown[0]!r}; known are {', '.join(sorted(known))}")
-    found = [head for head in usable if head.name in names]
-    return found, sorted(names - {head.name for head in found})
+    return [head for head in heads if head.name in names]
 
 
 def all_taps(target: PreTrainedModel, heads: Sequence[Head] = HEADS) -> tuple[int, ...]:

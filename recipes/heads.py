@@ -297,11 +297,9 @@ def main(
         threads=threads,
         stand_in=stand_in,
     )
-    chosen, missing = chosen_heads(heads, HEADS)
+    chosen = chosen_heads(heads, HEADS)
     given = {**vars(budget), "prompts": _names(files), "rounds": rounds, "stand_in": stand_in, "out": out}
     with folder(out, "heads", given) as place:
-        for name in missing:
-            place.progress.console.print(f"{name} is left out: it is not in the catalog yet")
         run(plan, chosen, place, as_is)
 
 
