@@ -42,4 +42,4 @@ class BlockwiseDrafter(StateHeadsDrafter):
         ends = Ends(embed=nn.Identity(), norm=nn.Identity(), head=lambda hidden: hidden @ output)
         heads = BlockwiseHeads(config, ends).double().eval()
         randomise(heads, seed)
-        return replace(self, heads=heads, tap=0, vocab_size=vocab_size, norm=nn.Identity())
+        return replace(self, heads=heads, running=None, tap=0, vocab_size=vocab_size, norm=nn.Identity())

@@ -10,6 +10,7 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.rescored import RescoredDrafter
+from outrider.drafters.state_heads import running
 from outrider.heads.backoff import FILE, BackoffModel, read_backoff
 from outrider.heads.blockwise import is_blockwise, read_blockwise
 from outrider.heads.files import TargetShape, local_file, read_config
@@ -64,9 +65,10 @@ class BlockwisePath(HeadPath):
         heads = read_blockwise(self.path, surroundings.ends(), revision=self.revision)
         self.check_target(TargetShape.of(config, self.path), heads.config.hidden_size, surroundings)
         self.check_vocabulary(heads.config.vocab_size, surroundings)
-        device, dtype = self.place(surroundings)
+        heads = heads.to(*self.place(surroundings)).requires_grad_(False)
         given: dict[str, Any] = {
-            "heads": heads.to(device, dtype).requires_grad_(False),
+            "heads": heads,
+            "running": running(heads, surroundings),
             "tap": surroundings.num_layers,
             "vocab_size": surroundings.vocab_size,
             "norm": surroundings.norm,

@@ -111,7 +111,9 @@ class PathsDrafter(BlockwiseDrafter):
         text = np.random.default_rng(seed).integers(vocab_size, size=40)
         model = None if self.model is None else BackoffModel.count([text], vocab_size=vocab_size, least=1)
         made = super().on_tables(vocab_size, seed)
-        return replace(self, heads=made.heads, tap=made.tap, vocab_size=vocab_size, norm=made.norm, model=model)
+        return replace(
+            self, heads=made.heads, running=None, tap=made.tap, vocab_size=vocab_size, norm=made.norm, model=model
+        )
 
     def _behind(self, state: Running, prefix: tuple[int, ...]) -> Float[Tensor, " width"]:
         """Logits behind a prefix of a draft; -inf for tokens that follow it in no path."""

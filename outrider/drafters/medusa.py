@@ -6,11 +6,9 @@ from typing import Any, ClassVar
 
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.protocol import Surroundings
-from outrider.drafters.state_heads import StateHeadsDrafter, randomise
+from outrider.drafters.state_heads import StateHeadsDrafter, randomise, running
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
-from outrider.lm.head import suited
-from outrider.lm.packed import packed
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.types import InputError, ShortList
 
@@ -59,7 +57,7 @@ class MedusaPath(HeadPath):
             raise InputError(f"token_map in {self.path} names tokens that this target does not have")
         return MedusaDrafter(
             heads=heads,
-            running=packed(heads) if suited(surroundings.target_forward, heads) == "packed" else None,
+            running=running(heads, surroundings),
             tap=surroundings.num_layers,
             vocab_size=surroundings.vocab_size,
             norm=surroundings.norm,

@@ -96,11 +96,13 @@ class RescoredDrafter(BlockwiseDrafter):
 
     def cast(self, surroundings: Surroundings) -> "RescoredDrafter":
         made = super().cast(surroundings)
-        return replace(self, heads=made.heads, norm=made.norm, rescorer=self.rescorer.cast(surroundings))
+        return replace(self, heads=made.heads, running=None, norm=made.norm, rescorer=self.rescorer.cast(surroundings))
 
     def on_tables(self, vocab_size: int, seed: int) -> "RescoredDrafter":
         made, theirs = super().on_tables(vocab_size, seed), self.rescorer.on_tables(vocab_size, seed + 1)
-        return replace(self, heads=made.heads, tap=made.tap, vocab_size=vocab_size, norm=made.norm, rescorer=theirs)
+        return replace(
+            self, heads=made.heads, running=None, tap=made.tap, vocab_size=vocab_size, norm=made.norm, rescorer=theirs
+        )
 
     @torch.inference_mode()
     def _chosen(self, states: Sequence[Running], depths: Sequence[int], guess: Guess) -> Int[np.ndarray, " n"]:

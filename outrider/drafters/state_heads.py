@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 from jaxtyping import Float
@@ -12,7 +13,11 @@ from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.state_heads import StateHeads
+from outrider.lm.head import suited
+from outrider.lm.packed import packed
 from outrider.types import Guess, Running
+
+Heads = TypeVar("Heads", bound=StateHeads)
 
 
 @dataclass(kw_only=True)
@@ -76,6 +81,11 @@ class StateHeadsDrafter(MarginalDrafter, LastStateDrafter):
     def cast(self, surroundings: Surroundings) -> "StateHeadsDrafter":
         heads = copy.deepcopy(self.heads).to(surroundings.dtype)
         return replace(self, heads=heads, running=None, norm=surroundings.norm)
+
+
+def running(heads: Heads, surroundings: Surroundings) -> Heads | None:
+    """The packed twin of heads, where the target's forwards are packed or compiled; None elsewhere."""
+    return packed(heads) if suited(surroundings.target_forward, heads) == "packed" else None
 
 
 def randomise(heads: nn.Module, seed: int) -> None:
