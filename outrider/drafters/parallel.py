@@ -18,7 +18,7 @@ from outrider.heads.files import TargetShape, read_config, read_tensors
 from outrider.heads.parallel import ParallelFile, is_parallel
 from outrider.heads.peagle import PEagleFile, is_peagle
 from outrider.lm.protocol import Segment
-from outrider.types import Guess, InputError, Request, Running, ShortList
+from outrider.types import Guess, InputError, Running, ShortList
 
 
 @dataclass(kw_only=True)
@@ -46,6 +46,7 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
     """
 
     trainer: ClassVar[str | None] = "parallel"
+    state: ClassVar[type[HeadState]] = ParallelState
 
     slots: tuple[int, ...]
 
@@ -53,29 +54,20 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
     def max_depth(self) -> int:
         return len(self.slots) + 1
 
-    def open(self, request: Request) -> ParallelState:
-        return ParallelState(slot=self.lm.open())
-
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         pairs = [self._pairs(state, state_of(HeadState, state.drafter_state).num_unread, "last") for state in states]
         slots = torch.tensor(self.slots, dtype=torch.long).to(self.lm.device, non_blocking=True)
         segments = [_before(pair, slots[: depth - 1]) for pair, depth in zip(pairs, depths, strict=True)]
         blocks = self.lm.extend(segments).logits.split(list(depths))
         self.lm.commit({pair.slot: range(len(pair.tokens)) for pair in pairs})
-        for state, block in zip(states, blocks, strict=True):
-            state_of(ParallelState, state.drafter_state).block = block
+        for state, pair, block in zip(states, pairs, blocks, strict=True):
+            own = state_of(ParallelState, state.drafter_state)
+            own.forget(len(pair.tokens))
+            own.block = block
         return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
 
     def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
         return state_of(ParallelState, state.drafter_state).block
-
-    def reuse(self, state: object, request: Request, length: int) -> ParallelState:
-        kept = super().reuse(state, request, length)
-        return ParallelState(slot=kept.slot, unread=kept.unread)
-
-    def fork(self, state: object, request: Request, length: int) -> ParallelState:
-        kept = super().fork(state, request, length)
-        return ParallelState(slot=kept.slot, unread=kept.unread)
 
     def on_tables(self, vocab_size: int, seed: int) -> "ParallelDrafter":
         made = super().on_tables(vocab_size, seed)
