@@ -9,7 +9,7 @@ from huggingface_hub import save_torch_state_dict
 
 from outrider import catalog
 from outrider.drafters.protocol import Surroundings
-from outrider.heads.files import INDICES, read_names, read_tensors
+from outrider.heads.files import INDICES, READ, read_names, read_tensors
 from outrider.heads.medusa import read_medusa
 from outrider.types import InputError
 from tests.world.heads import CHECKPOINTS
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
 def split(folder: Path, *, safe: bool = True) -> Path:
     """Distribute a checkpoint's tensors over several files. Returns the index."""
-    [whole] = [file for file in folder.iterdir() if file.is_file() and file.name != "config.json"]
+    [whole] = [file for file in folder.iterdir() if file.name in READ]
     tensors = read_tensors(str(folder))
     whole.unlink()
     save_torch_state_dict(tensors, folder, max_shard_size=4000, safe_serialization=safe)
