@@ -64,7 +64,7 @@ class BackoffModel:
         Example:
             >>> model = BackoffModel.count([np.array([1, 2, 1, 2, 1, 3])], vocab_size=4, order=2, least=1)
             >>> model.score(np.array([[1]]), np.arange(4)[None]).round(2).tolist()
-            [[-3.66, -2.56, -0.82, -1.48]]
+            [[-4.32, -2.93, -0.45, -1.23]]
         """
         found = self.logs[0][tokens].astype(np.float64)
         for length in range(1, min(self.order, contexts.shape[1] + 1)):
