@@ -72,6 +72,10 @@ REASONS: dict[str, str] = {
         "a draft model that had not read these domains learns 288 requests; with `recipes/small_draft`, which has read "
         "them, single trials showed changes of -0.1 to +0.04"
     ),
+    "Merging experts emits more": (
+        "the target was trained for 900 steps, and its experts are used unevenly: the four most used ones alone say "
+        "almost what all eight say. The mean of experts that learnt different things says what none of them said"
+    ),
     "One wide layer is faster than": (
         "every step also pays for the target, whose forward is not shorter, and half of the time of these steps is Python; "
         "the paper's target has 65B parameters and its deep draft models 24 layers. Block efficiency too is higher for "
