@@ -77,10 +77,11 @@ REASONS: dict[str, str] = {
         "almost what all eight say. The mean of experts that learnt different things says what none of them said"
     ),
     "One wide layer is faster than": (
-        "every step also pays for the target, whose forward is not shorter, and half of the time of these steps is Python; "
-        "the paper's target has 65B parameters and its deep draft models 24 layers. Block efficiency too is higher for "
-        "one wide layer after so few tokens"
+        "every step also pays for the target, whose forward is not shorter, and half of the time of these steps is "
+        "Python; the paper's target has 65B parameters and its deep draft models 24 layers. Block efficiency too is "
+        "higher for one wide layer after so few tokens"
     ),
+    "Random gaps accept more": "rotary draft models lose nothing behind the trained length that gaps could give back",
     "Steering and distillation emit": (
         "100 optimizer steps of 8 rows; the papers' draft models have many layers to steer, and learn for days"
     ),
