@@ -138,9 +138,9 @@ def test_heads_that_learn_one_at_a_time_all_learn(tmp_path):
     before = {name: weight.clone() for name, weight in made.named_parameters()}
     with torch.no_grad():
         first = float(made.eval()(batch()).total)
-    train(made.train(), repeated(batch()), replace(SETTINGS, steps=30), tmp_path)
+    train(made.train(), repeated(batch()), replace(SETTINGS, steps=60), tmp_path)
     with torch.no_grad():
-        assert float(made.eval()(batch()).total) < 0.95 * first
+        assert float(made.eval()(batch()).total) < 0.8 * first
     assert [name for name, weight in made.named_parameters() if torch.equal(weight, before[name])] == []
 
 
