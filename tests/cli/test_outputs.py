@@ -136,7 +136,7 @@ def test_a_request_that_fails_does_not_void_the_others(monkeypatch, capsys):
         return begin(drafter, states, depths)
 
     monkeypatch.setattr(ModelDrafter, "begin", failing)
-    given = [*PROMPTS, "--max-new-tokens", "6", "--json"]
+    given = [*PROMPTS, "--max-new-tokens", "6", "--length", "fixed:3", "--json"]
     status, out, err = run(monkeypatch, capsys, "generate", *given)
     assert (status, err) == (1, "error: prompt 3: RuntimeError: a bad day\n")
     assert sorted(json.loads(line)["index"] for line in out.splitlines()) == [0, 1]
