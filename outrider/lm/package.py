@@ -6,7 +6,8 @@ Relied on in torch (read and run in 2.13):
   set;
 - `torch._inductor.aoti_compile_and_package` writes a zip file with a library, in which the weights lie as the kernels
   want them; `freezing` makes weights constants, and `max_autotune_gemm` with the backend `CPP` writes matrix products
-  in C++, without trying which kernels are fastest. There are none for float64;
+  in C++, without trying which kernels are fastest. There are none for float64. In bfloat16 they use matrix units (AMX)
+  but not the instructions of AVX-512; without the option products are oneDNN's, which use both;
 - `torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1).run(tensors)` takes all inputs in one list, writes into the
   caches among them in place, and returns the outputs in one list. It is private.
 """
@@ -283,8 +284,13 @@ def _shaped(spans: object, masks: Sequence[Tensor]) -> object:
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:
     """How the compiler makes a library."""
-    return {
-        "freezing": True,
-        "max_autotune_gemm": True,
-        "max_autotune_gemm_backends": "ATEN" if dtype == torch.float64 else "CPP",
-    }
+    own = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
+    return {"freezing": True, **(own if _own_products(dtype) else {})}
+
+
+def _own_products(dtype: torch.dtype) -> bool:
+    """Whether the compiler writes matrix products itself. oneDNN's know more instructions for bfloat16 than they do."""
+    if dtype == torch.float64:
+        return False
+    bare = torch.cpu._is_avx512_bf16_supported() and not torch.cpu._is_amx_tile_supported()
+    return not (dtype == torch.bfloat16 and bare)
