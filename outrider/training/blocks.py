@@ -20,9 +20,10 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
-from outrider.training.divergences import CHUNK, chunked, cross_entropy, divergence
+from outrider.training.divergences import CHUNK, chunked, cross_entropy, divergence, worth_keeping
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
+from outrider.training.target_rows import with_rows
 from outrider.training.top_rows import TopRows
 from outrider.training.watch import Judged
 from outrider.types import InputError
@@ -156,7 +157,9 @@ class BlockLearner(Learner):
         said = torch.zeros(len(found.labels), device=found.inner.device)
         sure, of = self.head.confidence(found.inner.detach()), self.loss.of
         far = torch.zeros(len(found.labels), device=found.inner.device)
-        both = None if sure is None and of is None else self._rows_of_both(batch, found)
+        both = None
+        if sure is not None or of is not None:
+            both = self._rows_of_both(with_rows(batch, self.head.ends, self._last, self.head.vocab_size), found)
 
         def each(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
             hard = cross_entropy(found.labels[rows], logits)
@@ -172,7 +175,8 @@ class BlockLearner(Learner):
             soft = of(theirs, ours)
             return soft if not self.loss.hard else self.loss.hard * hard + (1 - self.loss.hard) * soft
 
-        values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk)
+        again = not worth_keeping(len(found.labels), self.head.vocab_size)
+        values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk, again=again)
         if sure is not None:
             values = values + _misjudged(sure, far)
         if counts:

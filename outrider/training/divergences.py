@@ -9,6 +9,8 @@ import math
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,8 @@ Divergence = Callable[[Float[Tensor, "n vocab"], Float[Tensor, "n vocab"]], Floa
 """The divergence of each row, from the target's logits and the drafter's."""
 CHUNK = 512
 """Rows whose logits are in memory at once: 300 MB for a vocabulary of 150,000."""
+KEPT = 1 << 24
+"""Logits that are kept from a forward to its backward, at most; more than these are computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +36,7 @@ class ForwardKl:
 
     def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
         """The divergence of each row."""
-        log_p, log_q = _logs(target).detach(), _logs(draft)
-        p = log_p.exp()
-        return torch.where(p > 0, p * (log_p - log_q), 0).sum(-1)
+        return typing.cast(Tensor, _ForwardKl.apply(target, draft))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,18 +207,20 @@ def chunked(
     head: Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]],
     *,
     chunk: int = CHUNK,
+    again: bool = True,
 ) -> Float[Tensor, " n"]:
-    """The loss of every row, with the logits of one chunk in memory at a time, forwards and backwards.
+    """The loss of every row, from logits that are made one chunk at a time.
 
-    The logits of a chunk are dropped after the forward and computed again in the backward. The values are those of
-    `loss(slice(0, n), head(hidden))`.
+    The values are those of `loss(slice(0, n), head(hidden))`.
 
     Args:
         loss: Of some rows, from their logits. It computes the target's logits itself, so that these come in chunks
-            too. It is called a second time in the backward and must then return the same.
+            too. Called again it must return the same.
         hidden: The drafter's states below its output layer.
         head: Its output layer.
         chunk: Rows of a chunk.
+        again: Whether the logits of a chunk are dropped after the forward and computed again in the backward, so that
+            one chunk is in memory at a time. Otherwise all of them stay; `worth_keeping` says when.
     """
     if chunk < 1:
         raise InputError(f"chunk must be >= 1, got {chunk}")
@@ -224,11 +228,39 @@ def chunked(
     def one(states: Float[Tensor, "rows hidden"], begin: int) -> Float[Tensor, " rows"]:
         return loss(slice(begin, begin + len(states)), head(states))
 
-    parts = [
-        typing.cast(Tensor, checkpoint(one, states, i * chunk, use_reentrant=False))
-        for i, states in enumerate(hidden.split(chunk))
-    ]
+    run = partial(checkpoint, one, use_reentrant=False) if again else one
+    parts = [typing.cast(Tensor, run(states, i * chunk)) for i, states in enumerate(hidden.split(chunk))]
     return torch.cat(parts)
+
+
+def worth_keeping(rows: int, width: int) -> bool:
+    """Whether the logits of so many rows are few enough to stay in memory from a forward to its backward.
+
+    Example:
+        >>> worth_keeping(1000, 8192), worth_keeping(1000, 128_000)
+        (True, False)
+    """
+    return rows * width <= KEPT
+
+
+class _ForwardKl(torch.autograd.Function):
+    """The forward KL with its gradient in closed form: fewer passes over the vocabulary than autograd makes."""
+
+    @staticmethod
+    def forward(ctx: Any, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The divergence of each row."""
+        log_p, log_q = _logs(target), _logs(draft)
+        p = log_p.exp()
+        values = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(-1)
+        ctx.save_for_backward(log_q.exp_().sub_(p))
+        ctx.dtype = draft.dtype
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Float[Tensor, " n"]) -> tuple[None, Float[Tensor, "n vocab"]]:
+        """The gradient with respect to the draft logits."""
+        (difference,) = ctx.saved_tensors
+        return None, (gradients[0][..., None] * difference).to(ctx.dtype)
 
 
 def _wide(logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:

@@ -17,9 +17,10 @@ from outrider.lm.ends import Ends, find_ends
 from outrider.lm.open import logit_width
 from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
-from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy
+from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy, worth_keeping
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
+from outrider.training.target_rows import with_rows
 from outrider.training.watch import Judged
 from outrider.types import InputError
 
@@ -143,6 +144,8 @@ class HeadLearner(Learner):
         """The loss of all guesses."""
         batch = self.with_states(batch)
         total, weight, agreed, counted = [], [], [], self.counted(batch)
+        if self.divergence is not None and len(counted) > 1:
+            batch = with_rows(batch, self.ends, self.shape.num_layers, self.shape.vocab_size)
         kept: Bool[Tensor, "rows length"] | None = None
         for number, hidden in enumerate(self.guesses(batch, self.num_guesses)):
             if number not in counted:
@@ -231,8 +234,11 @@ class HeadLearner(Learner):
             return torch.where(known, self.divergence(theirs[:, ids], logits), 0.0)
 
         picked = hidden[places.rows, places.at]
-        values = chunked(loss, picked, lambda states: self._narrow(self.logits(states, number)), chunk=self.chunk)
-        return values.sum(), agreed.sum()
+        again = not worth_keeping(len(labels), self.shape.vocab_size)
+        made = chunked(
+            loss, picked, lambda states: self._narrow(self.logits(states, number)), chunk=self.chunk, again=again
+        )
+        return made.sum(), agreed.sum()
 
     def _hard(
         self, labels: Int[Tensor, " n"], logits: Float[Tensor, "n width"], ids: Int[Tensor, " width"] | None
@@ -262,6 +268,8 @@ class HeadLearner(Learner):
 
     def _target_logits(self, batch: Batch, number: int, places: "Places") -> Callable[[slice], Tensor]:
         """The target's logits of the guessed tokens, for some of the places at a time."""
+        if (known := batch.logits_of_target) is not None:
+            return lambda rows: known[places.rows[rows], places.at[rows] + 1 + number]
         states = self.last_states(batch)[places.rows, places.at + 1 + number]
 
         def logits(rows: slice) -> Float[Tensor, "rows vocab"]:
