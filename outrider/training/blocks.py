@@ -351,6 +351,8 @@ def _misjudged(sure: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Ten
         sure: Its logits.
         far: The distances.
     """
+    # A sum of rounded differences may be a little above 1.
+    far = far.clamp(0, 1)
     least = torch.special.entr(far) + torch.special.entr(1 - far)
     return binary_cross_entropy_with_logits(sure.float(), 1 - far, reduction="none") - least
 

@@ -1,5 +1,6 @@
 """Training of heads that guess blocks: training sees what drafting sees, what counts, what learns, what is written."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +14,7 @@ from outrider.heads.dspark import DSpark
 from outrider.lm.model import LanguageModel
 from outrider.training.batches import Batch, Batches
 from outrider.training.block_loss import BlockLoss
-from outrider.training.blocks import Anchors, BlockLearner, blocks
+from outrider.training.blocks import Anchors, BlockLearner, _misjudged, blocks
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
@@ -351,3 +352,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
         with pytest.raises(InputError, match="must be"):
             BlockLoss(**wrong)
     assert isinstance(learner().anchors(batch()), Anchors)
+
+
+def test_rows_without_a_common_token_leave_the_loss_of_confidence_finite() -> None:
+    far = torch.tensor([1.0, 1.0 + 2**-23, 1.0 + 2**-20, 0.0, -(2**-23)])
+    found = _misjudged(torch.zeros(5), far)
+    assert torch.allclose(found, torch.full((5,), math.log(2)), atol=1e-5), found
