@@ -86,6 +86,20 @@ REASONS: dict[str, str] = {
         "100 optimizer steps of 8 rows; the papers' draft models have many layers to steer, and learn for days"
     ),
     "A frozen draft model emits more": "100 optimizer steps of 8 rows, and one layer to steer",
+    "EAGLE-3 ": (
+        "200 steps of 8 rows: EAGLE also learns the target's next feature at every place, and so learns faster. HASS, "
+        "which is EAGLE with five passes, falls behind it as well: after so few tokens a head's own features are "
+        "too poor to learn on"
+    ),
+    "PosS accepts more than EAGLE": (
+        "200 steps of 8 rows: passes on a head's own features cost more than they give after so few tokens (HASS falls "
+        "behind EAGLE as well), and each specialist learns from its own passes alone"
+    ),
+    "Jakiro is faster": "the head drafts as many forwards as EAGLE less one; its experts have had 200 steps",
+    "DFlare emits more": (
+        "200 steps of 8 rows: a DFlash head begins with guesses far from the target's and has hardly left them; "
+        "DFlare's mixtures of all layers get there sooner"
+    ),
 }
 """Why a figure differs from the paper's, by the beginning of the claim; the longest beginning that fits counts."""
 HEAD = """# Published claims, tested
