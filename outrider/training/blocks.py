@@ -20,7 +20,7 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
-from outrider.training.divergences import CHUNK, chunked, cross_entropy, divergence, worth_keeping
+from outrider.training.divergences import CHUNK, chunked, cross_entropy, divergence
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
 from outrider.training.target_rows import with_rows
@@ -175,8 +175,7 @@ class BlockLearner(Learner):
             soft = of(theirs, ours)
             return soft if not self.loss.hard else self.loss.hard * hard + (1 - self.loss.hard) * soft
 
-        again = not worth_keeping(len(found.labels), self.head.vocab_size)
-        values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk, again=again)
+        values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk, width=self.head.vocab_size)
         if sure is not None:
             values = values + _misjudged(sure, far)
         if counts:

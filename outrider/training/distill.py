@@ -17,15 +17,7 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends, find_ends
 from outrider.lm.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.training.batches import Batch
-from outrider.training.divergences import (
-    CHUNK,
-    Divergence,
-    chunked,
-    cross_entropy,
-    divergence,
-    over_top_rows,
-    worth_keeping,
-)
+from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy, divergence, over_top_rows
 from outrider.training.loop import Learner, Loss
 from outrider.training.on_policy import Sampler
 from outrider.training.positions import Positions, positions_of
@@ -162,8 +154,7 @@ class Distilled(Learner):
                 return cross_entropy(labels[rows], logits)
             return target(self.divergence, rows, logits)
 
-        again = not worth_keeping(len(labels), self._width)
-        values = chunked(loss, hidden, ours.head, chunk=self._chunk, again=again)
+        values = chunked(loss, hidden, ours.head, chunk=self._chunk, width=self._width)
         return Loss(
             total=values.sum(),
             weight=torch.tensor(float(len(labels)), device=values.device),

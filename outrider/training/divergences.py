@@ -27,7 +27,7 @@ Divergence = Callable[[Float[Tensor, "n vocab"], Float[Tensor, "n vocab"]], Floa
 CHUNK = 512
 """Rows whose logits are in memory at once: 300 MB for a vocabulary of 150,000."""
 KEPT = 1 << 24
-"""Logits that are kept from a forward to its backward, at most; more than these are computed again."""
+"""Logits of one call of `chunked` that stay until the backward, at most; more than these are computed again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ def chunked(
     head: Callable[[Float[Tensor, "rows hidden"]], Float[Tensor, "rows vocab"]],
     *,
     chunk: int = CHUNK,
-    again: bool = True,
+    width: int | None = None,
 ) -> Float[Tensor, " n"]:
     """The loss of every row, from logits that are made one chunk at a time.
 
@@ -219,8 +219,8 @@ def chunked(
         hidden: The drafter's states below its output layer.
         head: Its output layer.
         chunk: Rows of a chunk.
-        again: Whether the logits of a chunk are dropped after the forward and computed again in the backward, so that
-            one chunk is in memory at a time. Otherwise all of them stay; `worth_keeping` says when.
+        width: Of the logits. If the logits of all rows are few, they stay until the backward. Otherwise, and without
+            it, those of a chunk are dropped after the forward and computed again, so that one chunk is in memory.
     """
     if chunk < 1:
         raise InputError(f"chunk must be >= 1, got {chunk}")
@@ -228,7 +228,8 @@ def chunked(
     def one(states: Float[Tensor, "rows hidden"], begin: int) -> Float[Tensor, " rows"]:
         return loss(slice(begin, begin + len(states)), head(states))
 
-    run = partial(checkpoint, one, use_reentrant=False) if again else one
+    keep = width is not None and worth_keeping(len(hidden), width)
+    run = one if keep else partial(checkpoint, one, use_reentrant=False)
     parts = [typing.cast(Tensor, run(states, i * chunk)) for i, states in enumerate(hidden.split(chunk))]
     return torch.cat(parts)
 

@@ -17,7 +17,7 @@ from outrider.lm.ends import Ends, find_ends
 from outrider.lm.open import logit_width
 from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
-from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy, worth_keeping
+from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
 from outrider.training.target_rows import with_rows
@@ -234,11 +234,11 @@ class HeadLearner(Learner):
             return torch.where(known, self.divergence(theirs[:, ids], logits), 0.0)
 
         picked = hidden[places.rows, places.at]
-        again = not worth_keeping(len(labels), self.shape.vocab_size)
-        made = chunked(
-            loss, picked, lambda states: self._narrow(self.logits(states, number)), chunk=self.chunk, again=again
+        width = self.shape.vocab_size if ids is None else len(ids)
+        values = chunked(
+            loss, picked, lambda states: self._narrow(self.logits(states, number)), chunk=self.chunk, width=width
         )
-        return made.sum(), agreed.sum()
+        return values.sum(), agreed.sum()
 
     def _hard(
         self, labels: Int[Tensor, " n"], logits: Float[Tensor, "n width"], ids: Int[Tensor, " width"] | None

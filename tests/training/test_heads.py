@@ -16,6 +16,7 @@ from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.taps import tapped
 from outrider.proof.gate import in_float32
+from outrider.training import divergences
 from outrider.training.batches import Batch, Batches
 from outrider.training.blockwise import blockwise_learner
 from outrider.training.divergences import divergence
@@ -220,6 +221,23 @@ def test_every_weight_learns_and_the_loss_falls(tmp_path, kind):
     for name, weight in made.named_parameters():
         if weight.requires_grad:
             assert not torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])
+def test_logits_that_are_kept_give_the_gradients_of_those_computed_again(monkeypatch, kind, ids):
+    more = {} if ids is None else {"ids": ids}
+
+    def gradients() -> dict[str, torch.Tensor]:
+        made = learner(kind, **more)
+        made(batch()).total.backward()
+        return {name: weight.grad for name, weight in made.named_parameters() if weight.grad is not None}
+
+    kept = gradients()
+    monkeypatch.setattr(divergences, "KEPT", 0)
+    again = gradients()
+    assert kept.keys() == again.keys() != set()
+    for name in kept:
+        assert torch.allclose(kept[name], again[name], rtol=1e-4, atol=1e-6), name
 
 
 @pytest.mark.parametrize("kind", LEARNERS)
