@@ -63,7 +63,12 @@ def command(name: str, arguments: Sequence[str]) -> None:
     known = recipes()
     if name not in known:
         raise InputError(f"unknown recipe {name!r}; available: {', '.join(known)}")
-    module = importlib.import_module(f"recipes.{name}")
+    try:
+        module = importlib.import_module(f"recipes.{name}")
+    except ModuleNotFoundError as error:
+        raise InputError(
+            f"this recipe needs {error.name}; install the extras: pip install -e '.[bench,train]'"
+        ) from error
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

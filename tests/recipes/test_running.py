@@ -3,13 +3,15 @@
 import dataclasses
 import importlib
 import inspect
+import sys
 
 import pytest
 import typer
 
 from outrider.bench.trial import Setting
+from outrider.types import InputError
 from recipes import options
-from recipes.__main__ import main, recipes, with_quick
+from recipes.__main__ import command, main, recipes, with_quick
 
 NAMES = list(recipes())
 
@@ -91,3 +93,9 @@ def test_a_setting_holds_what_was_typed_and_the_recipe_gets_its_other_options():
     app(["--num-prompts", "7", "--clock"], standalone_mode=False)
     assert seen == [(Setting(num_prompts=7, seeds=4), True)]
     assert "dtype" not in inspect.signature(recipe).parameters
+
+
+def test_a_package_that_is_missing_gets_one_sentence(monkeypatch):
+    monkeypatch.setitem(sys.modules, "recipes.speed", None)
+    with pytest.raises(InputError, match=r"this recipe needs .*install the extras"):
+        command("speed", [])
