@@ -207,11 +207,14 @@ def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
     """One-hot rows at the largest score, the first on a tie; NaN if no score is above -inf, or if a score is NaN."""
     if scores.device.type == "cpu":
-        # NumPy finds the largest of many numbers several times as fast.
-        wide = scores if scores.dtype in _NUMPY else scores.float()
-        largest = torch.from_numpy(wide.numpy().argmax(-1, keepdims=True))
-    else:
-        largest = scores.argmax(-1, keepdim=True)
+        # NumPy is several times as fast, at the largest of many numbers and at few rows.
+        wide = (scores if scores.dtype in _NUMPY else scores.float()).numpy()
+        places = np.arange(len(wide)), wide.argmax(-1)
+        rows = np.zeros(wide.shape, dtype=_NUMPY[_dtype(scores)])
+        rows[places] = 1
+        rows[~(wide[places] > -np.inf)] = np.nan
+        return torch.from_numpy(rows)
+    largest = scores.argmax(-1, keepdim=True)
     empty = torch.where(scores.gather(-1, largest) > -torch.inf, 0.0, torch.nan).to(_dtype(scores))
     return empty.expand(scores.shape).clone().scatter_add_(-1, largest, torch.ones_like(empty))
 

@@ -152,6 +152,21 @@ class MaskBuilder:
             for kind, span in self.spans.items()
         }
 
+    def chained(
+        self, positions: Int[Tensor, "steps rows width"], views: Sequence[int], *, apart: bool
+    ) -> Sequence[object]:
+        """The masks of several forwards without sights. Unless they must lie `apart`, they are parts of one tensor if all
+        have as many keys.
+        """
+        if apart or self.blocks or len(set(views)) > 1:
+            return [self.masks(None, own, view) for own, view in zip(positions, views, strict=True)]
+        together, sizes = self.masks(None, positions.flatten(0, 1), views[0]), positions.shape[:2]
+        if isinstance(together, Tensor):
+            return together.unflatten(0, sizes).unbind(0)
+        assert isinstance(together, Mapping)
+        each = {kind: None if mask is None else mask.unflatten(0, sizes) for kind, mask in together.items()}
+        return [{kind: None if mask is None else mask[k] for kind, mask in each.items()} for k in range(len(views))]
+
     def _marked(
         self, sight: Sight, marks: Bool[np.ndarray, "rows queries pending"], keys: Int[Tensor, " keys"]
     ) -> tuple[Bool[Tensor, "rows queries keys"], Int[Tensor, "rows keys"]]:

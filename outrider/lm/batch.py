@@ -31,6 +31,8 @@ def padded_width(count: int, *, doubling: bool = False) -> int:
 
 def upload(arrays: Sequence[Int[np.ndarray, "..."]], device: torch.device) -> list[Int[Tensor, "..."]]:
     """Integer arrays on the device, in one transfer."""
+    if len(arrays) == 1:
+        return [torch.from_numpy(np.array(arrays[0], dtype=np.int64)).to(device, non_blocking=True)]
     packed = np.concatenate([a.ravel() for a in arrays]).astype(np.int64, copy=False)
     parts = torch.from_numpy(packed).to(device, non_blocking=True).split([a.size for a in arrays])
     return [part.view(a.shape) for part, a in zip(parts, arrays, strict=True)]

@@ -265,7 +265,7 @@ class SlotCache:
         within = np.where(columns < numbers, ends - numbers + columns, self._capacity - 1)
         return rows[:, None] * self._capacity + within
 
-    def run(self, slot: int, used: int, positions: Int[Tensor, "one width"]) -> Int[Tensor, "one width"]:
+    def run(self, slot: int, used: int, positions: Int[Tensor, "_ _"]) -> Int[Tensor, "_ _"]:
         """Where the next forward writes if it extends one slot by the positions below `used`; storage may grow."""
         self._reserve(used)
         self._used[slot] = used

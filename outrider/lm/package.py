@@ -209,7 +209,7 @@ class PackagedForward:
         batch, wanted = inputs.batch, tuple(dict.fromkeys(taps))
         if wanted not in self._runners:
             self.prepare(wanted)
-        device = self._package.model.device
+        device = inputs.positions.device
         # The output layer computes one column at least.
         columns = inputs.columns if len(inputs.columns) else np.zeros(1, dtype=np.int64)
         logits, *seen = self._runners[wanted].run(

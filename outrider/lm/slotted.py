@@ -247,6 +247,10 @@ class SlottedLM(OverSlots[Slot]):
         order = sorted(range(len(slots)), key=lambda i: self.cache.row(slots[i]))
         by_row, width = [slots[i] for i in order], self._width(1)
         used = [self._slots[slot].used for slot in by_row]
+        if len(slots) == width == 1:
+            run = self._builder.keys(used[0] + steps)[used[0] :][:, None]
+            written = self.cache.run(slots[0], used[0] + steps, run)
+            return self._ready(by_row, max(used), written[:, None], run[:, None])
         # One column per forward; padding is written to the place of the column behind them.
         places = self.cache.places(by_row, [n + steps for n in used], np.full(len(slots), steps), steps + 1)
         number = np.arange(steps)[:, None]
@@ -258,15 +262,28 @@ class SlottedLM(OverSlots[Slot]):
             *([np.array(order), np.argsort(order)] if moved else []),
         ]
         written, positions, *orders = upload(arrays, self.device)
+        return self._ready(by_row, max(used), written, positions, *orders)
+
+    def _ready(
+        self,
+        slots: Sequence[int],
+        used: int,
+        written: Int[Tensor, "steps rows width"],
+        positions: Int[Tensor, "steps rows width"],
+        order: Int[Tensor, " rows"] | None = None,
+        back: Int[Tensor, " rows"] | None = None,
+    ) -> "_Stretch":
+        views = [self.cache.view(used + k, doubling=self._doubling) for k in range(1, len(positions) + 1)]
         return _Stretch(
-            slots=by_row,
-            # Where a view begins would become part of a graph.
+            slots=slots,
+            # Where a tensor begins within another would become part of a graph.
             places=[each.clone() for each in written] if self._doubling else written.unbind(0),
             positions=positions.unbind(0),
-            views=[self.cache.view(max(used) + k, doubling=self._doubling) for k in range(1, steps + 1)],
-            columns=np.arange(width),
-            order=orders[0] if moved else None,
-            back=orders[1] if moved else None,
+            views=views,
+            masks=self._builder.chained(positions, views, apart=self._doubling),
+            columns=np.arange(positions.shape[2]),
+            order=order,
+            back=back,
         )
 
     def _chained(
@@ -280,7 +297,7 @@ class SlottedLM(OverSlots[Slot]):
         inputs = Inputs(
             batch=OneEach(nodes=tokens, vectors=features, width=len(stretch.columns)),
             positions=positions,
-            masks=self._builder.masks(None, positions, view),
+            masks=stretch.masks[step],
             window=self.cache.window(stretch.slots, stretch.places[step], view),
             columns=stretch.columns,
         )
@@ -306,7 +323,8 @@ class SlottedLM(OverSlots[Slot]):
 
 @dataclass(frozen=True, kw_only=True)
 class _Stretch:
-    """Forwards of a chain over the same slots. Per forward: where it writes, its positions, how many keys it reads.
+    """Forwards of a chain over the same slots. Per forward: where it writes, its positions, how many keys it reads and
+    which of them it sees.
 
     Attributes:
         slots: One per row.
@@ -319,6 +337,7 @@ class _Stretch:
     places: Sequence[Int[Tensor, "rows width"]]
     positions: Sequence[Int[Tensor, "rows width"]]
     views: Sequence[int]
+    masks: Sequence[object]
     columns: Int[np.ndarray, " width"]
     order: Int[Tensor, " rows"] | None
     back: Int[Tensor, " rows"] | None

@@ -39,10 +39,11 @@ class BlockVerifier(StatedVerifier):
         position = np.arange(side.depth + 1)
         # Where w is 1 or 0, so is h, whatever the rows are.
         inner = (position > 0) & (position < side.lengths[:, None]) & (w > 0) & (w < 1)
-        nodes = (side.roots[:, None] + position)[inner]
-        mass = gains(draft, nodes, w[inner], target_rows)
-        below = mass + (1 - w[inner])
-        h[inner] = np.where(below > 0, mass / np.where(below > 0, below, 1), 1)
+        if inner.any():
+            nodes = (side.roots[:, None] + position)[inner]
+            mass = gains(draft, nodes, w[inner], target_rows)
+            below = mass + (1 - w[inner])
+            h[inner] = np.where(below > 0, mass / np.where(below > 0, below, 1), 1)
         num_accepted = np.zeros_like(side.lengths)
         for i in range(side.depth, 0, -1):
             undecided = (num_accepted == 0) & (i <= side.lengths)
