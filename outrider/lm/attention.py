@@ -155,8 +155,8 @@ class MaskBuilder:
     def chained(
         self, positions: Int[Tensor, "steps rows width"], views: Sequence[int], *, apart: bool
     ) -> Sequence[object]:
-        """The masks of several forwards without sights. They are parts of one tensor if all have as many keys, unless they
-        must lie `apart`.
+        """The masks of several forwards without sights. Unless they must lie `apart`, they are parts of one tensor if
+        all read as many keys.
         """
         if apart or self.blocks or len(set(views)) > 1:
             return [self.masks(None, own, view) for own, view in zip(positions, views, strict=True)]
