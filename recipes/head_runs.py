@@ -36,6 +36,7 @@ class Timing:
         rounds: How often each run is repeated.
         dtype: What target and heads compute in.
         stand_in: Whether the target is the stand-in, which says what the embedded target says and costs more.
+        compiled: Whether target and heads are compiled ahead of time.
     """
 
     num_prompts: int
@@ -43,6 +44,7 @@ class Timing:
     rounds: int
     dtype: str
     stand_in: bool = False
+    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ class Decoder:
             self.model = stand_in() if timing.dtype == "auto" else stand_in().to(DTYPES[timing.dtype])
         else:
             self.model = open_model(wanted.target, dtype=timing.dtype, device=wanted.device)
-        self._forward = "packed" if worth_packing(self.model) else "eager"
+        self._forward = "compiled" if timing.compiled else "packed" if worth_packing(self.model) else "eager"
         self.plain = self.load(drafter="none", length="fixed:1")
 
     def load(self, **parts: object) -> outrider.Engine:

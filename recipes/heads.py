@@ -69,6 +69,7 @@ class Plan:
         timing: How they decode; None does not decode.
         work: Folder of texts, states and heads.
         stand_in: Whether runs are those with the stand-in.
+        compiled: Whether runs are those with compiled forwards.
     """
 
     budget: Budget
@@ -77,6 +78,7 @@ class Plan:
     work: Path
     threads: int
     stand_in: bool = False
+    compiled: bool = False
 
     @property
     def place(self) -> Path:
@@ -90,7 +92,11 @@ class Plan:
 
     def runs(self, head: Head) -> Path:
         """Folder of the runs of a head."""
-        return self.place / head.name / ("runs-stand-in" if self.stand_in else "runs")
+        return self.place / head.name / "-".join(["runs", *(name for name, on in self._kinds if on)])
+
+    @property
+    def _kinds(self) -> Sequence[tuple[str, bool]]:
+        return [("stand-in", self.stand_in), ("compiled", self.compiled)]
 
     @property
     def given(self) -> dict[str, object]:
@@ -264,6 +270,7 @@ def main(
     num_prompts: PromptsOfFile = 60,
     engine: Engine = False,
     stand_in: Annotated[bool, typer.Option("--stand-in", help="Decode with the stand-in of 110M parameters.")] = False,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Decode with compiled forwards.")] = False,
     timed_prompts: TimedPrompts = 12,
     max_new_tokens: options.MaxNewTokens = 96,
     rounds: options.Rounds = 1,
@@ -287,18 +294,31 @@ def main(
     files = tuple(prompts)
     wanted = Wanted(data=data, prompts=files, num_texts=num_texts, length=length, num_prompts=num_prompts)
     timing = Timing(
-        num_prompts=timed_prompts, max_new_tokens=max_new_tokens, rounds=rounds, dtype=dtype, stand_in=stand_in
+        num_prompts=timed_prompts,
+        max_new_tokens=max_new_tokens,
+        rounds=rounds,
+        dtype=dtype,
+        stand_in=stand_in,
+        compiled=compiled,
     )
     plan = Plan(
         budget=budget,
         wanted=wanted,
-        timing=timing if engine or stand_in else None,
+        timing=timing if engine or stand_in or compiled else None,
         work=work,
         threads=threads,
         stand_in=stand_in,
+        compiled=compiled,
     )
     chosen = chosen_heads(heads, HEADS)
-    given = {**vars(budget), "prompts": _names(files), "rounds": rounds, "stand_in": stand_in, "out": out}
+    given = {
+        **vars(budget),
+        "prompts": _names(files),
+        "rounds": rounds,
+        "stand_in": stand_in,
+        "compiled": compiled,
+        "out": out,
+    }
     with folder(out, "heads", given) as place:
         run(plan, chosen, place, as_is)
 

@@ -1,6 +1,10 @@
 """The models of an engine whose forwards run in a way that was chosen."""
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
 from outrider.engine.engine import Engine
+from outrider.lm.head import HeadLM
 from outrider.lm.model import LanguageModel
 
 
@@ -12,6 +16,24 @@ def models(engine: Engine) -> dict[str, LanguageModel]:
     return {role: lm for role, lm in found.items() if isinstance(lm, LanguageModel)}
 
 
+def heads(engine: Engine) -> list[HeadLM]:
+    """The heads that the engine's drafter runs, with those of drafters within it."""
+    return list(_heads(engine.parts.drafter))
+
+
 def chosen(engine: Engine) -> dict[str, str]:
-    """For each model, how its forwards run, and the times that decided it."""
-    return {role: str(lm.choice) for role, lm in models(engine).items() if lm.choice is not None}
+    """For each model, how its forwards run, and the times that decided it; for heads, how they run."""
+    found = {role: str(lm.choice) for role, lm in models(engine).items() if lm.choice is not None}
+    kinds = list(dict.fromkeys(head.forward for head in heads(engine)))
+    return found | ({"head": ", ".join(kinds)} if kinds else {})
+
+
+def _heads(value: object) -> Iterator[HeadLM]:
+    if isinstance(value, HeadLM):
+        yield value
+    elif isinstance(value, tuple):
+        for part in value:
+            yield from _heads(part)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _heads(getattr(value, field.name))

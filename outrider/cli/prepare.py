@@ -1,4 +1,4 @@
-"""outrider prepare: compile the forwards of a target and its draft model for this machine, and keep them."""
+"""outrider prepare: compile the forwards of a target and its draft model or head for this machine, and keep them."""
 
 import time
 from dataclasses import replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.cli.forwards import models
+from outrider.cli.forwards import heads, models
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.inputs import InputError
@@ -49,5 +49,12 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
         if not as_json:
             console.print(f"{role}: ready after {spent:.0f} s, in {place}", style="cyan")
             console.print(f"{role}: {choice}")
+    for head in heads(engine):
+        began = time.perf_counter()
+        head.prepare()
+        spent, places = time.perf_counter() - began, [str(package.folder) for package in head.packages]
+        found.append({"role": "head", "folders": places, "seconds": spent, "forward": head.forward})
+        if not as_json:
+            console.print(f"head: ready after {spent:.0f} s, in {', '.join(places)}", style="cyan")
     if as_json:
         print_json({"models": found})

@@ -9,13 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.drafters.block import BlockDrafter
-from outrider.drafters.head_path import HeadPath
+from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.block_formats import Answers, method_of
 from outrider.heads.blocks import guessed_ids, read_block
 from outrider.heads.dflash import DFlash, Method
 from outrider.heads.files import TargetShape, read_config
-from outrider.lm.head import HeadLM, suited
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.types import InputError, ShortList
 
@@ -107,12 +106,8 @@ class BlockPath(HeadPath):
         device, dtype = self.place(surroundings)
         config, ids = head.config, guessed_ids(head)
         placed = head.to(device, dtype).requires_grad_(False)
-        lm = HeadLM(
-            placed,
-            max_slots=surroundings.max_slots,
-            max_context=(self.max_context or surroundings.max_context) + config.block_size,
-            forward=suited(surroundings.target_forward, placed),
-        )
+        longest = (self.max_context or surroundings.max_context) + config.block_size
+        lm = running_head(placed, surroundings, max_context=longest)
         return {
             "lm": lm,
             "block_size": config.block_size,

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.drafters.head_path import HeadPath
+from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.mtp import MtpHead
-from outrider.lm.head import HeadLM, suited
+from outrider.lm.head import HeadLM
 from outrider.lm.tabular import TabularFusion, TabularHead
 
 
@@ -64,5 +64,4 @@ def head_lm(path: HeadPath, module: FeatureHead, surroundings: Surroundings) -> 
     device, dtype = path.place(surroundings)
     longest = min(path.max_context or surroundings.max_context, surroundings.max_context)
     placed = module.to(device, dtype).eval().requires_grad_(False)
-    forward = suited(surroundings.target_forward, placed)
-    return HeadLM(placed, max_slots=surroundings.max_slots, max_context=longest, forward=forward)
+    return running_head(placed, surroundings, max_context=longest)

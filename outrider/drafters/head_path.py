@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.files import TargetShape
+from outrider.lm.head import HeadLM, beside
 from outrider.lm.open import as_device, as_dtype
 from outrider.types import InputError
 
@@ -89,3 +91,14 @@ class HeadPath:
                 f"the head in {self.path} knows {vocab_size:,} tokens, and this target has {here:,}; give a head that "
                 "was trained for this target"
             )
+
+
+def running_head(module: nn.Module, surroundings: Surroundings, *, max_context: int) -> HeadLM:
+    """A head's module as a language model whose forwards run as the target's do, where they can."""
+    return beside(
+        surroundings.target_forward,
+        surroundings.forward,
+        module,
+        max_slots=surroundings.max_slots,
+        max_context=max_context,
+    )

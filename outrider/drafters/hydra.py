@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.drafters.head_path import HeadPath
+from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.last_state import last_state
 from outrider.drafters.protocol import Observed, Surroundings
 from outrider.drafters.sequential import SequentialDrafter, SequentialState, placed
@@ -16,7 +16,7 @@ from outrider.heads.files import TargetShape, read_config
 from outrider.heads.hydra import HydraConfig, HydraHeads, is_hydra, read_hydra
 from outrider.heads.sequential import randomise
 from outrider.lm.ends import Ends
-from outrider.lm.head import HeadLM, suited
+from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.types import InputError, Request, Running
@@ -150,12 +150,8 @@ class HydraPath(HeadPath):
         prefix = None
         if layer is not None:
             layer = layer.to(head.weight.device, head.weight.dtype).requires_grad_(False)
-            prefix = HeadLM(
-                layer,
-                max_slots=surroundings.max_slots,
-                max_context=min(self.max_context or surroundings.max_context, surroundings.max_context),
-                forward=suited(surroundings.target_forward, layer),
-            )
+            longest = min(self.max_context or surroundings.max_context, surroundings.max_context)
+            prefix = running_head(layer, surroundings, max_context=longest)
         return HydraDrafter(
             head=head,
             running=running,

@@ -3,6 +3,7 @@ r"""DFlash: a trunk that guesses a whole block of tokens in one forward, from th
 DFlash 2026, https://arxiv.org/abs/2602.06036
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -16,6 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.head_package import Kind
 from outrider.types import InputError
 
 Method = Literal["dflash", "dflare", "dspark"]
@@ -136,7 +138,7 @@ class BlockAttention(Attention):
     ) -> None:
         """Store keys and values of context positions."""
         to_keys, to_values = (self.k_proj_target, self.v_proj_target) if self.apart else (self.k_proj, self.v_proj)
-        keys = self.k_norm(self._heads(to_keys(context)))
+        keys = self._heads(to_keys(context), self.k_norm)
         keys, _ = apply_rotary_pos_emb(keys, keys, rotary[0], rotary[1])
         cache.update(keys, self._heads(to_values(context)), self.layer)
 
@@ -187,6 +189,7 @@ class DFlash(nn.Module):
     """
 
     method: ClassVar[Method] = "dflash"
+    kinds: ClassVar[Sequence[Kind]] = (Kind(logits=False), Kind(features=False))
 
     def __init__(self, config: BlockConfig, ends: Ends, vocab_size: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 r"""Hydra heads: Medusa heads that read the draft tokens before them (Ankner et al. 2024)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,7 @@ from outrider.heads.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.head_package import Kind
 from outrider.lm.open import open_config
 from outrider.types import InputError
 
@@ -120,6 +121,8 @@ class PrefixLayer(nn.Module):
         config: The sizes of a layer of the target.
         qkv_bias: As for `Attention`.
     """
+
+    kinds: ClassVar[Sequence[Kind]] = (Kind(logits=False),)
 
     def __init__(self, config: PreTrainedConfig, qkv_bias: bool | None = None) -> None:
         super().__init__()

@@ -80,7 +80,7 @@ class Attention(nn.Module):
         mask: Bool[Tensor, "rows 1 width keys"],
         cache: Keeper,
     ) -> Float[Tensor, "rows width hidden"]:
-        queries, keys = self.q_norm(self._heads(self.q_proj(states))), self.k_norm(self._heads(self.k_proj(states)))
+        queries, keys = self._heads(self.q_proj(states), self.q_norm), self._heads(self.k_proj(states), self.k_norm)
         queries, keys = apply_rotary_pos_emb(queries, keys, rotary[0], rotary[1])
         all_keys, all_values = cache.update(keys, self._heads(self.v_proj(states)), self.layer)
         found = scaled_dot_product_attention(queries, all_keys, all_values, attn_mask=mask, enable_gqa=True)
@@ -90,12 +90,16 @@ class Attention(nn.Module):
         self, states: Float[Tensor, "rows width features"], rotary: Float[Tensor, "2 rows width dim"], cache: Keeper
     ) -> None:
         """Store the keys and values of states that ask for nothing themselves."""
-        keys = self.k_norm(self._heads(self.k_proj(states)))
+        keys = self._heads(self.k_proj(states), self.k_norm)
         turned, _ = apply_rotary_pos_emb(keys, keys, rotary[0], rotary[1])
         cache.update(turned, self._heads(self.v_proj(states)), self.layer)
 
-    def _heads(self, states: Float[Tensor, "rows width all"]) -> Float[Tensor, "rows heads width dim"]:
-        return states.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+    def _heads(
+        self, states: Float[Tensor, "rows width all"], norm: nn.Module | None = None
+    ) -> Float[Tensor, "rows heads width dim"]:
+        # Normed before they are turned: norms of turned states lie in memory in a way that depends on the width.
+        apart = states.unflatten(-1, (-1, self.head_dim))
+        return (apart if norm is None else norm(apart)).transpose(1, 2)
 
 
 class GatedMLP(nn.Module):

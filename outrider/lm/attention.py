@@ -164,7 +164,7 @@ class MaskBuilder:
         if isinstance(together, Tensor):
             return together.unflatten(0, sizes).unbind(0)
         assert isinstance(together, Mapping)
-        each = {kind: None if mask is None else mask.unflatten(0, sizes) for kind, mask in together.items()}
+        each = {kind: mask.unflatten(0, sizes) if isinstance(mask, Tensor) else None for kind, mask in together.items()}
         return [{kind: None if mask is None else mask[k] for kind, mask in each.items()} for k in range(len(views))]
 
     def _marked(

@@ -11,7 +11,7 @@ capped correctly. The final norm is found by watching one forward, not by its na
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,11 +34,17 @@ class Ends:
         embed: Input embeddings of tokens.
         norm: The final norm of the last layer's output.
         head: Logits from normed states.
+        unpacked: The same from weights that are not packed; None: `head` is.
+        modules: The target's modules that these functions use.
+        target: A hash of what the target is without its weights.
     """
 
     embed: Callable[[Int[Tensor, "*batch"]], Float[Tensor, "*batch hidden"]]
     norm: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch hidden"]]
     head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
+    unpacked: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]] | None = None
+    modules: nn.Module = field(default_factory=nn.ModuleList)
+    target: str = ""
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits from normed states of any dtype and device, computed in the dtype of the embedding."""
@@ -112,7 +118,8 @@ def find_ends(model: PreTrainedModel, anatomy: Anatomy) -> Ends:
             f"the output layer of {anatomy.name} cannot be used by a drafter: what follows its last layer works in a "
             "way unknown here"
         )
-    return Ends(embed=embedding, norm=norm, head=head)
+    used = [embedding, *([norm] if isinstance(norm, nn.Module) else []), *_above(model).values()]
+    return Ends(embed=embedding, norm=norm, head=head, modules=nn.ModuleList(used))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,18 +177,25 @@ def output_layer(model: PreTrainedModel, *, pack: bool = False) -> Callable[[Ten
         model: A model with a single list of layers; it may be a packed one.
         pack: Use packed copies of the weights, see `packed`.
     """
-    layers = Anatomy.of(model).layers
-    below = next(name for name, child in model.named_children() if any(part is layers for part in child.modules()))
+    above = _above(model)
+    [below] = [name for name, _ in model.named_children() if name not in above]
     shell = copy.copy(model)
     shell._modules = dict(model._modules)
     if pack:
-        others = nn.ModuleDict({name: child for name, child in model.named_children() if name != below})
-        shell._modules |= packed(others)._modules
+        shell._modules |= packed(nn.ModuleDict(above))._modules
     shell._modules[below] = _Below(getattr(model, below))
 
     def head(hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        # Copied without asking whether it must be: an exported graph would then serve numbers of one kind only.
+        flat = hidden.clone(memory_format=torch.contiguous_format).view(1, -1, hidden.shape[-1])
         logits: Tensor = shell(inputs_embeds=flat, use_cache=False).logits
         return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     return head
+
+
+def _above(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The model's children but the one that holds its layers."""
+    layers = Anatomy.of(model).layers
+    below = next(name for name, child in model.named_children() if any(part is layers for part in child.modules()))
+    return {name: child for name, child in model.named_children() if name != below}

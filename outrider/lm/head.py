@@ -1,6 +1,7 @@
 """A drafter's head as a small language model: the module is the mathematics; slots and masks are added here."""
 
 import copy
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
@@ -12,12 +13,18 @@ from torch import Tensor, nn
 from outrider.lm.anatomy import Span
 from outrider.lm.attention import MaskBuilder
 from outrider.lm.cache import Probe
-from outrider.lm.compiled import compiled_head
+from outrider.lm.compiled import COMPILED, compiled_head
 from outrider.lm.forward import Forward
+from outrider.lm.head_package import KINDS, HeadPackage, Kind, PackagedHead
 from outrider.lm.packed import fits_packed, keeps_bits, packed
+from outrider.lm.protocol import Segment
 from outrider.lm.slots import Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.types import InputError
+
+_TOLERANCE = 0.1
+"""How far a library may be from the head, of the range of what the head says: half precision rounds coarsely."""
+log = logging.getLogger("outrider")
 
 
 @runtime_checkable
@@ -69,7 +76,7 @@ class HeadLM(SlottedLM):
 
     Attributes:
         module: The head.
-        running: What computes: the head, or its packed twin.
+        running: What computes: the head, or its packed twin. Compiled forwards take its place where there are some.
         forward: How its forwards run.
 
     Args:
@@ -77,11 +84,11 @@ class HeadLM(SlottedLM):
         max_slots: Most slots at once.
         max_context: Most tokens of one slot.
         forward: How its forwards run: `eager`; `packed`, with linear layers laid out for the CPU's kernels, see
-            `packed`; `compiled` by torch when they are first called. With the last two the weights must not change
-            afterwards. `suited` says which of them a head can have.
+            `packed`; `compiled` from libraries on disk on a CPU, see `head_package`, elsewhere by torch when they are
+            first called. With the last two the weights must not change afterwards.
 
     Raises:
-        InputError: The cache does not fit in memory.
+        InputError: The cache does not fit in memory, or the head cannot be compiled.
     """
 
     num_taps = 0
@@ -93,11 +100,15 @@ class HeadLM(SlottedLM):
         weight = next(module.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.vocab_size, self.hidden_size = module.vocab_size, module.feature_size
-        compiled, self.forward = forward == "compiled", forward
-        self.pad_to, self.num_forwards = 2 if compiled else 1, 0
-        self.running = cast(HeadModule, packed(module) if forward == "packed" else module)
-        self._run: Callable[..., Tensor] = compiled_head(module) if compiled else self.running
-        self._doubling = compiled and self.device.type == "cuda"
+        here = self.device.type == "cpu"
+        # torch compiles for each shape elsewhere.
+        called = forward == "compiled" and not here
+        self.forward, self.pad_to, self.num_forwards = forward, 2 if called else 1, 0
+        packs = forward == "packed" or (forward == "compiled" and _packable(module))
+        self.running = cast(HeadModule, packed(module) if packs else module)
+        self._run: Callable[..., Tensor] = compiled_head(module) if called else self.running
+        self._libraries: dict[Kind, PackagedHead] = {}
+        self._doubling = called and self.device.type == "cuda"
         self._builder = MaskBuilder(spans=getattr(module, "span", Span()), additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
@@ -107,8 +118,40 @@ class HeadLM(SlottedLM):
             max_context=max_context,
             limit=None,
             device=self.device,
-            num_rows=2 if compiled else 1,
+            num_rows=2 if forward == "compiled" else 1,
         )
+        if forward == "compiled" and here:
+            self.prepare()
+
+    @property
+    def packages(self) -> Sequence[HeadPackage]:
+        """The libraries of its forwards, one for each kind."""
+        kinds: Sequence[Kind] = getattr(self.module, "kinds", KINDS)
+        storages, entries = self.cache.storages, self.cache.entries
+        return [
+            HeadPackage(head=self.module, builder=self._builder, storages=storages, entries=entries, kind=kind)
+            for kind in kinds
+        ]
+
+    @property
+    def num_compiled_forwards(self) -> int:
+        """Number of forwards from libraries so far."""
+        return sum(library.num_forwards for library in self._libraries.values())
+
+    def prepare(self) -> None:
+        """Make the libraries of its forwards, if they are not there, and run by them from now on.
+
+        Raises:
+            InputError: One of them cannot be made, or does not say what the head says.
+        """
+        made = {package.kind: PackagedHead(package) for package in self.packages}
+        for kind, library in made.items():
+            if (difference := self._difference(kind, library)) > _TOLERANCE:
+                raise InputError(
+                    f"the compiled forward of {type(self.module).__name__} does not say what the head says (they "
+                    f"differ by {difference:.2g} of the range); choose forward=eager"
+                )
+        self._libraries, self.forward = made, "compiled"
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:
@@ -125,14 +168,36 @@ class HeadLM(SlottedLM):
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, columns = inputs.batch, inputs.columns
         tokens, positions = batch.tokens(self.device), inputs.positions
-        if self.forward == "compiled":
+        features = batch.features(self.device, self.dtype)
+        library = self._libraries.get(Kind(features=features is not None, logits=len(columns) > 0))
+        if library is not None and tokens.numel() <= COMPILED:
+            return library(tokens, features, inputs, self.vocab_size)
+        if self._run is not self.running:
             # Where a view begins would become part of a graph.
             tokens, positions = tokens.clone(), positions.clone()
-        hidden = self._run(tokens, batch.features(self.device, self.dtype), positions, inputs.masks, inputs.window)
+        hidden = self._run(tokens, features, positions, inputs.masks, inputs.window)
         wanted = hidden if len(columns) == batch.width else hidden[:, torch.from_numpy(columns).to(self.device)]
         # Most forwards of prompts want no logits.
         logits = self.running.logits(wanted) if len(columns) else hidden.new_zeros(len(hidden), 0, self.vocab_size)
         return Outputs(logits=logits, columns=columns, features=hidden)
+
+    @torch.inference_mode()
+    def _difference(self, kind: Kind, library: PackagedHead) -> float:
+        """How far a library is from the head on a short text, over the range of what the head hands on."""
+        size = self.module.feature_size
+        features = torch.linspace(-1, 1, 3 * size, device=self.device, dtype=self.dtype).view(3, size)
+        slot, tokens = self.open(), torch.tensor([3, 5, 3]) % self.vocab_size
+        segment = Segment(slot=slot, tokens=tokens, features=features if kind.features else None)
+        inputs = self._inputs(self._batch([segment]), self._slots.grown([segment]))
+        given = features[None] if kind.features else None
+        plain = self.module(tokens[None], given, inputs.positions, inputs.masks, inputs.window)
+        found = library(tokens[None], given, inputs, self.vocab_size)
+        self.release(slot)
+        library.num_forwards = 0
+        pairs = [(plain, found.features)]
+        if kind.logits:
+            pairs.append((self.module.logits(plain), found.logits))
+        return max(float((a - b).abs().max() / (a.max() - a.min()).clamp_min(1e-9)) for a, b in pairs)
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> None:
@@ -144,14 +209,38 @@ class HeadLM(SlottedLM):
 
 
 def suited(target: Forward, module: nn.Module) -> Forward:
-    """How a head's forwards run beside a target whose forwards run in some way.
+    """How a head's forwards run beside a target whose forwards run in some way, if nothing is compiled.
 
     On a CPU a head is packed where the target is packed or compiled, if the result stays the same to the bit. Elsewhere
     it runs eagerly: torch compiles a head for each shape when it is first called, which takes longer than most runs.
     """
+    return "packed" if target != "eager" and _packable(module) else "eager"
+
+
+def beside(target: Forward, asked: Forward | None, module: nn.Module, *, max_slots: int, max_context: int) -> HeadLM:
+    """A head whose forwards run as its target's do, where it can.
+
+    Where the target is compiled on a CPU, so is the head, if its libraries are there or compiled forwards were asked
+    for.
+
+    Args:
+        target: How the target's forwards run.
+        asked: How forwards were asked to run; None: nobody said it.
+    """
+    lm = HeadLM(module, max_slots=max_slots, max_context=max_context, forward=suited(target, module))
+    if target == "compiled" and lm.device.type == "cpu":
+        try:
+            if asked == "compiled" or all(package.exists() for package in lm.packages):
+                lm.prepare()
+        except InputError as error:
+            log.warning("%s runs %s: %s", type(module).__name__, lm.forward, error)
+    return lm
+
+
+def _packable(module: nn.Module) -> bool:
+    """Whether a head can be packed without another result, and there is room for it."""
     weight = next(module.parameters())
-    packs = target != "eager" and keeps_bits(weight.device, weight.dtype) and fits_packed(module, weight.device)
-    return "packed" if packs else "eager"
+    return keeps_bits(weight.device, weight.dtype) and fits_packed(module, weight.device)
 
 
 def sees_all(count: int, before: int = 0) -> Bool[np.ndarray, "count pending"]:

@@ -19,6 +19,7 @@ from outrider.lm.cache import Probe
 from outrider.lm.compiled import ReplayedForward
 from outrider.lm.eager import EagerForward
 from outrider.lm.ends import Ends, find_ends, output_layer
+from outrider.lm.fingerprint import shape_of
 from outrider.lm.forward import Choice, Forward
 from outrider.lm.mtp import load_mtp
 from outrider.lm.package import Package, PackagedForward
@@ -207,9 +208,9 @@ class LanguageModel(SlottedLM):
             InputError: A drafter cannot use them.
         """
         if self._ends is None:
-            self._ends = find_ends(self.model, self.anatomy)
+            self._ends = replace(find_ends(self.model, self.anatomy), target=shape_of(self.model))
             if self.forward != "eager" and packable(self.model):
-                self._ends = replace(self._ends, head=self._packed_output())
+                self._ends = replace(self._ends, head=self._packed_output(), unpacked=self._ends.head)
         return self._ends
 
     def _packed_output(self) -> Callable[[Tensor], Tensor]:

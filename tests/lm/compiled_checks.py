@@ -10,7 +10,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import outrider
@@ -23,6 +22,7 @@ from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.choice import at_hand
+from outrider.lm.head import beside
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.proof.runs import law_of_runs, plain_rows
@@ -107,10 +107,10 @@ def law(model: LlamaForCausalLM) -> float:
 
 
 def heads(model: LlamaForCausalLM) -> dict[str, object]:
-    """Greedy output with toy heads, compiled and not, in chains and trees of ragged batches, and the heads' graphs."""
+    """Greedy output with toy heads, compiled and not, in chains and trees of ragged batches, and the libraries."""
     prompts, found = [[3, 1, 4], [5, 9, 2, 6, 5, 3, 5], [8] * 30], {}
     for kind in ("own features", "block"):
-        before, texts, accepted = counters["stats"]["unique_graphs"], [], []
+        texts, accepted = [], []
         for compile in (False, True):
             target = LanguageModel(model, max_slots=3)
             drafter = toy(kind, Surroundings.of(target, None), compile=compile)
@@ -130,9 +130,30 @@ def heads(model: LlamaForCausalLM) -> dict[str, object]:
                 accepted.append((tree, sum(out.num_accepted_tokens for out in made)))
         found[kind] = {
             "same": texts[:2] == texts[2:] and accepted[:2] == accepted[2:],
-            "graphs": counters["stats"]["unique_graphs"] - before,
+            "most are compiled": 2 * drafter.lm.num_compiled_forwards > drafter.lm.num_forwards,
+            **kept_heads(model, kind),
         }
     return found
+
+
+def kept_heads(model: LlamaForCausalLM, kind: str) -> dict[str, bool]:
+    """Who finds a head's libraries: the same head beside the same target, and nobody else."""
+    other = llama(2, seed=1)
+    around = [Surroundings.of(LanguageModel(target, max_slots=3), None) for target in (model, other)]
+    lms = [toy(kind, each).lm for each in around]
+    changed = toy(kind, around[0]).lm
+    with torch.no_grad():
+        next(changed.module.parameters()).mul_(1.01)
+    beside_it = [
+        beside(target, asked, lms[0].module, max_slots=3, max_context=around[0].max_context).forward
+        for target, asked in (("compiled", None), ("eager", None))
+    ]
+    return {
+        "found again": all(package.exists() for package in lms[0].packages),
+        "not of another target": not any(package.exists() for package in lms[1].packages),
+        "not of other weights": not any(package.exists() for package in changed.packages),
+        "taken beside a compiled target alone": beside_it == ["compiled", "eager"],
+    }
 
 
 def laws_with_a_draft_model(model: LlamaForCausalLM) -> dict[str, float]:

@@ -19,6 +19,7 @@ from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.head import HeadLM
+from outrider.lm.head_package import KINDS, Kind
 from tests.world.block_checkpoints import checkpoints
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
@@ -36,6 +37,7 @@ class ToyModule(nn.Module):
             hidden_size=size, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=around.max_context
         )
         self.feature_size, self.vocab_size, self.masked, self.ends = size, around.vocab_size, masked, around.ends()
+        self.kinds = (Kind(logits=False), Kind(features=False)) if masked else KINDS
         self.fc = nn.Linear(2 * size, size)
         self.unknown = nn.Parameter(torch.randn(size))
         self.rotary, self.attention, self.mlp = Rotary(config), Attention(config, 0), GatedMLP(size, 2 * size)
