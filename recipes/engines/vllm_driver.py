@@ -45,13 +45,18 @@ class Engine:
 
 
 def load(options: Options) -> Engine:
-    """An engine on as many cores as there are threads."""
+    """An engine on as many cores as there are threads.
+
+    Raises:
+        ValueError: vLLM refuses the options; it says why.
+    """
     cores = sorted(os.sched_getaffinity(0))[: options.threads]
     os.environ |= {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
+    from pydantic import ValidationError
     from vllm import LLM, SamplingParams
 
     drafting: dict[str, Any] | None = None
@@ -63,17 +68,21 @@ def load(options: Options) -> Engine:
         drafting = {"method": options.mode, "model": options.draft}
     if drafting is not None:
         drafting["num_speculative_tokens"] = options.draft_tokens
-    llm = LLM(
-        options.target,
-        dtype=options.dtype,
-        max_model_len=options.context,
-        max_num_seqs=options.batch,
-        speculative_config=drafting,
-        enable_prefix_caching=False,
-        disable_log_stats=options.mode not in HEADS,
-        # To compare tokens is not worth the minutes of compiling.
-        enforce_eager=options.mode in (*HEADS, PLAIN),
-    )
+    try:
+        llm = LLM(
+            options.target,
+            dtype=options.dtype,
+            max_model_len=options.context,
+            max_num_seqs=options.batch,
+            speculative_config=drafting,
+            enable_prefix_caching=False,
+            disable_log_stats=options.mode not in HEADS,
+            # To compare tokens is not worth the minutes of compiling.
+            enforce_eager=options.mode in (*HEADS, PLAIN),
+        )
+    except ValidationError as error:
+        # Its last line, which is what a recipe tells, would be an address.
+        raise ValueError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from error
     return Engine(llm, SamplingParams, counts=options.mode in HEADS)
 
 

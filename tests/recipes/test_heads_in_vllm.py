@@ -1,8 +1,10 @@
 """The recipe of heads in vLLM, with a driver that answers as it is told: what is compared, refused and left out."""
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,8 @@ from outrider.types import InputError
 from recipes import heads_in_vllm
 from recipes.engines.engine import Engine
 from recipes.engines.environments import CannotMake, Environment, Room
+from recipes.engines.talk import Options
+from recipes.engines.vllm_driver import load
 from recipes.heads_in_vllm import Plan, run, share
 
 
@@ -56,3 +60,26 @@ def test_unknown_heads_are_named(tmp_path):
     with pytest.raises(InputError, match="unknown head 'hydra'; available: medusa, eagle, eagle3, dflash, dspark"):
         run(plan(tmp_path, "hydra"))
     assert share(None) == "-"
+
+
+def test_options_that_vllm_refuses_are_told_with_its_reason(monkeypatch):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Config(pydantic.BaseModel):
+        method: str
+
+        @pydantic.field_validator("method")
+        @classmethod
+        def known(cls, method: str) -> str:
+            raise ValueError(f"Model Runner V1 does not support: {method}")
+
+    def refusing(target: str, *, speculative_config: dict[str, str], **_: object) -> None:
+        Config(method=speculative_config["method"])
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=refusing, SamplingParams=None))
+    options = Options(
+        mode="dspark", target="t", draft="d", dtype="float32", threads=1, draft_tokens=5, ngram=3, batch=2, context=99
+    )
+    with pytest.raises(ValueError, match=r"^Model Runner V1 does not support: dspark$"):
+        load(options)
