@@ -14,7 +14,7 @@ from recipes.engines.engine import Engine
 from recipes.engines.environments import CannotMake, Environment, Room
 from recipes.engines.talk import Options
 from recipes.engines.vllm_driver import load
-from recipes.heads_in_vllm import Plan, run, share
+from recipes.heads_in_vllm import Plan, run
 
 
 def scripted(_: Room | None) -> list[str]:
@@ -32,11 +32,11 @@ def test_tokens_and_acceptance_are_compared_and_a_refusal_is_told(tmp_path, monk
     place = replace(plan(tmp_path, "medusa", "eagle"), out=tmp_path / "out")
     monkeypatch.setitem(heads_in_vllm.LEARNERS, "eagle", heads_in_vllm.LEARNERS["medusa"])
     monkeypatch.setattr(heads_in_vllm, "here", lambda plan, prompts, drafter: heads_in_vllm.Said(
-        tokens=[[7] * 6] * 2, drafted=8, accepted=2))  # fmt: skip
+        tokens=[[7] * 6] * 2, steps=8, drafted=8, accepted=2))  # fmt: skip
     found = run(place, SCRIPTED)
     [compared, refused] = found.tables
     lines = {line[0]: line[1:] for line in compared.lines}
-    assert lines == {"medusa": ["2 of 2", "50.0 %", "25.0 %"], "eagle": ["-", "-", "25.0 %"]}
+    assert lines == {"medusa": ["2 of 2", "3.00", "1.50"], "eagle": ["-", "-", "1.50"]}
     [[name, reason]] = refused.lines
     assert name == "eagle"
     assert reason.endswith("its last line: ValueError: no such head")
@@ -59,7 +59,6 @@ def test_without_the_engine_one_sentence_says_why(tmp_path):
 def test_unknown_heads_are_named(tmp_path):
     with pytest.raises(InputError, match="unknown head 'hydra'; available: medusa, eagle, eagle3, dflash, dspark"):
         run(plan(tmp_path, "hydra"))
-    assert share(None) == "-"
 
 
 def test_options_that_vllm_refuses_are_told_with_its_reason(monkeypatch):
