@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+CROWDED = 0.5
+"""Cores that other processes may take from the threads of a measurement that is remembered."""
 ROOT = Path("/")
 """Where `/proc` and `/sys` are."""
 
@@ -105,6 +107,16 @@ def shares(before: Usage, after: Usage) -> Shares | None:
     else:
         return None
     return Shares(own=own, free=max(0.0, min(usable_cores(), len(affinity()) - max(0.0, others))))
+
+
+def crowded(seen: Shares | None, threads: int) -> bool:
+    """Whether other processes took so much of the cores that times say little. False if the system does not say.
+
+    Example:
+        >>> crowded(Shares(own=1.0, free=1.2), threads=2), crowded(Shares(own=1.9, free=2.0), threads=2)
+        (True, False)
+    """
+    return seen is not None and seen.free < threads - CROWDED
 
 
 def _busy(root: Path) -> float | None:

@@ -16,7 +16,15 @@ from outrider.drafters.token_map import checked_ids, read_token_map
 from outrider.lm.chain import chain
 from outrider.lm.model import runnable
 from outrider.lm.narrow import narrowed
-from outrider.lm.open import as_device, as_lm, logit_width, open_config, open_model, open_tokenizer
+from outrider.lm.open import (
+    as_device,
+    as_lm,
+    holds_files_of,
+    logit_width,
+    open_config,
+    open_model,
+    open_tokenizer,
+)
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
@@ -231,7 +239,9 @@ class ModelPath:
             revision=self.revision,
         )
         width, few = logit_width(model), None
-        words = shared_words(self.path, self.read_tokenizer(), width, surroundings)
+        ours = surroundings.tokenizer
+        shares = ours is not None and holds_files_of(self.path, ours)
+        words = None if shares else shared_words(self.path, self.read_tokenizer(), width, surroundings)
         shared = min(width, surroundings.vocab_size)
         if listed is not None and words is not None:
             words = self._restricted(words, listed)

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
+import torch
+
 from outrider import remembered
-from outrider.lengths.costs import CAP, GAIN, RECALLED, Formula, Forwards, StepCosts, of_forwards
+from outrider.cores import Usage, crowded, shares
+from outrider.lengths.costs import CAP, GAIN, RECALLED, Formula, Forwards, StepCosts, of_forwards, rough
 
 RECORD = "step-costs"
 """The kind of record that keeps costs between processes."""
@@ -24,6 +28,8 @@ CATCHING_UP = 2.0
 """Cost of the first draft after a long rest, before any is seen, beyond that of other drafts."""
 TRIAL = 4
 """Steps of a trial."""
+STRANGE = 4.0
+"""By what factor a kept cost may differ from the formula, more or less than the others do."""
 SAVE = 1024
 """Most steps after which costs are saved again."""
 
@@ -92,10 +98,14 @@ class Experience:
         self._accepted: list[float] = []
         self._tokens: list[float] = []
         self._next_save = CAP
+        self._began = Usage.now()
 
     @classmethod
     def recalled(cls, key: Mapping[str, Any], forwards: Forwards | None = None) -> "Experience":
         """With the costs that an earlier process kept under this key, if any. It keeps its own there too.
+
+        Costs that are far from the others, by the formula, are left out: something disturbed the steps that taught
+        them, and a draft that seems far too dear is not tried for a long time.
 
         Args:
             forwards: The times of forwards, from which other costs follow; None means a rough formula.
@@ -106,15 +116,16 @@ class Experience:
             return own
         try:
             own.catching_up = max(0.0, float(kept["catching_up"]))
-            for requests, length, cost, count in kept["costs"]:
-                own.costs.set(int(requests), int(length), float(cost), count=min(int(count), RECALLED))
+            rows = [(int(n), int(length), float(cost), int(count)) for n, length, cost, count in kept["costs"]]
+            for n, length, cost, count in _plausible(rows, formula or rough):
+                own.costs.set(n, length, cost, count=min(count, RECALLED))
         except (KeyError, TypeError, ValueError, OverflowError):
             return cls(key=key, formula=formula)
         return own
 
     def save(self) -> None:
-        """Keep the costs for later processes."""
-        if self.key is not None:
+        """Keep the costs for later processes, unless other processes took the cores meanwhile."""
+        if self.key is not None and not crowded(shares(self._began, Usage.now()), torch.get_num_threads()):
             remembered.write(RECORD, self.key, {"catching_up": self.catching_up, "costs": self.costs.rows()})
 
     def tokens(self, most: int) -> Sequence[float]:
@@ -200,3 +211,10 @@ class Experience:
                 self._tested[depth] += 1
             for depth in range(kept):
                 self._accepted[depth] += 1
+
+
+def _plausible(rows: Sequence[tuple[int, int, float, int]], formula: Formula) -> list[tuple[int, int, float, int]]:
+    """The rows of costs that differ from the formula about as much as the others do."""
+    offsets = [math.log(cost) - formula((requests, length)) for requests, length, cost, _ in rows]
+    middle = median(offsets) if offsets else 0.0
+    return [row for row, offset in zip(rows, offsets, strict=True) if abs(offset - middle) <= math.log(STRANGE)]

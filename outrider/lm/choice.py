@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider import remembered
-from outrider.cores import Shares, Usage, shares
+from outrider.cores import Usage, crowded, shares
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forward import BLOCK, FORWARDS, Choice, Forward
 from outrider.lm.model import LanguageModel
@@ -23,8 +23,6 @@ PATIENCE = 0.1
 """Seconds after which a kind of forward is not repeated any more."""
 WIDE = 48
 """Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
-CROWDED = 0.5
-"""Cores that other processes may take from the threads of a measurement that is remembered."""
 
 
 def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, lasting: bool = True) -> Choice:
@@ -63,16 +61,6 @@ def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, la
         if not crowded(shares(before, Usage.now()), torch.get_num_threads()):
             remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
     return _applied(lm, choice)
-
-
-def crowded(seen: Shares | None, threads: int) -> bool:
-    """Whether other processes took so much of the cores that times say little. False if the system does not say.
-
-    Example:
-        >>> crowded(Shares(own=1.0, free=1.2), threads=2), crowded(Shares(own=1.9, free=2.0), threads=2)
-        (True, False)
-    """
-    return seen is not None and seen.free < threads - CROWDED
 
 
 def at_hand(lm: LanguageModel) -> list[Forward]:

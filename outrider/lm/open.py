@@ -31,6 +31,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+"""The files of a tokenizer; the first has its vocabulary."""
 LONGEST_ID = 256
 """Longer than any hub id."""
 LONGEST_REASON = 300
@@ -220,6 +222,18 @@ def open_tokenizer(
         return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except Exception as error:
         raise InputError(f"cannot load a tokenizer from {path}: {reason_of(error)}") from error
+
+
+def holds_files_of(path: str, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a directory holds the very files that a tokenizer was read from, so that nobody must read them again."""
+    here, there = Path(tokenizer.name_or_path), Path(path)
+    if not (there / TOKENIZER_FILES[0]).is_file():
+        return False
+    return all(_content(here / name) == _content(there / name) for name in TOKENIZER_FILES)
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
 
 
 def _exists(path: str, what: str = "model") -> None:

@@ -247,6 +247,8 @@ def test_costs_are_kept_for_the_next_process_and_damaged_ones_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    busy = [False]
+    monkeypatch.setattr("outrider.lengths.experience.crowded", lambda *_: busy[0])
     first = POLICY.recalled({"pair": 1})
     for _ in range(60):
         first.note(Choice(length=2, usual=2), [2] * 3, [1] * 3, 0.02)
@@ -257,6 +259,20 @@ def test_costs_are_kept_for_the_next_process_and_damaged_ones_are_left_out(
     for costs in ([[0, 1, 1.0, 4]], [[1, 1, -1.0, 4]], [[1, 1]], "text", [[1, "x", 1.0, 4]], [[1, 1, None, 4]]):
         remembered.write("step-costs", {"pair": 1}, {"catching_up": 0.0, "costs": costs})
         assert POLICY.recalled({"pair": 1}).costs.rows() == []
+    busy[0] = True
+    first.save()
+    assert POLICY.recalled({"pair": 1}).costs.rows() == []
+
+
+def test_a_kept_cost_that_is_far_from_the_others_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    # Plain steps of one request seemed to cost next to nothing, because those before them were disturbed.
+    costs = [[1, 0, 0.067, 3], [1, 4, 4.05, 3], [3, 4, 6.85, 1], [8, 0, 2.5, 4], [8, 4, 10.0, 1]]
+    remembered.write("step-costs", {"pair": 1}, {"catching_up": 2.0, "costs": costs})
+    forwards = ((4.0, 4.0), (0.3, 0.3))
+    found = POLICY.recalled({"pair": 1}, forwards)
+    assert {row[:2] for row in found.costs.rows()} == {(1, 4), (3, 4), (8, 0), (8, 4)}
+    assert POLICY.choose(found, 1).usual > 0
 
 
 @pytest.mark.parametrize("fields", [{"most": 0}, {"margin": -0.1}])
