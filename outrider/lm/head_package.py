@@ -1,4 +1,4 @@
-"""A head's forward compiled ahead of time; see `library`."""
+"""A head's forward compiled ahead of time; see `libraries`."""
 
 import hashlib
 import sys
@@ -16,7 +16,7 @@ from outrider.lm.attention import MaskBuilder
 from outrider.lm.batch import upload
 from outrider.lm.ends import Ends
 from outrider.lm.fingerprint import fingerprint
-from outrider.lm.library import MANY, Library
+from outrider.lm.libraries import MANY, Library
 from outrider.lm.package import CAPACITY, ROWS, VIEW, WIDTH
 from outrider.lm.slotted import Inputs, Outputs
 from outrider.lm.twin import twin

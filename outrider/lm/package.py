@@ -1,4 +1,4 @@
-"""A model's forward compiled ahead of time; see `library`."""
+"""A model's forward compiled ahead of time; see `libraries`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from outrider.lm.attention import MaskBuilder
 from outrider.lm.batch import upload
 from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.grouped import group
-from outrider.lm.library import MANY, Library
+from outrider.lm.libraries import MANY, Library
 from outrider.lm.slotted import Inputs, Outputs
 from outrider.lm.taps import attach
 from outrider.lm.twin import twin

@@ -145,8 +145,8 @@ def kept_heads(model: LlamaForCausalLM, kind: str) -> dict[str, bool]:
     with torch.no_grad():
         next(changed.module.parameters()).mul_(1.01)
     beside_it = [
-        beside(target, asked, lms[0].module, max_slots=3, max_context=around[0].max_context).forward
-        for target, asked in (("compiled", None), ("eager", None))
+        beside(target, None, lms[0].module, max_slots=3, max_context=around[0].max_context).forward
+        for target in ("compiled", "eager")
     ]
     return {
         "found again": all(package.exists() for package in lms[0].packages),
