@@ -28,6 +28,8 @@ CATCHING_UP = 2.0
 """Cost of the first draft after a long rest, before any is seen, beyond that of other drafts."""
 TRIAL = 4
 """Steps of a trial."""
+DEAREST = 16.0
+"""Most that a trial is expected to cost, in steps of the usual length: only trials show that a cost is far too high."""
 STRANGE = 4.0
 """By what factor a kept cost may differ from the formula, more or less than the others do."""
 SAVE = 1024
@@ -168,7 +170,9 @@ class Experience:
         self._go_on(choice)
         known, over = self.costs.table(requests, length)[length], 0.0
         if self.clocked and ordinary and seconds > 0:
-            over = self.costs.over(requests, length, seconds) if late or not first else 0.0
+            over = self.costs.over(requests, length, seconds)
+            # The first step of a kind may take longer than others, but not less.
+            over = over if late or not first else min(over, 0.0)
             if not first and not late:
                 self.costs.learn(requests, length, seconds, choice.trial, ends=self.trial_left == 0)
         cost = known * math.exp(min(over, MOST_OVER))

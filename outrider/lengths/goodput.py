@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from outrider.lengths.costs import Forwards
-from outrider.lengths.experience import TRIAL, Choice, Experience
+from outrider.lengths.experience import DEAREST, TRIAL, Choice, Experience
 from outrider.trees.protocol import Level
 from outrider.types import InputError, Step
 
@@ -79,6 +79,7 @@ class GoodputLength:
         worth = math.inf if going_on and experience.free else tokens[other] * costs[usual] / tokens[usual]
         # A length that seems about as good is tried no more often than one that is a tenth worse.
         price = TRIAL * max(costs[other] - worth, costs[other] / 10) + (usual == 0) * experience.catching_up
+        price = min(price, DEAREST * costs[usual])
         if going_on or experience.credit >= price:
             return Choice(length=other, usual=usual, worth=worth)
         return Choice(length=usual, usual=usual, price=price)

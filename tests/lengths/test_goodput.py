@@ -182,6 +182,17 @@ def test_the_policy_finds_out_when_drafts_begin_to_pay():
     assert engine.run(1, 300) > 1.5
 
 
+def test_drafts_that_seem_far_too_dear_are_tried_all_the_same():
+    """Something else took the cores while their costs were learnt."""
+    costs = cost(0.15, 0.02)
+    engine = Simulated(cost=costs, rate=0.8)
+    for n in range(9):
+        engine.experience.costs.set(1, n, costs(1, n) * (60 if n else 1))
+    assert engine.run(1, 500) < 1.01
+    engine.run(1, 3500)
+    assert engine.run(1, 300) > 1.5
+
+
 def test_trials_take_no_more_than_their_share_of_the_time():
     engine = Simulated(cost=cost(0.2, 0.1), rate=0.3, noise=0.0, spikes=0.0)
     engine.run(4, 500)
