@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from outrider.drafters.feature_head import FeatureHeadDrafter
+from outrider.drafters.head_path import running_head
 from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.mtp import MtpHead
-from outrider.lm.head import HeadLM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,8 @@ class MtpPath:
         longest = min(self.max_context or surroundings.max_context, surroundings.max_context)
         heads = [MtpHead(model, number, ends, surroundings.vocab_size) for number in range(len(model.layers))]
         first, *deeper = (
-            HeadLM(
-                head.to(surroundings.device, surroundings.dtype).requires_grad_(False),
-                max_slots=surroundings.max_slots,
-                max_context=longest,
+            running_head(
+                head.to(surroundings.device, surroundings.dtype).requires_grad_(False), surroundings, max_context=longest
             )
             for head in heads
         )
