@@ -75,7 +75,7 @@ def at_hand(lm: LanguageModel) -> list[Forward]:
 
 def _applied(lm: LanguageModel, choice: Choice) -> Choice:
     lm.run_by(choice.forward)
-    lm.pad_to, lm.narrow = choice.pad_to, choice.narrow
+    lm.pad_to, lm.narrow = choice.pad_to, lm.widest if choice.narrow is None else choice.narrow
     return choice
 
 
@@ -97,8 +97,8 @@ def _measured(lm: LanguageModel, candidates: Sequence[Forward], pad_to: int | No
 
 def _narrow(lm: LanguageModel) -> int | None:
     """The number of tokens up to which compiled forwards are faster than eager ones; None if they are for all tried."""
-    if lm.max_context < CONTEXT + WIDE:
-        return None
+    if lm.max_context < CONTEXT + WIDE or lm.widest is not None:
+        return lm.widest
     found: dict[Forward, tuple[float, float]] = {}
     for forward in ("eager", "compiled"):
         lm.run_by(forward)

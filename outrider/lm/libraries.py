@@ -9,7 +9,8 @@ Relied on in torch (read and run in 2.13):
   in C++, without trying which kernels are fastest. There are none for float64. In bfloat16 they use matrix units (AMX)
   but not the instructions of AVX-512; without the option products are oneDNN's, which use both;
 - `torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1).run(tensors)` takes all inputs in one list, writes into those
-  that the function writes into, and returns the outputs in one list. It is private.
+  that the function writes into, and returns the outputs in one list. It is private. It cannot call operators that
+  others have registered with torch; the archive lists those that the function calls in a file `*.wrapper.json`.
 """
 
 import functools
@@ -32,6 +33,7 @@ from outrider import remembered
 from outrider.types import InputError
 
 LIBRARY, KEY = "forward.so", "key.json"
+CALLED = ".wrapper.json"
 MANY = 1 << 20
 """More rows, columns or positions than any forward has."""
 
@@ -174,6 +176,9 @@ class Library(ABC):
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
             inductor.aoti_compile_and_package(exported, package_path=str(archive))
         with zipfile.ZipFile(archive) as held:
+            called = next((json.loads(held.read(name)) for name in held.namelist() if name.endswith(CALLED)), {})
+            if outside := sorted({node["node"]["target"] for node in called.get("nodes", ())}):
+                raise RuntimeError(f"it calls {', '.join(outside)}, which the compiler does not know")
             library = next(name for name in held.namelist() if name.endswith(".so"))
             with held.open(library) as source, (folder / LIBRARY).open("wb") as target:
                 shutil.copyfileobj(source, target)

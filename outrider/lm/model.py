@@ -121,7 +121,7 @@ class LanguageModel(SlottedLM):
         )
         self._forwards: dict[Forward, Runs] = {}
         self.choice: Choice | None = None
-        self.narrow: int | None = None
+        self.narrow = self.widest
         self.run_by("eager")
         if forward != "eager":
             self.run_by(forward)
@@ -188,6 +188,11 @@ class LanguageModel(SlottedLM):
         return Package(
             model=self.model, builder=self._builder, storages=self.cache.storages, entries=self.cache.entries
         )
+
+    @property
+    def widest(self) -> int | None:
+        """Most tokens that its compiled forwards can take at once; None: any number."""
+        return self.package.widest if self.device.type == "cpu" else None
 
     @property
     def num_compiled_forwards(self) -> int:

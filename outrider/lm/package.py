@@ -25,6 +25,8 @@ SOURCES = ("attention.py", "grouped.py", "package.py", "taps.py", "window.py")
 """The files of this folder that decide what a library computes."""
 ROWS, WIDTH, VIEW, CAPACITY = 3, 5, 192, 256
 """Sizes of the forward that the graph is made from."""
+GATHERED = 16
+"""Most tokens of a forward that copies the weights of each token's experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,13 @@ class Package(Library):
     @property
     def sources(self) -> Collection[Path]:
         return [Path(__file__).parent / name for name in SOURCES]
+
+    @property
+    def widest(self) -> int | None:
+        """Most tokens of a forward; None: any number. With experts the graph copies the weights of each token's ones:
+        transformers' other ways to compute them cannot be exported.
+        """
+        return GATHERED if self.model._can_set_experts_implementation() else None
 
     @property
     def choices(self) -> Mapping[str, Any]:
@@ -151,6 +160,8 @@ class _Traced(nn.Module):
         super().__init__()
         self.model, self._package = twin(package.model), package
         group(self.model)
+        if package.widest is not None:
+            self.model.set_experts_implementation("batched_mm")
         seen: dict[int, Tensor] = {}
         attach(Anatomy.of(self.model).layers, package.taps, seen)
         # The exporter takes a dict that is an attribute for a part of the model's state.

@@ -3,14 +3,16 @@
 import contextlib
 import io
 import json
+import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import outrider
 from outrider import catalog
@@ -24,10 +26,11 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.choice import at_hand
 from outrider.lm.head import beside
 from outrider.lm.model import LanguageModel
+from outrider.lm.package import GATHERED, Package
 from outrider.lm.protocol import Segment
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
-from outrider.types import Request
+from outrider.types import InputError, Request
 from tests.world.heads import toy
 
 CASES = {
@@ -216,6 +219,31 @@ def wide(plain: LanguageModel, model: LlamaForCausalLM) -> dict[str, object]:
     return {"differences": found, "some": 0 < lm.num_compiled_forwards - before < lm.num_forwards}
 
 
+def experts() -> dict[str, object]:
+    """A mixture of experts: few tokens are compiled, many run eager. What the compiler cannot do is refused."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 512}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**sizes, **heads)).eval()
+    plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
+    before, found = compiled.num_compiled_forwards, differences(plain, compiled, ())
+    refused = ""
+    with mock.patch.object(Package, "widest", None), tempfile.TemporaryDirectory() as folder:
+        try:
+            with mock.patch.dict(os.environ, {"OUTRIDER_CACHE": folder}):
+                LanguageModel(model, forward="compiled")
+        except InputError as error:
+            refused = str(error)
+        left = [path.name for path in Path(folder).rglob("forward.so")]
+    return {
+        "differences": found,
+        "some": 0 < compiled.num_compiled_forwards - before < compiled.num_forwards,
+        "widest": compiled.narrow == GATHERED,
+        "refused": refused,
+        "left": left,
+    }
+
+
 def prepared(model: LlamaForCausalLM) -> dict[str, object]:
     """What `outrider prepare` says of the same weights in a folder, and what a later engine takes."""
     # What is measured beside other tests is remembered too.
@@ -250,6 +278,7 @@ def main() -> None:
         found[f"all forwards {name} are compiled"] = after[0] - before[0] == after[1] - before[1] > 0
     found["wide"] = wide(plain, model)
     found["heads"] = heads(llama(2))
+    found["experts"] = experts()
     settings = {"drafter": "ngram:prompt_lookup_min=1", "length": "fixed:5", "max_slots": 2}
     texts = [
         [

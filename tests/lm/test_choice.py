@@ -10,6 +10,8 @@ from outrider.lm.model import LanguageModel
 class Timed(LanguageModel):
     """Stands for a model whose forwards take given milliseconds, for a block and for many tokens."""
 
+    widest: int | None = None
+
     def __init__(self, eager: tuple[float, float], compiled: tuple[float, float], max_context: int = 999) -> None:
         # Nothing else of a model is there.
         self.times = {"eager": eager, "compiled": compiled}
@@ -40,3 +42,10 @@ def test_compiled_forwards_end_where_eager_ones_are_as_fast(monkeypatch, eager, 
 
 def test_a_short_context_has_no_forward_of_many_tokens() -> None:
     assert choice._narrow(Timed((1, 1), (0, 9), max_context=CONTEXT + WIDE - 1)) is None
+
+
+def test_compiled_forwards_that_copy_the_weights_of_experts_never_take_many_tokens(monkeypatch) -> None:
+    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: lm.times[lm.forward][(BLOCK, WIDE).index(width)])
+    with_experts = Timed((10, 16), (4, 12))
+    with_experts.widest = 16
+    assert choice._narrow(with_experts) == 16

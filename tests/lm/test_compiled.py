@@ -27,6 +27,12 @@ def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(
         assert found[f"all forwards {name} are compiled"]
     assert found["wide"]["some"]
     assert max(found["wide"]["differences"].values()) < 1e-5
+    experts = found["experts"]
+    assert max(experts["differences"].values()) < 1e-5, experts
+    assert experts["some"]
+    assert experts["widest"]
+    assert "it calls transformers::grouped_mm_fallback, which the compiler does not know" in experts["refused"]
+    assert experts["left"] == []
     assert set(found["heads"]) == {"own features", "block"}
     for head in found["heads"].values():
         assert all(head.values()), head
