@@ -39,12 +39,8 @@ class MtpPath:
         model, ends, reads = surroundings.mtp(self.path), surroundings.ends(), (surroundings.num_layers,)
         longest = min(self.max_context or surroundings.max_context, surroundings.max_context)
         heads = [MtpHead(model, number, ends, surroundings.vocab_size) for number in range(len(model.layers))]
-        first, *deeper = (
-            running_head(
-                head.to(surroundings.device, surroundings.dtype).requires_grad_(False), surroundings, max_context=longest
-            )
-            for head in heads
-        )
+        placed = [head.to(surroundings.device, surroundings.dtype).requires_grad_(False) for head in heads]
+        first, *deeper = (running_head(head, surroundings, max_context=longest) for head in placed)
         if deeper:
             return MtpLayersDrafter(lm=first, deeper=tuple(deeper), reads=reads)
         return MtpDrafter(lm=first, reads=reads)

@@ -176,8 +176,8 @@ class Library(ABC):
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
             inductor.aoti_compile_and_package(exported, package_path=str(archive))
         with zipfile.ZipFile(archive) as held:
-            called = next((json.loads(held.read(name)) for name in held.namelist() if name.endswith(CALLED)), {})
-            if outside := sorted({node["node"]["target"] for node in called.get("nodes", ())}):
+            calls = [json.loads(held.read(name)) for name in held.namelist() if name.endswith(CALLED)]
+            if outside := sorted({each["node"]["target"] for found in calls for each in found.get("nodes", ())}):
                 raise RuntimeError(f"it calls {', '.join(outside)}, which the compiler does not know")
             library = next(name for name in held.namelist() if name.endswith(".so"))
             with held.open(library) as source, (folder / LIBRARY).open("wb") as target:
