@@ -17,6 +17,7 @@ from outrider.lm.batch import upload
 from outrider.lm.ends import Ends
 from outrider.lm.fingerprint import fingerprint
 from outrider.lm.libraries import MANY, Library
+from outrider.lm.merged import merge
 from outrider.lm.package import CAPACITY, ROWS, VIEW, WIDTH
 from outrider.lm.slotted import Inputs, Outputs
 from outrider.lm.twin import twin
@@ -78,7 +79,8 @@ class HeadPackage(Library):
     def sources(self) -> Collection[Path]:
         kinds = {kind for part in self.head.modules() for kind in type(part).__mro__}
         own = {kind.__module__ for kind in kinds if kind.__module__.startswith("outrider.")}
-        files = (sys.modules[name].__file__ for name in sorted(own | {__name__, Window.__module__, Ends.__module__}))
+        others = {__name__, Window.__module__, Ends.__module__, merge.__module__}
+        files = (sys.modules[name].__file__ for name in sorted(own | others))
         return [Path(file) for file in files if file is not None]
 
     @property
@@ -117,7 +119,9 @@ class HeadPackage(Library):
             {0: rows, 2: width, 3: view},
             [{0: rows, 1: capacity}] * len(self.storages),
         )
-        return _Traced(self), inputs, sizes
+        traced = _Traced(self)
+        merge(traced.head, lambda: traced(*inputs))
+        return traced, inputs, sizes
 
     def _features(self, rows: int, width: int) -> Float[Tensor, "rows width dim"] | None:
         """Features of this many nodes, all of them zero."""

@@ -16,12 +16,13 @@ from outrider.lm.batch import upload
 from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.grouped import group
 from outrider.lm.libraries import MANY, Library
+from outrider.lm.merged import merge
 from outrider.lm.slotted import Inputs, Outputs
 from outrider.lm.taps import attach
 from outrider.lm.twin import twin
 from outrider.lm.window import Window
 
-SOURCES = ("attention.py", "grouped.py", "package.py", "taps.py", "window.py")
+SOURCES = ("attention.py", "grouped.py", "merged.py", "package.py", "taps.py", "window.py")
 """The files of this folder that decide what a library computes."""
 ROWS, WIDTH, VIEW, CAPACITY = 3, 5, 192, 256
 """Sizes of the forward that the graph is made from."""
@@ -109,7 +110,9 @@ class Package(Library):
             [{0: rows, 2: width, 3: view}] * len(masks),
             [{0: rows, 1: capacity}] * len(storages),
         )
-        return _Traced(self), inputs, sizes
+        traced = _Traced(self)
+        merge(traced, lambda: traced(*inputs))
+        return traced, inputs, sizes
 
 
 class PackagedForward:
