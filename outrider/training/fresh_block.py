@@ -21,8 +21,6 @@ NUM_TAPS: dict[str, int] = {"dflash": 5, "dflare": 9, "dspark": 5}
 """Hidden states that the published heads read."""
 BLOCKS: dict[str, int] = {"dflash": 8, "dflare": 8, "dspark": 7}
 """Positions of a block, by default."""
-STD = 0.02
-"""Spread of new matrices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +87,8 @@ def fresh_head(
         head = HEADS[shape.method](config, ends, logit_width(target))
         for module in head.modules():
             if isinstance(module, nn.Linear):
-                nn.init.normal_(module.weight, std=STD)
+                # As large as trained ones: with smaller ones the mask's own embedding drowns what layers add to it.
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
         for module in head.modules():
             if isinstance(module, MarkovHead):
                 # The head begins as one without it.
