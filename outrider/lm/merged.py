@@ -71,7 +71,9 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linea
 
     def note(layer: nn.Module, given: tuple[Any, ...]) -> None:
         assert isinstance(layer, nn.Linear)
-        calls.append((layer, given[0]))
+        # One that is called by keyword stays alone.
+        if given:
+            calls.append((layer, given[0]))
 
     plain = [layer for layer in model.modules() if type(layer) is nn.Linear]
     hooks = [layer.register_forward_pre_hook(note) for layer in plain]
@@ -81,8 +83,8 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linea
         for hook in hooks:
             hook.remove()
     called = [layer for layer, _ in calls]
-    found: dict[tuple[int, torch.dtype, bool], list[nn.Linear]] = {}
+    found: dict[tuple[int, bool], list[nn.Linear]] = {}
     for layer, given in calls:
         if called.count(layer) == 1:
-            found.setdefault((id(given), layer.weight.dtype, layer.bias is None), []).append(layer)
+            found.setdefault((id(given), layer.bias is None), []).append(layer)
     return [group for group in found.values() if len(group) > 1]
