@@ -52,6 +52,11 @@ class BlockLoss:
         if self.weighting not in ("decay", "survival"):
             raise InputError(f"weighting must be decay or survival, got {self.weighting!r}")
 
+    @property
+    def reads_labels(self) -> bool:
+        """Whether anything depends on the head's probability of the text's own tokens."""
+        return self.of is None or self.hard > 0 or self.weighting == "survival"
+
     def weights(
         self, log_q: Float[Tensor, "rows anchors depth"], valid: Bool[Tensor, "rows anchors depth"]
     ) -> Float[Tensor, "rows anchors depth"]:

@@ -20,7 +20,7 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
-from outrider.training.divergences import CHUNK, chunked, cross_entropy, divergence
+from outrider.training.divergences import CHUNK, among_likeliest, chunked, cross_entropy, divergence
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
 from outrider.training.target_rows import with_rows
@@ -152,7 +152,7 @@ class BlockLearner(Learner):
         drawn = self.anchors(batch)
         found = self._guesses(batch, self._context(batch), drawn, self.head.config.max_depth)
         counts = bool(found.valid.any())
-        log_q = torch.zeros(found.valid.shape, device=found.inner.device)
+        of_labels = self.loss.reads_labels
         agreed = torch.zeros(len(found.labels), dtype=torch.bool, device=found.inner.device)
         said = torch.zeros(len(found.labels), device=found.inner.device)
         sure, of = self.head.confidence(found.inner.detach()), self.loss.of
@@ -162,9 +162,11 @@ class BlockLearner(Learner):
             both = self._rows_of_both(with_rows(batch, self.head.ends, self._last, self.head.vocab_size), found)
 
         def each(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
-            hard = cross_entropy(found.labels[rows], logits)
-            agreed[rows] = logits.detach().argmax(-1) == found.labels[rows]
-            said[rows] = -hard.detach().float()
+            agreed[rows] = among_likeliest(found.labels[rows], logits.detach())
+            hard = logits.new_zeros(())
+            if of_labels:
+                hard = cross_entropy(found.labels[rows], logits)
+                said[rows] = -hard.detach().float()
             if both is None:
                 return hard
             theirs, ours = both(rows, logits)
@@ -178,17 +180,20 @@ class BlockLearner(Learner):
         values = chunked(each, found.inner, self.head.informed_logits, chunk=self._chunk, width=self.head.vocab_size)
         if sure is not None:
             values = values + _misjudged(sure, far)
-        if counts:
-            log_q[found.valid] = said
         weights = torch.zeros_like(values)
         if counts:
+            log_q = torch.zeros(found.valid.shape, device=found.inner.device)
+            log_q[found.valid] = said
             every = self.loss.weights(log_q, found.valid)
             slots = None if self.slot_weights is None else every.new_tensor(self.slot_weights)
             weights = (every if slots is None else every * slots)[found.valid]
         return Loss(
             total=(weights * values).sum(),
             weight=weights.sum().double(),
-            parts={"agreement": (weights * agreed).sum(), "log_likelihood": (weights * said).sum()},
+            parts={
+                "agreement": (weights * agreed).sum(),
+                **({"log_likelihood": (weights * said).sum()} if of_labels else {}),
+            },
         )
 
     def places_of(self, documents: Sequence[Document], max_length: int) -> Int[Tensor, " depths"]:

@@ -17,7 +17,15 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends, find_ends
 from outrider.lm.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.training.batches import Batch
-from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy, divergence, over_top_rows
+from outrider.training.divergences import (
+    CHUNK,
+    Divergence,
+    among_likeliest,
+    chunked,
+    cross_entropy,
+    divergence,
+    over_top_rows,
+)
 from outrider.training.loop import Learner, Loss
 from outrider.training.on_policy import Sampler
 from outrider.training.positions import Positions, positions_of
@@ -149,7 +157,7 @@ class Distilled(Learner):
 
         def loss(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
             logits = logits[..., : self._width]
-            agreed[rows] = logits.detach().argmax(-1) == labels[rows]
+            agreed[rows] = among_likeliest(labels[rows], logits.detach())
             if self.divergence is None or target is None:
                 return cross_entropy(labels[rows], logits)
             return target(self.divergence, rows, logits)

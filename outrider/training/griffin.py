@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from outrider.heads.griffin import GriffinFile, GriffinHead
 from outrider.training.batches import Batch
-from outrider.training.divergences import Divergence
+from outrider.training.divergences import Divergence, among_likeliest
 from outrider.training.eagle import Eagle, eagle_head
 from outrider.types import InputError
 
@@ -103,9 +103,7 @@ class Griffin(Eagle):
         """Whether tokens are among the head's likeliest ones."""
         found = [torch.zeros_like(labels[:0], dtype=torch.bool)]
         for states, wanted in zip(hidden.split(self.chunk), labels.split(self.chunk), strict=True):
-            logits = self._narrow(self.logits(states, number))
-            own = logits.gather(-1, wanted[:, None])
-            found.append((logits > own).sum(-1) < self._top)
+            found.append(among_likeliest(wanted, self._narrow(self.logits(states, number)), self._top))
         return torch.cat(found)
 
 

@@ -17,7 +17,7 @@ from outrider.lm.ends import Ends, find_ends
 from outrider.lm.open import logit_width
 from outrider.lm.taps import tapped
 from outrider.training.batches import Batch
-from outrider.training.divergences import CHUNK, Divergence, chunked, cross_entropy
+from outrider.training.divergences import CHUNK, Divergence, among_likeliest, chunked, cross_entropy
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
 from outrider.training.target_rows import with_rows
@@ -219,19 +219,22 @@ class HeadLearner(Learner):
     ) -> tuple[Float[Tensor, ""], Int[Tensor, ""]]:
         """The sum of the divergences of a guess, and how often its likeliest token is the text's."""
         labels, ids = places.labels, self._ids_on(hidden.device)
-        agreed = torch.zeros(len(labels), dtype=torch.bool, device=hidden.device)
+        numbers, known = labels, torch.ones_like(labels, dtype=torch.bool)
+        if ids is not None:
+            numbers = torch.searchsorted(ids, labels).clamp_max(len(ids) - 1)
+            known = ids[numbers] == labels
+        agreed = torch.zeros_like(known)
         target = self._target_logits(batch, number, places)
 
         def loss(rows: slice, logits: Float[Tensor, "rows width"]) -> Float[Tensor, " rows"]:
-            guessed = logits.detach().argmax(-1)
-            agreed[rows] = (guessed if ids is None else ids[guessed]) == labels[rows]
+            agreed[rows] = among_likeliest(numbers[rows], logits.detach()) & known[rows]
             if self.divergence is None:
-                return self._hard(labels[rows], logits, ids)
+                return torch.where(known[rows], cross_entropy(numbers[rows], logits), 0.0)
             theirs = target(rows)
             if ids is None:
                 return self.divergence(theirs, logits)
-            known = torch.isin(theirs.argmax(-1), ids)
-            return torch.where(known, self.divergence(theirs[:, ids], logits), 0.0)
+            covered = torch.isin(theirs.argmax(-1), ids)
+            return torch.where(covered, self.divergence(theirs[:, ids], logits), 0.0)
 
         picked = hidden[places.rows, places.at]
         width = self.shape.vocab_size if ids is None else len(ids)
@@ -239,15 +242,6 @@ class HeadLearner(Learner):
             loss, picked, lambda states: self._narrow(self.logits(states, number)), chunk=self.chunk, width=width
         )
         return values.sum(), agreed.sum()
-
-    def _hard(
-        self, labels: Int[Tensor, " n"], logits: Float[Tensor, "n width"], ids: Int[Tensor, " width"] | None
-    ) -> Float[Tensor, " n"]:
-        """The cross-entropy of the text's tokens, 0 for those that cannot be guessed."""
-        if ids is None:
-            return cross_entropy(labels, logits)
-        places = torch.searchsorted(ids, labels).clamp_max(len(ids) - 1)
-        return torch.where(ids[places] == labels, cross_entropy(places, logits), 0.0)
 
     def _compared(
         self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "Places"

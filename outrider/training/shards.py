@@ -297,7 +297,7 @@ def save(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> FileShard:
     return FileShard(path=path)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=128)
 def _opened(path: Path) -> Any:
     """An open file of safetensors."""
     return safe_open(path, framework="pt")
