@@ -4,12 +4,16 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
+
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.protocol import Surroundings
+from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.heads.eagle import EagleFile, is_eagle
 from outrider.heads.feature_head import without_copies
 from outrider.heads.files import TargetShape, read_config, read_tensors
+from outrider.types import ShortList
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +31,24 @@ class EagleDrafter(FeatureHeadDrafter):
 
 @dataclass(frozen=True, kw_only=True)
 class EagleKinPath(HeadPath):
-    """A head on the trunk of EAGLE-1, before it is bound to a target. A subclass names its files and its drafter."""
+    """A head on the trunk of EAGLE-1, before it is bound to a target. A subclass names its files and its drafter.
+
+    Attributes:
+        token_map: A file of the tokens that it may propose, the most frequent first: `read_token_map` says which
+            kinds there are. Its output layer, the target's, is cut to these. By default it may propose all tokens.
+        vocabulary: How many tokens of the file to take; by default all.
+
+    References:
+        Zhao et al. 2025, FR-Spec: the output layer of the most frequent tokens. https://arxiv.org/abs/2502.14856
+    """
 
     file: ClassVar[type[EagleFile]] = EagleFile
+
+    token_map: str | None = None
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        check_listed(self.token_map, self.vocabulary)
 
     def read(self, surroundings: Surroundings) -> dict[str, Any]:
         """Load the head. Returns the fields of its drafter."""
@@ -38,8 +57,16 @@ class EagleKinPath(HeadPath):
         self.check_target(TargetShape.of(config, self.path), file.config.hidden_size, surroundings)
         self.check_vocabulary(file.config.vocab_size, surroundings)
         tensors = without_copies(dict(file.tensors), surroundings.embed, surroundings.device)
-        head = replace(file, tensors=tensors).head(surroundings.ends(), surroundings.vocab_size)
-        return {"lm": head_lm(self, head, surroundings), "reads": (surroundings.num_layers,)}
+        ends, width, few = surroundings.ends(), surroundings.vocab_size, None
+        if self.token_map is not None:
+            ids = checked_ids(read_token_map(self.token_map, self.vocabulary), width, self.token_map)
+            ends, width, few = (
+                ends.cut(ids),
+                len(ids),
+                ShortList.of(torch.tensor(ids, device=surroundings.device), width),
+            )
+        lm = head_lm(self, replace(file, tensors=tensors).head(ends, width), surroundings)
+        return {"lm": lm, "reads": (surroundings.num_layers,), "short_list": few}
 
 
 @dataclass(frozen=True, kw_only=True)

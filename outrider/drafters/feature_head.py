@@ -51,7 +51,8 @@ class FeatureHeadDrafter(OwnFeatures):
         if isinstance(self.lm, TabularHead):
             return self
         module = copy.deepcopy(cast(FeatureHead | MtpHead, self.lm.module)).to(surroundings.dtype)
-        module.ends = surroundings.ends()
+        ids = module.ends.ids
+        module.ends = surroundings.ends() if ids is None else surroundings.ends().cut(ids)
         lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
         return replace(self, lm=lm)
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
-from outrider.drafters.token_map import checked_ids, read_token_map
+from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.lm.chain import chain
 from outrider.lm.model import runnable
 from outrider.lm.narrow import narrowed
@@ -213,10 +213,7 @@ class ModelPath:
     vocabulary: int | None = None
 
     def __post_init__(self) -> None:
-        if self.vocabulary is not None and self.token_map is None:
-            raise InputError(
-                "vocabulary says how many tokens of a file the draft model may propose; give the file, token_map=FILE"
-            )
+        check_listed(self.token_map, self.vocabulary)
 
     def read_config(self) -> PreTrainedConfig:
         return open_config(self.path, revision=self.revision)

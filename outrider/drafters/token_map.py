@@ -1,4 +1,4 @@
-"""The most frequent tokens of a language, from a file: the only ones that a draft model then proposes (FR-Spec)."""
+"""The most frequent tokens of a language, from a file: the only ones that a drafter then proposes (FR-Spec)."""
 
 import json
 import pickle
@@ -53,11 +53,17 @@ def read_token_map(path: str, count: int | None = None) -> list[int]:
     return ids[:count]
 
 
+def check_listed(path: str | None, count: int | None) -> None:
+    """Raise InputError if a number of tokens is given and no file that they are of."""
+    if count is not None and path is None:
+        raise InputError("vocabulary says how many tokens of a file may be proposed; give the file, token_map=FILE")
+
+
 def checked_ids(ids: Sequence[int], width: int, path: str) -> list[int]:
     """The ids in ascending order. Raises InputError if one of them is not below the width of the vocabulary."""
     if (largest := max(ids)) >= width:
         raise InputError(
-            f"token_map {path} holds token id {largest}, and the target and the draft model have ids 0..{width - 1} in "
+            f"token_map {path} holds token id {largest}, and the target and the drafter have ids 0..{width - 1} in "
             "common; make the list with the target's tokenizer"
         )
     return sorted(ids)

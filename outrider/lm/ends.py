@@ -10,8 +10,8 @@ capped correctly. The final norm is found by watching one forward, not by its na
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
+from outrider.lm.narrow import LEAVE, cut
 from outrider.lm.packed import packed
 from outrider.types import InputError
 
@@ -37,6 +38,7 @@ class Ends:
         unpacked: The same from weights that are not packed; None: `head` is.
         modules: The target's modules that these functions use.
         target: A hash of what the target is without its weights.
+        ids: The tokens that `head` makes logits of, ascending; None: all.
     """
 
     embed: Callable[[Int[Tensor, "*batch"]], Float[Tensor, "*batch hidden"]]
@@ -45,6 +47,31 @@ class Ends:
     unpacked: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]] | None = None
     modules: nn.Module = field(default_factory=nn.ModuleList)
     target: str = ""
+    ids: tuple[int, ...] | None = None
+
+    def cut(self, ids: Sequence[int]) -> "Ends":
+        """The same ends, whose output layer makes logits of some tokens alone.
+
+        Args:
+            ids: These tokens, ascending.
+
+        Raises:
+            InputError: The output layer is no plain linear layer with a row per token.
+        """
+        whole = self.unpacked or self.head
+        if not isinstance(whole, OutputLayer):
+            raise InputError(f"the output layer of this target cannot be cut to some tokens; {LEAVE}")
+        plain = whole.cut(ids)
+        own, short = whole.layer, plain.layer
+        kept = [module for module in self.modules.children() if module is not own]
+        return replace(
+            self,
+            head=plain if self.unpacked is None else plain.packed(),
+            unpacked=None if self.unpacked is None else plain,
+            modules=nn.ModuleList(kept if short is None else [*kept, short]),
+            target=f"{self.target} cut to {len(ids)} tokens",
+            ids=tuple(ids),
+        )
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits from normed states of any dtype and device, computed in the dtype of the embedding."""
@@ -170,7 +197,42 @@ def _same(hidden: Tensor) -> Tensor:
     return hidden
 
 
-def output_layer(model: PreTrainedModel, *, pack: bool = False) -> Callable[[Tensor], Tensor]:
+class OutputLayer:
+    """Logits from normed states, by a model's own forward with a stand-in for the part of it that holds the layers.
+
+    Args:
+        shell: The model with the stand-in.
+    """
+
+    def __init__(self, shell: PreTrainedModel) -> None:
+        self._shell = shell
+
+    def __call__(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        # Copied without asking whether it must be: an exported graph would then serve numbers of one kind only.
+        flat = hidden.clone(memory_format=torch.contiguous_format).view(1, -1, hidden.shape[-1])
+        logits: Tensor = self._shell(inputs_embeds=flat, use_cache=False).logits
+        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
+
+    @property
+    def layer(self) -> nn.Module | None:
+        """The layer itself, without what scales or caps its logits."""
+        return self._shell.get_output_embeddings()
+
+    def cut(self, ids: Sequence[int]) -> "OutputLayer":
+        """The same for some tokens alone, in this order. Raises InputError if there is no plain layer to cut."""
+        layer, children = self.layer, dict(self._shell.named_children())
+        name = next((name for name, child in children.items() if child is layer), None)
+        if name is None or layer is None:
+            raise InputError(f"the output layer of {type(self._shell).__name__} cannot be cut to some tokens; {LEAVE}")
+        return OutputLayer(_with(self._shell, {name: cut(layer, ids)}))
+
+    def packed(self) -> "OutputLayer":
+        """The same from packed copies of the weights."""
+        above = {name: child for name, child in self._shell.named_children() if not isinstance(child, _Below)}
+        return OutputLayer(_with(self._shell, dict(packed(nn.ModuleDict(above))._modules)))
+
+
+def output_layer(model: PreTrainedModel, *, pack: bool = False) -> OutputLayer:
     """Logits from normed states, by the model's own forward with a stand-in for the part of it that holds the layers.
 
     Args:
@@ -179,19 +241,15 @@ def output_layer(model: PreTrainedModel, *, pack: bool = False) -> Callable[[Ten
     """
     above = _above(model)
     [below] = [name for name, _ in model.named_children() if name not in above]
+    whole = OutputLayer(_with(model, {below: _Below(getattr(model, below))}))
+    return whole.packed() if pack else whole
+
+
+def _with(model: PreTrainedModel, children: Mapping[str, nn.Module | None]) -> PreTrainedModel:
+    """A model that shares everything with another but some of its children."""
     shell = copy.copy(model)
-    shell._modules = dict(model._modules)
-    if pack:
-        shell._modules |= packed(nn.ModuleDict(above))._modules
-    shell._modules[below] = _Below(getattr(model, below))
-
-    def head(hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        # Copied without asking whether it must be: an exported graph would then serve numbers of one kind only.
-        flat = hidden.clone(memory_format=torch.contiguous_format).view(1, -1, hidden.shape[-1])
-        logits: Tensor = shell(inputs_embeds=flat, use_cache=False).logits
-        return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
-
-    return head
+    shell._modules = {**model._modules, **children}
+    return shell
 
 
 def _above(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -8,6 +8,9 @@ from transformers import PreTrainedModel
 
 from outrider.types import InputError
 
+LEAVE = "leave token_map out"
+"""What a user does where nothing can be cut."""
+
 
 @torch.no_grad()
 def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
@@ -18,20 +21,26 @@ def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
     Raises:
         InputError: The output layer is no plain linear layer with a row per token.
     """
-    head = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.out_features <= max(ids):
-        raise InputError(
-            f"the draft model's output layer is a {type(head).__name__}, and only a plain linear layer with a row per "
-            "token can be cut to some tokens; leave token_map out"
-        )
-    rows = torch.tensor(list(ids), device=head.weight.device)
-    short = nn.Linear(
-        head.in_features, len(ids), bias=head.bias is not None, device=head.weight.device, dtype=head.weight.dtype
-    )
-    short.weight.copy_(head.weight[rows])
-    if head.bias is not None:
-        short.bias.copy_(head.bias[rows])
-    model.set_output_embeddings(short.requires_grad_(head.weight.requires_grad))
+    short = cut(model.get_output_embeddings(), ids)
+    model.set_output_embeddings(short)
     if model.get_output_embeddings() is not short:
-        raise InputError("the draft model does not let its output layer be replaced; leave token_map out")
+        raise InputError(f"the draft model does not let its output layer be replaced; {LEAVE}")
     return model.eval()
+
+
+@torch.no_grad()
+def cut(layer: nn.Module | None, ids: Sequence[int]) -> nn.Linear:
+    """The rows of some token ids of an output layer, in this order. Raises InputError if it has no row per token."""
+    if type(layer) is not nn.Linear or layer.out_features <= max(ids):
+        raise InputError(
+            f"the output layer is a {type(layer).__name__}, and only a plain linear layer with a row per token can be "
+            f"cut to some tokens; {LEAVE}"
+        )
+    rows, weight = torch.tensor(list(ids), device=layer.weight.device), layer.weight
+    short = nn.Linear(
+        layer.in_features, len(ids), bias=layer.bias is not None, device=weight.device, dtype=weight.dtype
+    )
+    short.weight.copy_(weight[rows])
+    if layer.bias is not None:
+        short.bias.copy_(layer.bias[rows])
+    return short.requires_grad_(weight.requires_grad)

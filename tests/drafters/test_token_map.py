@@ -1,4 +1,4 @@
-"""A draft model that proposes the most frequent tokens alone: files of them, wrong ones, and what stays the same."""
+"""Draft models and heads that propose the most frequent tokens alone: files of them, and what stays the same."""
 
 import json
 from dataclasses import replace
@@ -15,6 +15,8 @@ from outrider.bench.texts import log_ratios, logits_along, rows_at
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_map import read_token_map
+from outrider.lm.anatomy import Anatomy
+from outrider.lm.ends import find_ends
 from outrider.lm.model import LanguageModel
 from outrider.lm.narrow import narrowed
 from outrider.lm.protocol import Segment
@@ -25,7 +27,10 @@ from outrider.types import ShortList
 from tests.engine.test_vocabularies import saved, tiny, width
 from tests.proof import tiny_runs as real
 from tests.world import models
+from tests.world.forced import forced_guesses
 from tests.world.models import llama
+from tests.world.published import eagle
+from tests.world.published_kin import griffin, jakiro
 from tests.world.tables import tables
 from tests.world.tokenizers import byte_level
 from tests.world.verifiers import each, judges_of
@@ -44,6 +49,7 @@ def save(place: Path, name: str, content: object) -> str:
     return str(file)
 
 
+HEADS = {"eagle": eagle, "griffin": griffin, "jakiro": jakiro}
 FILES = {
     "list.json": [7, 3, 12],
     "counts.json": {"3": 5, "12": 1, "7": 90, "8": 0},
@@ -110,6 +116,68 @@ def test_an_output_layer_that_cannot_be_cut_is_refused():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(InputError, match=r"output layer is a Sequential, .* leave token_map out"):
         narrowed(model, [3])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "cohere2"])
+@pytest.mark.usefixtures("float64_stays_float64")
+@torch.no_grad()
+def test_the_targets_output_layer_is_cut_for_a_head_and_stays_whole_for_the_target(name):
+    ids, model = [3, 9, 10, 40], zoo(name)
+    whole = find_ends(model, Anatomy.of(model))
+    cut, hidden = whole.cut(ids), torch.randn(2, 3, model.config.hidden_size, dtype=torch.float64)
+    rows = whole.head(hidden)
+    assert rows.shape[-1] == VOCAB
+    torch.testing.assert_close(cut.head(hidden), rows[..., ids], rtol=1e-12, atol=1e-12)
+    assert model.get_output_embeddings().weight.shape[0] == VOCAB
+    assert model.get_output_embeddings() not in cut.modules.children()
+
+
+def test_an_output_layer_of_the_target_that_cannot_be_cut_is_refused():
+    model = zoo("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(InputError, match=r"output layer is a Sequential, .* leave token_map out"):
+        find_ends(model, Anatomy.of(model)).cut([3])
+
+
+@pytest.mark.parametrize(("name", "write"), HEADS.items(), ids=list(HEADS))
+@pytest.mark.usefixtures("float64_stays_float64")
+def test_a_head_with_a_list_guesses_what_it_guesses_without_it_among_fewer_tokens(name, write, tmp_path):
+    lm, ids = models.target(1), [*range(20, 50), 3, 4]
+    around, text = Surroundings.of(lm, None), [5, 9, 33, 7, 12, 40, 3, 22, 51, 6, 17]
+    write(tmp_path, around)
+    listed = save(tmp_path, "list.json", ids)
+    plain = catalog.make("drafter", f"{name}:path={tmp_path}").bind(around)
+    found = catalog.make("drafter", f"{name}:path={tmp_path},token_map={listed},vocabulary=31").bind(around)
+    kept = sorted(ids[:31])
+    assert found.lm.vocab_size == 31
+    assert found.cast(around).lm.vocab_size == 31
+    rows = [forced_guesses(each, models.target(1), text, 5, 3) for each in (plain, found)]
+    for place, row in rows[0].items():
+        torch.testing.assert_close(rows[1][place][kept], row[kept], rtol=1e-9, atol=1e-9)
+        assert rows[1][place].isinf().sum() == VOCAB - 31
+
+
+@pytest.mark.parametrize(("name", "write"), HEADS.items(), ids=list(HEADS))
+@pytest.mark.parametrize(("tree", "verifier"), [("chain", "block"), ("gumbel:branching=2x1", "traversal")])
+@pytest.mark.usefixtures("float64_stays_float64")
+def test_runs_of_a_head_with_a_list_keep_the_law(name, write, tree, verifier, tmp_path):
+    model = real.tiny("llama", 3)
+    around = Surroundings.of(LanguageModel(model, max_slots=real.SLOTS), None)
+    write(tmp_path, around)
+    listed = save(tmp_path, "list.json", [0, 2])
+    drafter = catalog.make("drafter", f"{name}:path={tmp_path},token_map={listed}").bind(around)
+    found = real.walk(real.engine(model, drafter, verifier, tree), most=3)
+    real.assert_lossless(found)
+
+
+def test_a_head_with_ids_that_the_target_lacks_or_a_number_without_a_file_is_refused(tmp_path):
+    around = Surroundings.of(models.target(1), None)
+    eagle(tmp_path, around)
+    listed = save(tmp_path, "list.json", [3, VOCAB])
+    with pytest.raises(InputError, match=f"holds token id {VOCAB}, .* have ids 0..{VOCAB - 1} in common"):
+        catalog.make("drafter", f"eagle:path={tmp_path},token_map={listed}").bind(around)
+    with pytest.raises(InputError, match="give the file, token_map=FILE"):
+        catalog.make("drafter", "griffin:path=there,vocabulary=5")
 
 
 def few(vocab: int) -> ModelDrafter:
