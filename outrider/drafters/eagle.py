@@ -60,11 +60,8 @@ class EagleKinPath(HeadPath):
         ends, width, few = surroundings.ends(), surroundings.vocab_size, None
         if self.token_map is not None:
             ids = checked_ids(read_token_map(self.token_map, self.vocabulary), width, self.token_map)
-            ends, width, few = (
-                ends.cut(ids),
-                len(ids),
-                ShortList.of(torch.tensor(ids, device=surroundings.device), width),
-            )
+            few = ShortList.of(torch.tensor(ids, device=surroundings.device), width)
+            ends, width = ends.cut(ids), len(ids)
         lm = head_lm(self, replace(file, tensors=tensors).head(ends, width), surroundings)
         return {"lm": lm, "reads": (surroundings.num_layers,), "short_list": few}
 
