@@ -14,12 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider.training.divergences import worth_keeping
 from outrider.types import InputError
 
 MASTER = 4
 """Bytes of a trained weight, of its gradient, and of each of AdamW's two moments."""
 LOGIT_COPIES = 6
 """Float32 tensors of a chunk of logits at once: both models' logits, their log-probabilities, a product, a gradient."""
+KEPT_COPIES = 2
+"""Tensors of all logits that stay until the backward where they are few: the drafter's and their gradients."""
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 """Names that configs use for the number of experts."""
 HOUR, MILLION = 3600, 1e6
@@ -66,7 +69,7 @@ class Estimate:
         optimizer: AdamW's two moments.
         target: The target's weights.
         activations: What the backward pass needs of a micro-batch.
-        logits: A chunk of logits of both models.
+        logits: A chunk of logits of both models, and all logits where these stay until the backward.
         flops_per_token: Of the matrix products, for one token of training: forward and backward of the trained model,
             forward of the target.
     """
@@ -118,6 +121,7 @@ def estimate(
     copies = work.activation_bytes if work.activation_bytes < MASTER else 0
     chunk = min(work.chunk or work.num_tokens, work.num_tokens)
     width = max(_text(model).vocab_size for model in (trained, frozen) if model is not None)
+    kept = work.num_tokens - chunk if worth_keeping(work.num_tokens, width) else 0
     backward = 3 * forward_flops(trained, work.length)
     return Estimate(
         num_trained=num_trained,
@@ -127,7 +131,7 @@ def estimate(
         optimizer=2 * MASTER * num_trained // work.num_shards,
         target=target_bytes * num_frozen,
         activations=work.num_tokens * work.activation_bytes * activations_per_token(trained),
-        logits=LOGIT_COPIES * 4 * chunk * width,
+        logits=(LOGIT_COPIES * 4 * chunk + KEPT_COPIES * work.activation_bytes * kept) * width,
         flops_per_token=backward + (0 if frozen is None else forward_flops(frozen, work.length)),
     )
 
