@@ -49,6 +49,9 @@ class PossOptions:
         bias: Give the fusion a bias, as the authors do; of eagle alone.
         taps: The target's hidden states that eagle3 reads, such as 2x16x29; tap k enters layer k. By default a low, a
             middle and a high one.
+        fc_norm: Norm each of these states; of eagle3 alone, as the next two.
+        norm_output: Feed the normed output back.
+        norm_before_residual: Take the normed feature as the residual.
         intermediate_size: Width of the feed-forward. By default the target's.
     """
 
@@ -59,4 +62,7 @@ class PossOptions:
     noise: float = 0.2
     bias: bool = False
     taps: str | None = None
+    fc_norm: bool = False
+    norm_output: bool = False
+    norm_before_residual: bool = False
     intermediate_size: int | None = None

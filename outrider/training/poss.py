@@ -58,6 +58,9 @@ def poss_learner(
     bias: bool = False,
     ids: Int[Tensor, " width"] | None = None,
     taps: Sequence[int] | None = None,
+    fc_norm: bool = False,
+    norm_output: bool = False,
+    norm_before_residual: bool = False,
     intermediate_size: int | None = None,
     begin: str | None = None,
     seed: int = 0,
@@ -73,6 +76,9 @@ def poss_learner(
         bias: Whether the fusion has a bias; for EAGLE alone.
         ids: The tokens that the head guesses, ascending; None: all. For EAGLE-3 alone, as `taps`.
         taps: The hidden states that it reads; None takes a low, a middle and a high one.
+        fc_norm: Whether each tapped state has a norm of its own; for EAGLE-3 alone, as the next two.
+        norm_output: Whether the normed output is fed back.
+        norm_before_residual: Whether the residual of the first layer is the normed feature.
         intermediate_size: Width of the feed-forward; None: the target's.
         begin: Directory or hub id of a head to train further; the sizes are its own. The layer of an EAGLE or EAGLE-3
             head is copied into every specialist.
@@ -92,6 +98,8 @@ def poss_learner(
     if head is None:
         if begin is not None:
             trunk = "eagle3" if is_eagle3(read_config(begin), read_names(begin)) else "eagle"
+        if trunk == "eagle" and (fc_norm or norm_output or norm_before_residual):
+            raise InputError("fc_norm, norm_output and norm_before_residual are for trunk eagle3")
         if trunk == "eagle":
             head = eagle_head(target, bias=bias, intermediate_size=intermediate_size, begin=begin, seed=seed)
         else:
@@ -99,9 +107,9 @@ def poss_learner(
                 target,
                 ids=ids,
                 taps=taps,
-                fc_norm=False,
-                norm_output=False,
-                norm_before_residual=False,
+                fc_norm=fc_norm,
+                norm_output=norm_output,
+                norm_before_residual=norm_before_residual,
                 intermediate_size=intermediate_size,
                 begin=begin,
                 seed=seed,

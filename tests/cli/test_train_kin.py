@@ -12,7 +12,19 @@ from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
 from tests.cli.test_train_heads import without_drafter
 
 MORE: dict[str, tuple[str, ...]] = {
-    "poss": ("--trunk", "eagle3", "--taps", "0x1x3", "--stride", "2", "--unrolled", "4", "--draft-vocab", "20"),
+    "poss": (
+        "--trunk",
+        "eagle3",
+        "--taps",
+        "0x1x3",
+        "--stride",
+        "2",
+        "--unrolled",
+        "4",
+        "--draft-vocab",
+        "20",
+        "--fc-norm",
+    ),
     "griffin": ("--unrolled", "2", "--bias", "--align-shift", "0", "--likeliest", "5"),
     "jakiro": ("--expert-size", "12", "--mixture", "gate", "--contrast", "1"),
 }
@@ -39,6 +51,7 @@ def test_one_command_trains_a_head(monkeypatch, capsys, tmp_path, pair, kind, mo
     [
         ("poss", ("--trunk", "medusa"), "trunk must be eagle or eagle3"),
         ("poss", ("--taps", "low"), "taps must be numbers with x between them"),
+        ("poss", ("--norm-output",), "are for trunk eagle3"),
         ("poss", ("--draft-vocab", "20"), "guesses with the target's own output layer"),
         ("griffin", ("--draft-vocab", "20"), "guesses with the target's own output layer"),
         ("griffin", ("--align-shift", "3"), "align_shift must be 1"),

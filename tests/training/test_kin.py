@@ -124,6 +124,24 @@ def test_specialists_begin_as_their_parent_and_learn_apart(tmp_path, trunk):
     assert not torch.allclose(gradients[0], gradients[1])
 
 
+def test_specialists_of_eagle3_have_its_norms_and_keep_them_on_disk(tmp_path):
+    norms, given = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}, batch()
+    made = poss_learner(target(), loss=None, trunk="eagle3", unrolled=GAMMA, **norms)
+    with torch.no_grad():
+        for name, weight in made.head.named_parameters():
+            if "norm" in name:
+                weight.mul_(torch.linspace(0.5, 2.0, weight.numel()))
+    made.dtype = torch.float32
+    made.write(tmp_path)
+    again = poss_learner(target(), loss=None, unrolled=GAMMA, begin=str(tmp_path))
+    for before, after in zip(learnt_logits(made, given), learnt_logits(again, given), strict=True):
+        assert torch.allclose(before, after, atol=1e-5)
+    plain = poss_learner(target(), loss=None, trunk="eagle3", unrolled=GAMMA)
+    assert len(list(plain.head.named_parameters())) < len(list(made.head.named_parameters()))
+    with pytest.raises(InputError, match="are for trunk eagle3"):
+        poss_learner(target(), loss=None, **norms)
+
+
 def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     for make, wrong, message in [
         (griffin_learner, {"align_shift": 2}, "align_shift must be 1"),
