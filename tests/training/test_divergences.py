@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.training.divergences import NAMED, chunked, cross_entropy, divergence, over_top_rows
+from outrider.training.divergences import (
+    CACHED,
+    NAMED,
+    among_likeliest,
+    chunked,
+    cross_entropy,
+    divergence,
+    over_top_rows,
+)
 from outrider.training.top_rows import TopRows
 from outrider.types import InputError
 
@@ -198,6 +206,30 @@ def test_chunked_equals_unchunked(name: str, chunk: int) -> None:
     assert torch.allclose(parts, whole, rtol=1e-12)
     for ours, expected in zip(gradients(parts), gradients(whole), strict=True):
         assert torch.allclose(ours, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_the_forward_kl_of_more_rows_than_the_cache_holds_is_that_of_each_row() -> None:
+    rows, vocab = 2 * (CACHED // 50_000) + 1, 50_000
+    target, draft = pairs(rows, vocab)
+    target[1, 7] = -torch.inf
+    draft.requires_grad_()
+    weights, of = torch.rand(rows, dtype=torch.float64), divergence("fkl")
+    values = of(target, draft)
+    (gradient,) = torch.autograd.grad((weights * values).sum(), draft)
+    alone = torch.cat([of(target[i : i + 1], draft[i : i + 1]) for i in range(rows)])
+    assert torch.allclose(values, alone, rtol=1e-12)
+    p, q = target.softmax(-1), draft.detach().softmax(-1)
+    assert torch.allclose(values, torch.where(p > 0, p * (p / q).log(), 0).sum(-1), rtol=1e-9)
+    assert torch.allclose(gradient, weights[:, None] * (q - p), rtol=1e-9, atol=1e-15)
+
+
+def test_a_token_is_among_the_likeliest_if_fewer_are_likelier() -> None:
+    logits, tokens = torch.randn(40, 9), torch.randint(0, 9, (40,))
+    order = logits.argsort(-1, descending=True)
+    for count in (1, 3, 9, 20):
+        expected = [token in order[row, :count].tolist() for row, token in enumerate(tokens.tolist())]
+        assert among_likeliest(tokens, logits, count).tolist() == expected
+    assert not among_likeliest(tokens + 9, logits, 9).any()
 
 
 def test_chunks_of_a_large_vocabulary_keep_no_logits() -> None:
