@@ -19,6 +19,7 @@ import json
 import logging
 import shutil
 import tempfile
+import time
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -36,6 +37,8 @@ LIBRARY, KEY = "forward.so", "key.json"
 CALLED = ".wrapper.json"
 MANY = 1 << 20
 """More rows, columns or positions than any forward has."""
+UNUSED, ABANDONED = 30 * 86400, 86400
+"""Seconds until what nobody opens is deleted: a library, and what a compilation that was cut off has left."""
 
 log = logging.getLogger("outrider")
 
@@ -104,6 +107,8 @@ class Library(ABC):
             InputError: It cannot be made.
         """
         if self.exists():
+            with suppress(OSError):
+                (self.folder / KEY).touch()
             # A damaged library is made anew.
             with suppress(RuntimeError):
                 return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.folder / LIBRARY), 1)
@@ -111,6 +116,8 @@ class Library(ABC):
 
     def make(self) -> Path:
         """Make the library. It takes about a minute for a dozen layers. Returns its folder.
+
+        Libraries of any model that nobody has opened for a month are deleted.
 
         Raises:
             InputError: It cannot be exported or compiled, or the folder cannot be written.
@@ -128,6 +135,7 @@ class Library(ABC):
                 "OUTRIDER_CACHE to another folder, or choose forward=eager"
             ) from error
         try:
+            delete_unused(self._shelf.parent)
             self._compile(fresh)
             (fresh / KEY).write_text(self._key, encoding="utf-8")
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -183,6 +191,20 @@ class Library(ABC):
             with held.open(library) as source, (folder / LIBRARY).open("wb") as target:
                 shutil.copyfileobj(source, target)
         archive.unlink()
+
+
+def delete_unused(folder: Path) -> None:
+    """Delete libraries that nobody has opened for a month, and what compilations that were cut off have left.
+
+    Args:
+        folder: Holds a folder of libraries for each shape of a model.
+    """
+    now = time.time()
+    for pattern, most in ((f"*/*/{KEY}", UNUSED), ("*/.*/", ABANDONED)):
+        for found in folder.glob(pattern):
+            with suppress(OSError):
+                if now - found.stat().st_mtime > most:
+                    shutil.rmtree(found.parent if found.name == KEY else found, ignore_errors=True)
 
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:
