@@ -200,12 +200,15 @@ def _same(hidden: Tensor) -> Tensor:
 class OutputLayer:
     """Logits from normed states, by a model's own forward with a stand-in for the part of it that holds the layers.
 
+    Attributes:
+        layer: The layer itself, without what scales or caps its logits; None where it is packed or there is none.
+
     Args:
         shell: The model with the stand-in.
     """
 
-    def __init__(self, shell: PreTrainedModel) -> None:
-        self._shell = shell
+    def __init__(self, shell: PreTrainedModel, layer: nn.Module | None) -> None:
+        self._shell, self.layer = shell, layer
 
     def __call__(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         # Copied without asking whether it must be: an exported graph would then serve numbers of one kind only.
@@ -213,23 +216,18 @@ class OutputLayer:
         logits: Tensor = self._shell(inputs_embeds=flat, use_cache=False).logits
         return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
-    @property
-    def layer(self) -> nn.Module | None:
-        """The layer itself, without what scales or caps its logits."""
-        return self._shell.get_output_embeddings()
-
     def cut(self, ids: Sequence[int]) -> "OutputLayer":
         """The same for some tokens alone, in this order. Raises InputError if there is no plain layer to cut."""
-        layer, children = self.layer, dict(self._shell.named_children())
-        name = next((name for name, child in children.items() if child is layer), None)
-        if name is None or layer is None:
+        name = next((name for name, child in self._shell.named_children() if child is self.layer), None)
+        if name is None:
             raise InputError(f"the output layer of {type(self._shell).__name__} cannot be cut to some tokens; {LEAVE}")
-        return OutputLayer(_with(self._shell, {name: cut(layer, ids)}))
+        short = cut(self.layer, ids)
+        return OutputLayer(_with(self._shell, {name: short}), short)
 
     def packed(self) -> "OutputLayer":
         """The same from packed copies of the weights."""
         above = {name: child for name, child in self._shell.named_children() if not isinstance(child, _Below)}
-        return OutputLayer(_with(self._shell, dict(packed(nn.ModuleDict(above))._modules)))
+        return OutputLayer(_with(self._shell, dict(packed(nn.ModuleDict(above))._modules)), None)
 
 
 def output_layer(model: PreTrainedModel, *, pack: bool = False) -> OutputLayer:
@@ -241,7 +239,7 @@ def output_layer(model: PreTrainedModel, *, pack: bool = False) -> OutputLayer:
     """
     above = _above(model)
     [below] = [name for name, _ in model.named_children() if name not in above]
-    whole = OutputLayer(_with(model, {below: _Below(getattr(model, below))}))
+    whole = OutputLayer(_with(model, {below: _Below(getattr(model, below))}), model.get_output_embeddings())
     return whole.packed() if pack else whole
 
 

@@ -15,8 +15,6 @@ from outrider.bench.texts import log_ratios, logits_along, rows_at
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_map import read_token_map
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import find_ends
 from outrider.lm.model import LanguageModel
 from outrider.lm.narrow import narrowed
 from outrider.lm.protocol import Segment
@@ -116,27 +114,6 @@ def test_an_output_layer_that_cannot_be_cut_is_refused():
     model.lm_head = torch.nn.Sequential(model.lm_head)
     with pytest.raises(InputError, match=r"output layer is a Sequential, .* leave token_map out"):
         narrowed(model, [3])
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2", "cohere2"])
-@pytest.mark.usefixtures("float64_stays_float64")
-@torch.no_grad()
-def test_the_targets_output_layer_is_cut_for_a_head_and_stays_whole_for_the_target(name):
-    ids, model = [3, 9, 10, 40], zoo(name)
-    whole = find_ends(model, Anatomy.of(model))
-    cut, hidden = whole.cut(ids), torch.randn(2, 3, model.config.hidden_size, dtype=torch.float64)
-    rows = whole.head(hidden)
-    assert rows.shape[-1] == VOCAB
-    torch.testing.assert_close(cut.head(hidden), rows[..., ids], rtol=1e-12, atol=1e-12)
-    assert model.get_output_embeddings().weight.shape[0] == VOCAB
-    assert model.get_output_embeddings() not in cut.modules.children()
-
-
-def test_an_output_layer_of_the_target_that_cannot_be_cut_is_refused():
-    model = zoo("llama")
-    model.lm_head = torch.nn.Sequential(model.lm_head)
-    with pytest.raises(InputError, match=r"output layer is a Sequential, .* leave token_map out"):
-        find_ends(model, Anatomy.of(model)).cut([3])
 
 
 @pytest.mark.parametrize(("name", "write"), HEADS.items(), ids=list(HEADS))

@@ -31,6 +31,28 @@ def test_the_output_layer_makes_the_models_own_logits_of_what_leaves_the_last_la
     assert torch.equal(ends.embed(torch.tensor([5])), lm.model.get_input_embeddings()(torch.tensor([5])))
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - STREAMS) + sorted(RECURRENT))
+def test_an_output_layer_that_is_cut_makes_the_same_logits_of_fewer_tokens(name: str) -> None:
+    lm = as_lm(tiny(name) if name in ARCHITECTURES else tiny_recurrent(name), max_slots=1)
+    ids, whole = [3, 9, 10, 40], lm.ends()
+    hidden = torch.randn(2, 3, lm.hidden_size, dtype=lm.dtype)
+    rows, owned = whole.head(hidden), lm.model.get_output_embeddings()
+    cut = whole.cut(ids)
+    assert float((cut.head(hidden) - rows[..., ids]).abs().max()) < 1e-9
+    assert float((cut.logits(hidden) - rows[..., ids]).abs().max()) < 1e-9
+    # The target's own layer stays whole, and a library of the head does not hold it.
+    assert torch.equal(whole.head(hidden), rows)
+    assert owned not in cut.modules.children()
+
+
+def test_an_output_layer_that_is_no_linear_layer_cannot_be_cut() -> None:
+    model = tiny("llama")
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(InputError, match=r"output layer is a Sequential, .* leave token_map out"):
+        as_lm(model, max_slots=1).ends().cut([3])
+
+
 def test_a_copy_of_what_holds_them_does_not_copy_the_model() -> None:
     import copy
 
