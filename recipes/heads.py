@@ -329,10 +329,10 @@ def about(plan: Plan, rows: Sequence[Row]) -> str:
     every: dict[str, Any] = {row["prompt"]: None for row in rows if row["phase"] == "made"}
     seeds = {head: len({row["seed"] for row in rows if row["method"] == head}) for head in {r["method"] for r in rows}}
     times = sorted(set(seeds.values()))
-    said = f"{times[0]}" if len(times) == 1 else f"{times[0]} to {times[-1]}"
+    said = f"{times[0]} seed{'s' * (times[0] > 1)}" if len(times) == 1 else f"{times[0]} to {times[-1]} seeds"
     return (
         f"Each head learns {own.steps} steps of {own.num_rows} rows, at most {own.num_tokens:,} tokens, of "
-        f"{own.num_texts} texts that the target wrote, with {said} seeds. Held-out prompts: {len(every)}."
+        f"{own.num_texts} texts that the target wrote, with {said}. Held-out prompts: {len(every)}."
     )
 
 
