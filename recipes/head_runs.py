@@ -220,5 +220,6 @@ def per_step(rows: Sequence[Row], name: str) -> float:
 
 def best_other(rows: Sequence[Row], temperature: int) -> str | None:
     """The draft beside the chain with the most tokens per second; None if there is none."""
-    rates = {draft: rate(at(rows, draft, temperature)) for draft in drafts_of(rows) if draft != CHAIN}
+    some = [row for row in rows if row["temperature"] == temperature]
+    rates = {draft: rate(at(some, draft, temperature)) for draft in drafts_of(some) if draft != CHAIN}
     return max(rates, key=rates.__getitem__) if rates else None
