@@ -16,14 +16,16 @@ from transformers import PreTrainedModel
 
 from outrider.heads.blocks import write_block
 from outrider.heads.dflash import DFlash
+from outrider.heads.layers import Attending
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.taps import tapped
+from outrider.training.attention import among_own
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
 from outrider.training.divergences import CHUNK, among_likeliest, chunked, cross_entropy, divergence
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
-from outrider.training.target_rows import with_rows
+from outrider.training.target_rows import rows_at, with_rows
 from outrider.training.top_rows import TopRows
 from outrider.training.watch import Judged
 from outrider.types import InputError
@@ -38,21 +40,36 @@ RowsOfBoth = Callable[[slice, Float[Tensor, "rows vocab"]], tuple[Tensor, Tensor
 """Takes the head's logits of some guesses. Returns the target's row and the head's for each."""
 
 
-class ContextKeys:
+class ContextKeys(Attending):
     """Keys and values for training: a first pass stores those of the context, and every later block sees them, and
     itself. Nothing of a block is stored.
+
+    Args:
+        block_size: Positions of a block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block_size: int) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._size, self._context = block_size, 0
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         """Called by attention layers, as `outrider.lm.head.Keeper` says."""
         if layer_idx not in self._kept:
-            self._kept[layer_idx] = keys, values
+            self._kept[layer_idx], self._context = (keys, values), keys.shape[2]
             return keys, values
         before = self._kept[layer_idx]
         return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+
+    def attend(
+        self,
+        queries: Float[Tensor, "rows heads width dim"],
+        keys: Float[Tensor, "rows shared keys dim"],
+        values: Float[Tensor, "rows shared keys dim"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+    ) -> Float[Tensor, "rows heads width dim"]:
+        """No block sees another one."""
+        blocks = queries.shape[2] // self._size
+        return among_own(queries, keys, values, mask, context=self._context, groups=blocks, scattered=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -259,7 +276,7 @@ class BlockLearner(Learner):
 
     def _context(self, batch: Batch) -> ContextKeys:
         """Keys and values of all positions of the texts."""
-        cache, weight = ContextKeys(), self.head.norm.weight
+        cache, weight = ContextKeys(self.head.config.block_size), self.head.norm.weight
         features = torch.cat([batch.hidden[tap].to(weight.dtype) for tap in self.head.config.taps], -1)
         rows, length = batch.tokens.shape
         places = torch.arange(length, device=batch.tokens.device).expand(rows, -1)
@@ -309,7 +326,7 @@ class BlockLearner(Learner):
         """The target's logits of the tokens that some guesses are of."""
         places = (found.rows[rows], found.before[rows])
         if batch.logits_of_target is not None:
-            return batch.logits_of_target[places]
+            return rows_at(batch.logits_of_target, *places)
         ends = self.head.ends
         return ends.head(ends.norm(batch.hidden[self._last][places]))
 

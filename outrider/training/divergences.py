@@ -272,7 +272,7 @@ class _ForwardKl(torch.autograd.Function):
         for rows in _few_rows(draft):
             log_p, log_q = _logs(target[rows]), _logs(draft[rows])
             p = log_p.exp()
-            values.append(log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(-1))
+            values.append(_mean(log_p.sub_(log_q), p))
             difference[rows] = log_q.exp_().sub_(p)
         ctx.save_for_backward(difference)
         return torch.cat(values)
@@ -281,10 +281,15 @@ class _ForwardKl(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Float[Tensor, " n"]) -> tuple[None, Float[Tensor, "n vocab"]]:
         """The gradient with respect to the draft logits."""
         (difference,) = ctx.saved_tensors
-        found = torch.empty_like(difference)
-        for rows in _few_rows(difference):
-            found[rows] = gradients[0][rows, None] * difference[rows]
-        return None, found
+        return None, difference * gradients[0][:, None].to(difference.dtype)
+
+
+def _mean(values: Float[Tensor, "n vocab"], p: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+    """The mean of each row; what is impossible counts for nothing, even where its value is infinite."""
+    found = torch.linalg.vecdot(p, values)
+    if values.device.type == "cpu" and bool(found.isfinite().all()):
+        return found
+    return (p * values).masked_fill_(p == 0, 0).sum(-1)
 
 
 def _few_rows(logits: Float[Tensor, "n vocab"]) -> list[slice]:
@@ -299,4 +304,4 @@ def _wide(logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
 
 
 def _logs(logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
-    return _wide(logits).log_softmax(-1)
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

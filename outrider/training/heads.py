@@ -20,7 +20,7 @@ from outrider.training.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence, among_likeliest, chunked, cross_entropy
 from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
-from outrider.training.target_rows import with_rows
+from outrider.training.target_rows import rows_at, with_rows
 from outrider.training.watch import Judged
 from outrider.types import InputError
 
@@ -263,7 +263,7 @@ class HeadLearner(Learner):
     def _target_logits(self, batch: Batch, number: int, places: "Places") -> Callable[[slice], Tensor]:
         """The target's logits of the guessed tokens, for some of the places at a time."""
         if (known := batch.logits_of_target) is not None:
-            return lambda rows: known[places.rows[rows], places.at[rows] + 1 + number]
+            return lambda rows: rows_at(known, places.rows[rows], places.at[rows] + 1 + number)
         states = self.last_states(batch)[places.rows, places.at + 1 + number]
 
         def logits(rows: slice) -> Float[Tensor, "rows vocab"]:

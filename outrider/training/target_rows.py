@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from outrider.lm.ends import Ends
 from outrider.training.batches import Batch
@@ -23,3 +25,10 @@ def with_rows(batch: Batch, ends: Ends, last: int, width: int) -> Batch:
         return batch
     with torch.no_grad():
         return replace(batch, logits_of_target=ends.head(ends.norm(batch.hidden[last])))
+
+
+def rows_at(
+    logits: Float[Tensor, "rows length vocab"], rows: Int[Tensor, " n"], at: Int[Tensor, " n"]
+) -> Float[Tensor, "n vocab"]:
+    """`logits[rows, at]`, copied row by row: an index of two dimensions copies number by number on a CPU."""
+    return logits.flatten(0, 1).index_select(0, rows * logits.shape[1] + at)

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.heads.feature_head import FeatureHead
+from outrider.heads.layers import Attending
+from outrider.training.attention import among_own
 from outrider.training.batches import PADDING, Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.heads import HeadLearner
@@ -114,11 +116,15 @@ class Unrolled(HeadLearner):
         return torch.from_numpy(np.stack(rows))
 
 
-class Passes:
-    """Keeps the keys and values of all passes; changes in place. Gradients flow through it."""
+class Passes(Attending):
+    """Keeps the keys and values of all passes; changes in place. Gradients flow through it.
+
+    The first pass is the context. In every later pass a query sees the key of its own place alone.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._context = 0
 
     def update(
         self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
@@ -127,5 +133,18 @@ class Passes:
         if layer_idx in self._kept:
             before = self._kept[layer_idx]
             keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        else:
+            self._context = keys.shape[2]
         self._kept[layer_idx] = keys, values
         return keys, values
+
+    def attend(
+        self,
+        queries: Float[Tensor, "rows heads width dim"],
+        keys: Float[Tensor, "rows shared keys dim"],
+        values: Float[Tensor, "rows shared keys dim"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+    ) -> Float[Tensor, "rows heads width dim"]:
+        """In later passes no place sees another one."""
+        places = queries.shape[2]
+        return among_own(queries, keys, values, mask, context=self._context, groups=places, scattered=True)

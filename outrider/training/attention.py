@@ -1,0 +1,58 @@
+r"""Attention of training: many groups of queries, each of which sees the context and some keys of its own.
+
+With a mask over all keys most of the work goes to keys of other groups, which no query of a group sees.
+"""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from outrider.heads.layers import attend
+
+MOST_SCORES = 1 << 24
+"""Scores that stay until the backward, at most: 64 MB in float32. Where there are more, all keys are attended to, by a
+kernel that keeps none."""
+
+
+def among_own(
+    queries: Float[Tensor, "rows heads width dim"],
+    keys: Float[Tensor, "rows shared keys dim"],
+    values: Float[Tensor, "rows shared keys dim"],
+    mask: Bool[Tensor, "rows 1 width keys"],
+    *,
+    context: int,
+    groups: int,
+    scattered: bool,
+) -> Float[Tensor, "rows heads width dim"]:
+    """What `attend` returns, where no query sees the own keys of another group.
+
+    The context's keys come first, then those of all groups. The queries of a group stand beside each other.
+
+    Args:
+        mask: Every query sees a key at least.
+        context: Number of the context's keys.
+        groups: Number of groups.
+        scattered: Whether the first own key of every group comes first, then the second one of every group, and so on.
+            Otherwise those of a group stand beside each other.
+    """
+    rows, heads, width, dim = queries.shape
+    shared, own = keys.shape[1], (keys.shape[2] - context) // groups
+    if not own or rows * heads * width * (context + own) > MOST_SCORES:
+        return attend(queries, keys, values, mask)
+
+    def grouped(of_keys: Float[Tensor, "rows shared keys dim"]) -> Float[Tensor, "rows shared 1 groups own dim"]:
+        some = of_keys[:, :, None, context:]
+        return some.unflatten(3, (own, groups)).transpose(3, 4) if scattered else some.unflatten(3, (groups, own))
+
+    # The query heads of a key head stand beside each other.
+    asking = (queries * dim**-0.5).unflatten(1, (shared, -1))
+    of_context = asking @ keys[:, :, None, :context].mT
+    of_own = (asking.unflatten(3, (groups, -1)) @ grouped(keys).mT).flatten(3, 4)
+    apart = mask[..., context:].unflatten(2, (groups, -1))
+    apart = apart.unflatten(4, (own, groups) if scattered else (groups, own)).diagonal(0, 2, 5 if scattered else 4)
+    seen = torch.cat([mask[..., :context], apart.movedim(-1, 2).flatten(2, 3)], -1)[:, None]
+    scores = torch.cat([of_context, of_own], -1).masked_fill(~seen, -torch.inf)
+    shares = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(values.dtype)
+    own_shares = shares[..., context:].unflatten(3, (groups, -1))
+    found = shares[..., :context] @ values[:, :, None, :context] + (own_shares @ grouped(values)).flatten(3, 4)
+    return found.flatten(1, 2)
