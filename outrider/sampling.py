@@ -75,6 +75,29 @@ class RowRule:
     greedy: Sequence[int]
     groups: Sequence["_Group"]
 
+    @property
+    def all_greedy(self) -> bool:
+        """Whether all rows are at temperature 0."""
+        return len(self.greedy) == len(self.per_row)
+
+    def likeliest(
+        self,
+        logits: Float[Tensor, "n vocab"],
+        prefix: Callable[[int], Prefix],
+        masks: Int[Tensor, "n words"] | None = None,
+    ) -> Int[Tensor, " n"]:
+        """The token that each row at temperature 0 is one-hot at; any token where a row is no distribution."""
+        return _largest(self._scores(logits, prefix, masks))
+
+    def lawful_likeliest(
+        self,
+        logits: Float[Tensor, "n vocab"],
+        prefix: Callable[[int], Prefix],
+        masks: Int[Tensor, "n words"] | None = None,
+    ) -> Int[Tensor, " n"]:
+        """As `likeliest`, with -1 where a row is no distribution."""
+        return _lawful_largest(self._scores(logits, prefix, masks))
+
     @classmethod
     def of(cls, per_row: Sequence[Sampling], like: Float[Tensor, "n vocab"]) -> "RowRule":
         """The rule for rows of these settings. Logits will be of the shape, type and device of `like`."""
@@ -96,10 +119,8 @@ class RowRule:
         masks: Int[Tensor, "n words"] | None = None,
     ) -> Float[Tensor, "n vocab"]:
         """The rows of some logits, as `to_rows` makes them."""
-        scores = _adjusted(logits, self.per_row, prefix) if self.adjusts else logits
-        if masks is not None:
-            scores = masked(scores, masks)
-        if len(self.greedy) == len(self.per_row):
+        scores = self._scores(logits, prefix, masks)
+        if self.all_greedy:
             return _one_hot(scores)
         rows = fresh(scores, dtype=_dtype(scores))
         spare: Spare | None = None
@@ -114,6 +135,13 @@ class RowRule:
         if self.greedy:
             rows[self.greedy] = _one_hot(scores[self.greedy])
         return rows
+
+    def _scores(
+        self, logits: Float[Tensor, "n vocab"], prefix: Callable[[int], Prefix], masks: Int[Tensor, "n words"] | None
+    ) -> Float[Tensor, "n vocab"]:
+        """Logits after penalties, biases, processors and the mask."""
+        scores = _adjusted(logits, self.per_row, prefix) if self.adjusts else logits
+        return scores if masks is None else masked(scores, masks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,17 +234,31 @@ def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -
 
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
     """One-hot rows at the largest score, the first on a tie; NaN if no score is above -inf, or if a score is NaN."""
+    largest, dtype = _lawful_largest(scores), _dtype(scores)
     if scores.device.type == "cpu":
-        # NumPy is several times as fast, at the largest of many numbers and at few rows.
-        wide = (scores if scores.dtype in _NUMPY else scores.float()).numpy()
-        places = np.arange(len(wide)), wide.argmax(-1)
-        rows = np.zeros(wide.shape, dtype=_NUMPY[_dtype(scores)])
-        rows[places] = 1
-        rows[~(wide[places] > -np.inf)] = np.nan
+        # NumPy is several times as fast at few rows.
+        places = largest.numpy()
+        rows = np.zeros(scores.shape, dtype=_NUMPY[dtype])
+        rows[np.arange(len(rows)), places] = 1
+        rows[places < 0] = np.nan
         return torch.from_numpy(rows)
-    largest = scores.argmax(-1, keepdim=True)
-    empty = torch.where(scores.gather(-1, largest) > -torch.inf, 0.0, torch.nan).to(_dtype(scores))
-    return empty.expand(scores.shape).clone().scatter_add_(-1, largest, torch.ones_like(empty))
+    empty = torch.where(largest[:, None] >= 0, 0.0, torch.nan).to(dtype)
+    return empty.expand(scores.shape).clone().scatter_add_(-1, largest.clamp_min(0)[:, None], torch.ones_like(empty))
+
+
+def _lawful_largest(scores: Float[Tensor, "n vocab"]) -> Int[Tensor, " n"]:
+    """The place of the largest score, the first on a tie; -1 if no score is above -inf, or if a score is NaN."""
+    largest = _largest(scores)
+    return torch.where(scores.gather(-1, largest[:, None])[:, 0] > -torch.inf, largest, -1)
+
+
+def _largest(scores: Float[Tensor, "n vocab"]) -> Int[Tensor, " n"]:
+    """The place of the largest score, the first on a tie; that of a NaN if there is one."""
+    if scores.device.type != "cpu":
+        return scores.argmax(-1)
+    # NumPy is several times as fast at the largest of many numbers.
+    wide = scores if scores.dtype in _NUMPY else scores.float()
+    return torch.from_numpy(wide.numpy().argmax(-1))
 
 
 def without_law(rows: Float[Tensor, "n vocab"]) -> Bool[Tensor, " n"]:

@@ -12,7 +12,7 @@ from outrider.constraints.masks import batch_masks, is_masked
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import LM, Extension, Segment
-from outrider.sampling import Prefix, log_probs, to_rows, without_law
+from outrider.sampling import Prefix, RowRule, log_probs, to_rows, without_law
 from outrider.types import Draft, Running, Verdict
 
 
@@ -63,6 +63,42 @@ class Reading:
         return to_rows(
             self.extension.logits, owners, samplings, lambda node: self._prefix(states[owners[node]], node), masks
         )
+
+    def likeliest(self, states: Sequence[Running], masks: Int[Tensor, "nodes words"] | None) -> Int[Tensor, " nodes"]:
+        """The token that the target's distribution after each node is one-hot at, if all requests are at temperature 0;
+        -1 where it is no distribution.
+        """
+        owners, logits = _owners(self.draft), self.extension.logits
+        rule = RowRule.of([states[owner].request.sampling for owner in owners.tolist()], logits)
+        return rule.lawful_likeliest(logits, lambda node: self._prefix(states[owners[node]], node), masks)
+
+    def agreeing(self, likeliest: Int[Tensor, " nodes"], states: Sequence[Running]) -> list[Survivor]:
+        """The path of each request along which the draft's tokens are the likeliest ones, and the token behind it; one
+        copy from the device.
+
+        It is what every lossless verifier accepts if all requests are at temperature 0 and the draft was chosen.
+
+        Raises:
+            NoDistribution: At a node of a path, the target gives no token a positive probability.
+        """
+        draft, count = self.draft, len(self.draft.tokens)
+        everything = torch.cat([draft.tokens, likeliest]).tolist()
+        drafted, following = everything[:count], everything[count:]
+        first_child, links, survivors = draft.first_child.tolist(), draft.links.tolist(), []
+        for i, root in enumerate(draft.offsets[:-1].tolist()):
+            node, path, tokens = root, list[int](), list[int]()
+            while True:
+                if following[node] < 0:
+                    raise no_distribution(states[i])
+                tokens.append(following[node])
+                children = links[first_child[node] : first_child[node + 1]]
+                found = next((child for child in children if drafted[child] == tokens[-1]), None)
+                if found is None:
+                    break
+                node = found
+                path.append(node - root)
+            survivors.append(Survivor(path=path, tokens=tokens))
+        return survivors
 
     def survivors(
         self, verdict: Verdict, rows: Float[Tensor, "nodes vocab"], states: Sequence[Running]

@@ -52,14 +52,21 @@ class StepDecoding:
         clock.lap("drafter")
         reading = Reading.of(parts.target, draft, states, drafting.taps(states))
         clock.lap("target")
-        rows = reading.rows(states, masks_of(draft, states, parts.target.vocab_size))
-        clock.lap("rows")
-        verdict = verify(parts.verifier, draft, rows, dice, states)
-        survivors = reading.survivors(verdict, rows, states)
-        clock.lap("verify")
-        if watch is not None:
-            logits = reading.extension.logits
-            watch(Cycle(states=states, draft=draft, rows=rows, logits=logits, verdict=verdict))
+        masks = masks_of(draft, states, parts.target.vocab_size)
+        if watch is None and needs_no_rows(parts.verifier, draft, states):
+            likeliest = reading.likeliest(states, masks)
+            clock.lap("rows")
+            survivors = reading.agreeing(likeliest, states)
+            clock.lap("verify")
+        else:
+            rows = reading.rows(states, masks)
+            clock.lap("rows")
+            verdict = verify(parts.verifier, draft, rows, dice, states)
+            survivors = reading.survivors(verdict, rows, states)
+            clock.lap("verify")
+            if watch is not None:
+                logits = reading.extension.logits
+                watch(Cycle(states=states, draft=draft, rows=rows, logits=logits, verdict=verdict))
         emitted = [cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
         paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
         steps = [
@@ -87,6 +94,18 @@ class StepDecoding:
 def step_dice(states: Sequence[Running]) -> PhiloxDice:
     """The dice of a step, keyed by each request's seed and step."""
     return PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
+
+
+def needs_no_rows(verifier: Verifier, draft: Draft, states: Sequence[Running]) -> bool:
+    """Whether the likeliest tokens alone decide what is accepted: a lossless verifier, a draft that was chosen, and all
+    requests at temperature 0.
+    """
+    return (
+        draft.rows is None
+        and getattr(verifier, "lossy", True) is False
+        and not hasattr(verifier, "verify_carrying")
+        and all(state.request.sampling.temperature == 0 for state in states)
+    )
 
 
 def verify(

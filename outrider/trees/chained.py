@@ -18,7 +18,7 @@ from torch import Tensor
 
 from outrider.constraints.masks import is_masked
 from outrider.dice import Dice, Pick
-from outrider.sampling import Prefix
+from outrider.sampling import Prefix, RowRule
 from outrider.trees.drawing import draft_rule
 from outrider.trees.protocol import Tree
 from outrider.trees.shape import chain_shape
@@ -90,14 +90,19 @@ def chained(
     follow = drafter.chain(begun, [lengths[i] - 1 for i in levels[0].owners])
     tokens = [torch.tensor([state.tokens[-1] for state in states]).to(device, non_blocking=True)]
     rows: list[Float[Tensor, "n width"]] = []
-    for level, pick in zip(levels, picks, strict=True):
-        if rows:
+    greedy = all(sampling.temperature == 0 for sampling in samplings)
+    for number, (level, pick) in enumerate(zip(levels, picks, strict=True)):
+        if number:
             above = tokens[-1] if level.above is None else tokens[-1][_uploaded(level.above, device)]
             logits = follow(above).to(device)
-        if not rows or level.above is not None:
+        if not number or level.above is not None:
             rule = draft_rule([samplings[i] for i in level.owners], few, logits)
-        rows.append(rule(logits, _unread))
-        drawn = pick(rows[-1]).to(device)
+        if greedy and isinstance(rule, RowRule):
+            # A point mass needs no row.
+            drawn = rule.likeliest(logits, _unread)
+        else:
+            rows.append(rule(logits, _unread))
+            drawn = pick(rows[-1]).to(device)
         tokens.append(drawn if few is None else few.ids[drawn])
     return packed(lengths, tokens, rows, few)
 
@@ -120,7 +125,7 @@ def packed(
 
     Args:
         tokens: The tokens of each level, the roots' first.
-        rows: The rows that each level but the roots was drawn from.
+        rows: The rows that each level but the roots was drawn from; none if their tokens were chosen.
     """
     shape = chain_shape(tuple(lengths))
     flat = torch.cat(list(tokens))
@@ -134,8 +139,8 @@ def packed(
         offsets=shape.offsets,
         first_child=shape.first_child,
         links=shape.links,
-        rows=torch.cat(list(rows)),
-        row_of=shape.row_of,
+        rows=torch.cat(list(rows)) if rows else None,
+        row_of=shape.row_of if rows else np.full_like(shape.row_of, -1),
         structure="chain",
-        short_list=few,
+        short_list=few if rows else None,
     )
