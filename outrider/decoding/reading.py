@@ -76,7 +76,8 @@ class Reading:
         """The path of each request along which the draft's tokens are the likeliest ones, and the token behind it; one
         copy from the device.
 
-        It is what every lossless verifier accepts if all requests are at temperature 0 and the draft was chosen.
+        It is what verifiers accept that have the trait `takes_likeliest`, if all requests are at temperature 0 and the
+        draft was chosen.
 
         Raises:
             NoDistribution: At a node of a path, the target gives no token a positive probability.

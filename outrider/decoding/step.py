@@ -97,13 +97,12 @@ def step_dice(states: Sequence[Running]) -> PhiloxDice:
 
 
 def needs_no_rows(verifier: Verifier, draft: Draft, states: Sequence[Running]) -> bool:
-    """Whether the likeliest tokens alone decide what is accepted: a lossless verifier, a draft that was chosen, and all
-    requests at temperature 0.
+    """Whether the likeliest tokens alone decide what is accepted: a draft that was chosen, all requests at temperature
+    0, and a verifier that accepts such tokens.
     """
     return (
         draft.rows is None
-        and getattr(verifier, "lossy", True) is False
-        and not hasattr(verifier, "verify_carrying")
+        and getattr(verifier, "takes_likeliest", False)
         and all(state.request.sampling.temperature == 0 for state in states)
     )
 

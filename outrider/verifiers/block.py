@@ -29,6 +29,7 @@ class BlockVerifier(StatedVerifier):
     """
 
     kinds = CHAINS
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)

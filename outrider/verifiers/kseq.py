@@ -33,6 +33,7 @@ class KseqVerifier(StatedVerifier):
     """
 
     kinds = CHAINS | {"iid paths"}
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         walk = Walk(draft)

@@ -26,6 +26,7 @@ class MatchVerifier(StatedVerifier):
     """
 
     kinds = EVERY
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         tokens = draft.tokens.cpu().numpy()

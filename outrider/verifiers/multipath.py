@@ -35,6 +35,7 @@ class MultipathVerifier(StatedVerifier):
     """
 
     kinds = CHAINS | {"iid paths"}
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         if draft.rows is None:

@@ -33,6 +33,7 @@ class RecursiveVerifier(StatedVerifier):
     """
 
     kinds = CHAINS | {"iid paths", "deduplicated iid paths", "tree drawn without replacement"}
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         walk = Walk(draft)

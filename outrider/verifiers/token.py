@@ -25,6 +25,7 @@ class TokenVerifier(StatedVerifier):
     """
 
     kinds = CHAINS
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         side = chains(draft, target_rows)

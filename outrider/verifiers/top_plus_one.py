@@ -27,6 +27,7 @@ class TopPlusOneVerifier(StatedVerifier):
     """
 
     kinds = CHAINS | {"top n-1 and one draw"}
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         walk = Walk(draft)

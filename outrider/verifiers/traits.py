@@ -40,9 +40,12 @@ class StatedVerifier:
         lossy: Whether the output's law differs from the target's.
         needs_one_length: Whether it keeps the law only if all drafts have the same length.
         needs_pure_rows: Whether it keeps the law only if the draft's rows depend on the tokens alone.
+        takes_likeliest: Whether at temperature 0 it accepts the path of the likeliest tokens of a chosen draft, and
+            nothing else. Then it is not asked.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset()
     lossy: ClassVar[bool] = False
     needs_one_length: ClassVar[bool] = False
     needs_pure_rows: ClassVar[bool] = False
+    takes_likeliest: ClassVar[bool] = False

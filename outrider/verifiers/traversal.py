@@ -38,6 +38,7 @@ class TraversalVerifier(StatedVerifier):
     """
 
     kinds = CHAINS | {"deduplicated iid paths", "tree drawn without replacement"}
+    takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         count = max(1, draft.num_requests * PIECES * rows_at_once(target_rows) // len(target_rows))

@@ -1,4 +1,4 @@
-"""At temperature 0 the likeliest tokens alone decide what is accepted: the same as every lossless verifier says."""
+"""At temperature 0 the likeliest tokens alone decide what is accepted: the same as most verifiers say."""
 
 from dataclasses import replace
 
