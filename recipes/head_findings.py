@@ -93,6 +93,7 @@ def table(heads: Sequence[OfHead], temperature: int) -> Table:
         "head",
         "parameters",
         "training",
+        "seeds",
         *(f"tokens per step, {file}" for file in files),
         "acceptance by position",
     ]
@@ -104,6 +105,7 @@ def table(heads: Sequence[OfHead], temperature: int) -> Table:
                 head.name,
                 f"{head.parameters / 1e6:.1f} M",
                 "-" if minutes is None else f"{minutes:.0f} min",
+                str(len({row["seed"] for row in head.made})),
                 *(head.efficiency(temperature, file).text(".3f") for file in files),
                 " ".join("-" if chance is None else f"{chance:.2f}" for chance in head.acceptance(temperature)),
                 *runs(head, temperature),
