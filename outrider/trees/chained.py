@@ -90,16 +90,17 @@ def chained(
     follow = drafter.chain(begun, [lengths[i] - 1 for i in levels[0].owners])
     tokens = [torch.tensor([state.tokens[-1] for state in states]).to(device, non_blocking=True)]
     rows: list[Float[Tensor, "n width"]] = []
-    greedy = all(sampling.temperature == 0 for sampling in samplings)
+    chosen = False
     for number, (level, pick) in enumerate(zip(levels, picks, strict=True)):
         if number:
             above = tokens[-1] if level.above is None else tokens[-1][_uploaded(level.above, device)]
             logits = follow(above).to(device)
         if not number or level.above is not None:
             rule = draft_rule([samplings[i] for i in level.owners], few, logits)
-        if greedy and isinstance(rule, RowRule):
-            # A point mass needs no row.
-            drawn = rule.likeliest(logits, _unread)
+        # A point mass needs no row. All levels have rows or none has: the first one has every request.
+        chosen = chosen if number else isinstance(rule, RowRule) and rule.all_greedy
+        if chosen:
+            drawn = cast(RowRule, rule).likeliest(logits, _unread)
         else:
             rows.append(rule(logits, _unread))
             drawn = pick(rows[-1]).to(device)
