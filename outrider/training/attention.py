@@ -7,11 +7,51 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from outrider.heads.layers import attend
+from outrider.heads.layers import Attending, attend
 
 MOST_SCORES = 1 << 24
 """Scores that stay until the backward, at most: 64 MB in float32. Where there are more, all keys are attended to, by a
 kernel that keeps none."""
+
+
+class GroupKeys(Attending):
+    """Keeps keys and values of training; changes in place. Gradients flow through it.
+
+    What a layer stores first is the context. Later queries see the context and the keys of their own group.
+
+    Args:
+        block_size: Queries of a group; their keys are not stored. None: every place is a group of its own, and its keys
+            of all later calls stay.
+    """
+
+    def __init__(self, block_size: int | None = None) -> None:
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._block_size, self._context = block_size, 0
+
+    def update(
+        self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
+    ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
+        """Called by attention layers, as `outrider.lm.head.Keeper` says. The newest keys are the last."""
+        before = self._kept.get(layer_idx)
+        if before is None:
+            self._context = keys.shape[2]
+        else:
+            keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
+        if before is None or self._block_size is None:
+            self._kept[layer_idx] = keys, values
+        return keys, values
+
+    def attend(
+        self,
+        queries: Float[Tensor, "rows heads width dim"],
+        keys: Float[Tensor, "rows shared keys dim"],
+        values: Float[Tensor, "rows shared keys dim"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+    ) -> Float[Tensor, "rows heads width dim"]:
+        """No group sees the keys of another one."""
+        groups = queries.shape[2] // (self._block_size or 1)
+        alone = self._block_size is None
+        return among_own(queries, keys, values, mask, context=self._context, groups=groups, scattered=alone)
 
 
 def among_own(

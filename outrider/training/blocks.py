@@ -16,10 +16,9 @@ from transformers import PreTrainedModel
 
 from outrider.heads.blocks import write_block
 from outrider.heads.dflash import DFlash
-from outrider.heads.layers import Attending
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.taps import tapped
-from outrider.training.attention import among_own
+from outrider.training.attention import GroupKeys
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
 from outrider.training.divergences import CHUNK, among_likeliest, chunked, cross_entropy, divergence
@@ -38,38 +37,6 @@ DISTANCE = divergence("tvd")
 """How far rows are from each other: the chance that token verification rejects."""
 RowsOfBoth = Callable[[slice, Float[Tensor, "rows vocab"]], tuple[Tensor, Tensor]]
 """Takes the head's logits of some guesses. Returns the target's row and the head's for each."""
-
-
-class ContextKeys(Attending):
-    """Keys and values for training: a first pass stores those of the context, and every later block sees them, and
-    itself. Nothing of a block is stored.
-
-    Args:
-        block_size: Positions of a block.
-    """
-
-    def __init__(self, block_size: int) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._size, self._context = block_size, 0
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """Called by attention layers, as `outrider.lm.head.Keeper` says."""
-        if layer_idx not in self._kept:
-            self._kept[layer_idx], self._context = (keys, values), keys.shape[2]
-            return keys, values
-        before = self._kept[layer_idx]
-        return torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
-
-    def attend(
-        self,
-        queries: Float[Tensor, "rows heads width dim"],
-        keys: Float[Tensor, "rows shared keys dim"],
-        values: Float[Tensor, "rows shared keys dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-    ) -> Float[Tensor, "rows heads width dim"]:
-        """No block sees another one."""
-        blocks = queries.shape[2] // self._size
-        return among_own(queries, keys, values, mask, context=self._context, groups=blocks, scattered=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,9 +241,9 @@ class BlockLearner(Learner):
             self._target[0].base_model(input_ids=batch.tokens, use_cache=False)
         return replace(batch, hidden=dict(seen))
 
-    def _context(self, batch: Batch) -> ContextKeys:
+    def _context(self, batch: Batch) -> GroupKeys:
         """Keys and values of all positions of the texts."""
-        cache, weight = ContextKeys(self.head.config.block_size), self.head.norm.weight
+        cache, weight = GroupKeys(self.head.config.block_size), self.head.norm.weight
         features = torch.cat([batch.hidden[tap].to(weight.dtype) for tap in self.head.config.taps], -1)
         rows, length = batch.tokens.shape
         places = torch.arange(length, device=batch.tokens.device).expand(rows, -1)
@@ -284,7 +251,7 @@ class BlockLearner(Learner):
         self.head(batch.tokens, features, places, mask.expand(rows, 1, length, length), cache)
         return cache
 
-    def _guesses(self, batch: Batch, context: ContextKeys, anchors: Anchors, depth: int) -> _Guesses:
+    def _guesses(self, batch: Batch, context: GroupKeys, anchors: Anchors, depth: int) -> _Guesses:
         """The first `depth` guesses of the blocks of some anchors; one that counts for nothing if there are none."""
         config = self.head.config
         hidden = blocks(self.head, batch.tokens, context, anchors.places)
@@ -344,7 +311,7 @@ class BlockLearner(Learner):
 
 
 def blocks(
-    head: DFlash, tokens: Int[Tensor, "rows length"], context: ContextKeys, places: Int[Tensor, "rows anchors"]
+    head: DFlash, tokens: Int[Tensor, "rows length"], context: GroupKeys, places: Int[Tensor, "rows anchors"]
 ) -> Float[Tensor, "rows anchors block hidden"]:
     """The output features of the blocks of some anchors, all in one forward.
 

@@ -19,10 +19,11 @@ from outrider.heads.parallel import ParallelFile, ParallelHead, write_parallel
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import find_ends
 from outrider.lm.open import logit_width
+from outrider.training.attention import GroupKeys
 from outrider.training.batches import PADDING, Batch
 from outrider.training.divergences import Divergence
 from outrider.training.heads import Places
-from outrider.training.unrolled import Passes, Unrolled
+from outrider.training.unrolled import Unrolled
 from outrider.types import InputError
 
 GROUP_DRAW = 51
@@ -102,7 +103,7 @@ class Parallel(Unrolled):
         features = self.features(batch)
         if self.training and self._noise:
             features = features + self._noises(batch).to(features)
-        places, kept = torch.arange(length, device=batch.tokens.device), Passes()
+        places, kept = torch.arange(length, device=batch.tokens.device), GroupKeys()
         tokens = pad(batch.tokens[:, 1:], (0, 1), value=PADDING)
         sees = (places[:, None] >= places).expand(rows, 1, -1, -1)
         yield self.head(tokens, features, places.expand(rows, -1), sees, kept)

@@ -4,13 +4,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.heads.feature_head import FeatureHead
-from outrider.heads.layers import Attending
-from outrider.training.attention import among_own
+from outrider.training.attention import GroupKeys
 from outrider.training.batches import PADDING, Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.heads import HeadLearner
@@ -80,14 +79,14 @@ class Unrolled(HeadLearner):
         if self.training and self._noise:
             features = features + self._noises(batch).to(features)
         places, own = torch.arange(length, device=device), torch.eye(length, dtype=torch.bool, device=device)
-        mask, kept = torch.ones_like(own).tril(), Passes()
+        mask, kept = torch.ones_like(own).tril(), GroupKeys()
         reader, pairs = self.head, list[tuple[Tensor, Tensor, Tensor]]()
         for number in range(count):
             tokens = torch.nn.functional.pad(batch.tokens[:, 1 + number :], (0, min(1 + number, length)), value=PADDING)
             positions = (places + number).expand(len(tokens), -1)
             seen = mask.expand(len(tokens), 1, -1, -1)
             if number and self.head.specialist(number) != self.head.specialist(number - 1):
-                reader, kept = self.head.reader(self.head.specialist(number)), Passes()
+                reader, kept = self.head.reader(self.head.specialist(number)), GroupKeys()
                 for pair in pairs:
                     reader.digest(*pair, kept)
             if self.head.specialists:
@@ -114,37 +113,3 @@ class Unrolled(HeadLearner):
             strength = self._noise * NOISE_LENGTH / max(length, NOISE_LENGTH)
             rows.append(strength * (dice.random((batch.tokens.shape[1], size), dtype=np.float32) - 0.5))
         return torch.from_numpy(np.stack(rows))
-
-
-class Passes(Attending):
-    """Keeps the keys and values of all passes; changes in place. Gradients flow through it.
-
-    The first pass is the context. In every later pass a query sees the key of its own place alone.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
-        self._context = 0
-
-    def update(
-        self, keys: Float[Tensor, "rows heads width dim"], values: Float[Tensor, "rows heads width dim"], layer_idx: int
-    ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
-        """Those of all passes, the newest last."""
-        if layer_idx in self._kept:
-            before = self._kept[layer_idx]
-            keys, values = torch.cat([before[0], keys], 2), torch.cat([before[1], values], 2)
-        else:
-            self._context = keys.shape[2]
-        self._kept[layer_idx] = keys, values
-        return keys, values
-
-    def attend(
-        self,
-        queries: Float[Tensor, "rows heads width dim"],
-        keys: Float[Tensor, "rows shared keys dim"],
-        values: Float[Tensor, "rows shared keys dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-    ) -> Float[Tensor, "rows heads width dim"]:
-        """In later passes no place sees another one."""
-        places = queries.shape[2]
-        return among_own(queries, keys, values, mask, context=self._context, groups=places, scattered=True)
