@@ -44,6 +44,7 @@ class BlockwisePath(HeadPath):
     beam: int = 64
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.rescorer is not None and self.paths is not None:
             raise InputError("blockwise heads draft either with a rescorer or by paths; leave out rescorer or paths")
         if not 0 <= self.lam <= 1:

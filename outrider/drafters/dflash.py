@@ -106,8 +106,7 @@ class BlockPath(HeadPath):
         device, dtype = self.place(surroundings)
         config, ids = head.config, guessed_ids(head)
         placed = head.to(device, dtype).requires_grad_(False)
-        longest = (self.max_context or surroundings.max_context) + config.block_size
-        lm = running_head(placed, surroundings, max_context=longest)
+        lm = running_head(placed, surroundings, max_context=self.longest(surroundings) + config.block_size)
         return {
             "lm": lm,
             "block_size": config.block_size,

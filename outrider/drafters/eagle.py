@@ -48,6 +48,7 @@ class EagleKinPath(HeadPath):
     vocabulary: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_listed(self.token_map, self.vocabulary)
 
     def read(self, surroundings: Surroundings) -> dict[str, Any]:

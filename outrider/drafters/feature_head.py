@@ -63,6 +63,5 @@ class FeatureHeadDrafter(OwnFeatures):
 def head_lm(path: HeadPath, module: FeatureHead, surroundings: Surroundings) -> HeadLM:
     """A head's module as a language model, where its path says."""
     device, dtype = path.place(surroundings)
-    longest = min(path.max_context or surroundings.max_context, surroundings.max_context)
     placed = module.to(device, dtype).eval().requires_grad_(False)
-    return running_head(placed, surroundings, max_context=longest)
+    return running_head(placed, surroundings, max_context=path.longest(surroundings))

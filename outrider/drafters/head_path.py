@@ -33,6 +33,9 @@ class HeadPath:
     revision: str | None = None
     max_context: int | None = None
 
+    def __post_init__(self) -> None:
+        check_longest(self.max_context)
+
     @classmethod
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         """Whether a checkpoint is of this kind.
@@ -52,6 +55,10 @@ class HeadPath:
         kind = surroundings.dtype if self.dtype is None else as_dtype(self.dtype)
         device = surroundings.device if self.device is None else as_device(self.device)
         return device, surroundings.dtype if isinstance(kind, str) else kind
+
+    def longest(self, surroundings: Surroundings) -> int:
+        """The longest context of the head, at most the target's."""
+        return min(self.max_context or surroundings.max_context, surroundings.max_context)
 
     def check_target(self, shape: TargetShape | None, hidden_size: int, surroundings: Surroundings) -> None:
         """Check that a head was trained for such a target.
@@ -91,6 +98,12 @@ class HeadPath:
                 f"the head in {self.path} knows {vocab_size:,} tokens, and this target has {here:,}; give a head that "
                 "was trained for this target"
             )
+
+
+def check_longest(max_context: int | None) -> None:
+    """Raise InputError if a longest context holds no token."""
+    if max_context is not None and max_context < 1:
+        raise InputError(f"max_context must be >= 1, got {max_context}")
 
 
 def running_head(module: nn.Module, surroundings: Surroundings, *, max_context: int) -> HeadLM:

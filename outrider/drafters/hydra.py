@@ -150,8 +150,7 @@ class HydraPath(HeadPath):
         prefix = None
         if layer is not None:
             layer = layer.to(head.weight.device, head.weight.dtype).requires_grad_(False)
-            longest = min(self.max_context or surroundings.max_context, surroundings.max_context)
-            prefix = running_head(layer, surroundings, max_context=longest)
+            prefix = running_head(layer, surroundings, max_context=self.longest(surroundings))
         return HydraDrafter(
             head=head,
             running=running,

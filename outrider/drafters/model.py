@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.drafters.head_path import check_longest
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
@@ -213,6 +214,7 @@ class ModelPath:
     vocabulary: int | None = None
 
     def __post_init__(self) -> None:
+        check_longest(self.max_context)
         check_listed(self.token_map, self.vocabulary)
 
     def read_config(self) -> PreTrainedConfig:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from outrider.drafters.feature_head import FeatureHeadDrafter
-from outrider.drafters.head_path import running_head
+from outrider.drafters.head_path import check_longest, running_head
 from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.mtp import MtpHead
@@ -33,6 +33,9 @@ class MtpPath:
 
     path: str | None = None
     max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        check_longest(self.max_context)
 
     def bind(self, surroundings: Surroundings) -> MtpDrafter | MtpLayersDrafter:
         """Load the layers."""

@@ -91,6 +91,7 @@ class ParallelPath(HeadPath):
     slots: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.slots is not None and self.slots < 0:
             raise InputError(f"slots must be >= 0, got {self.slots}")
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.drafters.head_path import check_longest
 from outrider.drafters.model import ModelDrafter, shared_words
 from outrider.drafters.protocol import Observed, Surroundings
 from outrider.drafters.slotted import TreeState, state_of
@@ -171,6 +172,9 @@ class SteeredPath:
     dtype: str | None = None
     revision: str | None = None
     max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        check_longest(self.max_context)
 
     def read_config(self) -> PreTrainedConfig:
         return open_config(self.path, revision=self.revision)

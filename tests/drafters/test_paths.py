@@ -1,0 +1,25 @@
+"""Every drafter that is loaded from a path refuses a context without tokens."""
+
+from dataclasses import fields
+
+import pytest
+
+from outrider import catalog
+from outrider.types import InputError
+
+WITH_CONTEXT = [
+    name for name, row in catalog.rows("drafter").items() if "max_context" in {field.name for field in fields(row.make)}
+]
+
+
+def test_drafters_with_a_longest_context_are_found():
+    assert {"model", "medusa", "eagle", "eagle3", "dflash", "parallel", "blockwise", "mtp", "assistant"} <= {
+        *WITH_CONTEXT
+    }
+
+
+@pytest.mark.parametrize("name", WITH_CONTEXT)
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_context_without_tokens_is_refused(name, length):
+    with pytest.raises(InputError, match=f"max_context must be >= 1, got {length}"):
+        catalog.make("drafter", f"{name}:path=nowhere,max_context={length}")
