@@ -180,13 +180,13 @@ class BlockLearner(Learner):
             },
         )
 
-    def places_of(self, documents: Sequence[Document], max_length: int) -> Int[Tensor, " depths"]:
+    def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " depths"]:
         """How many anchors of some texts have a guess at each depth, in rows of at most so many tokens."""
         depths, counts = np.arange(self.head.config.max_depth), np.zeros(self.head.config.max_depth, dtype=np.int64)
         for document in documents:
             learnt = min(len(document.tokens) - document.start, max_length)
             counts += np.maximum(learnt - 1 - depths, 0)
-        return torch.from_numpy(counts)
+        return torch.from_numpy(counts).double()
 
     def anchors(self, batch: Batch) -> Anchors:
         """The anchors of the rows in the batch's step, in order. Each is a learnt token that another follows."""

@@ -131,14 +131,14 @@ class HeadLearner(Learner):
         """As `guesses`, for the guesses that drafts of `count` tokens really make."""
         return self.guesses(batch, count)
 
-    def places_of(self, documents: Sequence[Document], max_length: int) -> Int[Tensor, " guesses"]:
+    def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " guesses"]:
         """How many places of some texts each guess has, in rows of at most so many tokens."""
         counts = np.zeros(self.num_guesses, dtype=np.int64)
         depths = np.arange(self.num_guesses)
         for document in documents:
             length = min(len(document.tokens), max_length)
             counts += np.maximum(length - np.maximum(document.start, 2 + depths), 0)
-        return torch.from_numpy(counts)
+        return torch.from_numpy(counts).double()
 
     def forward(self, batch: Batch) -> Loss:
         """The loss of all guesses."""

@@ -3,7 +3,7 @@
 ParallelSpec 2024, https://arxiv.org/abs/2410.05589
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from outrider.lm.open import logit_width
 from outrider.training.attention import GroupKeys
 from outrider.training.batches import PADDING, Batch
 from outrider.training.divergences import Divergence
+from outrider.training.documents import Document
 from outrider.training.heads import Places
 from outrider.training.unrolled import Unrolled
 from outrider.types import InputError
@@ -144,6 +145,18 @@ class Parallel(Unrolled):
         grouped[rows, groups.at[rows, which]] = True
         kept = grouped[every.rows, every.at]
         return Places(every.rows[kept], every.at[kept], every.labels[kept])
+
+    def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " guesses"]:
+        """As of every head; of the slots of groups that are drawn, as many as there are on average."""
+        if self._num_groups is None:
+            return super().places_of(documents, max_length)
+        slots, total = torch.arange(self.num_guesses), torch.zeros(self.num_guesses, dtype=torch.float64)
+        for document in documents:
+            first = super().places_of([document], max_length)[0]
+            # Groups begin where the first guess is learnt, and their last ones reach behind the text.
+            drawn = (self._num_groups / first.clamp(min=1)).clamp(max=1)
+            total += torch.where(slots > 0, drawn, 1.0) * (first - slots).clamp(min=0)
+        return total
 
     def write(self, folder: Path) -> None:
         """Write the head in the layout of this project."""

@@ -113,7 +113,7 @@ class RandomGaps:
         return places.clip(max=self.limit - 1)
 
 
-def slot_balanced(counts: Int[Tensor, " slots"]) -> Float[Tensor, " slots"]:
+def slot_balanced(counts: Int[Tensor, " slots"] | Float[Tensor, " slots"]) -> Float[Tensor, " slots"]:
     r"""The weight of a row of each slot, so that all slots with rows have the same total weight.
 
     Deep draft slots and rear positions have fewer rows than others. With $n$ rows, $k$ slots that have some, and $n_s$

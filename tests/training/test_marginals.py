@@ -17,6 +17,7 @@ from outrider.training.eagle import eagle_learner
 from outrider.training.heads import Places
 from outrider.training.loop import train
 from outrider.training.parallel import Parallel, parallel_learner
+from outrider.training.positions import slot_balanced
 from outrider.types import InputError
 from tests.training.test_heads import GAMMA, SETTINGS, batch, documents, learner, learnt_logits, repeated, target
 from tests.world.zoo import VOCAB
@@ -96,6 +97,23 @@ def test_groups_are_drawn_anew_in_each_step_and_whole_rows_are_watched():
         assert alone[alone < width].tolist() == at[at < width].tolist()
     judged = [each.judged(given, 2) for each in (made.eval(), learner("parallel"))]
     assert np.allclose(judged[0].log_ratios, judged[1].log_ratios, atol=1e-5)
+
+
+def test_balanced_slots_have_the_same_weight_however_few_groups_are_drawn():
+    # Deep slots have fewer places, and the last text has fewer places than groups.
+    texts = [replace(text, start=3) for text in documents(2)]
+    texts.append(replace(texts[0], tokens=texts[0].tokens[:7]))
+    made = in_groups("parallel", 4)
+    expected = made.places_of(texts, 24)
+    given, weights = Batches(texts, num_rows=3, max_length=24, seed=0).batch(0), np.zeros(GAMMA)
+    for step in range(400):
+        counts = [len(made.places(replace(given, step=step), number).labels) for number in range(GAMMA)]
+        weights += counts * slot_balanced(expected).numpy()
+    assert expected[0] > 2 * expected[1] > 2 * expected[-1]
+    assert np.allclose(weights, weights.mean(), rtol=0.02)
+    whole = in_groups("parallel", 99)
+    found = [len(whole.places(given, number).labels) for number in range(GAMMA)]
+    assert whole.places_of(texts, 24).tolist() == found
 
 
 def test_without_slots_the_head_is_an_eagle_head():
