@@ -1,6 +1,7 @@
 """Every random draw of the project: uniforms keyed by request seed, step, purpose and slot, never by position alone."""
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -149,6 +150,16 @@ def _upload(numbers: list[float], device: torch.device) -> Float[Tensor, " n"]:
     return torch.tensor(numbers, dtype=torch.float64).to(device, non_blocking=True)
 
 
+class _Own(threading.local):
+    """One generator for each thread: making one in each step takes a while."""
+
+    def __init__(self) -> None:
+        self.philox = np.random.Philox(0)
+
+
+_OWN = _Own()
+
+
 class PhiloxDice:
     """The production dice: NumPy's counter-based Philox, one stream per (seed, step).
 
@@ -169,13 +180,12 @@ class PhiloxDice:
 
     def __init__(self, seeds: list[int], steps: list[int]) -> None:
         self._keys = list(zip(seeds, steps, strict=True))
-        self._philox = np.random.Philox(0)
         self._streams: dict[int, Float[np.ndarray, " numbers"]] = {}
 
     def _set(self, request: int, purpose: int, stream: int) -> np.random.Philox:
         """The generator at the beginning of a stream; setting one is several times faster than making one."""
-        seed, step = self._keys[request]
-        self._philox.state = {
+        (seed, step), philox = self._keys[request], _OWN.philox
+        philox.state = {
             "bit_generator": "Philox",
             "state": {
                 "counter": np.array([0, stream, purpose, step], dtype=np.uint64),
@@ -186,7 +196,7 @@ class PhiloxDice:
             "has_uint32": 0,
             "uinteger": 0,
         }
-        return self._philox
+        return philox
 
     def _uniform(self, request: int, slot: int, purpose: Purpose) -> float:
         place = slot * len(_PURPOSES) + _PURPOSES[purpose]

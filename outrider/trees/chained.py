@@ -83,27 +83,27 @@ def chained(
     """
     lengths = limits.tolist()
     levels = chain_shape(tuple(lengths)).levels
-    picks = cast(ChainTree, tree).picks(lengths, dice, device)
     begun = [states[i] for i in levels[0].owners]
     guess = drafter.begin(begun, [lengths[i] for i in levels[0].owners])
     few, logits = guess.short_list, cast(Tensor, guess.logits).to(device)
     follow = drafter.chain(begun, [lengths[i] - 1 for i in levels[0].owners])
     tokens = [torch.tensor([state.tokens[-1] for state in states]).to(device, non_blocking=True)]
     rows: list[Float[Tensor, "n width"]] = []
-    chosen = False
-    for number, (level, pick) in enumerate(zip(levels, picks, strict=True)):
+    rule = draft_rule([samplings[i] for i in levels[0].owners], few, logits)
+    # A point mass needs neither a row nor a draw. All levels have rows or none has: the first one has every request.
+    chosen = isinstance(rule, RowRule) and rule.all_greedy
+    picks = [] if chosen else cast(ChainTree, tree).picks(lengths, dice, device)
+    for number, level in enumerate(levels):
         if number:
             above = tokens[-1] if level.above is None else tokens[-1][_uploaded(level.above, device)]
             logits = follow(above).to(device)
-        if not number or level.above is not None:
+        if number and level.above is not None:
             rule = draft_rule([samplings[i] for i in level.owners], few, logits)
-        # A point mass needs no row. All levels have rows or none has: the first one has every request.
-        chosen = chosen if number else isinstance(rule, RowRule) and rule.all_greedy
         if chosen:
             drawn = cast(RowRule, rule).likeliest(logits, _unread)
         else:
             rows.append(rule(logits, _unread))
-            drawn = pick(rows[-1]).to(device)
+            drawn = picks[number](rows[-1]).to(device)
         tokens.append(drawn if few is None else few.ids[drawn])
     return packed(lengths, tokens, rows, few)
 

@@ -220,6 +220,15 @@ def test_a_draft_model_with_another_vocabulary_drafts_the_same_in_one_go():
     )
 
 
+def test_greedy_chains_draw_no_random_numbers(monkeypatch):
+    drafter = ModelDrafter(lm=TabularLM(random_rows(VOCAB, 3), VOCAB))
+    kept = drafts(in_one_go, drafter, [SETTINGS["greedy"]] * 3, [4, 2, 3])
+    monkeypatch.setattr(PhiloxDice, "picks", lambda *_: pytest.fail("random numbers were made"))
+    assert_same(drafts(in_one_go, drafter, [SETTINGS["greedy"]] * 3, [4, 2, 3]), kept)
+    with pytest.raises(pytest.fail.Exception, match="random numbers were made"):
+        drafts(in_one_go, drafter, [SETTINGS["greedy"], SETTINGS["drawn"]], [4, 2])
+
+
 MIXES = {
     "mixed": [SETTINGS["drawn"], SETTINGS["greedy"]],
     "greedy": [SETTINGS["greedy"], SETTINGS["greedy"]],
