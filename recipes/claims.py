@@ -104,7 +104,8 @@ gain that the claim speaks of, unless its remark says otherwise. **yes**: the wh
 OF_TRAINING = """## Training
 
 Here drafters are trained for the embedded target, all in one comparison with equal steps, rows and tokens. Intervals
-are over held-out prompts and over three seeds of the training. The budgets are those of minutes on one core; the papers train for days on accelerators.
+are over held-out prompts and over three seeds of the training. The budgets are those of minutes on one core; the papers
+train for days on accelerators.
 
 """
 HOURS = """## Undecided claims
