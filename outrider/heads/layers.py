@@ -4,7 +4,6 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23): `LlamaRotaryEmbedd
 cosines and sines for every rotary scheme that a config can name, and `apply_rotary_pos_emb` turns queries and keys.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -38,21 +37,6 @@ class Rotary(nn.Module):
             if moved.dtype.itemsize < exact.dtype.itemsize <= 4:
                 setattr(self.table, name, exact.to(moved.device))
         return self
-
-
-class Attending(ABC):
-    """A keeper of keys and values that also attends, because it knows which keys no query sees."""
-
-    @abstractmethod
-    def attend(
-        self,
-        queries: Float[Tensor, "rows heads width dim"],
-        keys: Float[Tensor, "rows shared keys dim"],
-        values: Float[Tensor, "rows shared keys dim"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-    ) -> Float[Tensor, "rows heads width dim"]:
-        """What `attend` returns."""
-        ...
 
 
 def attend(
@@ -109,7 +93,8 @@ class Attention(nn.Module):
         queries, keys = self._heads(self.q_proj(states), self.q_norm), self._heads(self.k_proj(states), self.k_norm)
         queries, keys = apply_rotary_pos_emb(queries, keys, rotary[0], rotary[1])
         all_keys, all_values = cache.update(keys, self._heads(self.v_proj(states)), self.layer)
-        read = cache.attend if isinstance(cache, Attending) else attend
+        # A keeper may attend itself, because it knows which keys no query sees.
+        read = getattr(cache, "attend", attend)
         found = read(queries, all_keys, all_values, mask)
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
