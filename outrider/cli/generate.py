@@ -21,6 +21,7 @@ from outrider.cli.outputs import OutputFile, Wanted, profile
 from outrider.cli.printed import print_json, print_line, print_measures, print_output, print_profile
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
+from outrider.destination import locked_file
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
 from outrider.engine.prompts import Prompt
@@ -149,11 +150,19 @@ class Run:
 def run(task: Task) -> None:
     """Make the outputs, and print or write each as it ends."""
     prompts = entries(task.texts, task.file)
+    if task.output is None:
+        _make(task, prompts)
+        return
+    OutputFile(path=task.output).check()
+    with locked_file(task.output):
+        _make(task, prompts)
+
+
+def _make(task: Task, prompts: Sequence[Entry]) -> None:
+    """The same, once the file of outputs is held."""
     wanted = task.wanted(prompts)
     if task.output is not None:
-        file = OutputFile(path=task.output)
-        file.check()
-        held = file.held(wanted)
+        held = OutputFile(path=task.output).held(wanted)
         if held:
             print(f"{len(held)} of {len(wanted)} outputs are in {task.output} already", file=sys.stderr)
         wanted = [each for each in wanted if each.index not in held]

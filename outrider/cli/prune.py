@@ -15,12 +15,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from outrider.cli.printed import print_json
+from outrider.destination import check_free
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.inputs import InputError, text_of
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning
-from outrider.surgery.checkpoint import check_free, write
+from outrider.surgery.checkpoint import write
 from outrider.surgery.family import same_size
 from outrider.surgery.shape import num_parameters, shape_of, smaller_shape
 

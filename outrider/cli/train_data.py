@@ -14,6 +14,7 @@ from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.cli.request import RequestOptions
+from outrider.destination import locked_file
 from outrider.inputs import InputError
 from outrider.setup import Setup
 
@@ -80,6 +81,12 @@ class Task:
 
 def run(task: Task) -> None:
     """Answer the prompts, and print what was done."""
+    with locked_file(task.out):
+        _answer(task)
+
+
+def _answer(task: Task) -> None:
+    """The same, once the file is held."""
     try:
         from outrider.training.records import read_documents
         from outrider.training.regenerate import Regenerated, Wish, regenerate

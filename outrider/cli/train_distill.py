@@ -27,7 +27,7 @@ from outrider.training.divergences import CHUNK, divergence
 from outrider.training.documents import Document, fingerprint_of
 from outrider.training.estimate import Work, estimate, trial
 from outrider.training.journal import read
-from outrider.training.loop import FOLDER, Learner, Progress, Trained, place, train
+from outrider.training.loop import FOLDER, Learner, Progress, Trained, claimed, place, train
 from outrider.training.positions import positions_of
 from outrider.training.records import read_documents
 from outrider.training.regenerate import Wish, regenerate
@@ -137,7 +137,23 @@ def run_with(
     if task.divergence != HARD:
         divergence(task.divergence)
     positions_of(task.positions, limit=1, seed=0)
-    device, main = place(task.settings), processes.is_first()
+    device = place(task.settings)
+    with claimed(task.out):
+        _train(task, make, device, regenerated=regenerated, about=about, name=name, more=more)
+
+
+def _train(
+    task: Task,
+    make: Make,
+    device: torch.device,
+    *,
+    regenerated: bool,
+    about: dict[str, Any],
+    name: str,
+    more: More | None,
+) -> None:
+    """The same, once the folder is held."""
+    main = processes.is_first()
     console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=task.as_json or not main)
     tokenizer = open_tokenizer(task.target)
     learnt, watched = _documents(task, tokenizer, regenerated=regenerated, console=console)

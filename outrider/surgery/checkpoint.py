@@ -10,18 +10,11 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.destination import check_free
 from outrider.types import InputError
 
 RECORD = "surgery.json"
 """The file that says how a model was cut."""
-
-
-def check_free(folder: Path) -> None:
-    """Raise InputError if a folder cannot become a new checkpoint because something is there already."""
-    if folder.is_dir() and not any(folder.iterdir()):
-        return
-    if folder.exists() or folder.is_symlink():
-        raise InputError(f"{folder} exists already; give a new folder with --out, or remove it")
 
 
 def write(

@@ -90,7 +90,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     write_file(folder / f"step-{step:08d}.pt", lambda file: torch.save(state, file))
-    for other in _steps(folder):
+    for other in steps(folder):
         if other != step:
             (folder / f"step-{other:08d}.pt").unlink(missing_ok=True)
 
@@ -117,8 +117,15 @@ def newest(folder: Path) -> Path | None:
             shutil.rmtree(half, ignore_errors=True)
         else:
             half.unlink(missing_ok=True)
-    steps = _steps(folder)
-    return folder / f"step-{steps[-1]:08d}.pt" if steps else None
+    found = steps(folder)
+    return folder / f"step-{found[-1]:08d}.pt" if found else None
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the checkpoints in a folder, ascending."""
+    if not folder.is_dir():
+        return []
+    return sorted(int(found[1]) for each in folder.iterdir() if (found := PATTERN.fullmatch(each.name)))
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -127,12 +134,6 @@ def read(file: Path) -> dict[str, Any]:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise InputError(f"the checkpoint {file} cannot be read: {error}; delete it to begin again") from error
-
-
-def _steps(folder: Path) -> list[int]:
-    if not folder.is_dir():
-        return []
-    return sorted(int(found[1]) for each in folder.iterdir() if (found := PATTERN.fullmatch(each.name)))
 
 
 def _is_of_disk(error: Exception) -> bool:

@@ -8,6 +8,9 @@ from typing import Any
 
 from outrider.types import InputError
 
+BEGINNING = b'{"kind": "settings"'
+"""How every log begins."""
+
 
 class Journal:
     """What happened at each step, in `log.jsonl` and as TensorBoard's events.
@@ -51,6 +54,12 @@ class Journal:
 
     def _unwritten(self, error: OSError) -> InputError:
         return InputError(f"{self.path.parent} cannot be written: {error.strerror or os.strerror(error.errno or 0)}")
+
+
+def begins_run(path: Path) -> bool:
+    """Whether a file is the log of a run: its first line holds the settings."""
+    with path.open("rb") as file:
+        return file.read(len(BEGINNING)) == BEGINNING
 
 
 def read(path: Path) -> list[dict[str, Any]]:

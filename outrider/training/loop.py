@@ -8,8 +8,8 @@ processes, apart from rounding.
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -23,9 +23,10 @@ from jaxtyping import Float, Real
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
+from outrider.destination import check_free, locked
 from outrider.training import checkpoint, processes
 from outrider.training.batches import Batch, Batches
-from outrider.training.journal import Journal
+from outrider.training.journal import Journal, begins_run
 from outrider.training.optimizer import adamw
 from outrider.training.settings import Settings, check_same
 from outrider.training.watch import Judging, Watch, Watched
@@ -33,6 +34,9 @@ from outrider.types import InputError
 
 FOLDER = "training"
 """Folder beside the drafter in which a run keeps its log and its checkpoints."""
+LOCK = "lock"
+OWN = ("log.jsonl", "tensorboard", "step-*.pt", "best-*", "last", "answers.jsonl", "states", LOCK, ".*", "*.half")
+"""What a run may have written there before its first checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +131,36 @@ def place(settings: Settings) -> torch.device:
     return PartialState(cpu=settings.device == "cpu").device
 
 
+@contextmanager
+def claimed(out: Path) -> Iterator[None]:
+    """Hold the folder of a run until the body ends: no other process writes there, and nothing foreign is replaced.
+
+    Of several processes of one run, the first holds it.
+
+    Raises:
+        InputError: The folder holds something else than a run, or another process holds it.
+    """
+    if not processes.is_first():
+        yield
+        return
+    if not _holds_run(out):
+        check_free(out)
+    with locked(out / FOLDER / LOCK, out):
+        yield
+
+
+def _holds_run(out: Path) -> bool:
+    """Whether a folder holds a run. Before its first checkpoint, a run has written nothing outside its own folder."""
+    folder = out / FOLDER
+    if checkpoint.steps(folder):
+        return True
+    if not folder.is_dir() or [each.name for each in out.iterdir()] != [FOLDER]:
+        return False
+    log = folder / "log.jsonl"
+    own = all(any(each.match(name) for name in OWN) for each in folder.iterdir())
+    return own and (not log.exists() or log.stat().st_size == 0 or begins_run(log))
+
+
 def train(
     learner: Learner,
     batches: Batches,
@@ -148,17 +182,20 @@ def train(
         about: Other values that a run must keep when it goes on, such as the name of a loss; they go to the log.
 
     Raises:
-        InputError: The folder holds a run with other settings, the loss is not finite, or a file cannot be written.
+        InputError: The folder holds something else, or a run with other settings; another process writes into it; the
+            loss is not finite, or a file cannot be written.
     """
-    run = _Run(learner, batches, settings, out, watch, dict(about or {}))
-    try:
-        while run.step < settings.steps:
-            loss = run.advance()
-            if progress is not None and run.accelerator.is_main_process:
-                progress(run.progress(loss))
-        return run.finish()
-    finally:
-        run.close()
+    place(settings)
+    with claimed(out):
+        run = _Run(learner, batches, settings, out, watch, dict(about or {}))
+        try:
+            while run.step < settings.steps:
+                loss = run.advance()
+                if progress is not None and run.accelerator.is_main_process:
+                    progress(run.progress(loss))
+            return run.finish()
+        finally:
+            run.close()
 
 
 class _Run:

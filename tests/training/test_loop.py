@@ -138,6 +138,50 @@ def test_other_settings_are_refused_in_the_folder_of_a_run(tmp_path: Path) -> No
     )
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    ["model.safetensors", "notes.txt", "training/notes.txt", "training/log.jsonl", "training"],
+)
+def test_a_folder_that_holds_something_else_is_refused_and_keeps_it(tmp_path: Path, foreign: str) -> None:
+    place = tmp_path / "out" / foreign
+    place.parent.mkdir(parents=True)
+    place.write_text("mine")
+    with pytest.raises(InputError) as raised:
+        train(Bigram(), batches(), SETTINGS, tmp_path / "out")
+    assert str(raised.value) == f"{tmp_path / 'out'} exists already; give a new folder with --out, or remove it"
+    assert place.read_text() == "mine"
+    assert {each for each in (tmp_path / "out").rglob("*") if each.is_file()} == {place}
+
+
+def test_a_run_without_a_checkpoint_begins_again_unless_something_else_came(tmp_path: Path) -> None:
+    class Stopping(Bigram):
+        def forward(self, batch):
+            raise KeyboardInterrupt
+
+    watch = Watch(documents(4, seed=9), depth=2)
+    with pytest.raises(KeyboardInterrupt):
+        train(Stopping(), batches(), SETTINGS, tmp_path / "out", watch)
+    (tmp_path / "out" / FOLDER / "lock").write_text("of a killed process")
+    (tmp_path / "out" / "model.safetensors").write_text("mine")
+    with pytest.raises(InputError, match="exists already; give a new folder"):
+        train(Bigram(), batches(), SETTINGS, tmp_path / "out", watch)
+    (tmp_path / "out" / "model.safetensors").unlink()
+    train(Bigram(), batches(), SETTINGS, tmp_path / "out", watch)
+    train(Bigram(), batches(), SETTINGS, tmp_path / "alone", watch)
+    assert same(weights(tmp_path / "out"), weights(tmp_path / "alone"))
+
+
+def test_a_folder_into_which_another_process_trains_is_refused(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    train(Bigram(), batches(), replace(SETTINGS, keep_best=False), tmp_path)
+    before = sorted(tmp_path.rglob("*"))
+    with (tmp_path / FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(InputError, match=f"{tmp_path} is being written by another process; wait until that has"):
+            train(Bigram(), batches(), SETTINGS, tmp_path)
+    assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / FOLDER / "lock"])
+
+
 def test_the_best_drafter_is_kept_and_the_last_where_nothing_is_watched(tmp_path: Path) -> None:
     class Worsening(Bigram):
         """Learns until step 4, and then the opposite."""
