@@ -74,8 +74,8 @@ def test_a_lock_that_is_deleted_while_another_waits_for_it_is_made_anew(tmp_path
 
 def test_a_place_without_a_lock_is_a_sentence_and_a_device_needs_none(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot be written, because its lock .* cannot be made: "):
-        with locked_file(tmp_path / "file" / "out.jsonl"):
-            pass
+    said = r"cannot be written, because its lock .* cannot be made: "
+    with pytest.raises(InputError, match=said), locked_file(tmp_path / "file" / "out.jsonl"):
+        pass
     with locked_file(Path("/dev/null")):
         pass

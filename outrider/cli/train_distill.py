@@ -309,6 +309,8 @@ def _tell(task: Task, done: Trained, console: Console, name: str, more: dict[str
         kept = next((line for line in watched if line["step"] == done.step), watched[-1])
         names = ("block_efficiency", "block_efficiency_greedy")
         record |= {"before": {name: watched[0][name] for name in names}, "after": {name: kept[name] for name in names}}
+        judged = names[0] if task.watch_temperature else names[1]
+        record["improved"] = record["after"][judged] > record["before"][judged]
     try:
         from outrider.bench.training_report import page
     except ModuleNotFoundError as error:
@@ -320,13 +322,22 @@ def _tell(task: Task, done: Trained, console: Console, name: str, more: dict[str
     if task.as_json:
         print_json(record)
         return
-    if watched:
+    if watched and record["improved"]:
         before, after = record["before"], record["after"]
         console.print(
             f"block efficiency on held-out texts: {before['block_efficiency']:.3f} before, "
             f"{after['block_efficiency']:.3f} after {done.step} steps; at temperature 0 "
             f"{before['block_efficiency_greedy']:.3f} and {after['block_efficiency_greedy']:.3f}",
             style="cyan",
+        )
+    elif watched:
+        held = f"after {done.step} steps" if done.step else "as it was before training"
+        later = [line[judged] for line in watched[1:]]
+        console.print(
+            f"training did not make the drafter better: block efficiency on held-out texts was "
+            f"{watched[0][judged]:.3f} before and at most {max(later):.3f} after; {done.out} holds the drafter {held}. "
+            "Try a lower --learning-rate, more --steps or more --data",
+            style="red",
         )
     for what, found in more.items():
         console.print(f"{what}: {found}", style="cyan")

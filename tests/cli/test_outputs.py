@@ -67,6 +67,18 @@ def test_outputs_that_a_file_holds_are_not_made_again(monkeypatch, capsys, tmp_p
     assert [r["tokens"] for r in records(file)] == [r["tokens"] for r in records(whole)]
 
 
+@pytest.mark.parametrize("command", [["generate", *PROMPTS, "--output"], ["train", "data", "--data", "x", "--out"]])
+def test_a_file_that_another_process_writes_is_refused_before_a_model_is_loaded(monkeypatch, capsys, tmp_path, command):
+    fcntl = pytest.importorskip("fcntl")
+    file = tmp_path / "out.jsonl"
+    with (tmp_path / ".out.jsonl.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        status, out, err = run(monkeypatch, capsys, *command, str(file), "--target", "/no/such/place")
+    said = f"error: {file} is being written by another process; wait until that has ended, or give another place\n"
+    assert (status, out, err) == (2, "", said)
+    assert not file.exists()
+
+
 def test_nothing_is_loaded_where_all_is_there(monkeypatch, capsys, whole):
     before = whole.read_bytes()
     given = ["--output", str(whole), "--drafter", "model:path=/no/such/place"]

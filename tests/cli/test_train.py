@@ -127,6 +127,40 @@ def test_wrong_input_gets_one_sentence_and_leaves_nothing(monkeypatch, capsys, t
     assert not (tmp_path / "out" / "config.json").exists()
 
 
+@pytest.mark.parametrize("command", ["distill", "steer", "eagle3", "medusa", "dflash", "blockwise"])
+def test_a_model_is_never_replaced(monkeypatch, capsys, tmp_path, pair, command: str) -> None:
+    given = dict(zip(pair[::2], pair[1::2], strict=True)) | {"--out": str(tmp_path / "target")}
+    if command not in ("distill", "steer"):
+        del given["--drafter"]
+    before = {each.name: each.read_bytes() for each in (tmp_path / "target").iterdir()}
+    status, _, err = run(monkeypatch, capsys, "train", command, *(each for pair in given.items() for each in pair))
+    said = f"error: {tmp_path / 'target'} exists already; give a new folder with --out, or remove it\n"
+    assert (status, err.endswith(said)) == (2, True), err
+    assert {each.name: each.read_bytes() for each in (tmp_path / "target").iterdir()} == before
+
+
+def test_wrong_names_leave_no_folder(monkeypatch, capsys, tmp_path, pair) -> None:
+    given = [*pair, *FEW]
+    given[given.index("--drafter") + 1] = str(tmp_path / "nowhere")
+    assert run(monkeypatch, capsys, "train", "distill", *given)[0] == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_training_that_only_made_the_draft_worse_says_so(monkeypatch, capsys, tmp_path, pair) -> None:
+    given = [*pair, *FEW, "--learning-rate", "3", "--warmup", "0", "--divergence", "ce"]
+    status, _, err = run(monkeypatch, capsys, "train", "distill", *given)
+    assert status == 0, err
+    assert "training did not make the drafter better: block efficiency on held-out texts was" in err, err
+    assert f"{tmp_path / 'out'} holds the drafter as it was before training" in err, err
+    assert "after 0 steps" not in err
+    status, out, err = run(monkeypatch, capsys, "train", "distill", *given, "--json")
+    assert json.loads(out)["improved"] is False
+    given[given.index("--out") + 1] = str(tmp_path / "last")
+    status, out, err = run(monkeypatch, capsys, "train", "distill", *given, "--no-keep-best")
+    assert "training did not make the drafter better: block efficiency on held-out texts was" in err, err
+    assert f"{tmp_path / 'last'} holds the drafter after 4 steps" in err, err
+
+
 def test_training_without_a_report_library_still_ends_well(tmp_path, pair) -> None:
     hidden = tmp_path / "hidden"
     hidden.mkdir()
