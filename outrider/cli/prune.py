@@ -157,36 +157,50 @@ def read_texts(file: Path, tokenizer: PreTrainedTokenizerBase, num_tokens: int) 
     """Token ids of the documents of a file, until there are enough tokens.
 
     Raises:
-        InputError: The file cannot be read, a line has no `text`, or there is no text at all.
+        InputError: The file cannot be read, a line has neither `text` nor `tokens`, or there is no text at all.
     """
     texts: list[list[int]] = []
     left = num_tokens
-    for document in _documents(file):
+    for tokens in _documents(file, tokenizer):
         if left <= 0:
             break
-        tokens = tokenizer(document, add_special_tokens=True)["input_ids"][:left]
-        texts.append(tokens)
-        left -= len(tokens)
+        texts.append(tokens[:left])
+        left -= len(texts[-1])
     if left == num_tokens:
         raise InputError(f"{file} holds no text; give documents of the task that the draft model is for")
     return texts
 
 
-def _documents(file: Path) -> Iterator[str]:
-    wanted = "JSON lines with `text`, or a text file"
+def _documents(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Token ids of the documents of a file. Empty ones are left out."""
+    wanted = "JSON lines with `text` or `tokens`, or a text file"
     if file.name.endswith((".jsonl", ".jsonl.gz")):
+        limit = max(tokenizer.get_vocab().values()) + 1
         for number, line in enumerate(_lines(file, wanted), 1):
             if line.strip():
-                try:
-                    entry = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
-                    raise InputError(f"line {number} of {file} is not JSON: {error}") from error
-                if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
-                    raise InputError(f"line {number} of {file} is not a JSON object with `text`")
-                if entry["text"]:
-                    yield entry["text"]
+                match _entry(line, f"line {number} of {file}", limit):
+                    case str(text) if text:
+                        yield tokenizer(text, add_special_tokens=True)["input_ids"]
+                    case [*tokens] if tokens:
+                        yield tokens
     elif text := text_of(file, "text", wanted).strip():
-        yield text
+        yield tokenizer(text, add_special_tokens=True)["input_ids"]
+
+
+def _entry(line: str, place: str, limit: int) -> str | list[int]:
+    """What a line of JSON holds: a text, or token ids below a limit."""
+    try:
+        entry = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise InputError(f"{place} is not JSON: {error}") from error
+    match entry:
+        case {"tokens": [*tokens]} if all(type(token) is int for token in tokens):
+            if wrong := [token for token in tokens if not 0 <= token < limit]:
+                raise InputError(f"{place}: token {wrong[0]} is not in the vocabulary of {limit} tokens")
+            return tokens
+        case {"text": str(text)}:
+            return text
+    raise InputError(f"{place} is not a JSON object with `text`, or with `tokens`, a list of token ids")
 
 
 def _lines(file: Path, wanted: str) -> Iterator[str]:

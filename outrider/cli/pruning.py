@@ -15,7 +15,10 @@ Target = Annotated[
 Device = Annotated[str | None, typer.Option(help="Where the target runs; by default the GPU where there is one.")]
 Data = Annotated[
     Path,
-    typer.Option(help="Text of the task: JSON lines with `text`, plain or gzipped, or a text file (one document)."),
+    typer.Option(
+        help="Text of the task: JSON lines with `text` or `tokens`, plain or gzipped, such as `train data` writes; or "
+        "a text file, which is one document."
+    ),
 ]
 Out = Annotated[Path, typer.Option(help="New folder for the draft model and its tokenizer.")]
 NumTokens = Annotated[int, typer.Option(min=1, help="Most tokens of text to read.")]

@@ -332,11 +332,11 @@ def _tell(task: Task, done: Trained, console: Console, name: str, more: dict[str
         )
     elif watched:
         held = f"after {done.step} steps" if done.step else "as it was before training"
-        later = [line[judged] for line in watched[1:]]
+        first, *later = (line[judged] for line in watched)
         console.print(
-            f"training did not make the drafter better: block efficiency on held-out texts was "
-            f"{watched[0][judged]:.3f} before and at most {max(later):.3f} after; {done.out} holds the drafter {held}. "
-            "Try a lower --learning-rate, more --steps or more --data",
+            f"training did not make the drafter better: block efficiency on held-out texts was {first:.3f} before and "
+            f"at most {max(later, default=first):.3f} after; {done.out} holds the drafter {held}. Try a lower "
+            "--learning-rate, more --steps or more --data",
             style="red",
         )
     for what, found in more.items():

@@ -11,7 +11,8 @@ from outrider.embedded import EMBEDDED_TARGET
 from outrider.surgery.checkpoint import RECORD
 from recipes.tiny import tiny_config, tiny_model
 from tests.cli.runs import run
-from tests.world.tokenizers import TEXT, byte_level
+from tests.world.tokenizers import TEXT, byte_level, letters
+from tests.world.zoo import tiny
 
 
 @pytest.fixture
@@ -70,6 +71,22 @@ def test_a_pruned_shape_drafts_for_its_target(monkeypatch, capsys, tmp_path):
     assert found[0][0].tokens == found[1][0].tokens
 
 
+def test_a_shape_is_cut_by_the_answers_that_train_data_wrote(monkeypatch, capsys, tmp_path):
+    tiny("llama").float().save_pretrained(tmp_path / "target")
+    letters().save_pretrained(tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "once upon a time"}) + "\n")
+    target, answers, out = str(tmp_path / "target"), str(tmp_path / "answers.jsonl"), tmp_path / "draft"
+    asked = ("--data", str(tmp_path / "prompts.jsonl"), "--out", answers, "--max-new-tokens", "12")
+    status, _, err = run(monkeypatch, capsys, "train", "data", "--target", target, *asked)
+    assert status == 0, err
+    given = ("--data", answers, "--layers", "1", "--out", str(out), "--json")
+    status, printed, err = run(monkeypatch, capsys, "prune", "shape", "--target", target, *given)
+    assert status == 0, err
+    (answer,) = map(json.loads, (tmp_path / "answers.jsonl").read_text().splitlines())
+    assert json.loads(printed)["num_tokens"] == len(answer["tokens"])
+    assert AutoModelForCausalLM.from_pretrained(out).config.num_hidden_layers == 1
+
+
 def test_a_plan_has_a_row_for_each_depth(monkeypatch, capsys):
     status, printed, err = run(
         monkeypatch, capsys, "prune", "plan", "--layers", "1,4", "--rounds", "2", "--context", "16", "--json"
@@ -114,7 +131,10 @@ def test_a_count_of_experts_out_of_range_is_a_sentence(experts, mixture, text, m
     [
         ("", "holds no text"),
         ('{"text": ""}\n', "holds no text"),
-        ('{"text": "a"}\n{"prompt": "b"}\n', "is not a JSON object with `text`"),
+        ('{"text": "a"}\n{"prompt": "b"}\n', "is not a JSON object with `text`, or with `tokens`"),
+        ('{"tokens": [5, "a"]}\n', "is not a JSON object with `text`, or with `tokens`"),
+        ('{"tokens": [5, 99999]}\n', "token 99999 is not in the vocabulary of "),
+        ('{"tokens": []}\n', "holds no text"),
         ("{text}\n", "is not JSON"),
     ],
 )

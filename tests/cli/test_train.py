@@ -153,12 +153,10 @@ def test_a_training_that_only_made_the_draft_worse_says_so(monkeypatch, capsys, 
     assert "training did not make the drafter better: block efficiency on held-out texts was" in err, err
     assert f"{tmp_path / 'out'} holds the drafter as it was before training" in err, err
     assert "after 0 steps" not in err
-    status, out, err = run(monkeypatch, capsys, "train", "distill", *given, "--json")
-    assert json.loads(out)["improved"] is False
     given[given.index("--out") + 1] = str(tmp_path / "last")
-    status, out, err = run(monkeypatch, capsys, "train", "distill", *given, "--no-keep-best")
-    assert "training did not make the drafter better: block efficiency on held-out texts was" in err, err
-    assert f"{tmp_path / 'last'} holds the drafter after 4 steps" in err, err
+    status, out, err = run(monkeypatch, capsys, "train", "distill", *given, "--no-keep-best", "--json")
+    assert status == 0, err
+    assert json.loads(out)["improved"] is False
 
 
 def test_training_without_a_report_library_still_ends_well(tmp_path, pair) -> None:
