@@ -76,13 +76,22 @@ def summary(learning: Learning, outputs: Sequence[Output]) -> str:
     line = f"learnt in {sum(drafts)} optimizer steps{models} from {len(outputs)} outputs"
     quarter = len(outputs) // 4
     if quarter:
-        first, last = (_acceptance_rate(part) for part in (outputs[:quarter], outputs[-quarter:]))
-        line += f": {first:.0%} of draft tokens accepted in the first quarter of the outputs, {last:.0%} in the last"
+        first, last = (_accepted(part) for part in (outputs[:quarter], outputs[-quarter:]))
+        line += f": {first} in the first quarter of the outputs, {last} in the last"
     if back := sum(pupil.num_rollbacks for pupil in learning.pupils):
         line += f"; went back to earlier weights {back} times"
+    if not _num_drafted(outputs[-max(1, quarter) :]):
+        line += "; where nothing is drafted, nothing is learnt: --length fixed:4 always drafts"
     return line
 
 
-def _acceptance_rate(outputs: Sequence[Output]) -> float:
-    drafted = sum(output.num_draft_tokens for output in outputs)
-    return sum(output.num_accepted_tokens for output in outputs) / max(1, drafted)
+def _accepted(outputs: Sequence[Output]) -> str:
+    """The share of draft tokens that were accepted, in words. Where nothing was drafted there is none."""
+    drafted = _num_drafted(outputs)
+    if not drafted:
+        return "nothing drafted"
+    return f"{sum(output.num_accepted_tokens for output in outputs) / drafted:.0%} of draft tokens accepted"
+
+
+def _num_drafted(outputs: Sequence[Output]) -> int:
+    return sum(output.num_draft_tokens for output in outputs)

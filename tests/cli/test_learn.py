@@ -5,7 +5,11 @@ import re
 
 import pytest
 
+from outrider.cli.learn import summary
+from outrider.training.online import Learning
+from outrider.types import Sampling
 from tests.cli.runs import run
+from tests.world.models import engine
 
 PROMPTS = ["--prompt", "Once upon a time", "--prompt", "One day", "-n", "2", "--max-new-tokens", "12"]
 GREEDY = [*PROMPTS, "--length", "fixed:4", "--temperature", "0", "--max-slots", "1", "--json"]
@@ -27,6 +31,26 @@ def test_learning_reports_both_ends_of_the_stream_and_changes_no_greedy_output(m
     status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, "--drafter", f"model:path={last}")
     assert status == 0, err
     assert len(out.splitlines()) == 4
+
+
+def test_no_acceptance_is_reported_where_nothing_was_drafted():
+    learning = Learning(engine("model"))
+    one, other = (
+        engine(drafter).generate([[3, 4, 5]] * 4, max_new_tokens=8, sampling=Sampling(temperature=0))
+        for drafter in ("model", "none")
+    )
+    accepted = f"{sum(o.num_accepted_tokens for o in one) / sum(o.num_draft_tokens for o in one):.0%}"
+    begin = "learnt in 0 optimizer steps from"
+    always = "; where nothing is drafted, nothing is learnt: --length fixed:4 always drafts"
+    assert summary(learning, [*one, *other]) == (
+        f"{begin} 8 outputs: {accepted} of draft tokens accepted in the first quarter of the outputs, nothing drafted "
+        f"in the last{always}"
+    )
+    assert summary(learning, other[:2]) == f"{begin} 2 outputs{always}"
+    assert summary(learning, one) == (
+        f"{begin} 4 outputs: {accepted} of draft tokens accepted in the first quarter of the outputs, {accepted} of "
+        "draft tokens accepted in the last"
+    )
 
 
 @pytest.mark.parametrize(
