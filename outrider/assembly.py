@@ -1,5 +1,6 @@
 """Make an engine from a setup: make its parts, check them against the refusal matrix, put them together."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ from outrider.drafters.protocol import Drafter, Surroundings, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
+from outrider.lm.choice import choose
 from outrider.lm.forward import Choice, as_forward
+from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
@@ -67,6 +70,7 @@ def assemble(setup: Setup) -> Engine:
     target = _target(wanted, model)
     if isinstance(drafter, Unbound):
         drafter = drafter.bind(_surroundings(wanted, target, tokenizer))
+    _suit_forwards(target, drafter.taps, wanted)
     if verifier is None:
         verifier = _part("verifier", _best_verifier(drafter, tree))
     parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
@@ -202,6 +206,18 @@ def _target(setup: Setup, model: PreTrainedModel) -> LM:
         # A given model may still be trained.
         lasting=isinstance(setup.target, str),
     )
+
+
+def _suit_forwards(target: LM, taps: Sequence[int], setup: Setup) -> None:
+    """Let a compiled target hand on the hidden states that its drafter reads, or run otherwise. Nothing is compiled
+    unless compiled forwards were asked for: this takes minutes, and must not happen within an answer.
+    """
+    if not taps or not isinstance(target, LanguageModel) or target.forward != "compiled":
+        return
+    if setup.forward == "compiled":
+        target.prepare(taps)
+    elif not target.has_library(taps):
+        target.choice = choose(target, forward=None, pad_to=setup.pad_to, taps=taps)
 
 
 def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:

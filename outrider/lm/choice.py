@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,9 @@ WIDE = 48
 """Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
 
 
-def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, lasting: bool = True) -> Choice:
+def choose(
+    lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, lasting: bool = True, taps: Sequence[int] = ()
+) -> Choice:
     """Let a model's forwards run in the fastest way that is at hand, or as they are told to.
 
     The fastest is the one with the least time for a token and a block together. Compiled forwards are at hand where
@@ -38,10 +41,11 @@ def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, la
         forward: The kind of forward; None chooses.
         pad_to: Fewest columns of a forward; None chooses.
         lasting: Whether the weights will stay as they are. Otherwise only eager forwards are chosen.
+        taps: The hidden states that forwards will return; compiled ones need a library that does.
     """
     candidates: list[Forward] = ["eager"]
     if forward is not None or lasting:
-        candidates = at_hand(lm) if forward is None else [forward]
+        candidates = at_hand(lm, taps) if forward is None else [forward]
     half = lm.device.type == "cpu" and lm.dtype in (torch.bfloat16, torch.float16)
     room = lm.max_context >= CONTEXT + BLOCK
     compiled = "compiled" in candidates and lm.device.type == "cpu"
@@ -63,12 +67,13 @@ def choose(lm: LanguageModel, *, forward: Forward | None, pad_to: int | None, la
     return _applied(lm, choice)
 
 
-def at_hand(lm: LanguageModel) -> list[Forward]:
-    """The kinds of forward that a model can have here at once, without compiling."""
+def at_hand(lm: LanguageModel, taps: Sequence[int] = ()) -> list[Forward]:
+    """The kinds of forward that a model can have here at once, without compiling, if they return these taps."""
+    packages = [replace(lm.package, taps=each) for each in {(), tuple(dict.fromkeys(taps))}]
     extra = {
         "eager": lambda: True,
         "packed": lambda: worth_packing(lm.model),
-        "compiled": lambda: lm.device.type == "cpu" and lm.package.exists(),
+        "compiled": lambda: lm.device.type == "cpu" and all(package.exists() for package in packages),
     }
     return [name for name in FORWARDS if lm.why_not(name) is None and extra[name]()]
 

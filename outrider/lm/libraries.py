@@ -100,19 +100,24 @@ class Library(ABC):
         except OSError:
             return False
 
+    def opened(self) -> Any | None:
+        """What runs the library; None if it is not usable. Nothing is compiled."""
+        if not self.exists():
+            return None
+        with suppress(OSError):
+            (self.folder / KEY).touch()
+        with suppress(RuntimeError):
+            return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.folder / LIBRARY), 1)
+        return None
+
     def open(self) -> Any:
-        """What runs the library, which is made first if it is not there.
+        """What runs the library, which is made first if it is not usable.
 
         Raises:
             InputError: It cannot be made.
         """
-        if self.exists():
-            with suppress(OSError):
-                (self.folder / KEY).touch()
-            # A damaged library is made anew.
-            with suppress(RuntimeError):
-                return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.folder / LIBRARY), 1)
-        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.make() / LIBRARY), 1)
+        found = self.opened()
+        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.make() / LIBRARY), 1) if found is None else found
 
     def make(self) -> Path:
         """Make the library. It takes about a minute for a dozen layers. Returns its folder.

@@ -162,6 +162,11 @@ class LanguageModel(SlottedLM):
         if isinstance(runs, PackagedForward):
             runs.prepare(taps)
 
+    def has_library(self, taps: Sequence[int]) -> bool:
+        """Whether a library on disk computes forwards with these taps. Where it is false, they run eager."""
+        runs = self._forwards.get("compiled")
+        return isinstance(runs, PackagedForward) and runs.has(taps)
+
     def renew(self) -> None:
         """Read the weights again, because they have changed. Packed copies of them are made anew.
 
@@ -180,7 +185,9 @@ class LanguageModel(SlottedLM):
             return EagerForward(self.model)
         if self.device.type == "cuda":
             return ReplayedForward(self.model)
-        return PackagedForward(self.package)
+        packaged = PackagedForward(self.package)
+        packaged.prepare()
+        return packaged
 
     @property
     def package(self) -> Package:
@@ -241,7 +248,10 @@ class LanguageModel(SlottedLM):
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         wide = self.forward == "compiled" and self.narrow is not None and inputs.positions.numel() > self.narrow
-        return self._forwards["eager" if wide else self.forward](inputs, taps)
+        runs = self._forwards["eager" if wide else self.forward]
+        if isinstance(runs, PackagedForward) and not runs.has(taps):
+            runs = self._forwards["eager"]
+        return runs(inputs, taps)
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:

@@ -1,5 +1,6 @@
 """A model's forward compiled ahead of time; see `libraries`."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ ROWS, WIDTH, VIEW, CAPACITY = 3, 5, 192, 256
 """Sizes of the forward that the graph is made from."""
 GATHERED = 16
 """Most tokens of a forward that copies the weights of each token's experts."""
+log = logging.getLogger("outrider")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class Package(Library):
 
 
 class PackagedForward:
-    """Runs a model's libraries, one for each choice of taps. One that is not there yet is made when it is needed.
+    """Runs a model's libraries, one for each choice of taps. Only `prepare` makes one, so that no answer waits for it.
 
     Attributes:
         num_forwards: Forwards made so far.
@@ -132,8 +134,6 @@ class PackagedForward:
 
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, wanted = inputs.batch, tuple(dict.fromkeys(taps))
-        if wanted not in self._runners:
-            self.prepare(wanted)
         device = inputs.positions.device
         # The output layer computes one column at least.
         columns = inputs.columns if len(inputs.columns) else np.zeros(1, dtype=np.int64)
@@ -149,6 +149,22 @@ class PackagedForward:
         )
         self.num_forwards += 1
         return Outputs(logits=logits, columns=columns, taps=dict(zip(wanted, seen, strict=True)))
+
+    def has(self, taps: Sequence[int]) -> bool:
+        """Whether there is a library of these taps, which is then open. The log says once that there is none."""
+        wanted = tuple(dict.fromkeys(taps))
+        if wanted not in self._runners:
+            package = replace(self._package, taps=wanted)
+            self._runners[wanted] = package.opened()
+            if self._runners[wanted] is None:
+                states = f" and hands on hidden states {', '.join(map(str, wanted))}" if wanted else ""
+                log.warning(
+                    "no library computes the forward of %s%s, so it runs without one; `outrider prepare` with this "
+                    "target and drafter compiles it, once",
+                    package.name,
+                    states,
+                )
+        return self._runners[wanted] is not None
 
     def prepare(self, taps: Sequence[int] = ()) -> None:
         """Make what is missing, and open it."""

@@ -219,6 +219,19 @@ def wide(plain: LanguageModel, model: LlamaForCausalLM) -> dict[str, object]:
     return {"differences": found, "some": 0 < lm.num_compiled_forwards - before < lm.num_forwards}
 
 
+def unprepared(model: LlamaForCausalLM, taps: tuple[int, ...]) -> dict[str, bool]:
+    """Forwards without a library of their taps run eager, and compile none."""
+    plain, lm = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
+    shelf, before = lm.package.folder.parent, lm.num_compiled_forwards
+    libraries = sorted(shelf.iterdir())
+    return {
+        "same": max(differences(plain, lm, taps).values()) < 1e-5,
+        "prompts alone are compiled": 2 * (lm.num_compiled_forwards - before) == lm.num_forwards,
+        "none made": sorted(shelf.iterdir()) == libraries,
+        "compiled is not at hand": "compiled" in at_hand(lm) and "compiled" not in at_hand(lm, taps),
+    }
+
+
 def experts() -> dict[str, object]:
     """A mixture of experts: few tokens are compiled, many run eager. What the compiler cannot do is refused."""
     torch.manual_seed(0)
@@ -272,6 +285,9 @@ def main() -> None:
     plain, compiled = LanguageModel(model, max_slots=3), LanguageModel(model, max_slots=3, forward="compiled")
     found: dict[str, object] = {}
     for name, taps in (("without taps", ()), ("with taps", (0, 1))):
+        if taps:
+            found["unprepared"] = unprepared(model, taps)
+            compiled.prepare(taps)
         before = compiled.num_forwards, compiled.num_compiled_forwards
         found[f"differences {name}"] = differences(plain, compiled, taps)
         after = compiled.num_forwards, compiled.num_compiled_forwards
