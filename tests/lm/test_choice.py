@@ -5,6 +5,8 @@ import pytest
 from outrider.lm import choice
 from outrider.lm.choice import BLOCK, CONTEXT, WIDE
 from outrider.lm.model import LanguageModel
+from outrider.lm.package import PackagedForward
+from tests.world.models import llama
 
 
 class Timed(LanguageModel):
@@ -49,3 +51,16 @@ def test_compiled_forwards_that_copy_the_weights_of_experts_never_take_many_toke
     with_experts = Timed((10, 16), (4, 12))
     with_experts.widest = 16
     assert choice._narrow(with_experts) == 16
+
+
+def test_a_library_that_is_missing_is_named_once_and_not_made(monkeypatch, tmp_path, caplog) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    runs = PackagedForward(LanguageModel(llama()).package)
+    assert [runs.has((0, 1)), runs.has((0, 1)), runs.has(())] == [False] * 3
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == (
+        "no library computes the forward of llama and hands on hidden states 0, 1, so it runs without one; `outrider "
+        "prepare` with this target and drafter compiles it, once"
+    )
+    assert second.startswith("no library computes the forward of llama, so it runs without one; ")
+    assert list(tmp_path.iterdir()) == []
