@@ -97,15 +97,15 @@ def prove(
         dice=dice,
         nodes=nodes,
         own_nodes=own_nodes,
-        compared=_compared(exact.parts.target),
+        compared=how_it_computes(exact.parts.target),
         identical=identical,
         up_to_ties=up_to_ties,
         samples=samples,
     )
 
 
-def _compared(target: LM) -> str:
-    """How a target computes, such as `float32`."""
+def how_it_computes(target: LM) -> str:
+    """The type that a target computes in, such as `float32`, and whether its weights are quantised."""
     dtype = str(target.dtype).removeprefix("torch.")
     if getattr(model_of(target), "is_quantized", False):
         return f"{dtype} with quantised weights, which are not cast to float32"

@@ -16,9 +16,10 @@ from outrider.lm.cache import SlotCache
 from outrider.lm.model import LanguageModel
 from outrider.nucleus import nucleus_floor
 from outrider.proof.draws import dice_law
-from outrider.proof.gate import gate
-from outrider.proof.nodes import compare_nodes
-from outrider.proof.pair import LAW_BOUND, prove
+from outrider.proof.gate import gate, in_float32
+from outrider.proof.nodes import COARSE, compare_nodes
+from outrider.proof.pair import LAW_BOUND, how_it_computes, prove
+from outrider.proof.plain import is_exact
 from outrider.proof.rule import law_error
 from outrider.proof.statistics import sampled_law
 from outrider.sampling import RowRule, to_rows
@@ -26,7 +27,7 @@ from outrider.trees.dynamic import DynamicTree
 from outrider.types import InputError
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import child_rows, recover
-from tests.world.models import engine
+from tests.world.models import engine, llama
 
 PROMPTS = [[1, 2, 1, 2], [1], [2, 3]]
 PAGE = Path(__file__).parents[2] / "docs" / "prove.md"
@@ -209,3 +210,14 @@ def test_few_samples_show_coins_that_land_too_often(monkeypatch):
     print(found.p_value, found.test, found.likely, found.liked)
     assert found.liked.z > 4
     assert found.liked.p_value < found.test.p_value
+
+
+def test_what_is_not_cast_is_not_called_float32():
+    model = llama().bfloat16()
+    target = LanguageModel(model, max_slots=8)
+    assert not is_exact(target)
+    model.is_quantized = True
+    made = in_float32(pair(target=target))
+    assert made.parts.target is target
+    assert how_it_computes(target) == "bfloat16 with quantised weights, which are not cast to float32"
+    assert compare_nodes(made, PROMPTS, 4).bound == COARSE
