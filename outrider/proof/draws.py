@@ -19,11 +19,11 @@ BOUND = 1e-6
 same dice are always judged alike."""
 SLOTS = 64
 """Draws of one step and purpose."""
-COINS = 2**15
+COINS = 2**14
 """Throws of each coin."""
 CHANCES = (0.02, 0.1, 0.3, 0.5, 0.7, 0.9, 0.98)
 """Probabilities of the coins."""
-PICKS = 2**15
+PICKS = 2**14
 """Picks from each row."""
 NUMBERS = 2**27
 """Most weights that are read for one row, which makes picks from a wide row fewer."""
@@ -86,6 +86,7 @@ def dice_law(vocab_size: int, make: Make = step_dice, device: torch.device | Non
     tests.coins()
     for width in dict.fromkeys((*WIDTHS, vocab_size)):
         tests.picks(width)
+    tests.tilts()
     tests.several()
     tests.noise()
     tests.independence()
@@ -99,6 +100,7 @@ class _Tests:
         self._make, self._device = make, device
         self._requests: dict[int, Request] = {}
         self.found: dict[str, float] = {}
+        self._tilts: list[float] = []
         self.num_draws = 0
 
     def _dice(self, seeds: Iterable[int], step: int) -> Dice:
@@ -148,9 +150,13 @@ class _Tests:
                     picked.append(pick(full[:size]))
             self._fits(f"picks of 1 in {width} ({purpose})", torch.cat(picked), weights)
 
+    def tilts(self) -> None:
+        """The tilts of all picks so far together, which are independent."""
+        self.found["tilt of all picks"] = two_sided(sum(self._tilts) / math.sqrt(len(self._tilts)))
+
     def several(self) -> None:
         """Several picks from a row at once, with and without replacement."""
-        weights, count = _weights(4), PICKS // 4
+        weights, count = _weights(4), PICKS // 2
         share = weights / weights.sum()
         law = share[:, None] * share
         without = (law / (1 - share[:, None])).fill_diagonal_(0)
@@ -165,7 +171,7 @@ class _Tests:
 
     def noise(self) -> None:
         """Gumbel noise: the largest of log-weights with noise is a pick by the weights."""
-        weights, count = _weights(7), PICKS // 4
+        weights, count = _weights(7), PICKS // 2
         requests = np.arange(count)
         keys = Draws(requests=requests, slots=np.zeros_like(requests), purpose="draft")
         noise = self._dice(range(count), 0).gumbel(7, keys).double().cpu()
@@ -217,6 +223,7 @@ class _Tests:
         variance = float((share * middle**2).sum()) - 0.25
         tilt = float(middle[picked].mean() - 0.5) * math.sqrt(len(picked) / variance)
         self.found[f"tilt of {name}"] = two_sided(tilt)
+        self._tilts.append(tilt)
         classes = (middle * 16).long().clamp_max(15)
         expected = torch.zeros(16, dtype=torch.float64).index_add_(0, classes, share) * len(picked)
         observed = torch.bincount(classes[picked], minlength=16)
