@@ -40,7 +40,9 @@ class Sampling:
         presence_penalty: Subtracted once if the token stands in the output.
         logit_bias: Added to the logits of these token ids.
         processors: Stateless transformers logits processors, applied per node with that node's own prefix.
-        seed: Seed of this request's draws, 0 .. 2**64 - 1; None takes one from the engine.
+        seed: Seed of this request's draws, 0 .. 2**64 - 1; None takes one from the engine. The same seed and the same
+            `max_new_tokens` give the same text, alone or in a batch, in float32 and float64; in bfloat16 and float16
+            up to roundings.
 
     Raises:
         InputError: A value of the wrong kind, or one that is out of bounds. NumPy's numbers become Python's.
@@ -126,8 +128,8 @@ class Request:
         keep_logits: Whether each step records the raw target logits of its emitted tokens.
         ends: Called after every emitted token with the output so far; returns whether the output ends there.
         constraint: Which tokens may come next; None allows all.
-        repeats: Whether drawn tokens must depend on the seed alone, not on other requests. The engine sets it for
-            requests that come with a seed.
+        repeats: Whether drawn tokens must depend on the seed alone, not on other requests, up to roundings. The engine
+            sets it for requests that come with a seed.
 
     Raises:
         InputError: A value of the wrong kind. NumPy's numbers become Python's.

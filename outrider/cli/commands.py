@@ -121,9 +121,10 @@ def prove(
 ) -> None:
     """Check a pair. Exit status 1 if anything fails.
 
-    Exact law: the verifier's law, enumerated on small tables, equals the target's. Greedy identical: in float32 this
-    pair's greedy output is that of plain decoding. Greedy up to ties: in the pair's own dtype, differences are listed
-    with their logit gap. Samples: drawn sequences fit the target's probabilities.
+    Exact law: the verifier's law, enumerated on small tables, equals the target's. Dice: random draws keep their laws.
+    Rows: in float32, logits and probabilities at drafts of a sampled batch are those of transformers. Greedy identical:
+    in float32 this pair's greedy output is that of plain decoding. Greedy up to ties: in the pair's own dtype,
+    differences are listed with their logit gap. Samples: drawn sequences fit the target's probabilities.
     """
     from outrider.cli.prove import prove
 

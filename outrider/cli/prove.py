@@ -1,4 +1,4 @@
-"""outrider prove: the verifier's exact law, greedy identity of this pair, and a chi-square test of its samples."""
+"""outrider prove: the verifier's exact law, the dice, the rows and greedy identity of this pair, and its samples."""
 
 import json
 import math
@@ -13,7 +13,8 @@ from outrider.catalog import name_of
 from outrider.cli.opened import opened
 from outrider.engine.engine import Engine
 from outrider.proof.identity import Difference, Identity
-from outrider.proof.pair import Proof
+from outrider.proof.nodes import Nodes
+from outrider.proof.pair import NUM_CHECKS, Proof
 from outrider.proof.pair import prove as proven
 from outrider.proof.statistics import Samples
 from outrider.setup import Setup
@@ -29,7 +30,7 @@ def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int,
     engine = opened(setup)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with Progress(console=console, transient=True, disable=as_json) as progress:
-        task = progress.add_task("proving", total=3 + num_draws)
+        task = progress.add_task("proving", total=NUM_CHECKS + num_draws)
         proof = proven(engine, num_draws, temperature, seed, lambda amount: progress.advance(task, amount))
     if as_json:
         print(json.dumps(_record(engine, proof), indent=2))
@@ -45,11 +46,23 @@ def _record(engine: Engine, proof: Proof) -> dict[str, Any]:
         "length": repr(engine.parts.length),
         "law_error": proof.law_error,
         "exact_law": proof.exact_law,
-        "greedy_identical": _identity(proof.identical),
+        "dice": {
+            "holds": proof.dice.holds,
+            "p_value": proof.dice.p_value,
+            "worst": proof.dice.worst,
+            "num_draws": proof.dice.num_draws,
+        },
+        "rows": _nodes(proof.nodes) | {"compared": proof.compared},
+        "greedy_identical": _identity(proof.identical) | {"compared": proof.compared},
         "greedy_up_to_ties": _identity(proof.up_to_ties) | {"dtype": _dtype(engine)},
     }
+    if proof.own_nodes is not None:
+        found["rows_up_to_ties"] = _nodes(proof.own_nodes) | {"dtype": _dtype(engine)}
     if (samples := proof.samples) is not None:
         found["samples"] = asdict(samples.test) | {
+            "combined_p_value": samples.p_value,
+            "likely": asdict(samples.likely),
+            "liked": None if samples.liked is None else asdict(samples.liked),
             "verdict": samples.verdict,
             "doubt": samples.doubt,
             "temperatures": samples.temperatures,
@@ -68,35 +81,58 @@ def _identity(found: Identity) -> dict[str, Any]:
     }
 
 
+def _nodes(found: Nodes) -> dict[str, Any]:
+    return asdict(found) | {"holds": found.holds}
+
+
 def _print(engine: Engine, proof: Proof) -> None:
     console = Console(highlight=False, soft_wrap=True)
-    parts, own = engine.parts, proof.up_to_ties
+    parts, ties = engine.parts, proof.up_to_ties
     console.print(
         f"exact law          {_word(proof.exact_law)}  enumerated, largest error {proof.law_error:.1e}"
         f" ({name_of(parts.verifier)}, {parts.length!r})"
     )
-    console.print(f"greedy identical   {_word(proof.identical.holds)}  float32, {proof.identical.num_tokens} tokens")
+    dice, dtype = proof.dice, _dtype(engine).removeprefix("torch.")
+    console.print(
+        f"dice               {_word(dice.holds)}  p = {dice.p_value:.3g} over {dice.num_draws} draws; the worst of "
+        f"{len(dice.p_values)} tests: {dice.worst}"
+    )
+    console.print(f"rows               {_word(proof.nodes.holds)}  {proof.compared}, {_compared(proof.nodes)}")
+    if (own := proof.own_nodes) is not None:
+        console.print(f"rows up to ties    {_word(own.holds)}  {dtype}, {_compared(own)}")
+    console.print(
+        f"greedy identical   {_word(proof.identical.holds)}  {proof.compared}, {proof.identical.num_tokens} tokens"
+    )
     for difference in proof.identical.differences:
         console.print(f"                   {_parting(difference)}")
-    dtype = _dtype(engine).removeprefix("torch.")
-    console.print(f"greedy up to ties  {len(own.differences)} differences in {own.num_tokens} tokens ({dtype})")
-    for difference in own.differences:
+    console.print(f"greedy up to ties  {len(ties.differences)} differences in {ties.num_tokens} tokens ({dtype})")
+    for difference in ties.differences:
         console.print(f"                   {_parting(difference)}")
     if proof.samples is not None:
         for line in _sampled(proof.samples):
             console.print(line)
 
 
+def _compared(found: Nodes) -> str:
+    return (
+        f"{found.num_nodes} nodes of drafts in a batch of mixed settings: logits as transformers' within "
+        f"{found.logits:.1e} of their range, probabilities within {found.probabilities:.1e} of themselves"
+    )
+
+
 def _sampled(samples: Samples) -> list[str]:
     word = {"fits": "holds ", "differs": "FAILS ", "inconclusive": "inconclusive"}[samples.verdict]
     at = ", ".join(f"{temperature:g}" for temperature in dict.fromkeys(samples.temperatures))
     first = (
-        f"samples            {word}  p = {samples.test.p_value:.3f} over the first {samples.length} tokens of "
+        f"samples            {word}  p = {samples.p_value:.3f} over the first {samples.length} tokens of "
         f"{samples.test.num_draws} outputs at temperature {at} ({samples.test.degrees} degrees of freedom)"
     )
+    tilts = f"tilt towards likely tokens {samples.likely.z:+.1f} standard deviations"
+    if samples.liked is not None:
+        tilts += f", towards what the drafter prefers {samples.liked.z:+.1f}"
     share = f"{samples.num_accepted_tokens} of {samples.num_draft_tokens} draft tokens accepted"
     doubt = f"; {samples.doubt}" if samples.verdict == "inconclusive" else ""
-    return [first, f"                   {share}{doubt}"]
+    return [first, f"                   {tilts}", f"                   {share}{doubt}"]
 
 
 def _dtype(engine: Engine) -> str:

@@ -1,48 +1,86 @@
-"""The gate before any printed speedup: a lossless combination, and greedy identity of this very pair in float32."""
+"""The gate before any printed speedup: greedy identity of this very pair in float32, the rows of a sampled batch, and
+the dice.
+"""
 
 import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
+from outrider.decoding.step import step_dice
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
+from outrider.proof.draws import BOUND, dice_law
 from outrider.proof.identity import Difference, Identity, identity
+from outrider.proof.nodes import Nodes, compare_nodes
 from outrider.types import InputError
 
-NUM_TOKENS = 32
+NUM_TOKENS, NUM_SAMPLED = 32, 8
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")
 """Three openings of texts."""
 PACKAGE = Path(__file__).parent.parent
 
 
-def gate(engine: Engine) -> Identity:
-    """Check greedy identity of the engine's pair in float32, on 3 prompts x 32 tokens. The result is cached by `key`.
+@dataclass(frozen=True, kw_only=True)
+class Passed:
+    """What the gate found.
+
+    Attributes:
+        identity: Greedy outputs with and without the drafter.
+        nodes: The target's rows at the drafts of a sampled batch, against those of transformers.
+        dice: Smallest p-value of the tests of the dice, corrected for their number.
+    """
+
+    identity: Identity
+    nodes: Nodes
+    dice: float
+
+    @property
+    def fault(self) -> str | None:
+        """What is wrong, as the beginning of a sentence; None if nothing is."""
+        if not self.identity.holds:
+            worst = next(d for d in self.identity.differences if not d.tie)
+            return (
+                f"this pair is not greedy-identical in float32: prompt {worst.prompt}, token {worst.position}, logit "
+                f"gap {worst.gap:.3g}"
+            )
+        if not self.nodes.holds:
+            return (
+                f"the target's rows at drafts of this pair are not those of transformers: logits differ by "
+                f"{self.nodes.logits:.3g} of their range, probabilities by {self.nodes.probabilities:.3g} of themselves"
+            )
+        return None if self.dice > BOUND else f"the dice do not keep their law (p = {self.dice:.3g})"
+
+
+def gate(engine: Engine) -> Passed:
+    """Check an engine's pair in float32: greedy identity on 3 prompts x 32 tokens, and the rows of a sampled batch of
+    mixed settings; and check the dice. The result is cached by `key`.
 
     Raises:
-        InputError: The outputs differ by more than a tie; no speedup may be printed.
+        InputError: A check fails; no speedup may be printed.
     """
     prompts = openings(engine)
     name = key(engine, prompts)
     found = None if name is None else _kept(_cache() / f"{name}.json")
     if found is None:
         room = engine.parts.target.max_context - max(len(p) for p in prompts)
-        found = identity(in_float32(engine), prompts, min(NUM_TOKENS, room))
+        exact = in_float32(engine)
+        found = Passed(
+            identity=identity(exact, prompts, min(NUM_TOKENS, room)),
+            nodes=compare_nodes(exact, prompts, min(NUM_SAMPLED, room)),
+            dice=dice_law(engine.parts.target.vocab_size, engine.dice or step_dice).p_value,
+        )
         if name is not None:
             _keep(_cache() / f"{name}.json", found)
-    if not found.holds:
-        worst = next(d for d in found.differences if not d.tie)
-        raise InputError(
-            f"this pair is not greedy-identical in float32: prompt {worst.prompt}, token {worst.position}, logit gap "
-            f"{worst.gap:.3g}; no speedup is printed for it. `outrider prove` shows more"
-        )
+    if found.fault is not None:
+        raise InputError(f"{found.fault}; no speedup is printed for it. `outrider prove` shows more")
     return found
 
 
@@ -51,16 +89,18 @@ def openings(engine: Engine) -> list[list[int]]:
     return [engine.encode(p) for p in PROMPTS] if engine.tokenizer else [[1], [2, 3], [3, 1, 2]]
 
 
-def _kept(place: Path) -> Identity | None:
+def _kept(place: Path) -> Passed | None:
     """The cached result; None if there is none or it cannot be read."""
     try:
         kept = json.loads(place.read_text())
-        return Identity(num_tokens=kept["num_tokens"], differences=tuple(Difference(**d) for d in kept["differences"]))
+        differences = tuple(Difference(**d) for d in kept["identity"]["differences"])
+        greedy = Identity(num_tokens=kept["identity"]["num_tokens"], differences=differences)
+        return Passed(identity=greedy, nodes=Nodes(**kept["nodes"]), dice=float(kept["dice"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _keep(place: Path, found: Identity) -> None:
+def _keep(place: Path, found: Passed) -> None:
     """Cache a result, if the cache folder can be written."""
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)

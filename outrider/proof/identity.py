@@ -7,10 +7,13 @@ import torch
 
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import Segment
+from outrider.proof.plain import is_exact
 from outrider.types import Sampling
 
 TIE = 1e-5
 """In float32 a difference counts unless the two logits differ by less than this share of their row's range."""
+COARSE_TIE = 0.1
+"""The same for a target that computes in less, or by quantised weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class Difference:
         drafted: The token of speculative decoding.
         gap: Difference of their two logits, in a forward over the common prefix.
         span: Largest less smallest logit of that row.
+        bound: The share of the span below which a gap is within rounding.
     """
 
     prompt: int
@@ -32,11 +36,12 @@ class Difference:
     drafted: int
     gap: float
     span: float
+    bound: float = TIE
 
     @property
     def tie(self) -> bool:
         """Whether the gap is within rounding."""
-        return self.gap < TIE * self.span
+        return self.gap < self.bound * self.span
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,4 +89,5 @@ def _difference(
         drafted=drafted,
         gap=abs(float(row[plain] - row[drafted])),
         span=float(row.max() - row.min()),
+        bound=TIE if is_exact(target) else COARSE_TIE,
     )

@@ -1,23 +1,28 @@
-"""The law on a real pair: drawn outputs against the target's own probabilities, by a chi-square test."""
+"""The law on a real pair: drawn outputs against the target's own probabilities, by a chi-square test and two tilts."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
+from torch import Tensor
 
+from outrider.decoding.protocol import Cycle, Parts
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
-from outrider.lm.protocol import Segment
 from outrider.proof.partition import Begun, Partition, Rows, partition
-from outrider.sampling import Prefix, to_rows
-from outrider.types import Sampling
+from outrider.proof.plain import plain_logits, transformers_rows
+from outrider.proof.watched import run_watched
+from outrider.types import Request, Sampling
+from outrider.verifiers.protocol import Carrying, child_rows
 
-P_BOUND = 1e-3
-"""A correct law fails the test with this probability."""
+P_BOUND = 1e-4
+"""A correct law fails the tests of samples with about this probability, all of them together."""
 LEAST_DEGREES = 10
 """With fewer degrees of freedom, a test distinguishes too few outputs to confirm a law."""
 LEAST_DRAWS = 100
@@ -26,6 +31,15 @@ LONGEST = 6
 """Most tokens of an output that are looked at."""
 TEMPERATURES = (0.7, 1.0, 1.5, 2.0, 3.0, 5.0)
 """Temperatures to try if none is named: the first at which enough outputs can be distinguished is used."""
+SETTINGS = (
+    Sampling(),
+    Sampling(top_p=0.9),
+    Sampling(repetition_penalty=1.3),
+    Sampling(top_k=50, presence_penalty=0.5),
+)
+"""The settings of each prompt's draws, beside the temperature."""
+LEAST_LIKELY = 1e-6
+"""Tokens less likely than this are as likely as this for the tilt towards likely tokens."""
 ENOUGH = 12
 """How many classes of outputs are enough for one prompt."""
 
@@ -41,11 +55,32 @@ class ChiSquare:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tilt:
+    """A test with one degree of freedom: whether tokens with some property come more often than they should.
+
+    Attributes:
+        z: The excess in standard deviations; normal where the law holds.
+        num_tokens: How many drawn tokens it is about.
+    """
+
+    z: float
+    num_tokens: int
+
+    @property
+    def p_value(self) -> float:
+        """How likely an excess or a lack is at least as large."""
+        return two_sided(self.z)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Samples:
     """The result of the test of drawn outputs.
 
     Attributes:
         test: How the draws after all prompts fit the target's probabilities.
+        likely: Whether likely tokens are preferred.
+        liked: Whether tokens are preferred that the drafter likes more than the target does; None where no step shows
+            it.
         temperatures: The temperature of each prompt's draws.
         length: How many tokens of an output were looked at.
         num_draft_tokens: Tokens that were drafted meanwhile.
@@ -53,15 +88,23 @@ class Samples:
     """
 
     test: ChiSquare
+    likely: Tilt
+    liked: Tilt | None
     temperatures: tuple[float, ...]
     length: int
     num_draft_tokens: int
     num_accepted_tokens: int
 
     @property
+    def p_value(self) -> float:
+        """The smallest p-value of the tests, corrected for their number."""
+        found = [self.test.p_value, self.likely.p_value, *([] if self.liked is None else [self.liked.p_value])]
+        return min(1.0, min(found) * len(found))
+
+    @property
     def verdict(self) -> Literal["fits", "differs", "inconclusive"]:
         """Whether the samples fit, differ, or are too few or too similar to tell."""
-        if self.test.p_value <= P_BOUND:
+        if self.p_value <= P_BOUND:
             return "differs"
         return "inconclusive" if self.doubt else "fits"
 
@@ -87,6 +130,16 @@ def chi_square(observed: Sequence[float], expected: Sequence[float]) -> ChiSquar
     return _tested(float(statistic), len(observed) - 1, round(sum(observed)))
 
 
+def two_sided(z: float) -> float:
+    """How likely a standard normal number is at least as far from 0.
+
+    Example:
+        >>> round(two_sided(-1.96), 3)
+        0.05
+    """
+    return math.erfc(abs(z) / math.sqrt(2))
+
+
 def sampled_law(
     engine: Engine,
     prompts: Sequence[Sequence[int]],
@@ -97,43 +150,121 @@ def sampled_law(
 ) -> Samples:
     """Draw outputs after some prompts, as many after each, and compare them with the target's exact probabilities.
 
-    The first tokens of an output come from all parts of a step, so that accepted, recovered and bonus tokens are among
-    what is compared. Which outputs are told apart is decided by the target's law, before any is drawn.
+    The outputs of all prompts are drawn in the same batches, each prompt's under settings of its own, and compared with
+    what transformers' forwards and processors say. The first tokens of an output come from all parts of a step, so that
+    accepted, recovered and bonus tokens are among what is compared. Which outputs are told apart is decided by the
+    target's law, before any is drawn.
 
     Args:
         temperature: None takes, for each prompt, one at which enough outputs can be told apart.
         progress: Called with each output.
     """
-    statistic, degrees, drafted, accepted = 0.0, 0, 0, 0
     prompts = prompts[: max(1, num_draws // LEAST_DRAWS)]
-    temperatures, length = [], min(_length(engine, prompt) for prompt in prompts)
-    seeds = np.array_split(np.arange(seed, seed + num_draws), len(prompts))
-    for prompt, own in zip(prompts, seeds, strict=True):
-        engine.rest()
-        sampling, classes = _plan(engine, prompt, len(own), length, temperature)
-        temperatures.append(sampling.temperature)
-        # One token more than is looked at, so that a bonus token can be among those that are.
-        outputs = engine.generate(
-            [list(prompt)] * len(own),
+    length = min(_length(engine, prompt) for prompt in prompts)
+    shares = np.array_split(np.arange(seed, seed + num_draws), len(prompts))
+    engine.rest()
+    plans = [
+        _plan(engine, prompt, SETTINGS[i % len(SETTINGS)], len(shares[i]), length, temperature)
+        for i, prompt in enumerate(prompts)
+    ]
+    # Draws of different prompts take turns, so that a batch has different settings.
+    turns = sorted((k, i, each) for i, own in enumerate(shares) for k, each in enumerate(own.tolist()))
+    asked = [
+        Request(
+            id=f"draw {number}",
+            prompt=tuple(prompts[i]),
+            # One token more than is looked at, so that a bonus token can be among those that are.
             max_new_tokens=length + 1,
-            sampling=[Sampling(temperature=sampling.temperature, seed=each) for each in own.tolist()],
-            ignore_eos=True,
-            progress=progress,
+            sampling=replace(plans[i].sampling, seed=each),
         )
-        counts = Counter(classes.of(output.tokens[:length]) for output in outputs)
-        found = chi_square([counts[each] for each in classes.expected], list(classes.expected.values()))
+        for number, (_, i, each) in enumerate(turns)
+    ]
+    watcher = _Preferences(engine.parts)
+    outputs = run_watched(engine, asked, watcher.look, progress)
+    statistic, degrees = 0.0, 0
+    likely, liked = _Excess(), _Excess()
+    for i, (prompt, plan) in enumerate(zip(prompts, plans, strict=True)):
+        own = [number for number, (_, which, _) in enumerate(turns) if which == i]
+        counts = Counter(plan.classes.of(outputs[number].tokens[:length]) for number in own)
+        found = chi_square([counts[each] for each in plan.classes.expected], list(plan.classes.expected.values()))
         statistic += np.inf if counts[None] else found.statistic
         degrees += found.degrees
-        drafted += sum(output.num_draft_tokens for output in outputs)
-        accepted += sum(output.num_accepted_tokens for output in outputs)
-    engine.rest()
+        for first in range(0, len(own), engine.max_slots):
+            some = own[first : first + engine.max_slots]
+            texts = [outputs[number].tokens[:length] for number in some]
+            rows = _along(engine, prompt, texts, plan.sampling)
+            for number, text, along in zip(some, texts, rows, strict=True):
+                drawn = torch.tensor(text)
+                likely.add(along, along.clamp_min(LEAST_LIKELY).log(), drawn)
+                places, preferred = watcher.of(f"draw {number}", length)
+                liked.add(along[places], preferred, drawn[places])
     return Samples(
         test=_tested(statistic, degrees, num_draws),
-        temperatures=tuple(temperatures),
+        likely=likely.tilt,
+        liked=liked.tilt if liked.num_tokens else None,
+        temperatures=tuple(plan.sampling.temperature for plan in plans),
         length=length,
-        num_draft_tokens=drafted,
-        num_accepted_tokens=accepted,
+        num_draft_tokens=sum(output.num_draft_tokens for output in outputs),
+        num_accepted_tokens=sum(output.num_accepted_tokens for output in outputs),
     )
+
+
+class _Preferences:
+    """Which tokens the draft's row at the root of a step likes more than the target's does; changes in place.
+
+    The next token after a root is drawn from the target's row there, whatever was emitted before, if each step keeps
+    the law by itself. A verifier that carries something from step to step keeps it over all steps only, so then only
+    the first step counts. Where drafts lie ahead, a step does not begin anew at its root.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._found: dict[str, list[tuple[int, Int[np.ndarray, " bytes"]]]] = {}
+        self._vocab_size = parts.target.vocab_size
+        self._first_only = isinstance(parts.verifier, Carrying)
+        self._blind = parts.decoding.drafts_ahead
+
+    def look(self, cycle: Cycle) -> None:
+        """Note the preferences of one step."""
+        draft, roots = cycle.draft, cycle.draft.offsets[:-1]
+        inner = np.flatnonzero(draft.first_child[roots + 1] > draft.first_child[roots])
+        if self._blind or not len(inner):
+            return
+        target_rows = cycle.rows[torch.from_numpy(roots[inner]).to(cycle.rows.device)]
+        liked = np.packbits((child_rows(draft, roots[inner], target_rows) > target_rows).cpu().numpy(), axis=1)
+        for bits, i in zip(liked, inner.tolist(), strict=True):
+            state = cycle.states[i]
+            if not (self._first_only and state.num_steps):
+                self._found.setdefault(state.request.id, []).append((len(state.output), bits))
+
+    def of(self, id: str, length: int) -> tuple[list[int], Float[Tensor, "places vocab"]]:
+        """The places of a request's output at which steps begin, and 1 for each token that is liked there, else 0."""
+        found = [(place, bits) for place, bits in self._found.pop(id, []) if place < length]
+        if not found:
+            return [], torch.empty(0, self._vocab_size)
+        liked = np.unpackbits(np.stack([bits for _, bits in found]), axis=1, count=self._vocab_size)
+        return [place for place, _ in found], torch.from_numpy(liked).double()
+
+
+@dataclass(kw_only=True)
+class _Excess:
+    """How far drawn tokens' scores lie above their means, and the variance of that; changes in place."""
+
+    num_tokens: int = 0
+    above: float = 0.0
+    variance: float = 0.0
+
+    def add(self, rows: Float[Tensor, "n vocab"], scores: Float[Tensor, "n vocab"], tokens: Int[Tensor, " n"]) -> None:
+        """Add some tokens, given the rows that they should have been drawn from and the scores of all tokens."""
+        means = (rows * scores).sum(1, keepdim=True)
+        self.variance += float((rows * (scores - means) ** 2).sum())
+        self.above += float((scores - means).gather(1, tokens[:, None]).sum())
+        self.num_tokens += len(tokens)
+
+    @property
+    def tilt(self) -> Tilt:
+        """The test. Where no variance is left, nothing can be told."""
+        z = self.above / math.sqrt(self.variance) if self.variance > 0 else 0.0
+        return Tilt(z=z, num_tokens=self.num_tokens)
 
 
 def _tested(statistic: float, degrees: int, num_draws: int) -> ChiSquare:
@@ -149,36 +280,54 @@ def _length(engine: Engine, prompt: Sequence[int]) -> int:
     return max(1, min(parts.length.limit(parts.length.open()) + 1, LONGEST, room))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """How to draw after one prompt, and which outputs are told apart."""
+
+    sampling: Sampling
+    classes: Partition
+
+
 def _plan(
-    engine: Engine, prompt: Sequence[int], num_draws: int, length: int, temperature: float | None
-) -> tuple[Sampling, Partition]:
-    """The temperature to draw at, and which outputs are told apart there."""
-    plans: list[tuple[Sampling, Partition]] = []
+    engine: Engine, prompt: Sequence[int], base: Sampling, num_draws: int, length: int, temperature: float | None
+) -> _Plan:
+    """The temperature to draw at, beside some other settings, and which outputs are told apart there."""
+    plans: list[_Plan] = []
     for each in TEMPERATURES if temperature is None else (temperature,):
-        sampling = Sampling(temperature=each)
-        plans.append((sampling, partition(_rows(engine, prompt, sampling), num_draws, length, engine.max_slots)))
-        if len(plans[-1][1].expected) >= ENOUGH:
+        sampling = replace(base, temperature=each)
+        rows = _rows(engine, prompt, sampling)
+        plans.append(_Plan(sampling=sampling, classes=partition(rows, num_draws, length, engine.max_slots)))
+        if len(plans[-1].classes.expected) >= ENOUGH:
             break
-    return max(plans, key=lambda plan: len(plan[1].expected))
+    return max(plans, key=lambda plan: len(plan.classes.expected))
 
 
 def _rows(engine: Engine, prompt: Sequence[int], sampling: Sampling) -> Rows:
-    """The target's own distributions, from forwards over whole texts."""
-    target = engine.parts.target
+    """The target's own distributions after some beginnings."""
 
     def rows(begun: Sequence[Begun]) -> Float[np.ndarray, "begun vocab"]:
-        found = []
-        for first in range(0, len(begun), engine.max_slots):
-            some = begun[first : first + engine.max_slots]
-            slots = [target.open() for _ in some]
-            texts = [torch.tensor([*prompt, *own]).to(target.device) for own in some]
-            segments = [Segment(slot=s, tokens=text, logits="last") for s, text in zip(slots, texts, strict=True)]
-            logits = target.extend(segments).logits
-            for slot in slots:
-                target.release(slot)
-            prefixes = [Prefix(prompt=prompt, output=own) for own in some]
-            owners, samplings = np.arange(len(some)), [sampling] * len(some)
-            found.append(to_rows(logits, owners, samplings, prefixes.__getitem__).double().cpu().numpy())
-        return np.concatenate(found)
+        found: dict[Begun, Float[np.ndarray, " vocab"]] = {}
+        for _, alike in groupby(sorted(begun, key=len), key=len):
+            some = list(alike)
+            for first in range(0, len(some), engine.max_slots):
+                texts = [[*prompt, *own] for own in some[first : first + engine.max_slots]]
+                logits = plain_logits(engine.parts.target, texts, 1)[:, 0]
+                made = transformers_rows(logits, texts, len(prompt), sampling).cpu().numpy()
+                found |= zip(some[first : first + engine.max_slots], made, strict=True)
+        return np.stack([found[own] for own in begun])
 
     return rows
+
+
+def _along(
+    engine: Engine, prompt: Sequence[int], outputs: Sequence[Sequence[int]], sampling: Sampling
+) -> Float[Tensor, "outputs length vocab"]:
+    """The distributions that each token of some outputs of one length should have been drawn from."""
+    length = len(outputs[0])
+    texts = [[*prompt, *output[:-1]] for output in outputs]
+    logits = plain_logits(engine.parts.target, texts, length)
+    rows = [
+        transformers_rows(logits[:, k], [text[: len(prompt) + k] for text in texts], len(prompt), sampling)
+        for k in range(length)
+    ]
+    return torch.stack(rows, 1).cpu()

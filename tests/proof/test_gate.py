@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_not_remembered(tmp_path, monkeypatch):
     )
     made = Engine(tables, max_slots=2)
     assert key(made, PROMPTS) is None
-    assert gate(made).holds
+    assert gate(made).fault is None
     assert not list(tmp_path.rglob("*.json"))
 
 
@@ -220,7 +220,7 @@ def test_the_gate_looks_again_after_a_weight_has_changed_and_only_then(tmp_path,
 
     def forwards() -> int:
         before = target.num_forwards
-        assert gate(made).holds
+        assert gate(made).fault is None
         return target.num_forwards - before
 
     assert forwards() > 0

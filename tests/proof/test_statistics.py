@@ -42,6 +42,7 @@ def judged(pair: Engine, verifier: Verifier, seed: int) -> Samples:
 def test_a_biased_verifier_on_a_real_model_fails_at_the_usual_number_of_draws(pair, verifier, seed):
     found = judged(pair, verifier, seed)
     assert found.verdict == "differs"
+    assert found.p_value < P_BOUND / 10
     assert found.test.p_value < P_BOUND / 10
 
 

@@ -1,0 +1,36 @@
+"""Requests that run to their ends while each of their steps is watched."""
+
+from collections.abc import Callable, Sequence
+
+from outrider.decoding.protocol import Watch
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output, succeeded
+from outrider.types import Request
+
+
+def run_watched(
+    engine: Engine, requests: Sequence[Request], watch: Watch, progress: Callable[[Output], None] | None = None
+) -> list[Output]:
+    """Run requests on an idle engine, as many at once as there are slots. Returns outputs in their order.
+
+    Args:
+        watch: Called with every step, in the place of the engine's own.
+        progress: Called with each output as it ends.
+    """
+    outputs: dict[str, Output] = {}
+    ids: list[str] = []
+    before, engine.watch = engine.watch, watch
+    try:
+        ids += [engine.add(request) for request in requests]
+        while len(outputs) < len(ids):
+            for update in map(succeeded, engine.step()):
+                if update.output is not None:
+                    outputs[update.id] = update.output
+                    if progress is not None:
+                        progress(update.output)
+    finally:
+        engine.watch = before
+        for id in ids:
+            engine.cancel(id)
+        engine.rest()
+    return [outputs[id] for id in ids]
