@@ -168,7 +168,7 @@ class JakiroFile(EagleFile):
 
     def sizes(self) -> dict[str, Any]:
         gate = self.tensors.get(f"{EXPERTS[1]}experts.0.gate_proj.weight")
-        return {"mixture": self.mixture, "expert_size": None if gate is None else len(gate)}
+        return {"mixture": self.mixture, "expert_size": None if gate is None or not len(gate) else len(gate)}
 
 
 def jakiro_tensors(head: JakiroHead) -> dict[str, Tensor]:
