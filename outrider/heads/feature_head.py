@@ -4,6 +4,7 @@ import copy
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class FeatureHead(nn.Module):
     def __init__(self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, own_embedding: bool) -> None:
         super().__init__()
         if (act := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
-            raise InputError(f"heads with the activation {act!r} are not known; known is silu")
+            raise InputError(f"heads with the activation {short(act)} are not known; known is silu")
         self.config, self.ends = config, ends
         self.feature_size, self.vocab_size = config.hidden_size, vocab_size
         self.rotary = Rotary(config)
@@ -139,7 +140,9 @@ def layer_config(given: Mapping[str, Any], path: str) -> PreTrainedConfig:
     """
     kind = str(given.get("model_type") or "llama")
     if kind not in KNOWN:
-        raise InputError(f"the head in {path} is made of layers of the type {kind!r}; known are {', '.join(KNOWN)}")
+        raise InputError(
+            f"the head in {path} is made of layers of the type {short(kind)}; known are {', '.join(KNOWN)}"
+        )
     return made_config(kind, given, path)
 
 
@@ -170,7 +173,7 @@ def made_config(kind: str, given: Mapping[str, Any], path: str, *, least_vocab: 
         )
     eps = getattr(config, "rms_norm_eps", None)
     if type(eps) not in (int, float) or not 0 <= eps < math.inf:
-        raise InputError(f"rms_norm_eps in the config of {path} must be a number >= 0, got {eps!r}")
+        raise InputError(f"rms_norm_eps in the config of {path} must be a number >= 0, got {short(eps)}")
     _check_rotary(config, dim, path)
     return config
 
@@ -181,7 +184,7 @@ def _check_rotary(config: PreTrainedConfig, dim: int, path: str) -> None:
     kind = settings.get("rope_type", "default") if isinstance(settings, Mapping) else "default"
     if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
         raise InputError(
-            f"the config of {path} has the rope_type {kind!r}; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+            f"the config of {path} has the rope_type {short(kind)}; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}"
         )
     try:
         turned = Rotary(config)(torch.zeros(1, 2, 1), torch.tensor([[0, FAR]]))

@@ -3,6 +3,7 @@ r"""Hydra heads: Medusa heads that read the draft tokens before them (Ankner et 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import torch
@@ -174,7 +175,9 @@ def read_hydra(
         raise InputError(f"{path} holds no Hydra heads: its config has no hydra_num_heads")
     kind = given.get("hydra_head_arch", "mlp")
     if kind not in ARCHITECTURES:
-        raise InputError(f"the Hydra heads in {path} are of the kind {kind!r}; known are {', '.join(ARCHITECTURES)}")
+        raise InputError(
+            f"the Hydra heads in {path} are of the kind {short(kind)}; known are {', '.join(ARCHITECTURES)}"
+        )
     read = read_tensors(path, revision=revision)
     tensors = _renamed(read, 2 if kind == "prefix-mlp" else 1)
     sizes = _sizes(given, tensors, path)

@@ -191,7 +191,7 @@ def _is_of_heads(name: str) -> bool:
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the original form under the names of vLLM's."""
-    if any(name.startswith("blocks.") for name in tensors):
+    if any(_OWN.fullmatch(name) for name in tensors):
         return dict(tensors)
     renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -3,6 +3,7 @@ r"""ParallelSpec: a decoder layer that guesses all tokens of a draft in one forw
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class ParallelHead(FeatureHead):
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=False)
         if form not in FORMS:
-            raise InputError(f"the form of a parallel head must be eagle or medusa, got {form!r}")
+            raise InputError(f"the form of a parallel head must be eagle or medusa, got {short(form)}")
         if num_slots < 0:
             raise InputError(f"a parallel head must have >= 0 mask slots, got {num_slots}")
         size = config.hidden_size
