@@ -171,7 +171,7 @@ def made_config(kind: str, given: Mapping[str, Any], path: str, *, least_vocab: 
             f"the config of {path} has {heads} attention heads of width {dim} for {shared} key heads; the first number "
             "must be a multiple of the last, and the width even"
         )
-    eps = getattr(config, "rms_norm_eps", None)
+    eps: Any = getattr(config, "rms_norm_eps", None)
     if type(eps) not in (int, float) or not 0 <= eps < math.inf:
         raise InputError(f"rms_norm_eps in the config of {path} must be a number >= 0, got {short(eps)}")
     _check_rotary(config, dim, path)

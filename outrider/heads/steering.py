@@ -128,7 +128,8 @@ def read_steering(path: str, *, revision: str | None = None) -> Steering:
         InputError: There is none, or it is damaged or of another kind.
     """
     config = _config(path, _file(path, CONFIG, revision))
-    return made(lambda: Steering(config), file_tensors(_file(path, WEIGHTS, revision), path), path).eval()
+    tensors = file_tensors(_file(path, WEIGHTS, revision), path)
+    return made(lambda: Steering(config), tensors, f"{WEIGHTS} of {path}").eval()
 
 
 def _config(path: str, file: str) -> SteeringConfig:
