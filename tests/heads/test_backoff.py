@@ -105,7 +105,7 @@ def test_wrong_input_is_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match="holds no n-gram model"):
         read_backoff(str(tmp_path / FILE))
     model = BackoffModel.count(texts(), vocab_size=VOCAB, order=2, least=1)
-    for damaged in (replace(model, logs=(model.logs[0][1:], model.logs[1])), replace(model, rests=(model.rests[0][1:],))):
-        write_backoff(damaged, tmp_path)
+    for damaged in ({"logs": (model.logs[0][1:], model.logs[1])}, {"rests": (model.rests[0][1:],)}):
+        write_backoff(replace(model, **damaged), tmp_path)
         with pytest.raises(InputError, match="do not fit each other"):
             read_backoff(str(tmp_path / FILE))
