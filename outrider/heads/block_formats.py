@@ -309,7 +309,7 @@ def _sights_of_speculators(
         if causal is None:
             said = "has no sliding_window_non_causal, which speculators takes for false and vLLM for true"
             raise _open_question(path, said)
-        return _sights(slides, _window(layers, layers.sliding_window, path), inside=causal)
+        return _sights(slides, _window(getattr(layers, "sliding_window", None), path), inside=causal)
     if both is None or both:
         return ()
     # The default of speculators, which its windows alone read. vLLM takes it for the answer for all layers.
@@ -337,7 +337,7 @@ def _sights_of_authors(
     given = inner.get("swa_window_size")
     if named and None not in (own, given) and given != own:
         raise InputError(f"config.json of {path} names two windows: swa_window_size {given} and sliding_window {own}")
-    window = _window(layers, own if given is None else given, path)
+    window = _window(own if given is None else given, path)
     # So that the config says the same where it is written again.
     layers.sliding_window, layers.layer_types = window, [LAYER_TYPES[each] for each in slides]
     return _sights(slides, window, inside=named if causal is None else causal, everywhere=bool(causal))
@@ -386,7 +386,7 @@ def _sliding(layers: PreTrainedConfig, path: str) -> list[bool]:
     return [kind == LAYER_TYPES[1] for kind in kinds]
 
 
-def _window(layers: PreTrainedConfig, given: Any, path: str) -> int:
+def _window(given: Any, path: str) -> int:
     """How far layers with a window see."""
     if given is None:
         raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
