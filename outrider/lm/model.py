@@ -287,7 +287,7 @@ class LanguageModel(SlottedLM):
         difference, spread = float((ours - plain).abs().max()), float(plain.max() - plain.min())
         if difference <= (_TOLERANCE if exact else _ROUGHLY) * spread:
             return None
-        if not math.isfinite(spread):
+        if not math.isfinite(spread + difference):
             return f"{self.anatomy.name} gives logits that are not numbers for a short text; look at its config"
         if self.forward == "compiled":
             return (

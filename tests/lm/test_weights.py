@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from outrider.cli.opened import check_numbers
 from outrider.lm.model import LanguageModel
+from outrider.lm.open import reason_of
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.weights import check_weights, has_other_than_numbers
 from outrider.types import InputError
@@ -51,3 +52,20 @@ def test_every_kind_of_weight_is_judged():
     assert not any(map(has_other_than_numbers, (torch.zeros(0), torch.ones(3, dtype=torch.int8), torch.tensor([True]))))
     assert not has_other_than_numbers(torch.ones(3, device="meta"))
     check_weights(torch.nn.Linear(2, 2), "a layer")
+
+
+def test_a_config_that_makes_logits_of_nothing_is_not_said_to_be_a_matter_of_masks():
+    model = tiny("llama")
+    model.model.norm.variance_epsilon = torch.nan
+    with pytest.raises(InputError, match="llama gives logits that are not numbers for a short text"):
+        LanguageModel(model, max_slots=1)
+
+
+def test_a_longest_context_below_one_is_none():
+    model = tiny("llama")
+    model.config.max_position_embeddings = -1
+    assert LanguageModel(model, max_slots=1, max_context=50).max_context == 50
+
+
+def test_an_unknown_name_in_a_config_is_said_to_be_unknown():
+    assert reason_of(KeyError("foo")) == "'foo' is unknown or missing"
