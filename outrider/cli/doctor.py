@@ -15,7 +15,7 @@ from outrider import catalog
 from outrider.assembly import completed, tokenizer_of
 from outrider.bench.agreement import LEAST_TEXT, Agreement
 from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
-from outrider.cli.opened import opened
+from outrider.cli.opened import check_numbers, opened
 from outrider.cli.prompts import read_file
 from outrider.drafters.protocol import UnboundModel
 from outrider.embedded import ASSETS
@@ -72,6 +72,7 @@ def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> Non
         measured = replace(setup, drafter=chosen, length=f"fixed:{plan.gamma}", tree="chain", verifier=None)
         try:
             engine = opened(replace(measured, decoding="step", allow_lossy=False))
+            check_numbers(engine)
         except InputError as error:
             found = replace(found, refusal=str(error))
         else:

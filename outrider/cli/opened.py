@@ -8,6 +8,7 @@ from transformers.utils import logging
 from outrider.assembly import assemble
 from outrider.engine.crowd import CrowdedWarning
 from outrider.engine.engine import Engine
+from outrider.lm.weights import check_weights
 from outrider.setup import Setup
 
 USUAL = warnings.formatwarning
@@ -20,6 +21,13 @@ def opened(setup: Setup) -> Engine:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     return assemble(setup)
+
+
+def check_numbers(engine: Engine) -> None:
+    """Raise InputError if a weight of the target or of the drafter is not a number. It reads all of them."""
+    for what, part in (("the target", engine.parts.target), ("the drafter", engine.parts.drafter)):
+        for module in part.modules.values():
+            check_weights(module, what)
 
 
 def _one_line(

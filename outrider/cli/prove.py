@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from outrider.catalog import name_of
-from outrider.cli.opened import opened
+from outrider.cli.opened import check_numbers, opened
 from outrider.engine.engine import Engine
 from outrider.proof.identity import Difference, Identity
 from outrider.proof.nodes import Nodes
@@ -28,6 +28,7 @@ def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int,
     if temperature is not None and not 0 < temperature < math.inf:
         raise InputError(f"temperature must be > 0, because greedy outputs are not drawn, got {temperature}")
     engine = opened(setup)
+    check_numbers(engine)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with Progress(console=console, transient=True, disable=as_json) as progress:
         task = progress.add_task("proving", total=NUM_CHECKS + num_draws)

@@ -210,7 +210,7 @@ def no_distribution(state: Running) -> NoDistribution:
     return NoDistribution(
         f"the target gives no probability to any token after {len(state.output)} tokens of request "
         f"{state.request.id!r}: its logits are not numbers there, or biases, processors or a constraint forbid every "
-        "token; look at the weights and at the request's settings"
+        "token; look at the request's settings, and let `outrider prove` look at the weights"
     )
 
 

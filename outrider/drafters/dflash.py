@@ -79,12 +79,15 @@ class BlockPath(HeadPath):
         max_context: Longest context; by default the target's.
         mask_token_id: The token that stands for an unknown token, where the files do not say it.
         sample_from_anchor: Whether the anchor's position guesses the first token, where the files do not say it.
+        causal: Whether a position of a block sees no later one of it, where the files do not say it (JetSpec heads: it
+            does not).
     """
 
     method: ClassVar[Method]
 
     mask_token_id: int | None = None
     sample_from_anchor: bool | None = None
+    causal: bool | None = None
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -98,7 +101,9 @@ class BlockPath(HeadPath):
         """
         shape = TargetShape.of(read_config(self.path, revision=self.revision), self.path)
         self.check_target(shape, surroundings.hidden_size if shape is None else shape.hidden_size, surroundings)
-        answers = Answers(mask_token_id=self.mask_token_id, sample_from_anchor=self.sample_from_anchor)
+        answers = Answers(
+            mask_token_id=self.mask_token_id, sample_from_anchor=self.sample_from_anchor, causal=self.causal
+        )
         head = read_block(
             self.path, surroundings.ends, surroundings.vocab_size, revision=self.revision, answers=answers
         )

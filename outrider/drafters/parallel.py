@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.drafters.eagle3 import AskingPath
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
-from outrider.drafters.head_path import HeadPath
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.own_features import HeadState
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.slotted import state_of
-from outrider.heads.files import TargetShape, read_config, read_tensors
+from outrider.heads.files import MOST_COUNT, TargetShape, read_config, read_names, read_tensors
 from outrider.heads.parallel import ParallelFile, is_parallel
 from outrider.heads.peagle import PEagleFile, is_peagle
 from outrider.lm.protocol import Segment
@@ -76,8 +76,8 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelPath(HeadPath):
-    """A parallel head before it is bound to a target: `parallel:path=...`. P-EAGLE heads of `speculators` load too.
+class ParallelPath(AskingPath):
+    """A parallel head before it is bound to a target: `parallel:path=...`. P-EAGLE heads load too.
 
     Attributes:
         path: Directory or hub id.
@@ -86,23 +86,26 @@ class ParallelPath(HeadPath):
         revision: Branch, tag or commit of a hub id.
         max_context: Longest context; by default the target's.
         slots: Mask slots of a P-EAGLE head, which guess one token each behind the first; by default as its config says.
+        mask_token_id: The mask token of a P-EAGLE head, where its config does not say it. `norm_before_residual`,
+            `norm_output` and `taps` are for such heads too, as for `eagle3`.
     """
 
     slots: int | None = None
+    mask_token_id: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.slots is not None and self.slots < 0:
-            raise InputError(f"slots must be >= 0, got {self.slots}")
+        if self.slots is not None and not 0 <= self.slots <= MOST_COUNT:
+            raise InputError(f"slots must be in 0..{MOST_COUNT}, got {self.slots}")
 
     @classmethod
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
-        return is_parallel(config) or is_peagle(config)
+        return is_parallel(config) or is_peagle(config, names)
 
     def bind(self, surroundings: Surroundings) -> ParallelDrafter:
         """Load the head."""
         config = read_config(self.path, revision=self.revision)
-        if is_peagle(config):
+        if is_peagle(config, read_names(self.path, revision=self.revision)):
             return self._peagle(config, surroundings)
         file = ParallelFile.read(self.path, revision=self.revision)
         if self.slots is not None and self.slots > file.num_slots:
@@ -118,7 +121,8 @@ class ParallelPath(HeadPath):
 
     def _peagle(self, config: Mapping[str, Any], surroundings: Surroundings) -> ParallelDrafter:
         """Load a P-EAGLE head."""
-        file = PEagleFile.of(self.path, config, read_tensors(self.path, revision=self.revision))
+        tensors = read_tensors(self.path, revision=self.revision)
+        file = PEagleFile.of(self.path, config, tensors, mask_id=self.mask_token_id)
         self.check_target(file.eagle3.target, file.eagle3.target_hidden_size, surroundings)
         self.check_vocabulary(int(file.eagle3.layer.vocab_size), surroundings)
         num_slots = file.num_slots if self.slots is None else self.slots
@@ -127,7 +131,12 @@ class ParallelPath(HeadPath):
                 f"the config of the P-EAGLE head in {self.path} does not say how many tokens it drafts; add slots=N "
                 "behind the path, one less than the tokens of a draft"
             )
-        head = file.head(surroundings.ends(), num_layers=surroundings.num_layers, vocab_size=surroundings.vocab_size)
+        head = file.head(
+            surroundings.ends(),
+            num_layers=surroundings.num_layers,
+            vocab_size=surroundings.vocab_size,
+            answers=self.answers,
+        )
         lm, ids = head_lm(self, head, surroundings), head.ids
         return ParallelDrafter(
             lm=lm,

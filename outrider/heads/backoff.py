@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from outrider.heads.files import replace_file
@@ -178,14 +178,19 @@ def read_backoff(file: str) -> BackoffModel:
         with safe_open(file, framework="numpy") as opened:
             about = opened.metadata() or {}
             order, tensors = int(about["order"]), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        return BackoffModel(
+        model = BackoffModel(
             vocab_size=int(about["vocab_size"]),
             keys=tuple(tensors[f"keys.{m}"] for m in range(2, order + 1)),
             logs=tuple(tensors[f"logs.{m}"] for m in range(1, order + 1)),
             rests=tuple(tensors[f"rests.{m}"] for m in range(1, order)),
         )
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+    except Exception as error:
         raise InputError(f"{file} holds no n-gram model; train the heads again") from error
+    counts = [each.shape for each in model.logs]
+    fits = [each.shape for each in model.keys] == counts[1:] and [each.shape for each in model.rests] == counts[:-1]
+    if not fits or counts[:1] != [(model.vocab_size,)] or any(np.isnan(each).any() for each in model.logs):
+        raise InputError(f"the tables of the n-gram model in {file} do not fit each other; train the heads again")
+    return model
 
 
 def _stream(texts: Iterable[Int[np.ndarray, " _"]]) -> Int[np.ndarray, " _"]:

@@ -3,18 +3,26 @@
 A layout that leaves open what a head computes is not guessed at: the user is asked.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any, cast, get_args
 
 from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.heads.dflash import BlockConfig, Method, Sight
+from outrider.heads.feature_head import made_config
+from outrider.heads.files import MOST_COUNT, factor, nested, size, whole_numbers
+from outrider.lm.open import reason_of
 from outrider.types import InputError
 
 SPECULATORS = {"dflash": "DFlashSpeculator", "dflare": "DFlareSpeculator", "dspark": "DSparkSpeculator"}
 """The architectures of the `speculators` layout."""
-AUTHORS = {"DFlashDraftModel": "dflash", "QwenDFlareDraftModel": "dflare", "Qwen3DSparkModel": "dspark"}
+AUTOMODEL = "Qwen3DFlashDraftModel"
+"""The architecture of DFlash and JetSpec heads of NeMo AutoModel."""
+DEEPSPEC = "Qwen3DSparkModel"
+"""The architecture of DSpark heads of DeepSpec. Other files have the name too, and lack keys that its class needs."""
+AUTHORS = {"DFlashDraftModel": "dflash", AUTOMODEL: "dflash", "QwenDFlareDraftModel": "dflare", DEEPSPEC: "dspark"}
 """The architectures of the authors' own layouts, and which head each is."""
 ASSISTANTS = ("muse_glimmer_assistant",)
 """The model types of transformers that are DFlash heads."""
@@ -22,6 +30,8 @@ LATER = ("selector_rank", "conv_kernel_size", "conv_group_size")
 """Keys that only DFlash 2 has."""
 ROTARY = ("rope_theta", "rope_scaling")
 """Keys of decoder layers that a config has in older files."""
+LAYER_TYPES = ("full_attention", "sliding_attention")
+"""The types of layers: with all of the context, and with a window."""
 _OF_FILES = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 VERSION = "0.5.0"
 """The version of the `speculators` layout that is written."""
@@ -34,10 +44,12 @@ class Answers:
     Attributes:
         mask_token_id: The token that stands for an unknown token.
         sample_from_anchor: Whether the anchor's position guesses the first token.
+        causal: Whether a position of a block sees no later one of it.
     """
 
     mask_token_id: int | None = None
     sample_from_anchor: bool | None = None
+    causal: bool | None = None
 
 
 def method_of(found: Mapping[str, Any]) -> Method | None:
@@ -74,14 +86,12 @@ def block_config(found: Mapping[str, Any], path: str, answers: Answers) -> Block
     _refuse_others(found, path)
     try:
         if found.get("model_type") in ASSISTANTS:
-            return _assistant(found)
+            return _assistant(found, path)
         if "speculators_model_type" in found:
             return _speculators(found, path, method, answers)
         return _authors(found, path, method, answers)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"config.json of {path} does not describe a {method} head: {error!r}") from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise InputError(f"config.json of {path} does not describe a {method} head: {short(error)}") from error
 
 
 def record(config: BlockConfig, target: str, architecture: str) -> dict[str, Any]:
@@ -145,20 +155,20 @@ def record(config: BlockConfig, target: str, architecture: str) -> dict[str, Any
 
 def _speculators(found: Mapping[str, Any], path: str, method: Method, answers: Answers) -> BlockConfig:
     """A head of the `speculators` layout. Its tap k is the state that enters layer k."""
-    layers = _layers(found["transformer_layer_config"], path)
-    size = int(found.get("block_size", 8))
+    layers = _layers(nested(found, "transformer_layer_config", path), path)
+    block = size(found, "block_size", path, default=8, least=2, most=MOST_COUNT)
     return BlockConfig(
         method=method,
         layers=layers,
-        block_size=size,
-        mask_id=_mask_id(found.get("mask_token_id"), path, answers),
+        block_size=block,
+        mask_id=_mask_id(found, path, answers),
         taps=_taps(found.get("aux_hidden_state_layer_ids"), 0, path),
-        target_size=int(found.get("target_hidden_size") or layers.hidden_size),
-        from_anchor=_from_anchor(found.get("sample_from_anchor"), found, method, size, path, answers),
-        sights=_sights(layers, None, not found.get("sliding_window_non_causal", False), path),
+        target_size=size(found, "target_hidden_size", path, default=layers.hidden_size),
+        from_anchor=_from_anchor(found, found, method, block, path, answers),
+        sights=_sights_of_speculators(found, layers, path, answers),
         apart=method == "dflare" and bool(found.get("use_heterogeneous_kv", True)),
-        markov=found.get("markov_head_type", "vanilla"),
-        markov_rank=_rank(found.get("markov_rank"), method),
+        markov=_markov(found, path),
+        markov_rank=_rank(found, method, path),
     )
 
 
@@ -175,43 +185,45 @@ def _authors(found: Mapping[str, Any], path: str, method: Method, answers: Answe
             f"the head in {path} reads the output of the target's last layer, and its config does not say whether "
             "before or after the final norm; give a head that reads other layers"
         )
-    size = int(said.get("block_size", 16))
-    causal, other = inner.get("causal"), found.get("is_causal")
-    if None not in (causal, other) and causal != other:
-        raise InputError(f"config.json of {path} says both that blocks are causal and that they are not")
+    block = size(said, "block_size", path, default=16, least=2, most=MOST_COUNT)
     return BlockConfig(
         method=method,
         layers=layers,
-        block_size=size,
-        mask_id=_mask_id(said.get("mask_token_id"), path, answers),
+        block_size=block,
+        mask_id=_mask_id(said, path, answers),
         taps=taps,
-        target_size=int(said.get("target_hidden_size") or layers.hidden_size),
-        from_anchor=_from_anchor(said.get("sample_from_anchor"), found, method, size, path, answers),
-        sights=_sights(layers, inner, other if causal is None else causal, path),
-        embedding_scale=float(said.get("input_embedding_scale") or 1.0),
+        target_size=size(said, "target_hidden_size", path, default=layers.hidden_size),
+        from_anchor=_from_anchor(said, found, method, block, path, answers),
+        sights=_sights_of_authors(found, inner, layers, path, answers),
+        embedding_scale=factor(said, "input_embedding_scale", path),
         apart=method == "dflare",
-        markov=said.get("markov_head_type", "vanilla"),
-        markov_rank=_rank(said.get("markov_rank"), method),
+        markov=_markov(said, path),
+        markov_rank=_rank(said, method, path),
     )
 
 
-def _assistant(found: Mapping[str, Any]) -> BlockConfig:
+def _assistant(found: Mapping[str, Any], path: str) -> BlockConfig:
     """An assistant of Muse Glimmer, whose file leaves out what is the default of its class. It has no vocabulary of its
     own. Its layers with a window w see positions up to a distance of w, as their masks in transformers say.
     """
-    own = AutoConfig.for_model(**{key: value for key, value in found.items() if key not in _OF_FILES})
+    try:
+        own = AutoConfig.for_model(**{key: value for key, value in found.items() if key not in _OF_FILES})
+    except Exception as error:
+        raise InputError(f"the config of the head in {path} is refused by transformers: {reason_of(error)}") from error
+    said = {name: getattr(own, name, None) for name in ("block_size", "mask_token_id", "sliding_window")}
     same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     more = ("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "hidden_act")
-    layers = AutoConfig.for_model("qwen3", vocab_size=0, **{name: getattr(own, name) for name in (*same, *more)})
-    near = Sight(window=own.sliding_window + 1)
+    shared = {name: getattr(own, name) for name in (*same, *more)}
+    layers = made_config("qwen3", {"vocab_size": 0, **shared}, path, least_vocab=0)
+    near = Sight(window=size(said, "sliding_window", path) + 1)
     return BlockConfig(
         method="dflash",
         layers=layers,
-        block_size=own.block_size,
-        mask_id=own.mask_token_id,
-        taps=tuple(layer + 1 for layer in own.target_layer_ids),
+        block_size=size(said, "block_size", path, least=2, most=MOST_COUNT),
+        mask_id=size(said, "mask_token_id", path, least=0),
+        taps=_taps(own.target_layer_ids, 1, path),
         target_size=own.hidden_size,
-        sights=tuple(near if kind == "sliding_attention" else Sight() for kind in own.layer_types),
+        sights=tuple(near if slides else Sight() for slides in _sliding(own, path)),
     )
 
 
@@ -222,7 +234,7 @@ def _refuse_others(found: Mapping[str, Any], path: str) -> None:
         raise InputError(f"the head in {path} is a DFlash 2 head (it has {later[0]}), which is not supported")
     projector = said.get("projector_type")
     if projector not in (None, "dflash", "dflare", "dspark"):
-        raise InputError(f"the head in {path} has the projector {projector!r}, which is not supported")
+        raise InputError(f"the head in {path} has the projector {short(projector)}, which is not supported")
     if said.get("shift_label"):
         raise InputError(f"the head in {path} was trained with shift_label, which is not supported")
 
@@ -235,10 +247,13 @@ def _inner(found: Mapping[str, Any]) -> Mapping[str, Any]:
 def _layers(given: Any, path: str) -> PreTrainedConfig:
     """The config of the decoder layers."""
     kind = given.get("model_type", "qwen3")
-    known = {*AutoConfig.for_model(kind).to_dict(), *ROTARY} - {"model_type", "architectures"}
-    layers = AutoConfig.for_model(kind, **{key: value for key, value in given.items() if key in known})
+    try:
+        known = {*AutoConfig.for_model(kind).to_dict(), *ROTARY} - {"model_type", "architectures"}
+    except Exception as error:
+        raise InputError(f"config.json of {path} has layers of the type {short(kind)}, which are not known") from error
+    layers = made_config(kind, {key: value for key, value in given.items() if key in known}, path)
     if layers.hidden_act != "silu":
-        raise InputError(f"the head in {path} has the activation {layers.hidden_act!r}, and silu is supported")
+        raise InputError(f"the head in {path} has the activation {short(layers.hidden_act)}, and silu is supported")
     if given.get("sliding_window") is not None:
         # A config class may drop it where `use_sliding_window` is not set.
         layers.sliding_window = given["sliding_window"]
@@ -248,28 +263,32 @@ def _layers(given: Any, path: str) -> PreTrainedConfig:
 def _taps(given: Any, later: int, path: str) -> tuple[int, ...]:
     if not given:
         raise InputError(f"config.json of {path} does not say which layers of the target the head reads")
-    return tuple(int(layer) + later for layer in given)
+    return tuple(layer + later for layer in whole_numbers(given, "the list of the target's layers", path))
 
 
-def _mask_id(given: Any, path: str, answers: Answers) -> int:
-    chosen = answers.mask_token_id if given is None else given
-    if chosen is None:
+def _mask_id(said: Mapping[str, Any], path: str, answers: Answers) -> int:
+    if said.get("mask_token_id") is None and answers.mask_token_id is None:
         raise InputError(
             f"config.json of {path} does not say which token stands for an unknown one; say it with mask_token_id=..."
         )
-    return int(chosen)
+    return size(said, "mask_token_id", path, default=answers.mask_token_id, least=0)
 
 
 def _from_anchor(
-    given: Any, found: Mapping[str, Any], method: Method, block_size: int, path: str, answers: Answers
+    said: Mapping[str, Any], found: Mapping[str, Any], method: Method, block_size: int, path: str, answers: Answers
 ) -> bool:
-    """Whether the anchor's position guesses. Without the key it follows from how many tokens are drafted."""
+    """Whether the anchor's position guesses. Without the key it follows from how many tokens are drafted, or from the
+    code that the file comes from.
+    """
+    given = _truth(said, "sample_from_anchor", path)
     if given is not None:
-        return bool(given)
-    methods = (found.get("speculators_config") or {}).get("proposal_methods") or [{}]
+        return given
+    methods = nested(found, "speculators_config", path).get("proposal_methods") or [{}]
     drafted = methods[0].get("speculative_tokens")
     if drafted in (block_size, block_size - 1):
         return bool(drafted == block_size)
+    if _is_deepspec(found):
+        return True
     if method != "dspark":
         return False
     if answers.sample_from_anchor is None:
@@ -280,34 +299,129 @@ def _from_anchor(
     return answers.sample_from_anchor
 
 
+def _sights_of_speculators(
+    found: Mapping[str, Any], layers: PreTrainedConfig, path: str, answers: Answers
+) -> tuple[Sight, ...]:
+    """What each layer sees in the layout of `speculators`, whose own layers without a window are never causal."""
+    slides, both = _sliding(layers, path), _truth(found, "sliding_window_non_causal", path)
+    if any(slides):
+        causal = answers.causal if both is None else not both
+        if causal is None:
+            said = "has no sliding_window_non_causal, which speculators takes for false and vLLM for true"
+            raise _open_question(path, said)
+        return _sights(slides, _window(getattr(layers, "sliding_window", None), path), inside=causal)
+    if both is None or both:
+        return ()
+    # The default of speculators, which its windows alone read. vLLM takes it for the answer for all layers.
+    if answers.causal is None:
+        said = "has sliding_window_non_causal false and no windows, which speculators ignores and vLLM does not"
+        raise _open_question(path, said)
+    return _sights(slides, None, everywhere=answers.causal)
+
+
+def _sights_of_authors(
+    found: Mapping[str, Any], inner: Mapping[str, Any], layers: PreTrainedConfig, path: str, answers: Answers
+) -> tuple[Sight, ...]:
+    """What each layer sees in an author's layout.
+
+    `use_swa` gives every layer a window where no layer is named that has one, and changes nothing else. Without a word
+    on it, layers that are named as having a window are causal, and all others see both ways.
+    """
+    slides, causal = _sliding(layers, path), _causal(found, inner, path, answers)
+    named = any(slides)
+    if _truth(inner, "use_swa", path) and not named:
+        slides = [True] * len(slides)
+    if not any(slides):
+        return _sights(slides, None, everywhere=bool(causal))
+    own = getattr(layers, "sliding_window", None)
+    given = inner.get("swa_window_size")
+    if named and None not in (own, given) and given != own:
+        raise InputError(f"config.json of {path} names two windows: swa_window_size {given} and sliding_window {own}")
+    window = _window(own if given is None else given, path)
+    # So that the config says the same where it is written again.
+    layers.sliding_window, layers.layer_types = window, [LAYER_TYPES[each] for each in slides]
+    return _sights(slides, window, inside=named if causal is None else causal, everywhere=bool(causal))
+
+
+def _causal(found: Mapping[str, Any], inner: Mapping[str, Any], path: str, answers: Answers) -> bool | None:
+    """Whether blocks are causal in all layers; None where an author's file has no word on it."""
+    head, block = (_truth(inner, name, path) for name in ("causal_head", "causal"))
+    whole = _truth(found, "is_causal", path)
+    if block and whole is False and AUTOMODEL in (found.get("architectures") or ()):
+        # AutoModel writes `is_causal: false` for every DFlash head, and its JetSpec recipe the inner key alone.
+        whole = None
+    # JetSpec's own code reads `causal_head` and nothing else.
+    said = [each for each in (head, block, whole if head is None else None) if each is not None]
+    if len(set(said)) > 1:
+        if answers.causal is None:
+            raise _open_question(path, "says both that blocks are causal and that they are not")
+        return answers.causal
+    if not said and _is_deepspec(found):
+        return False
+    return said[0] if said else None
+
+
+def _open_question(path: str, said: str) -> InputError:
+    """The question whether blocks are causal."""
+    return InputError(
+        f"config.json of {path} {said}; ask who trained the head, and say causal=true (a position of a block sees no "
+        "later one) or causal=false behind the path"
+    )
+
+
+def _is_deepspec(found: Mapping[str, Any]) -> bool:
+    """Whether a file comes from DeepSpec, whose class needs these keys. Its anchor guesses, and no layer is causal."""
+    keys = {"num_anchors", "enable_confidence_head", "target_layer_ids"}
+    return DEEPSPEC in (found.get("architectures") or ()) and keys <= found.keys()
+
+
+def _sliding(layers: PreTrainedConfig, path: str) -> list[bool]:
+    """Which layers have a window."""
+    count = layers.num_hidden_layers
+    kinds = getattr(layers, "layer_types", None) or [LAYER_TYPES[0]] * count
+    if len(kinds) != count or any(kind not in LAYER_TYPES for kind in kinds):
+        raise InputError(
+            f"layer_types in config.json of {path} must name {count} layers, each {' or '.join(LAYER_TYPES)}"
+        )
+    return [kind == LAYER_TYPES[1] for kind in kinds]
+
+
+def _window(given: Any, path: str) -> int:
+    """How far layers with a window see."""
+    if given is None:
+        raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
+    return size({"sliding_window": given}, "sliding_window", path)
+
+
 def _sights(
-    layers: PreTrainedConfig, inner: Mapping[str, Any] | None, causal: bool | None, path: str
+    slides: Sequence[bool], window: int | None, *, inside: bool = False, everywhere: bool = False
 ) -> tuple[Sight, ...]:
     """What each layer sees.
 
     Args:
-        inner: An author's own settings; None in the `speculators` layout.
-        causal: Whether blocks are causal: in layers with a window in the `speculators` layout, in all layers in an
-            author's; None: in those with a window.
+        slides: Which layers have the window.
+        inside: Whether these are causal.
+        everywhere: Whether the others are.
     """
-    kinds = getattr(layers, "layer_types", None) or ["full_attention"] * layers.num_hidden_layers
-    sliding = [kind == "sliding_attention" for kind in kinds]
-    own = getattr(layers, "sliding_window", None)
-    window = own if inner is None else inner.get("swa_window_size", own)
-    if inner is not None and inner.get("use_swa") and not any(sliding):
-        raise InputError(f"config.json of {path} asks for windows (use_swa) and names no layer that has one")
-    if any(sliding) and not window:
-        raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
-    if own is not None and window != own and any(sliding):
-        raise InputError(f"config.json of {path} names two windows: swa_window_size {window} and sliding_window {own}")
-    length = None if window is None else int(window)
-    everywhere = inner is not None and bool(causal)
-    inside = causal is None or causal
-    found = tuple(
-        Sight(window=length, causal=bool(inside)) if slides else Sight(causal=everywhere) for slides in sliding
-    )
+    found = tuple(Sight(window=window, causal=inside) if each else Sight(causal=everywhere) for each in slides)
     return found if any(sight != Sight() for sight in found) else ()
 
 
-def _rank(given: Any, method: Method) -> int:
-    return 0 if method != "dspark" else 256 if given is None else int(given)
+def _truth(given: Mapping[str, Any], name: str, path: str) -> bool | None:
+    """A key that is true or false; None where it is not there. Raises InputError for other values."""
+    found = given.get(name)
+    if found is None or isinstance(found, bool):
+        return found
+    raise InputError(f"{name} in config.json of {path} must be true or false, got {short(found)}")
+
+
+def _markov(said: Mapping[str, Any], path: str) -> str:
+    """The kind of the sequential head."""
+    found = said.get("markov_head_type", "vanilla")
+    if not isinstance(found, str):
+        raise InputError(f"markov_head_type in config.json of {path} must be a name, got {short(found)}")
+    return found
+
+
+def _rank(said: Mapping[str, Any], method: Method, path: str) -> int:
+    return 0 if method != "dspark" else size(said, "markov_rank", path, default=256, least=0)

@@ -12,7 +12,7 @@ from outrider.heads.block_formats import Answers, block_config, record
 from outrider.heads.dflare import DFlare
 from outrider.heads.dflash import BlockConfig, Confidence, DFlash
 from outrider.heads.dspark import DSpark
-from outrider.heads.files import TARGET, TargetShape, load_into, read_config, read_tensors, write_head
+from outrider.heads.files import TARGET, TargetShape, made, read_config, read_tensors, write_head
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends
 from outrider.lm.open import logit_width
@@ -53,9 +53,8 @@ def read_block(
         confidence=_confidence(config, tensors),
     )
     _check(config, tensors, path, vocab_size)
-    head = HEADS[config.method](config, ends(), vocab_size)
-    load_into(head, tensors, path)
-    return head.eval()
+    known = ends()
+    return made(lambda: HEADS[config.method](config, known, vocab_size), tensors, path).eval()
 
 
 def write_block(head: DFlash, folder: Path, target: PreTrainedModel, dtype: torch.dtype | None = None) -> None:

@@ -10,7 +10,17 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from outrider.heads.files import KIND, TARGET, TargetShape, load_into, read_config, read_tensors, write_head
+from outrider.heads.files import (
+    KIND,
+    MOST_COUNT,
+    TARGET,
+    TargetShape,
+    made,
+    read_config,
+    read_tensors,
+    size,
+    write_head,
+)
 from outrider.heads.state_heads import StateHeads
 from outrider.lm.ends import Ends
 from outrider.types import InputError
@@ -122,9 +132,10 @@ def read_blockwise(path: str, ends: Ends, *, revision: str | None = None) -> Blo
     given = read_config(path, revision=revision)
     if not is_blockwise(given):
         raise InputError(f"{path} holds no blockwise heads: its config has no {KIND} {NAME!r}")
-    names = ("hidden_size", "vocab_size", "num_heads", "intermediate_size")
-    if wrong := [name for name in names if type(given.get(name)) is not int]:
-        raise InputError(f"the config of the blockwise heads in {path} must give {wrong[0]} as a whole number")
-    heads = BlockwiseHeads(BlockwiseConfig(**{name: given[name] for name in names}), ends)
-    load_into(heads, read_tensors(path, revision=revision), path)
-    return heads.eval()
+    config = BlockwiseConfig(
+        hidden_size=size(given, "hidden_size", path),
+        vocab_size=size(given, "vocab_size", path),
+        num_heads=size(given, "num_heads", path, most=MOST_COUNT),
+        intermediate_size=size(given, "intermediate_size", path),
+    )
+    return made(lambda: BlockwiseHeads(config, ends), read_tensors(path, revision=revision), path).eval()

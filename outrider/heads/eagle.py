@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.heads.feature_head import LEFT_OUT, FeatureHead, described, layer_config, qkv_bias_of
-from outrider.heads.files import KIND, TARGET, TargetShape, load_into, write_head
+from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, write_head
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
@@ -136,7 +136,7 @@ class EagleFile:
         if config.get("speculators_model_type") == SPECULATORS:
             if config.get("layernorms"):
                 raise InputError(f"the head in {path} is an EAGLE head with further norms, which are not known here")
-            inner = {**config.get("transformer_layer_config", {}), "num_hidden_layers": 1}
+            inner = {**nested(config, "transformer_layer_config", path), "num_hidden_layers": 1}
             left_out = (*LEFT_OUT, "lm_head.weight")
         kept = {
             _name(name): tensor
@@ -151,17 +151,19 @@ class EagleFile:
 
     def head(self, ends: Ends, vocab_size: int) -> EagleHead:
         """The head. Raises InputError if the tensors are not those of such a head."""
-        head = self.kind(
-            self.config,
-            ends,
-            vocab_size=vocab_size,
-            bias=any(name.startswith("fc.") and name.endswith(".bias") for name in self.tensors),
-            own_embedding="embed_tokens.weight" in self.tensors,
-            qkv_bias=qkv_bias_of(self.tensors),
-            **self.sizes(),
-        )
-        load_into(head, self.tensors, self.path)
-        return head
+
+        def head() -> EagleHead:
+            return self.kind(
+                self.config,
+                ends,
+                vocab_size=vocab_size,
+                bias=any(name.startswith("fc.") and name.endswith(".bias") for name in self.tensors),
+                own_embedding="embed_tokens.weight" in self.tensors,
+                qkv_bias=qkv_bias_of(self.tensors),
+                **self.sizes(),
+            )
+
+        return made(head, self.tensors, self.path)
 
 
 def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
@@ -173,8 +175,9 @@ def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
     if any(name in ARCHITECTURES for name in config.get("architectures") or []):
         return True
     bare = {name.removeprefix("model.") for name in names}
-    wanted = {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"}
-    other = {"norm.weight", "layers.0.hidden_norm.weight"}
+    # A damaged head may lack `fc.weight`, which is said when it is loaded. A model has a final norm.
+    wanted = {"layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"}
+    other = {"norm.weight", "layers.0.hidden_norm.weight", "layers.0.input_layernorm.weight", "fc.fc.weight"}
     foreign = {"speculators_model_type", KIND} & config.keys()
     return wanted <= bare and not other & bare and not foreign and not has_specialists(bare)
 

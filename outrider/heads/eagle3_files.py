@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from outrider.heads.feature_head import LEFT_OUT, described, layer_config, qkv_bias_of
-from outrider.heads.files import KIND, TARGET, TargetShape, load_into, write_head
+from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, size, whole_numbers, write_head
 from outrider.lm.ends import Ends
 from outrider.types import InputError
 
@@ -19,6 +19,8 @@ SPECULATORS = "eagle3"
 """The `speculators_model_type` of the first layout."""
 NATIVE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """Architectures of the second one."""
+MASK = "mask_hidden"
+"""The tensor that a P-EAGLE head has beside those of an EAGLE-3 head."""
 ARCHITECTURE, VERSION = "Eagle3Speculator", "0.2.0"
 LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 TAPS = "eagle_aux_hidden_state_layer_ids"
@@ -59,10 +61,12 @@ class Eagle3File:
 
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "Eagle3File":
-        """A checkpoint by its two files. Raises InputError if transformers refuses the config."""
-        inner = config.get("transformer_layer_config", config) if _is_speculators(config) else config
-        if not isinstance(inner, Mapping):
-            raise InputError(f"transformer_layer_config in the config of {path} must be an object")
+        """A checkpoint by its two files. Raises InputError if it is one of P-EAGLE, or its config makes no sense."""
+        if any(name.removeprefix("model.") == MASK for name in tensors):
+            raise InputError(f"the head in {path} is a P-EAGLE head (it has {MASK}); use drafter parallel")
+        inner = config
+        if _is_speculators(config) and "transformer_layer_config" in config:
+            inner = nested(config, "transformer_layer_config", path)
         kept = {_name(name): tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
         return cls(
             path=path,
@@ -75,7 +79,7 @@ class Eagle3File:
     @property
     def target_hidden_size(self) -> int:
         """Width of the target's hidden states."""
-        return int(self.given.get("target_hidden_size") or self.layer.hidden_size)
+        return size(self.given, "target_hidden_size", self.path, default=self.layer.hidden_size)
 
     def head(self, ends: Ends, *, num_layers: int, vocab_size: int, answers: Answers) -> Eagle3Head:
         """The head.
@@ -107,8 +111,7 @@ class Eagle3File:
         )
         if not config.own_embedding and self.layer.hidden_size != self.target_hidden_size:
             raise InputError(f"the head in {self.path} is narrower than its target and has no embed_tokens.weight")
-        head = Eagle3Head(config, ends, ids)
-        load_into(head, tensors, self.path, unused=("d2t", *LEFT_OUT))
+        head = made(lambda: Eagle3Head(config, ends, ids), tensors, self.path, unused=("d2t", *LEFT_OUT))
         head.vocab_size = min(width, config.draft_vocab_size)
         return head
 
@@ -117,12 +120,15 @@ class Eagle3File:
         tensors, offsets = dict(self.tensors), self.tensors.get("d2t")
         output = tensors.get("lm_head.weight")
         if output is None or offsets is None:
-            narrow = self.given.get("draft_vocab_size")
-            if narrow is not None and int(narrow) < int(self.layer.vocab_size):
+            vocabulary = int(self.layer.vocab_size)
+            narrow = size(self.given, "draft_vocab_size", self.path, default=vocabulary)
+            if narrow < vocabulary:
                 raise InputError(
                     f"the head in {self.path} guesses {narrow} tokens, and lm_head.weight or d2t is missing"
                 )
             return tensors, None
+        if offsets.dim() != 1 or offsets.is_floating_point() or offsets.dtype is torch.bool:
+            raise InputError(f"d2t in {self.path} must be a list of whole numbers")
         if len(offsets) != len(output):
             raise InputError(
                 f"d2t in {self.path} names {len(offsets)} tokens, and lm_head.weight has {len(output)} rows"
@@ -167,15 +173,15 @@ class Eagle3File:
         elif self.target is not None:
             found = self.target.taps
         else:
-            nested = self.given.get("eagle_config") or {}
-            named = self.given.get(TAPS) or nested.get(TAPS)
+            given = self.given.get(TAPS) or nested(self.given, "eagle_config", self.path).get(TAPS) or ()
+            named = whole_numbers(given, TAPS, self.path)
             if named and not _is_speculators(self.given):
                 raise InputError(
                     f"the config of {self.path} has {TAPS} {list(named)}; vLLM reads id k as what enters layer k, and "
                     f"SGLang as what leaves it. Add taps={'x'.join(map(str, named))} behind the path for the first, or "
-                    f"taps={'x'.join(str(int(each) + 1) for each in named)} for the second"
+                    f"taps={'x'.join(str(each + 1) for each in named)} for the second"
                 )
-            found = tuple(int(each) for each in named) if named else default_taps(num_layers)
+            found = named or default_taps(num_layers)
         if not all(0 <= tap <= num_layers for tap in found):
             raise InputError(
                 f"the head in {self.path} reads the hidden states {list(found)}, and this target has 0..{num_layers}; "
@@ -186,7 +192,7 @@ class Eagle3File:
 
 def is_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint is one of EAGLE-3."""
-    if KIND in config:
+    if KIND in config or any(name.removeprefix("model.") == MASK for name in names):
         return False
     native = any(name in NATIVE for name in config.get("architectures") or [])
     return _is_speculators(config) or native or any(name.startswith("midlayer.hidden_norm") for name in names)

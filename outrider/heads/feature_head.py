@@ -1,24 +1,31 @@
 """What heads share that go on with features of their own (EAGLE and its kin)."""
 
 import copy
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from reprlib import repr as short
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from outrider.heads.files import MOST_COUNT, size
 from outrider.heads.layers import Rotary
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.open import reason_of
 from outrider.types import InputError
 
-KNOWN = ("llama", "qwen3", "qwen2", "mistral")
-"""The types of decoder layers that heads are made of."""
-LEFT_OUT = ("t2d", "mask_hidden")
+KNOWN = ("llama", "qwen3", "qwen2", "mistral", "mixtral")
+"""The types of decoder layers that heads are made of. A head of a Mixtral has a plain layer, without experts."""
+FAR = 1 << 20
+"""A position far behind any context, at which rotary settings are tried."""
+LEFT_OUT = ("t2d",)
 """Tensors of checkpoints that drafting does not read."""
 
 
@@ -48,7 +55,7 @@ class FeatureHead(nn.Module):
     def __init__(self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, own_embedding: bool) -> None:
         super().__init__()
         if (act := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
-            raise InputError(f"heads with the activation {act!r} are not known; known is silu")
+            raise InputError(f"heads with the activation {short(act)} are not known; known is silu")
         self.config, self.ends = config, ends
         self.feature_size, self.vocab_size = config.hidden_size, vocab_size
         self.rotary = Rotary(config)
@@ -129,16 +136,65 @@ def layer_config(given: Mapping[str, Any], path: str) -> PreTrainedConfig:
     """The config of a head's layers, with the defaults of its `model_type`.
 
     Raises:
-        InputError: The type is not known, or transformers refuses the config.
+        InputError: The type is not known, transformers refuses the config, or a size makes no sense.
     """
     kind = str(given.get("model_type") or "llama")
     if kind not in KNOWN:
-        raise InputError(f"the head in {path} is made of layers of the type {kind!r}; known are {', '.join(KNOWN)}")
+        raise InputError(
+            f"the head in {path} is made of layers of the type {short(kind)}; known are {', '.join(KNOWN)}"
+        )
+    return made_config(kind, given, path)
+
+
+def made_config(kind: str, given: Mapping[str, Any], path: str, *, least_vocab: int = 1) -> PreTrainedConfig:
+    """The config of layers of a type.
+
+    Args:
+        least_vocab: Fewest tokens that it must name.
+
+    Raises:
+        InputError: transformers refuses the config, or a size makes no sense.
+    """
     left = {name: value for name, value in given.items() if name not in ("model_type", "architectures", "auto_map")}
     try:
-        return AutoConfig.for_model(kind, **left)
+        config = AutoConfig.for_model(kind, **left)
     except Exception as error:
-        raise InputError(f"the config of the head in {path} is refused by transformers: {error}") from error
+        raise InputError(f"the config of the head in {path} is refused by transformers: {reason_of(error)}") from error
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    found = {name: getattr(config, name, None) for name in (*names, "num_hidden_layers", "vocab_size", "head_dim")}
+    width, _, heads, shared = (size(found, name, path) for name in names)
+    size(found, "num_hidden_layers", path, most=MOST_COUNT)
+    size(found, "vocab_size", path, least=least_vocab)
+    dim = size(found, "head_dim", path, default=width // heads)
+    if heads % shared or dim % 2:
+        raise InputError(
+            f"the config of {path} has {heads} attention heads of width {dim} for {shared} key heads; the first number "
+            "must be a multiple of the last, and the width even"
+        )
+    eps: Any = getattr(config, "rms_norm_eps", None)
+    if type(eps) not in (int, float) or not 0 <= eps < math.inf:
+        raise InputError(f"rms_norm_eps in the config of {path} must be a number >= 0, got {short(eps)}")
+    _check_rotary(config, dim, path)
+    return config
+
+
+def _check_rotary(config: PreTrainedConfig, dim: int, path: str) -> None:
+    """Raise InputError if the rotary settings of a config cannot be used."""
+    settings = getattr(config, "rope_parameters", None)
+    kind = settings.get("rope_type", "default") if isinstance(settings, Mapping) else "default"
+    if not isinstance(kind, str) or kind not in ("default", *ROPE_INIT_FUNCTIONS):
+        raise InputError(
+            f"the config of {path} has the rope_type {short(kind)}; known are default, {', '.join(ROPE_INIT_FUNCTIONS)}"
+        )
+    try:
+        turned = Rotary(config)(torch.zeros(1, 2, 1), torch.tensor([[0, FAR]]))
+    except Exception as error:
+        raise InputError(f"the rotary settings in the config of {path} cannot be used: {reason_of(error)}") from error
+    if turned.shape[-1] != dim or not turned.isfinite().all():
+        raise InputError(
+            f"the rotary settings in the config of {path} turn {turned.shape[-1]} of {dim} numbers of a head, or make "
+            "values that are not numbers; get the config that belongs to the head"
+        )
 
 
 def usual_layer(anatomy: Anatomy, *, vocab_size: int, intermediate_size: int | None = None) -> LlamaConfig:
@@ -194,7 +250,7 @@ def without_copies(
         device: Where it is.
     """
     own = tensors.get("embed_tokens.weight")
-    if own is None:
+    if own is None or own.dim() != 2:
         return tensors
     for begin in range(0, len(own), 4096):
         rows = own[begin : begin + 4096]

@@ -1,11 +1,14 @@
 """The files of a trained head: one JSON config and its tensors, in a directory or at a hub id."""
 
 import json
+import math
 import os
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from reprlib import repr as short
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
+from outrider.lm.weights import has_other_than_numbers
 from outrider.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -28,6 +32,11 @@ TARGET = "outrider_target"
 """The key of a config that says for which target a head was trained."""
 KIND = "outrider_head"
 """The key of a config that names the drafter of a head which other engines do not know."""
+MOST_SIZE, MOST_COUNT = 1_000_000, 256
+"""The largest width that a config may name, and the most layers, heads or tokens of a draft."""
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of weights. Others are those of quantised heads."""
+M = TypeVar("M", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +72,9 @@ class TargetShape:
         try:
             if given["convention"] != CONVENTION:
                 raise InputError(f"{CONFIG} of {path} numbers hidden states otherwise: {given['convention']!r}")
-            sizes = {name: int(given[name]) for name in ("num_layers", "hidden_size", "vocab_size")}
-            return cls(**sizes, taps=tuple(int(tap) for tap in given["taps"]))
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
+            sizes = {name: size(given, name, path) for name in ("num_layers", "hidden_size", "vocab_size")}
+            return cls(**sizes, taps=whole_numbers(given["taps"], "taps", path))
+        except (AttributeError, KeyError, TypeError) as error:
             raise InputError(f"the entry {TARGET!r} in {CONFIG} of {path} is damaged; train the head again") from error
 
 
@@ -75,12 +82,70 @@ def read_config(path: str, *, revision: str | None = None) -> dict[str, Any]:
     """The config of a head.
 
     Raises:
-        InputError: There is none, or it is not a JSON object.
+        InputError: There is none, it is not a JSON object, or its architectures are no list of names.
     """
     file = _file(path, CONFIG, revision)
     if file is None:
         raise InputError(f"there is no head in {path}: it has no {CONFIG}")
-    return _json(file, CONFIG, path)
+    found = json_object(file, CONFIG, path)
+    named = found.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(each, str) for each in named)):
+        raise InputError(f"architectures in {CONFIG} of {path} must be a list of names, got {short(named)}")
+    return found
+
+
+def size(
+    given: Mapping[str, Any],
+    name: str,
+    path: str,
+    *,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MOST_SIZE,
+    file: str = CONFIG,
+) -> int:
+    """A whole number of a config.
+
+    Args:
+        default: What counts where the config has no such key, or null.
+        file: The file that the config stands in, for messages.
+
+    Raises:
+        InputError: It is no whole number, or out of bounds.
+    """
+    found = default if given.get(name) is None else given[name]
+    if type(found) is not int or not least <= found <= most:
+        raise InputError(
+            f"{name} in {file} of {path} must be a whole number in {least}..{most}, got {short(found)}; get the "
+            "config that belongs to the head"
+        )
+    return found
+
+
+def factor(given: Mapping[str, Any], name: str, path: str) -> float:
+    """A positive number of a config; 1 where it has no such key. Raises InputError for other values."""
+    found = 1.0 if given.get(name) is None else given[name]
+    if type(found) not in (int, float) or not 0 < found < math.inf:
+        raise InputError(f"{name} in {CONFIG} of {path} must be a number above 0, got {short(found)}")
+    return float(found)
+
+
+def whole_numbers(found: Any, name: str, path: str, *, file: str = CONFIG) -> tuple[int, ...]:
+    """A list of whole numbers >= 0 of a config. Raises InputError for other values."""
+    listed = isinstance(found, list | tuple) and len(found) <= MOST_COUNT
+    if not listed or any(type(each) is not int or not 0 <= each <= MOST_SIZE for each in found):
+        raise InputError(
+            f"{name} in {file} of {path} must be a list of at most {MOST_COUNT} whole numbers >= 0, got {short(found)}"
+        )
+    return tuple(found)
+
+
+def nested(given: Mapping[str, Any], name: str, path: str) -> Mapping[str, Any]:
+    """An object inside a config; empty where it has no such key. Raises InputError for other values."""
+    found = {} if given.get(name) is None else given[name]
+    if not isinstance(found, Mapping):
+        raise InputError(f"{name} in {CONFIG} of {path} must be an object, got {short(found)}")
+    return found
 
 
 def read_names(path: str, *, revision: str | None = None) -> frozenset[str]:
@@ -108,11 +173,11 @@ def read_tensors(
             None: all.
 
     Raises:
-        InputError: There are none, or they are damaged.
+        InputError: There are none, they are damaged, or they hold values that are not numbers.
     """
     found = _weights(path, revision)
     if found is not None:
-        return _tensors(found, path)
+        return file_tensors(found, path, needs=needs)
     index = _index(path, revision)
     if index is None:
         raise InputError(
@@ -125,7 +190,7 @@ def read_tensors(
         place = _file(path, shard, revision)
         if place is None:
             raise InputError(f"{shard} of {path} is missing, and the index of the weights names it")
-        tensors |= _tensors(place, path)
+        tensors |= file_tensors(place, path, needs=needs)
     return tensors
 
 
@@ -148,6 +213,25 @@ def write_head(
     replace_file(folder / CONFIG, lambda place: place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
 
 
+def made(make: Callable[[], M], tensors: Mapping[str, Tensor], path: str, *, unused: Collection[str] = ()) -> M:
+    """The module that a config describes, with its tensors.
+
+    The shapes are compared before the module has memory, because a config may name any sizes.
+
+    Args:
+        make: Makes the module.
+        unused: As for `load_into`.
+
+    Raises:
+        InputError: As `load_into`.
+    """
+    with torch.device("meta"):
+        _compare(make(), tensors, path, unused)
+    module = make()
+    load_into(module, tensors, path, unused=unused)
+    return module
+
+
 def load_into(module: nn.Module, tensors: Mapping[str, Tensor], path: str, *, unused: Collection[str] = ()) -> None:
     """Give a module its tensors.
 
@@ -155,20 +239,31 @@ def load_into(module: nn.Module, tensors: Mapping[str, Tensor], path: str, *, un
         unused: Names of tensors that may be there and are not read.
 
     Raises:
-        InputError: A tensor is missing, has another shape, or is not part of the module.
+        InputError: A tensor is missing, has another shape or another kind of numbers, or is not part of the module.
     """
-    wanted = {name: tuple(value.shape) for name, value in module.state_dict().items()}
-    given = {name: tuple(value.shape) for name, value in tensors.items() if name not in unused}
+    _compare(module, tensors, path, unused)
+    module.load_state_dict({name: tensors[name] for name in module.state_dict()}, assign=True)
+
+
+def _compare(module: nn.Module, tensors: Mapping[str, Tensor], path: str, unused: Collection[str]) -> None:
+    """Raise InputError if tensors are not those of a module."""
+    wanted, given = module.state_dict(), {name: each for name, each in tensors.items() if name not in unused}
+    both = [(name, wanted[name], given[name]) for name in sorted(wanted.keys() & given.keys())]
     told = [
         *_told(sorted(wanted.keys() - given.keys()), "missing"),
         *_told(sorted(given.keys() - wanted.keys()), "not part of such a head"),
-        *_told([n for n in sorted(wanted.keys() & given.keys()) if wanted[n] != given[n]], "of another shape"),
+        *_told([name for name, ours, theirs in both if ours.shape != theirs.shape], "of another shape"),
+        *_told([name for name, ours, theirs in both if _kind(ours) != _kind(theirs)], "of another kind of numbers"),
     ]
     if told:
         raise InputError(
             f"the tensors in {path} are not those of the head that its config describes: {', '.join(told)}"
         )
-    module.load_state_dict({name: tensors[name] for name in wanted}, assign=True)
+
+
+def _kind(tensor: Tensor) -> str:
+    """The kind of a tensor's numbers."""
+    return "weights" if tensor.is_floating_point() else "truths" if tensor.dtype is torch.bool else "whole numbers"
 
 
 def _told(names: Sequence[str], what: str, most: int = 3) -> list[str]:
@@ -193,17 +288,27 @@ def _index(path: str, revision: str | None) -> dict[str, str] | None:
     for name in INDICES:
         if (place := _file(path, name, revision)) is None:
             continue
-        found = _json(place, name, path).get("weight_map")
+        found = json_object(place, name, path).get("weight_map")
         if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
             raise InputError(f"{name} of {path} must have a weight_map from tensors to files")
         return found
     return None
 
 
-def _json(file: str, name: str, path: str) -> dict[str, Any]:
-    """A JSON object in a file."""
+def json_object(file: str, name: str, path: str) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Args:
+        name: The file, for messages.
+        path: The directory or hub id that has it, for messages.
+
+    Raises:
+        InputError: There is none.
+    """
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise InputError(f"{name} of {path} cannot be read: it is nested too deeply") from error
     except (OSError, ValueError) as error:
         raise InputError(f"{name} of {path} cannot be read: {error}") from error
     if not isinstance(found, dict):
@@ -211,25 +316,54 @@ def _json(file: str, name: str, path: str) -> dict[str, Any]:
     return found
 
 
-def _tensors(file: str, path: str) -> dict[str, Tensor]:
-    """The tensors of one file."""
-    if not file.endswith(".safetensors"):
-        return _pickled(file, path)
+def file_tensors(file: str, path: str, *, needs: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+    """The tensors of one file, or those that are needed. Arguments and errors are those of `read_tensors`."""
+    read = _safe(file, path) if file.endswith(".safetensors") else _pickled(file, path)
+    found = {name: tensor for name, tensor in read.items() if needs is None or needs(name)}
+    for name, tensor in found.items():
+        if reason := _unsound(tensor):
+            raise InputError(f"{name} in {Path(file).name} of {path} {reason}")
+    return found
+
+
+def _safe(file: str, path: str) -> dict[str, Tensor]:
+    """The tensors of a file in the format safetensors. Raises InputError if it cannot be read."""
     try:
         return load_file(file)
-    except (SafetensorError, OSError) as error:
+    except Exception as error:
         raise InputError(f"{Path(file).name} of {path} cannot be read: {error}") from error
+
+
+def _unsound(tensor: Tensor) -> str | None:
+    """Why a tensor is none of a head, in words; None if it may be."""
+    if tensor.layout is not torch.strided or not tensor.dim():
+        return "is no plain tensor with dimensions; the file is damaged, so get it again"
+    if tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype not in DTYPES):
+        allowed = ", ".join(str(each).removeprefix("torch.") for each in DTYPES)
+        return f"is of {tensor.dtype}, and heads have weights of {allowed}; get the head that is not quantised"
+    if has_other_than_numbers(tensor):
+        return "holds values that are not numbers (NaN or infinity); the file is damaged, so get it again"
+    return None
 
 
 def _pickled(file: str, path: str) -> dict[str, Tensor]:
     """The tensors of a file of `torch.save`, without running any code of it."""
     try:
         found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except pickle.UnpicklingError as error:
+        raise InputError(
+            f"{Path(file).name} of {path} holds more than tensors, or is damaged, and to read it all would run code of "
+            "its author; convert the tensors to safetensors, or ask the author for such a file"
+        ) from error
     except Exception as error:
-        raise InputError(f"{Path(file).name} of {path} cannot be read as a file of tensors: {error}") from error
+        raise InputError(
+            f"{Path(file).name} of {path} cannot be read as a file of tensors; get it again, or a file of safetensors"
+        ) from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise InputError(f"{Path(file).name} of {path} holds other things than tensors")
-    return dict(found)
+        raise InputError(
+            f"{Path(file).name} of {path} holds other things than tensors; save the tensors alone, as safetensors"
+        )
+    return {str(name): tensor for name, tensor in found.items()}
 
 
 def _file(path: str, name: str, revision: str | None) -> str | None:

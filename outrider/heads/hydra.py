@@ -3,6 +3,7 @@ r"""Hydra heads: Medusa heads that read the draft tokens before them (Ankner et 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
 from outrider.heads.feature_head import layer_config, qkv_bias_of
-from outrider.heads.files import load_into, read_config, read_tensors
+from outrider.heads.files import made, read_config, read_tensors, size
 from outrider.heads.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.ends import Ends
@@ -23,10 +24,12 @@ from outrider.types import InputError
 
 PREFIX = "prefix_embeding_layer."
 """What the names of a prefix layer begin with, as its authors spell it."""
+EMBEDDING = "input_embed_fn."
+"""What the names of a copy of the target's embedding begin with. It is not read."""
 ARCHITECTURES = ("mlp", "prefix-mlp")
 """The kinds of Hydra heads that are known; the second has a prefix layer."""
-_LAYER = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(linear|res_connection)\.(weight|bias)")
-_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
+_LAYER = re.compile(r"hydra_mlp\.(\d{1,2})\.(\d{1,2})\.(linear|res_connection)\.(weight|bias)")
+_OUTPUT = re.compile(r"hydra_lm_head\.(\d{1,2})\.(?:1\.)?(weight|bias)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,11 +175,13 @@ def read_hydra(
         raise InputError(f"{path} holds no Hydra heads: its config has no hydra_num_heads")
     kind = given.get("hydra_head_arch", "mlp")
     if kind not in ARCHITECTURES:
-        raise InputError(f"the Hydra heads in {path} are of the kind {kind!r}; known are {', '.join(ARCHITECTURES)}")
+        raise InputError(
+            f"the Hydra heads in {path} are of the kind {short(kind)}; known are {', '.join(ARCHITECTURES)}"
+        )
     read = read_tensors(path, revision=revision)
     tensors = _renamed(read, 2 if kind == "prefix-mlp" else 1)
-    heads = HydraHeads(_sizes(given, tensors, path), ends)
-    load_into(heads, tensors, path)
+    sizes = _sizes(given, tensors, path)
+    heads = made(lambda: HydraHeads(sizes, ends), tensors, path)
     own = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if name.startswith(PREFIX)}
     own = {
         name: tensor for name, tensor in own.items() if not name.startswith("embed_tokens") and "inv_freq" not in name
@@ -184,22 +189,25 @@ def read_hydra(
     if kind == "mlp" and not own:
         return heads.eval(), None
     place = base or given.get("base_model_name_or_path")
-    if not place:
+    if not isinstance(place, str) or not place:
         raise InputError(f"config.json of {path} does not name the target of the heads; say it with base=...")
     layers = layer_config(open_config(place).get_text_config().to_dict(), place)
-    prefix = PrefixLayer(layers, qkv_bias_of(own))
-    load_into(prefix, own, path)
+    prefix = made(lambda: PrefixLayer(layers, qkv_bias_of(own)), own, path)
     return heads.eval(), prefix.eval()
 
 
 def _renamed(tensors: Mapping[str, Tensor], every: int) -> dict[str, Tensor]:
-    """The tensors of the heads. Where dropout stands between layers, each second place is a layer."""
+    """The tensors of the heads, and those that belong to no part. Where dropout stands between layers, each second
+    place is a layer.
+    """
     found = {}
     for name, tensor in tensors.items():
         if layer := _LAYER.fullmatch(name):
             found[f"hydra_mlp.{layer[1]}.{int(layer[2]) // every}.{layer[3]}.{layer[4]}"] = tensor
         elif output := _OUTPUT.fullmatch(name):
             found[f"hydra_lm_head.{output[1]}.{output[2]}"] = tensor
+        elif not name.startswith((PREFIX, EMBEDDING)):
+            found[name] = tensor
     return found
 
 
@@ -215,6 +223,6 @@ def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -
         num_heads=1 + max(head for head, _ in layers),
         num_layers=1 + max(layer for _, layer in layers),
         grounded="hydra_mlp.0.0.res_connection.weight" in tensors,
-        offset=int(given.get("hidden_state_offset") or 0),
+        offset=size(given, "hidden_state_offset", path, default=0, least=0),
         bias="hydra_lm_head.0.bias" in tensors,
     )

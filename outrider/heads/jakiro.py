@@ -5,6 +5,7 @@ Huang et al. 2025, https://arxiv.org/abs/2502.06282
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from reprlib import repr as short
 from typing import Any, ClassVar
 
 import torch
@@ -164,11 +165,14 @@ class JakiroFile(EagleFile):
     @classmethod
     def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "JakiroFile":
         file = EagleFile.of(path, config, {name.replace(*EXPERTS): tensor for name, tensor in tensors.items()})
-        return cls(path=path, config=file.config, tensors=file.tensors, mixture=config.get("mixture", "features"))
+        mixture = config.get("mixture", MIXTURES[0])
+        if mixture not in MIXTURES:
+            raise InputError(f"mixture in the config of {path} must be {', '.join(MIXTURES)}, got {short(mixture)}")
+        return cls(path=path, config=file.config, tensors=file.tensors, mixture=mixture)
 
     def sizes(self) -> dict[str, Any]:
         gate = self.tensors.get(f"{EXPERTS[1]}experts.0.gate_proj.weight")
-        return {"mixture": self.mixture, "expert_size": None if gate is None else len(gate)}
+        return {"mixture": self.mixture, "expert_size": None if gate is None or not len(gate) else len(gate)}
 
 
 def jakiro_tensors(head: JakiroHead) -> dict[str, Tensor]:

@@ -11,15 +11,18 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from outrider.heads.files import TARGET, TargetShape, load_into, read_config, read_tensors, write_head
+from outrider.heads.files import TARGET, TargetShape, factor, made, read_config, read_tensors, size, write_head
 from outrider.heads.state_heads import StateHeads
 from outrider.types import InputError
 
 KIND = "medusa"
 """The `model_type` of vLLM's form."""
-_BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
-_OUTPUT = re.compile(r"(\d+)\.(\d+)\.weight")
+_BLOCK = re.compile(r"(\d{1,2})\.(\d{1,2})\.linear\.(weight|bias)")
+_OUTPUT = re.compile(r"(\d{1,2})\.(\d{1,2})\.weight")
+_OWN = re.compile(r"blocks\.(\d{1,2})\.layers\.(\d{1,2})\.(weight|bias)")
 _PREFIXES = ("medusa_heads.", "medusa_head.")
+_AROUND = ("model.", "transformer.", "lm_head.")
+"""What the names of a model around the heads begin with. Its tensors are not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,17 +167,15 @@ def read_medusa(path: str, *, vocab_size: int | None = None, revision: str | Non
         vocab_size: Width of the target's logits; None: as the config says, or the heads are wide.
 
     Raises:
-        InputError: There are none, or their tensors do not fit together.
+        InputError: There are none, their tensors do not fit together, or there are others.
     """
     given = read_config(path, revision=revision)
     if not is_medusa(given):
         raise InputError(f"{path} holds no Medusa heads: its config has no model_type 'medusa' and no medusa_num_heads")
     read = read_tensors(path, revision=revision, needs=_is_of_heads)
-    tensors = {_name(name): tensor for name, tensor in read.items()}
-    tensors = {name: tensor for name, tensor in _renamed(tensors).items() if name != "lm_head.weight"}
-    heads = MedusaHeads(_sizes(given, tensors, path, vocab_size))
-    load_into(heads, _sorted(_cut(tensors)), path)
-    return heads.eval()
+    tensors = _renamed({_name(name): tensor for name, tensor in read.items()})
+    config = _sizes(given, tensors, path, vocab_size)
+    return made(lambda: MedusaHeads(config), _sorted(_cut(tensors)), path).eval()
 
 
 def _name(name: str) -> str:
@@ -185,43 +186,54 @@ def _name(name: str) -> str:
 
 def _is_of_heads(name: str) -> bool:
     """Whether a tensor belongs to heads, and not to a model around them."""
-    name = _name(name)
-    own = name.startswith(("blocks.", "lm_heads.", "token_map"))
-    return own or any(form.fullmatch(name) for form in (_BLOCK, _OUTPUT))
+    return not _name(name).startswith(_AROUND)
 
 
 def _renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the original form under the names of vLLM's. Those of a model around the heads are left out."""
-    if any(name.startswith("blocks.") for name in tensors):
+    """Tensors of the original form under the names of vLLM's."""
+    if any(_OWN.fullmatch(name) for name in tensors):
         return dict(tensors)
-    renamed = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if found := _BLOCK.fullmatch(name):
             renamed[f"blocks.{found[1]}.layers.{found[2]}.{found[3]}"] = tensor
         elif found := _OUTPUT.fullmatch(name):
             renamed[f"lm_heads.{found[1]}.weight"] = tensor
+        else:
+            renamed[name] = tensor
     return renamed
 
 
 def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, vocab: int | None) -> MedusaConfig:
     """The sizes that the tensors show."""
     outputs = [tensor for name, tensor in tensors.items() if name.startswith("lm_heads.")]
-    blocks = {tuple(map(int, re.findall(r"\d+", name))) for name in tensors if name.startswith("blocks.")}
+    blocks = {(int(found[1]), int(found[2])) for name in tensors if (found := _OWN.fullmatch(name))}
     if not outputs or any(tensor.dim() != 2 for tensor in outputs):
         raise InputError(f"the weights of {path} hold no output layers of Medusa heads")
     num_heads = 1 + max((head for head, _ in blocks), default=len(outputs) - 1)
     token_map = tensors.get("token_map")
     width, hidden_size = outputs[0].shape
+    # Heads without a list guess all tokens of their target.
+    vocabulary = size(given, "vocab_size", path, default=vocab if vocab and token_map is not None else width)
+    if token_map is not None:
+        _check_list(token_map, vocabulary, path)
     return MedusaConfig(
         hidden_size=hidden_size,
-        vocab_size=int(given.get("vocab_size") or vocab or width),
+        vocab_size=vocabulary,
         num_heads=num_heads,
         num_hidden_layers=1 + max((layer for _, layer in blocks), default=-1),
         truncated_vocab_size=None if token_map is None else len(token_map),
         medusa_fc_bias=any(name.endswith(".bias") for name in tensors),
         original_lm_head=bool(given.get("original_lm_head")) and len(outputs) == 1,
-        logit_scale=float(given.get("logit_scale") or 1.0),
+        logit_scale=factor(given, "logit_scale", path),
     )
+
+
+def _check_list(chosen: Tensor, vocab_size: int, path: str) -> None:
+    """Raise InputError if the tokens that heads can guess are no list of different tokens."""
+    whole = chosen.dim() == 1 and not chosen.is_floating_point() and chosen.dtype is not torch.bool and len(chosen)
+    if not whole or len(chosen.unique()) < len(chosen) or not 0 <= int(chosen.min()) <= int(chosen.max()) < vocab_size:
+        raise InputError(f"token_map in {path} must be a list of different tokens below {vocab_size}")
 
 
 def _cut(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -229,7 +241,9 @@ def _cut(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     chosen = tensors.get("token_map")
     if chosen is None:
         return dict(tensors)
-    outputs = {name: t[chosen] for name, t in tensors.items() if name.startswith("lm_heads.") and len(t) > len(chosen)}
+    outputs = {
+        name: t[chosen.long()] for name, t in tensors.items() if name.startswith("lm_heads.") and len(t) > len(chosen)
+    }
     return {**tensors, **outputs}
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from outrider.heads.files import load_into, read_config, read_tensors
+from outrider.heads.files import MOST_COUNT, made, read_config, read_tensors, size
 from outrider.heads.sequential import SequentialHead
 from outrider.types import InputError
 
@@ -118,25 +118,19 @@ def read_mlp_speculator(path: str, *, revision: str | None = None) -> MLPSpecula
     given = read_config(path, revision=revision)
     if not is_mlp_speculator(given):
         raise InputError(f"{path} holds no MLP speculator: the model_type of its config is not {KIND!r}")
-    try:
-        size = int(given.get("emb_dim") or given["hidden_size"])
-        config = MLPSpeculatorConfig(
-            vocab_size=int(given["vocab_size"]),
-            emb_dim=size,
-            inner_dim=int(given.get("inner_dim") or size),
-            n_predict=int(given["n_predict"]),
-            tie_weights=bool(given.get("tie_weights")),
-            scale_input=bool(given.get("scale_input")),
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"config.json of {path} does not describe an MLP speculator: {error!r}") from error
+    width = size(given, "emb_dim" if given.get("emb_dim") else "hidden_size", path)
+    config = MLPSpeculatorConfig(
+        vocab_size=size(given, "vocab_size", path),
+        emb_dim=width,
+        inner_dim=size(given, "inner_dim", path, least=0, default=width) or width,
+        n_predict=size(given, "n_predict", path, most=MOST_COUNT),
+        tie_weights=bool(given.get("tie_weights")),
+        scale_input=bool(given.get("scale_input")),
+    )
     read = read_tensors(path, revision=revision)
     tensors = {name.removeprefix("speculator."): tensor for name, tensor in read.items()}
-    head = MLPSpeculator(config)
-    load_into(head, _shared(tensors, config) if config.tie_weights else tensors, path)
-    return head.eval()
+    whole = _shared(tensors, config) if config.tie_weights else tensors
+    return made(lambda: MLPSpeculator(config), whole, path).eval()
 
 
 def _shared(tensors: Mapping[str, Tensor], config: MLPSpeculatorConfig) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@ r"""ParallelSpec: a decoder layer that guesses all tokens of a draft in one forw
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -11,7 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.heads.feature_head import FeatureHead, described, layer_config
-from outrider.heads.files import KIND, TARGET, TargetShape, load_into, read_config, read_tensors, write_head
+from outrider.heads.files import (
+    KIND,
+    MOST_COUNT,
+    TARGET,
+    TargetShape,
+    made,
+    nested,
+    read_config,
+    read_tensors,
+    size,
+    write_head,
+)
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
@@ -53,7 +65,7 @@ class ParallelHead(FeatureHead):
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=False)
         if form not in FORMS:
-            raise InputError(f"the form of a parallel head must be eagle or medusa, got {form!r}")
+            raise InputError(f"the form of a parallel head must be eagle or medusa, got {short(form)}")
         if num_slots < 0:
             raise InputError(f"a parallel head must have >= 0 mask slots, got {num_slots}")
         size = config.hidden_size
@@ -115,21 +127,21 @@ class ParallelFile:
         given = read_config(path, revision=revision)
         if not is_parallel(given):
             raise InputError(f"{path} holds no parallel head: its config has no {KIND} {NAME!r}")
-        if not isinstance(given.get("layer"), dict) or type(given.get("num_slots")) is not int:
-            raise InputError(f"the config of the parallel head in {path} must give layer and num_slots")
         return cls(
             path=path,
-            layer=layer_config(given["layer"], path),
+            layer=layer_config(nested(given, "layer", path), path),
             form=str(given.get("form")),
-            num_slots=given["num_slots"],
+            num_slots=size(given, "num_slots", path, least=0, most=MOST_COUNT),
             tensors=read_tensors(path, revision=revision),
         )
 
     def head(self, ends: Ends, vocab_size: int) -> ParallelHead:
         """The head. Raises InputError if the tensors are not those of such a head."""
-        head = ParallelHead(self.layer, ends, vocab_size=vocab_size, form=self.form, num_slots=self.num_slots)
-        load_into(head, self.tensors, self.path)
-        return head
+
+        def head() -> ParallelHead:
+            return ParallelHead(self.layer, ends, vocab_size=vocab_size, form=self.form, num_slots=self.num_slots)
+
+        return made(head, self.tensors, self.path)
 
 
 def is_parallel(config: Mapping[str, Any]) -> bool:

@@ -1,6 +1,6 @@
-r"""P-EAGLE in the layout of `speculators`: an EAGLE-3 head that guesses all tokens of a draft in one forward."""
+r"""P-EAGLE: an EAGLE-3 head that guesses all tokens of a draft in one forward; its files in every layout."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,18 +9,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.heads.eagle3 import Eagle3Head
-from outrider.heads.eagle3_files import SPECULATORS, Answers, Eagle3File
+from outrider.heads.eagle3_files import MASK, SPECULATORS, Answers, Eagle3File
+from outrider.heads.files import KIND as OURS
+from outrider.heads.files import MOST_COUNT, size
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
 from outrider.types import InputError
 
 KIND = "peagle"
 """Its `speculators_model_type`."""
+MASK_IDS = ("mask_token_id", "pard_token")
+"""The keys of a config that name the mask token: that of trainers, and vLLM's own."""
 
 
 class PEagleHead(Eagle3Head):
-    r"""An EAGLE-3 head with mask slots behind its pairs. Every slot reads the embedding of the mask token, and
-    $W_{fc} m$ as its feature, where $m$ stands for the unknown states. A negative token stands for a slot.
+    r"""An EAGLE-3 head with mask slots behind its pairs. Every slot reads the embedding of the mask token. Its feature
+    is made by `fuse` from $m$, which stands for the unknown states and is normed as real ones are. A negative token
+    stands for a slot.
 
     Args:
         head: The EAGLE-3 head, whose tensors it takes.
@@ -50,7 +55,7 @@ class PEagleHead(Eagle3Head):
         cache: Keeper,
     ) -> Float[Tensor, "rows width hidden"]:
         slots = tokens < 0
-        given = torch.where(slots[..., None], self.fc(self.mask_hidden), features)
+        given = torch.where(slots[..., None], self.fuse(self.mask_hidden), features)
         return super().forward(torch.where(slots, self.mask_id, tokens), given, positions, mask, cache)
 
 
@@ -71,47 +76,59 @@ class PEagleFile:
     num_slots: int | None
 
     @classmethod
-    def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "PEagleFile":
+    def of(
+        cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, mask_id: int | None = None
+    ) -> "PEagleFile":
         """A checkpoint by its two files.
 
+        Args:
+            mask_id: The mask token, where the config does not say it.
+
         Raises:
-            InputError: The mask token or its states are missing, or the tapped states are normed: no source says
-                whether the mask slots' states are normed too.
+            InputError: The mask token or its states are missing.
         """
-        mask_id, hidden = config.get("mask_token_id"), tensors.get("mask_hidden")
-        if type(mask_id) is not int or mask_id < 0:
-            raise InputError(f"the config of the P-EAGLE head in {path} must give mask_token_id")
-        if hidden is None or hidden.dim() != 3:
-            raise InputError(f"the weights of the P-EAGLE head in {path} have no mask_hidden")
-        if any(name.startswith(("fc_norm.", "input_norm.")) for name in tensors):
+        key = next((name for name in MASK_IDS if config.get(name) is not None), MASK_IDS[0])
+        if config.get(key) is None and mask_id is None:
             raise InputError(
-                f"the P-EAGLE head in {path} norms the target's states, and whether its mask slots are normed too is "
-                "not known, so it is not loaded"
+                f"the config of the P-EAGLE head in {path} does not say which token stands for an unknown one; say it "
+                f"with {MASK_IDS[0]}=..."
             )
-        kept = {name: tensor for name, tensor in tensors.items() if name != "mask_hidden"}
+        kept = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+        hidden = kept.pop(MASK, None)
+        if hidden is None or hidden.dim() != 3 or not hidden.is_floating_point():
+            raise InputError(f"the weights of the P-EAGLE head in {path} have no {MASK} of three dimensions")
+        if config.get("speculators_model_type") == KIND:
+            config = {**config, "speculators_model_type": SPECULATORS}
         return cls(
-            eagle3=Eagle3File.of(path, {**config, "speculators_model_type": SPECULATORS}, kept),
-            mask_id=mask_id,
+            eagle3=Eagle3File.of(path, config, kept),
+            mask_id=size(config, key, path, default=mask_id, least=0),
             mask_hidden=hidden,
-            num_slots=_num_slots(config),
+            num_slots=_num_slots(config, path),
         )
 
-    def head(self, ends: Ends, *, num_layers: int, vocab_size: int) -> PEagleHead:
-        """The head. Raises InputError if the tensors are not those of such a head, or a question is open."""
-        inner = self.eagle3.head(ends, num_layers=num_layers, vocab_size=vocab_size, answers=Answers())
-        if self.mask_hidden.shape[-1] != inner.fc.in_features or self.mask_id >= int(self.eagle3.layer.vocab_size):
+    def head(self, ends: Ends, *, num_layers: int, vocab_size: int, answers: Answers | None = None) -> PEagleHead:
+        """The head, as `Eagle3File.head` makes it. Raises InputError if the tensors are not those of such a head, or a
+        question is open.
+        """
+        inner = self.eagle3.head(ends, num_layers=num_layers, vocab_size=vocab_size, answers=answers or Answers())
+        fits = tuple(self.mask_hidden.shape) == (1, 1, inner.fc.in_features)
+        if not fits or self.mask_id >= int(self.eagle3.layer.vocab_size):
             raise InputError(f"mask_hidden or mask_token_id of the P-EAGLE head in {self.eagle3.path} does not fit it")
         return PEagleHead(inner, self.mask_id, self.mask_hidden)
 
 
-def is_peagle(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of P-EAGLE."""
-    return config.get("speculators_model_type") == KIND
+def is_peagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is one of P-EAGLE."""
+    if OURS in config:
+        return False
+    return config.get("speculators_model_type") == KIND or any(name.removeprefix("model.") == MASK for name in names)
 
 
-def _num_slots(config: Mapping[str, Any]) -> int | None:
-    """One slot less than the draft has tokens, because the last pair guesses the first."""
+def _num_slots(config: Mapping[str, Any], path: str) -> int | None:
+    """One slot less than the draft has tokens, because the last pair guesses the first; None if no config says it."""
     try:
-        return int(config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]) - 1
-    except (KeyError, IndexError, TypeError, ValueError):
+        method = config["speculators_config"]["proposal_methods"][0]
+        method["speculative_tokens"]
+    except (KeyError, IndexError, TypeError):
         return None
+    return size(method, "speculative_tokens", path, most=MOST_COUNT) - 1

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from outrider.heads.eagle import EagleFile, EagleHead, eagle_config, has_specialists
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import Answers, Eagle3File, eagle3_record
-from outrider.heads.files import KIND, TargetShape, load_into, write_head
+from outrider.heads.files import KIND, MOST_COUNT, TargetShape, load_into, size, write_head
 from outrider.lm.ends import Ends
 from outrider.types import InputError
 
 NAME, STRIDE = "poss", "steps_per_specialist"
 """The value of `KIND`, and the key of a config that says how many draft steps each specialist takes."""
-LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.*)")
+LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,3})\.(.*)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,7 @@ class PossFile:
         Raises:
             InputError: Nobody says it, or transformers refuses the config.
         """
-        told = config.get(STRIDE) or stride
-        if not told:
+        if config.get(STRIDE) is None and stride is None:
             raise InputError(
                 f"the config of {path} does not say how many draft steps each specialist takes; add stride=1, 2 or 3 "
                 "behind the path, as in poss:path=...,stride=3"
@@ -74,7 +73,7 @@ class PossFile:
             path=path,
             trunk=kind.of(path, config, shared),
             further=tuple(layers[number] for number in sorted(layers)),
-            stride=int(told),
+            stride=size(config, STRIDE, path, default=stride, most=MOST_COUNT),
         )
 
     @property

@@ -2,19 +2,17 @@ r"""Steering of a pretrained draft model by the target's hidden states (SD², Be
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
-from outrider.heads.files import replace_file
+from outrider.heads.files import file_tensors, json_object, made, replace_file, size, whole_numbers
 from outrider.types import InputError
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
@@ -130,35 +128,25 @@ def read_steering(path: str, *, revision: str | None = None) -> Steering:
         InputError: There is none, or it is damaged or of another kind.
     """
     config = _config(path, _file(path, CONFIG, revision))
-    steering = Steering(config)
-    try:
-        tensors = load_file(_file(path, WEIGHTS, revision))
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{WEIGHTS} of {path} cannot be read: {error}") from error
-    wanted = {name: value.shape for name, value in steering.state_dict().items()}
-    if {name: value.shape for name, value in tensors.items()} != wanted:
-        raise InputError(f"the tensors in {WEIGHTS} of {path} are not those that {CONFIG} describes; train it again")
-    steering.load_state_dict(tensors, assign=True)
-    return steering.eval()
+    tensors = file_tensors(_file(path, WEIGHTS, revision), path)
+    return made(lambda: Steering(config), tensors, f"{WEIGHTS} of {path}").eval()
 
 
 def _config(path: str, file: str) -> SteeringConfig:
-    try:
-        given: dict[str, Any] = json.loads(Path(file).read_text())
-        kind, convention = given.pop("format"), given.pop("convention")
-        config = SteeringConfig(**{key: _frozen(value) for key, value in given.items()})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise InputError(f"{CONFIG} of {path} does not describe a steering; train it again") from error
+    given = json_object(file, CONFIG, path)
+    kind, convention = given.get("format"), given.get("convention")
     if kind != FORMAT or convention != CONVENTION:
         raise InputError(
             f"{CONFIG} of {path} has the format {kind!r} with the convention {convention!r}, and this version reads "
             f"{FORMAT!r} with {CONVENTION!r}"
         )
-    return config
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else value
+    return SteeringConfig(
+        taps=whole_numbers(given.get("taps"), "taps", path, file=CONFIG),
+        target_layers=size(given, "target_layers", path, file=CONFIG),
+        target_size=size(given, "target_size", path, file=CONFIG),
+        widths=whole_numbers(given.get("widths"), "widths", path, file=CONFIG),
+        rank=None if given.get("rank") is None else size(given, "rank", path, file=CONFIG),
+    )
 
 
 def _file(path: str, name: str, revision: str | None) -> str:

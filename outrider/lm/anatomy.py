@@ -154,7 +154,8 @@ class Anatomy:
     def longest_context(self) -> int | None:
         """The longest context that the model was made for and that can be steered from outside; None: any."""
         own = getattr(self.text, "max_position_embeddings", None)
-        return min((n for n in (own, self.context_limit) if n is not None), default=None)
+        # A number below 1 can only mean that there is no limit.
+        return min((n for n in (own, self.context_limit) if n is not None and n >= 1), default=None)
 
 
 def rotary_parameters(text: PreTrainedConfig) -> list[dict[str, Any]]:

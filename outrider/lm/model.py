@@ -1,6 +1,7 @@
 """A Hugging Face causal language model as the engine sees it: slots, trees of tokens, one forward for all."""
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -28,6 +29,7 @@ from outrider.lm.protocol import Segment
 from outrider.lm.slots import Pending, Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.lm.support import refusal
+from outrider.lm.weights import check_logits
 from outrider.types import InputError
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
@@ -269,6 +271,7 @@ class LanguageModel(SlottedLM):
                 )
         except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             raise InputError(f"{self.anatomy.name} cannot be run with masks and a cache of our own: {error}") from error
+        check_logits(output.logits, self.model, self.anatomy.name)
         return int(output.logits.shape[-1])
 
     @torch.inference_mode()
@@ -290,9 +293,12 @@ class LanguageModel(SlottedLM):
         self.num_forwards = 0
         with flex.tried(self.anatomy.flex):
             plain = self.model(input_ids=tree[None, [0, 2, 3]], use_cache=False).logits[0, -1, : self.vocab_size]
+        check_logits(plain, self.model, self.anatomy.name)
         difference, spread = float((ours - plain).abs().max()), float(plain.max() - plain.min())
         if difference <= (_TOLERANCE if exact else _ROUGHLY) * spread:
             return None
+        if not math.isfinite(spread + difference):
+            return f"{self.anatomy.name} gives logits that are not numbers for a short text; look at its config"
         if self.forward == "compiled":
             return (
                 f"the compiled forward of {self.anatomy.name} does not say what the model says (logits differ by "

@@ -135,7 +135,8 @@ def _some(names: Sequence[str], most: int = 3) -> str:
 
 def reason_of(error: Exception) -> str:
     """The message of another library's error, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = f"{error} is unknown or missing" if isinstance(error, KeyError) else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
     said = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."
 

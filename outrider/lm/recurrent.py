@@ -26,6 +26,7 @@ from outrider.lm.slotted import OverSlots
 from outrider.lm.states import State, StateCache
 from outrider.lm.support import refusal
 from outrider.lm.taps import tapped
+from outrider.lm.weights import check_logits
 from outrider.types import InputError
 
 CHAINS_ONLY = "has recurrent layers, whose state follows one text and cannot read a branching tree; use tree 'chain'"
@@ -351,6 +352,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             output = self.model(**{k: v for k, v in inputs.items() if k in self._asked})
         except (AttributeError, TypeError, ValueError, KeyError) as error:
             raise InputError(f"{self.anatomy.name} cannot be run with masks and a cache of our own: {error}") from error
+        check_logits(output.logits, self.model, self.anatomy.name)
         return int(output.logits.shape[-1]), self._states.take(1)[0]
 
     @torch.inference_mode()

@@ -162,6 +162,16 @@ def test_a_refused_target_and_a_refused_pair_are_described(monkeypatch, capsys, 
     assert "refused: " in doctor(monkeypatch, capsys, *given)
 
 
+def test_a_target_with_weights_that_are_not_numbers_is_named_with_the_tensor(monkeypatch, capsys, tmp_path):
+    model = llama(1).float()
+    with torch.no_grad():
+        model.model.embed_tokens.weight[-1] = torch.nan
+    model.save_pretrained(tmp_path)
+    letters().save_pretrained(tmp_path)
+    printed = " ".join(doctor(monkeypatch, capsys, "--target", str(tmp_path), "--drafter", "ngram").split())
+    assert "refused: model.embed_tokens.weight of the target holds values that are not numbers" in printed
+
+
 def test_a_vocabulary_with_too_little_in_common_is_said_to_be_refused():
     """What is said of the vocabularies is what putting the pair together does."""
     ours, near = (Side(config=tiny_config("llama"), tokenizer=byte_level(size, TEXT)) for size in (420, 300))

@@ -1,6 +1,7 @@
 """The n-gram model: a law behind every context, the counts of the texts, its file."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,3 +104,8 @@ def test_wrong_input_is_refused_in_one_sentence(tmp_path):
     save_file({"keys.2": np.zeros(2)}, tmp_path / FILE)
     with pytest.raises(InputError, match="holds no n-gram model"):
         read_backoff(str(tmp_path / FILE))
+    model = BackoffModel.count(texts(), vocab_size=VOCAB, order=2, least=1)
+    for damaged in ({"logs": (model.logs[0][1:], model.logs[1])}, {"rests": (model.rests[0][1:],)}):
+        write_backoff(replace(model, **damaged), tmp_path)
+        with pytest.raises(InputError, match="do not fit each other"):
+            read_backoff(str(tmp_path / FILE))

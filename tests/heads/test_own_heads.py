@@ -129,8 +129,8 @@ def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
         replace(path, paths=2).bind(known)
     assert replace(path, paths=2, mu=0.0).bind(known).model is None
     for fields, message in (
-        ({"num_heads": None}, "must give num_heads as a whole number"),
-        ({"num_heads": 0}, "num_heads of blockwise heads must be >= 1, got 0"),
+        ({"num_heads": None}, r"num_heads in config.json of .* must be a whole number in 1\.\.256, got None"),
+        ({"num_heads": 0}, "must be a whole number in .*, got 0"),
         ({"num_heads": 5}, r"heads\.4\.down\.bias.* missing"),
         ({"outrider_head": None}, "holds no blockwise heads"),
     ):
@@ -144,9 +144,9 @@ def test_a_parallel_head_that_does_not_fit_is_refused_in_one_sentence(tmp_path):
     known = around()
     path = ParallelPath(path=str(tmp_path))
     for fields, message in (
-        ({"num_slots": None}, "must give layer and num_slots"),
+        ({"num_slots": None}, "num_slots in config.json of .* must be a whole number"),
         ({"num_slots": 7}, "slots is of another shape"),
-        ({"num_slots": -1}, "must have >= 0 mask slots, got -1"),
+        ({"num_slots": -1}, "must be a whole number in .*, got -1"),
         ({"form": "dflash"}, "must be eagle or medusa, got 'dflash'"),
         ({"outrider_head": None}, "holds no parallel head"),
         ({"layer": {"model_type": "gpt2"}}, "layers of the type 'gpt2'"),
@@ -174,7 +174,16 @@ def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"layers": 3, "few": False}, {"size": 16}, {"flags": {"norm_before_residual": True}}]
+    "more",
+    [
+        {},
+        {"layers": 3, "few": False},
+        {"size": 16},
+        {"flags": {"norm_before_residual": True}},
+        {"flags": {"fc_norm": True}},
+        {"flags": {"norm_before_fc": True}},
+        {"native": True},
+    ],
 )
 @torch.no_grad()
 def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_path, more):
@@ -184,9 +193,11 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
     path = catalog.make("drafter", str(tmp_path))
     assert path == ParallelPath(path=str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
-    naive = NaiveEagle3(
-        tensors=tensors, layer=config["transformer_layer_config"], ends=known.ends(), flags=more.get("flags", {})
-    )
+    layer = config.get("transformer_layer_config", config)
+    naive = NaiveEagle3(tensors=tensors, layer=layer, ends=known.ends(), flags=more.get("flags", {}))
+    if more.get("native"):
+        # vLLM's own layout counts layers otherwise, and says how many tokens are drafted when it is started.
+        path = replace(path, slots=3, taps=(0, 1, 2))
     text, gamma = np.random.default_rng(0).integers(3, 64, size=12).tolist(), 4
     drafter = path.bind(known)
     assert (drafter.max_depth, drafter.taps) == (4, (0, 1, 2))
@@ -195,7 +206,7 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
     with tapped(model.model.layers, (0, 1, 2)) as seen:
         model(torch.tensor([text]), use_cache=False)
     features = naive.feature(torch.cat([seen[tap][0] for tap in (0, 1, 2)], -1))
-    unknown = tensors["mask_hidden"][0] @ tensors["fc.weight"].T
+    unknown = naive.feature(tensors["mask_hidden"][0])
     for anchor in range(4, len(text) - gamma):
         tokens = torch.tensor([*text[1 : anchor + 1], 5, 5, 5])
         logits = naive.logits(naive.handed_on(tokens, torch.cat([features[:anchor], unknown.expand(3, -1)])))[-gamma:]
@@ -209,9 +220,8 @@ def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tm
     path = ParallelPath(path=str(tmp_path))
     for more, fields, message in (
         ({"tokens": None}, {}, "does not say how many tokens it drafts; add slots=N"),
-        ({}, {"mask_token_id": None}, "must give mask_token_id"),
+        ({}, {"mask_token_id": None}, "say it with mask_token_id="),
         ({}, {"mask_token_id": 64}, "does not fit it"),
-        ({"flags": {"fc_norm": True}}, {}, "norms the target's states"),
         ({}, {"norm_before_residual": None}, "has no norm_before_residual"),
     ):
         peagle(tmp_path, known, **more)
@@ -220,7 +230,11 @@ def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tm
             path.bind(known)
     peagle(tmp_path, known, tokens=None)
     assert replace(path, slots=6).bind(known).max_depth == 7
-    with pytest.raises(InputError, match="slots must be >= 0, got -1"):
+    change(tmp_path, norm_before_residual=None, mask_token_id=None)
+    assert replace(path, slots=2, norm_before_residual=False, mask_token_id=7).bind(known).lm.module.mask_id == 7
+    with pytest.raises(InputError, match=r"is a P-EAGLE head .* use drafter parallel"):
+        catalog.make("drafter", f"eagle3:path={tmp_path}").bind(known)
+    with pytest.raises(InputError, match=r"slots must be in 0\.\.256, got -1"):
         replace(path, slots=-1)
     parallel(tmp_path, known)
     assert replace(path, slots=1).bind(known).max_depth == 2

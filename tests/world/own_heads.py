@@ -64,7 +64,7 @@ def parallel(
 
 
 def peagle(folder: Path, around: Surroundings, *, tokens: int | None = 4, mask_id: int = 5, **more: Any) -> Tensors:
-    """P-EAGLE in the layout of speculators: EAGLE-3 with a mask token and its states.
+    """P-EAGLE in the layout of speculators or, with `native`, of vLLM: EAGLE-3 with a mask token and its states.
 
     Args:
         tokens: How many tokens of a draft its config names; None: none.
@@ -73,8 +73,13 @@ def peagle(folder: Path, around: Surroundings, *, tokens: int | None = 4, mask_i
     tensors = eagle3(folder, around, **more)
     tensors |= drawn({"mask_hidden": (1, 1, 3 * around.hidden_size)}, seed=9)
     config = json.loads((folder / "config.json").read_text())
-    config |= {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": mask_id}
-    if tokens is not None:
+    if more.get("native"):
+        config |= {"pard_token": mask_id, "parallel_drafting": True}
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        (folder / "pytorch_model.bin").unlink()
+    else:
+        config |= {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": mask_id}
+    if tokens is not None and not more.get("native"):
         config["speculators_config"] = {"proposal_methods": [{"speculative_tokens": tokens}]}
     written(folder, config, tensors, "model.safetensors")
     return tensors

@@ -1,0 +1,41 @@
+"""Weights that must be numbers: NaN and infinities come from damaged files and from training that diverged."""
+
+import torch
+from torch import Tensor, nn
+
+from outrider.types import InputError
+
+
+def has_other_than_numbers(tensor: Tensor) -> bool:
+    """Whether a tensor holds NaN or an infinity. Whole numbers, packed weights and tensors elsewhere pass.
+
+    Example:
+        >>> has_other_than_numbers(torch.tensor([1.0, torch.inf])), has_other_than_numbers(torch.ones(3))
+        (True, False)
+    """
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.is_floating_point() and not tensor.is_meta
+    if not plain or not tensor.numel():
+        return False
+    # One pass without a copy; the largest size cannot overflow.
+    largest = torch.linalg.vector_norm(tensor.detach() if tensor.itemsize > 1 else tensor.detach().float(), torch.inf)
+    return not bool(largest.isfinite())
+
+
+def check_weights(module: nn.Module, what: str) -> None:
+    """Raise InputError if a weight is not a number. It reads all of them.
+
+    Args:
+        what: What a person calls the module.
+    """
+    for name, weight in module.named_parameters():
+        if has_other_than_numbers(weight):
+            raise InputError(
+                f"{name} of {what} holds values that are not numbers (NaN or infinity); its checkpoint is damaged, so "
+                "get it again"
+            )
+
+
+def check_logits(logits: Tensor, module: nn.Module, what: str) -> None:
+    """Raise InputError if logits are not numbers because a weight is none. The weights are read in that case only."""
+    if not logits.isfinite().all():
+        check_weights(module, what)
