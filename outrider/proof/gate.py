@@ -1,15 +1,15 @@
 """The gate before any printed speedup: a lossless combination, and greedy identity of this very pair in float32."""
 
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from outrider import remembered
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.experience import Experience
@@ -31,12 +31,14 @@ def gate(engine: Engine) -> Identity:
     """
     prompts = openings(engine)
     name = key(engine, prompts)
-    found = None if name is None else _kept(_cache() / f"{name}.json")
+    found = None if name is None else _read(remembered.read("gate", {"pair": name}))
     if found is None:
         room = engine.parts.target.max_context - max(len(p) for p in prompts)
         found = identity(in_float32(engine), prompts, min(NUM_TOKENS, room))
         if name is not None:
-            _keep(_cache() / f"{name}.json", found)
+            # A gap that is not a number is not kept.
+            with suppress(ValueError):
+                remembered.write("gate", {"pair": name}, asdict(found))
     if not found.holds:
         worst = next(d for d in found.differences if not d.tie)
         raise InputError(
@@ -51,22 +53,21 @@ def openings(engine: Engine) -> list[list[int]]:
     return [engine.encode(p) for p in PROMPTS] if engine.tokenizer else [[1], [2, 3], [3, 1, 2]]
 
 
-def _kept(place: Path) -> Identity | None:
-    """The cached result; None if there is none or it cannot be read."""
-    try:
-        kept = json.loads(place.read_text())
-        return Identity(num_tokens=kept["num_tokens"], differences=tuple(Difference(**d) for d in kept["differences"]))
-    except (OSError, ValueError, KeyError, TypeError):
+def _read(kept: Mapping[str, Any] | None) -> Identity | None:
+    """The result that was remembered; None if there is none or it makes no sense."""
+    if kept is None:
         return None
-
-
-def _keep(place: Path, found: Identity) -> None:
-    """Cache a result, if the cache folder can be written."""
-    with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = place.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(asdict(found)))
-        fresh.rename(place)
+    try:
+        differences = tuple(
+            Difference(
+                **{name: int(each[name]) for name in ("prompt", "position", "plain", "drafted")},
+                **{name: float(each[name]) for name in ("gap", "span")},
+            )
+            for each in kept["differences"]
+        )
+        return Identity(num_tokens=int(kept["num_tokens"]), differences=differences)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def in_float32(engine: Engine) -> Engine:
@@ -80,10 +81,6 @@ def in_float32(engine: Engine) -> Engine:
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,
     )
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "gate"
 
 
 def key(engine: Engine, prompts: Sequence[Sequence[int]], package: Path = PACKAGE) -> str | None:
