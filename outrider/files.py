@@ -71,16 +71,15 @@ def distrusted(path: Path) -> str | None:
     As ssh does for keys: it and each folder above must belong to this user or to root, and others must not be allowed
     to write there. In a folder that has the sticky bit, such as /tmp, others cannot replace what is not theirs.
 
-    Args:
-        path: Without symbolic links.
-
     Raises:
-        OSError: There is no such file or folder.
+        OSError: There is no such file or folder, or one of them is a symbolic link.
     """
     if not hasattr(os, "geteuid"):
         return None
     for each in (path, *path.parents):
         status = each.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            raise OSError(errno.ELOOP, "it is a symbolic link", str(each))
         if status.st_uid not in (0, os.geteuid()):
             return f"{each} belongs to another user"
         sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX

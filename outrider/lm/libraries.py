@@ -198,9 +198,10 @@ class Library(ABC):
         library.chmod(0o600)
         files.sync(library)
         files.replace(fresh / KEY, self._record(library))
-        # What lies there is damaged.
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder.is_symlink() or not folder.is_dir():
+        # What lies there is damaged, or no folder at all.
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
             folder.unlink(missing_ok=True)
         try:
             fresh.rename(folder)
@@ -258,7 +259,7 @@ class Library(ABC):
         from torch.fx.experimental import _config as shapes
 
         options = {**_options(next(self.module.parameters()).dtype), "aot_inductor.package": True}
-        with _scratch(folder), shapes.patch(backed_size_oblivious=True), settings.patch(options):  # type: ignore[attr-defined]
+        with _scratch(), shapes.patch(backed_size_oblivious=True), settings.patch(options):  # type: ignore[attr-defined]
             module, inputs, sizes = self.traced()
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
             graph: Any = exported.module(check_guards=False)
@@ -267,7 +268,7 @@ class Library(ABC):
             calls = [json.loads(path.read_bytes()) for path in paths if path.name.endswith(CALLED)]
             if outside := sorted({each["node"]["target"] for found in calls for each in found.get("nodes", ())}):
                 raise RuntimeError(f"it calls {', '.join(outside)}, which the compiler does not know")
-            next(path for path in paths if path.suffix == ".so").rename(folder / LIBRARY)
+            shutil.copyfile(next(path for path in paths if path.suffix == ".so"), folder / LIBRARY)
 
 
 def delete_unused(folder: Path) -> None:
@@ -341,25 +342,25 @@ def _runner(folder: Path) -> Any:
 
 
 @contextmanager
-def _scratch(folder: Path) -> Iterator[None]:
-    """Let the compiler write below a folder. It runs what it has compiled, and its own folder in /tmp may be made by
-    anybody.
+def _scratch() -> Iterator[None]:
+    """Let the compiler write into a folder that nobody else can write to. It runs what it has compiled, and the folder
+    that it takes otherwise can be made by anybody: its name in /tmp is known.
     """
     from torch._inductor.utils import clear_caches
 
-    name, scratch = "TORCHINDUCTOR_CACHE_DIR", folder / "scratch"
+    name = "TORCHINDUCTOR_CACHE_DIR"
     before = os.environ.get(name)
-    clear_caches()
-    os.environ[name] = str(scratch)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+    with tempfile.TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True) as folder:
         clear_caches()
-        shutil.rmtree(scratch, ignore_errors=True)
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+            clear_caches()
 
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:

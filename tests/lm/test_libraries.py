@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from outrider import remembered
+from outrider import files, remembered
+from outrider.lm import libraries
 from outrider.lm.fingerprint import fingerprint
 from outrider.lm.libraries import KEY, LIBRARY, Library, delete_unused
 from outrider.lm.model import LanguageModel
@@ -69,14 +70,20 @@ def layer() -> Layer:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder with the library of the layer, made where new files may be written by everybody."""
+    """A cache folder with the library of the layer, made anew in place of a damaged one, while the umask is 0."""
     place = tmp_path_factory.mktemp("made") / "cache"
     before = os.umask(0)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OUTRIDER_CACHE", str(place))
             remembered.write("costs", {}, {})
-            layer().make()
+            damaged = layer().folder
+            damaged.mkdir(parents=True)
+            (damaged / LIBRARY).write_bytes(b"\x7fELF")
+            (damaged / KEY).write_text("{}")
+            for place_above in damaged.parents[:2]:
+                place_above.chmod(0o700)
+            assert layer().open() is not None
     finally:
         os.umask(before)
     return place
@@ -119,6 +126,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "key of another": lambda place: (place / KEY).write_text((place / KEY).read_text().replace("machine", "engine")),
     "key deep": lambda place: (place / KEY).write_text("[" * 100_000),
     "a pipe in place of the folder": lambda place: [shutil.rmtree(place), os.mkfifo(place)],
+    "a link to nowhere": lambda place: [shutil.rmtree(place), place.symlink_to(place / "loop")],
 }
 FOREIGN: dict[str, Callable[[Path], object]] = {
     "others may write the library": lambda place: (place / LIBRARY).chmod(0o602),
@@ -146,7 +154,7 @@ def test_a_damaged_library_is_never_opened_and_that_is_said(kept, damage, caplog
     assert layer().opened() is None
     assert not layer().exists()
     said = [record.getMessage() for record in caplog.records]
-    assert said == [] if kept.is_fifo() else "is damaged; `outrider prepare` makes it anew" in said[0]
+    assert said == [] if not kept.is_dir() else "is damaged; `outrider prepare` makes it anew" in said[0]
     assert len(said) < 2
 
 
@@ -162,11 +170,12 @@ def test_a_library_that_others_can_have_written_is_never_opened_and_that_is_said
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", ["cut off", "a pipe in place of the folder"])
-def test_a_damaged_library_is_made_anew(kept, damage, monkeypatch):
+@pytest.mark.parametrize("damage", ["cut off", "a pipe in place of the folder", "a link to nowhere"])
+def test_a_new_library_takes_the_place_of_whatever_lies_there(kept, damage):
+    shutil.copytree(kept, kept.with_name(".fresh"))
     DAMAGES[damage](kept)
-    assert layer().open() is not None
-    assert layer().exists()
+    layer()._keep(kept.with_name(".fresh"))
+    assert layer().opened() is not None
     assert list(kept.parent.iterdir()) == [kept]
 
 
@@ -178,11 +187,10 @@ def test_no_library_is_made_where_others_may_write(tmp_path, monkeypatch):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_folder_that_everybody_may_write_and_nobody_may_rename_in_is_as_good_as_any(tmp_path, monkeypatch):
-    from outrider import files
-
+def test_a_folder_that_everybody_may_write_and_nobody_may_rename_in_is_as_good_as_any(tmp_path):
     tmp_path.chmod(0o1777)
     (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0o600)
     assert files.distrusted(tmp_path / "file") is None
 
 
@@ -207,7 +215,7 @@ def small_files() -> Iterator[None]:
 
 def test_what_cannot_be_written_while_compiling_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, small_files):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    with pytest.raises(InputError, match="the forward of layer cannot be compiled ahead of time: .*File too large"):
+    with pytest.raises(InputError, match=r"the forward of layer cannot be compiled ahead of time: .*File too large"):
         layer().make()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert [path.name for path in layer().folder.parent.iterdir()] == []
@@ -232,8 +240,6 @@ def test_a_changed_dependency_of_any_depth_gives_another_key(tmp_path, monkeypat
         with (package / file).open("a") as source:
             source.write("# Changed.\n")
         importlib.invalidate_caches()
-        from outrider.lm import libraries
-
         libraries._imports.cache_clear()
         found.append(Layer(layer=twice).folder)
     assert len(set(found)) == 4
