@@ -263,7 +263,7 @@ class Library(ABC):
             module, inputs, sizes = self.traced()
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
             graph: Any = exported.module(check_guards=False)
-            written = inductor.aot_compile(graph, *exported.example_inputs)
+            written: Any = inductor.aot_compile(graph, *exported.example_inputs)
             paths = [Path(path) for path in written if isinstance(path, str)]
             calls = [json.loads(path.read_bytes()) for path in paths if path.name.endswith(CALLED)]
             if outside := sorted({each["node"]["target"] for found in calls for each in found.get("nodes", ())}):

@@ -60,8 +60,12 @@ def _read(kept: Mapping[str, Any] | None) -> Identity | None:
     try:
         differences = tuple(
             Difference(
-                **{name: int(each[name]) for name in ("prompt", "position", "plain", "drafted")},
-                **{name: float(each[name]) for name in ("gap", "span")},
+                prompt=int(each["prompt"]),
+                position=int(each["position"]),
+                plain=int(each["plain"]),
+                drafted=int(each["drafted"]),
+                gap=float(each["gap"]),
+                span=float(each["span"]),
             )
             for each in kept["differences"]
         )
