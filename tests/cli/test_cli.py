@@ -17,7 +17,6 @@ from outrider.cli.app import main
 from outrider.cli.prompts import read_file, read_prompts
 from outrider.drafters.model import ModelDrafter
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.proof.identity import Identity
 from outrider.types import InputError
 
 SHORT = ["--max-new-tokens", "8", "--temperature", "0"]
