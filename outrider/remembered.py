@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -14,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from outrider import files
+
 INSTRUCTIONS = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
 """How the names of instruction sets begin that change the time of a forward."""
 
@@ -21,14 +22,14 @@ INSTRUCTIONS = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
 def read(kind: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
     """What `write` kept for this kind and key, by earlier processes too; None if there is nothing.
 
-    A file that is missing, damaged, or of another key counts as nothing, so that the caller measures again.
+    What is missing, damaged, no regular file, or of another key counts as nothing, so that the caller measures again.
 
     Args:
         kind: What was measured, as a word, such as `costs`. It begins the file's name.
         key: Everything that the values depend on: `machine()` and a description of the model. Values of JSON.
     """
     try:
-        found = json.loads(_file(kind, key).read_text(encoding="utf-8"))
+        found = json.loads(files.read(_file(kind, key)))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or found.get("key") != _plain(key) or not isinstance(found.get("values"), dict):
@@ -46,17 +47,10 @@ def write(kind: str, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
         key: Everything that the values depend on, as in `read`.
         values: What was measured, as values of JSON.
     """
-    file, text = _file(kind, key), json.dumps({"key": _plain(key), "values": _plain(values)}, indent=1) + "\n"
+    text = json.dumps({"key": _plain(key), "values": _plain(values)}, indent=1) + "\n"
     with suppress(OSError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=".", encoding="utf-8", delete=False) as fresh:
-            name = Path(fresh.name)
-            try:
-                fresh.write(text)
-                fresh.close()
-                name.replace(file)
-            finally:
-                name.unlink(missing_ok=True)
+        files.make_folder(folder())
+        files.replace(_file(kind, key), text.encode())
 
 
 def folder() -> Path:

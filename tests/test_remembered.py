@@ -1,7 +1,10 @@
 """Measurements of this machine are kept between runs, and are measured again where the file is not to be trusted."""
 
+import contextlib
 import json
 import multiprocessing
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -79,6 +82,25 @@ def test_a_record_in_the_way_of_a_folder_is_no_error(cache: Path):
     remembered.write("costs", KEY, {"seconds": 2})
     assert remembered.read("costs", KEY) is None
     assert list(cache.iterdir()) == [file]
+
+
+def test_what_is_no_regular_file_is_never_opened_and_is_replaced(cache: Path):
+    remembered.write("costs", KEY, {"seconds": 1})
+    (file,) = cache.iterdir()
+    file.unlink()
+    os.mkfifo(file)
+    assert remembered.read("costs", KEY) is None
+    file.unlink()
+    # A relative address, because a long one is refused.
+    with contextlib.chdir(cache), socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(file.name)
+    assert remembered.read("costs", KEY) is None
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    assert remembered.read("costs", KEY) is None
+    remembered.write("costs", KEY, {"seconds": 2})
+    assert remembered.read("costs", KEY) == {"seconds": 2}
+    assert not file.is_symlink()
 
 
 def test_values_that_a_file_cannot_hold_raise_and_write_nothing(cache: Path):

@@ -1,10 +1,8 @@
 """A head's forward compiled ahead of time; see `libraries`."""
 
 import hashlib
-import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,12 +74,8 @@ class HeadPackage(Library):
         return fingerprint(self.head, None if self._ends is None else self._ends.modules)
 
     @property
-    def sources(self) -> Collection[Path]:
-        kinds = {kind for part in self.head.modules() for kind in type(part).__mro__}
-        own = {kind.__module__ for kind in kinds if kind.__module__.startswith("outrider.")}
-        others = {__name__, Window.__module__, Ends.__module__, merge.__module__}
-        files = (sys.modules[name].__file__ for name in sorted(own | others))
-        return [Path(file) for file in files if file is not None]
+    def parts(self) -> Sequence[nn.Module]:
+        return [self.head] if self._ends is None else [self.head, self._ends.modules]
 
     @property
     def choices(self) -> Mapping[str, Any]:

@@ -4,33 +4,39 @@ Relied on in torch (read and run in 2.13):
 
 - `torch.export.export` with `Dim(min=1)` makes one graph for all sizes, 1 included, while `backed_size_oblivious` is
   set;
-- `torch._inductor.aoti_compile_and_package` writes a zip file with a library, in which the weights lie as the kernels
-  want them; `freezing` makes weights constants, and `max_autotune_gemm` with the backend `CPP` writes matrix products
-  in C++, without trying which kernels are fastest. There are none for float64. In bfloat16 they use matrix units (AMX)
-  but not the instructions of AVX-512; without the option products are oneDNN's, which use both;
+- `torch._inductor.aot_compile` with `aot_inductor.package` makes a library in the folder `TORCHINDUCTOR_CACHE_DIR`, in
+  which the weights lie as the kernels want them, and returns the paths of what it wrote. (`aoti_compile_and_package`
+  makes a zip file of them, and ends the process where the disk is full.) `freezing` makes weights constants, and
+  `max_autotune_gemm` with the backend `CPP` writes matrix products in C++, without trying which kernels are fastest.
+  There are none for float64. In bfloat16 they use matrix units (AMX) but not the instructions of AVX-512; without the
+  option products are oneDNN's, which use both;
 - `torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1).run(tensors)` takes all inputs in one list, writes into those
   that the function writes into, and returns the outputs in one list. It is private. It cannot call operators that
-  others have registered with torch; the archive lists those that the function calls in a file `*.wrapper.json`.
+  others have registered with torch; the compiler lists those that the function calls in a file `*.wrapper.json`.
 """
 
+import ast
+import errno
 import functools
 import hashlib
+import importlib.util
 import json
 import logging
+import os
 import shutil
+import sys
 import tempfile
 import time
-import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from outrider import remembered
+from outrider import files, remembered
 from outrider.types import InputError
 
 LIBRARY, KEY = "forward.so", "key.json"
@@ -40,7 +46,11 @@ MANY = 1 << 20
 UNUSED, ABANDONED = 30 * 86400, 86400
 """Seconds until what nobody opens is deleted: a library, and what a compilation that was cut off has left."""
 
+VERSIONED = {"torch", "transformers", *sys.stdlib_module_names}
+"""Packages whose versions are in a library's key, so that their source need not be."""
+
 log = logging.getLogger("outrider")
+warn_once = functools.cache(log.warning)
 
 
 class Library(ABC):
@@ -73,11 +83,6 @@ class Library(ABC):
 
     @property
     @abstractmethod
-    def sources(self) -> Collection[Path]:
-        """The files that decide what is computed, beside torch's and transformers'."""
-
-    @property
-    @abstractmethod
     def choices(self) -> Mapping[str, Any]:
         """What else the library depends on, as values of JSON."""
 
@@ -86,19 +91,36 @@ class Library(ABC):
         """The function as a module, inputs, and for each input which of its sizes vary."""
 
     @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The modules whose code is compiled."""
+        return [self.module]
+
+    @property
+    def sources(self) -> Mapping[str, Path]:
+        """The modules of source that decide what is computed, and their files: those of the classes of all parts, that
+        of this library, and what they import.
+        """
+        kinds = {kind for whole in self.parts for part in whole.modules() for kind in type(part).__mro__}
+        return sources(kind.__module__ for kind in {*kinds, *type(self).__mro__})
+
+    @property
     def folder(self) -> Path:
         """Where the library lies or will lie."""
-        return self._shelf / hashlib.sha256(self._key.encode()).hexdigest()[:32]
+        return self._shelf / hashlib.sha256(json.dumps(self._key, sort_keys=True).encode()).hexdigest()[:32]
 
     def exists(self) -> bool:
-        """Whether the library lies there, of these very weights, machine and versions."""
+        """Whether the library lies there, of these very weights, machine and versions, whole, and written by nobody
+        else. If it lies there and is not usable, the log says why, once.
+        """
         try:
             # Reading all weights takes a while, so look first whether any library of such a shape is there.
-            if not any(self._shelf.iterdir()):
+            if not any(self._shelf.iterdir()) or not self.folder.is_dir():
                 return False
-            return (self.folder / KEY).read_text(encoding="utf-8") == self._key and (self.folder / LIBRARY).is_file()
-        except OSError:
+        except (OSError, InputError):
             return False
+        if (reason := self._flaw()) is not None:
+            warn_once("the compiled forward of %s is not used: %s", self.name, reason)
+        return reason is None
 
     def opened(self) -> Any | None:
         """What runs the library; None if it is not usable. Nothing is compiled."""
@@ -106,9 +128,12 @@ class Library(ABC):
             return None
         with suppress(OSError):
             (self.folder / KEY).touch()
-        with suppress(RuntimeError):
-            return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.folder / LIBRARY), 1)
-        return None
+        try:
+            return _runner(self.folder)
+        except RuntimeError as error:
+            warn_once("the compiled forward of %s is not used: torch cannot open %s", self.name, self.folder)
+            log.debug("%s", error)
+            return None
 
     def open(self) -> Any:
         """What runs the library, which is made first if it is not usable.
@@ -117,7 +142,7 @@ class Library(ABC):
             InputError: It cannot be made.
         """
         found = self.opened()
-        return torch._C._aoti.AOTIModelContainerRunnerCpu(str(self.make() / LIBRARY), 1) if found is None else found
+        return _runner(self.make()) if found is None else found
 
     def make(self) -> Path:
         """Make the library. It takes about a minute for a dozen layers. Returns its folder.
@@ -127,12 +152,8 @@ class Library(ABC):
         Raises:
             InputError: It cannot be exported or compiled, or the folder cannot be written.
         """
-        layers = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"
-        log.warning(
-            "compiling the forward of %s (%s) for this machine; this takes a minute or more, once", self.name, layers
-        )
         try:
-            self._shelf.mkdir(parents=True, exist_ok=True)
+            files.make_folder(self._shelf)
             fresh = Path(tempfile.mkdtemp(dir=self._shelf, prefix="."))
         except OSError as error:
             raise InputError(
@@ -140,12 +161,30 @@ class Library(ABC):
                 "OUTRIDER_CACHE to another folder, or choose forward=eager"
             ) from error
         try:
+            if (reason := files.distrusted(fresh)) is not None:
+                raise InputError(
+                    f"compiled forwards are kept in {self._shelf}, but {reason}; set OUTRIDER_CACHE to a folder of "
+                    "your own, or choose forward=eager"
+                )
+            layers = f"{self.num_layers} layer{'s' * (self.num_layers != 1)}"
+            log.warning(
+                "compiling the forward of %s (%s) for this machine; this takes a minute or more, once",
+                self.name,
+                layers,
+            )
             delete_unused(self._shelf.parent)
             self._compile(fresh)
-            (fresh / KEY).write_text(self._key, encoding="utf-8")
-            shutil.rmtree(self.folder, ignore_errors=True)
-            return fresh.rename(self.folder)
+            self._keep(fresh)
+            return self.folder
+        except InputError:
+            raise
         except Exception as error:
+            full = os.strerror(errno.ENOSPC)
+            if full in str(error):
+                raise InputError(
+                    f"there is no room for the compiled forward of {self.name}: {full}; make room in {self._shelf} and "
+                    f"{tempfile.gettempdir()}, set OUTRIDER_CACHE and TMPDIR to other folders, or choose forward=eager"
+                ) from error
             reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise InputError(
                 f"the forward of {self.name} cannot be compiled ahead of time: {reason}; choose another forward"
@@ -153,27 +192,63 @@ class Library(ABC):
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
 
-    @functools.cached_property
-    def _shelf(self) -> Path:
-        """Where the libraries of this shape lie."""
-        return remembered.folder() / "forwards" / f"{self.name}-{self.shape[:8]}"
+    def _keep(self, fresh: Path) -> None:
+        """Put a folder with a new library in its place, as a whole."""
+        library, folder = fresh / LIBRARY, self.folder
+        library.chmod(0o600)
+        files.sync(library)
+        files.replace(fresh / KEY, self._record(library))
+        # What lies there is damaged, or no folder at all.
+        if folder.is_dir() and not folder.is_symlink():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            folder.unlink(missing_ok=True)
+        try:
+            fresh.rename(folder)
+        except OSError:
+            # Another process may have made the same one meanwhile.
+            if not self.exists():
+                raise
+        files.sync(self._shelf)
+
+    def _flaw(self) -> str | None:
+        """Why the library that lies there is not usable; None if it is."""
+        library, key = self.folder / LIBRARY, self.folder / KEY
+        try:
+            reason = files.distrusted(library) or files.distrusted(key)
+            if reason is None and files.read(key) != self._record(library):
+                reason = f"{library} is damaged; `outrider prepare` makes it anew"
+        except OSError:
+            reason = f"{self.folder} is damaged; `outrider prepare` makes it anew"
+        return reason
+
+    def _record(self, library: Path) -> bytes:
+        """What lies beside a library: its key, size and hash."""
+        if not library.is_file():
+            raise FileNotFoundError(f"{library} is no regular file")
+        with library.open("rb") as content:
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
+        made = {"key": self._key, "size": library.stat().st_size, "sha256": digest}
+        return json.dumps(made, sort_keys=True, indent=1).encode()
 
     @functools.cached_property
-    def _key(self) -> str:
-        """Everything that the library depends on, as JSON."""
+    def _shelf(self) -> Path:
+        """Where the libraries of this shape lie, without symbolic links."""
+        return Path(os.path.realpath(remembered.folder() / "forwards" / f"{self.name}-{self.shape[:8]}"))
+
+    @functools.cached_property
+    def _key(self) -> Mapping[str, Any]:
+        """Everything that the library depends on, as values of JSON."""
         weights = self.weights
         if weights is None:
             raise InputError(f"the weights of {self.name} cannot all be read, so its forward cannot be compiled")
-        key = {
+        return {
             "shape": self.shape,
             "weights": weights,
             "machine": remembered.machine(torch.device("cpu")),
-            "source": {
-                path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [*self.sources, Path(__file__)]
-            },
+            "source": {name: _digest(file) for name, file in self.sources.items()},
             **self.choices,
         }
-        return json.dumps(key, sort_keys=True, indent=1)
 
     @torch.no_grad()
     def _compile(self, folder: Path) -> None:
@@ -183,19 +258,17 @@ class Library(ABC):
         import torch._inductor.config as settings
         from torch.fx.experimental import _config as shapes
 
-        archive, dtype = folder / "forward.pt2", next(self.module.parameters()).dtype
-        with shapes.patch(backed_size_oblivious=True), settings.patch(_options(dtype)):  # type: ignore[attr-defined]
+        options = {**_options(next(self.module.parameters()).dtype), "aot_inductor.package": True}
+        with _scratch(), shapes.patch(backed_size_oblivious=True), settings.patch(options):  # type: ignore[attr-defined]
             module, inputs, sizes = self.traced()
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
-            inductor.aoti_compile_and_package(exported, package_path=str(archive))
-        with zipfile.ZipFile(archive) as held:
-            calls = [json.loads(held.read(name)) for name in held.namelist() if name.endswith(CALLED)]
+            graph: Any = exported.module(check_guards=False)
+            written: Any = inductor.aot_compile(graph, *exported.example_inputs)
+            paths = [Path(path) for path in written if isinstance(path, str)]
+            calls = [json.loads(path.read_bytes()) for path in paths if path.name.endswith(CALLED)]
             if outside := sorted({each["node"]["target"] for found in calls for each in found.get("nodes", ())}):
                 raise RuntimeError(f"it calls {', '.join(outside)}, which the compiler does not know")
-            library = next(name for name in held.namelist() if name.endswith(".so"))
-            with held.open(library) as source, (folder / LIBRARY).open("wb") as target:
-                shutil.copyfileobj(source, target)
-        archive.unlink()
+            shutil.copyfile(next(path for path in paths if path.suffix == ".so"), folder / LIBRARY)
 
 
 def delete_unused(folder: Path) -> None:
@@ -210,6 +283,84 @@ def delete_unused(folder: Path) -> None:
             with suppress(OSError):
                 if now - found.stat().st_mtime > most:
                     shutil.rmtree(found.parent if found.name == KEY else found, ignore_errors=True)
+
+
+def sources(modules: Iterable[str]) -> dict[str, Path]:
+    """The files of modules of source, and of what they import from their own package, by their names in order.
+
+    Modules of Python, torch and transformers are left out.
+    """
+    found: dict[str, Path] = {}
+    left = [name for name in modules if name.partition(".")[0] not in VERSIONED]
+    while left:
+        name = left.pop()
+        if name not in found and (file := _file(name)) is not None:
+            found[name] = file
+            left += _imports(name, file)
+    return dict(sorted(found.items()))
+
+
+@functools.cache
+def _imports(module: str, file: Path) -> frozenset[str]:
+    """What a module imports from its own package, anywhere in its source."""
+    package = module.split(".")[0 : None if file.name == "__init__.py" else -1]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            # A name may be a module, or something within one.
+            inner = {f"{base}.{alias.name}" for alias in node.names}
+            modules = {name for name in inner if _within(name, module) and _file(name) is not None}
+            found |= modules if modules == inner else {*modules, base}
+    return frozenset(name for name in found if _within(name, module))
+
+
+def _within(name: str, module: str) -> bool:
+    """Whether two modules are of the same package."""
+    return name.partition(".")[0] == module.partition(".")[0]
+
+
+def _file(module: str) -> Path | None:
+    """A module's file of source; None if it has none."""
+    place = getattr(sys.modules.get(module), "__file__", None)
+    if place is None:
+        with suppress(ImportError, ValueError):
+            place = getattr(importlib.util.find_spec(module), "origin", None)
+    return Path(place) if place is not None and place.endswith(".py") else None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _runner(folder: Path) -> Any:
+    """What runs the library in a folder."""
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / LIBRARY), 1)
+
+
+@contextmanager
+def _scratch() -> Iterator[None]:
+    """Let the compiler write into a folder that nobody else can write to. It runs what it has compiled, and the folder
+    that it takes otherwise can be made by anybody: its name in /tmp is known.
+    """
+    from torch._inductor.utils import clear_caches
+
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(name)
+    with tempfile.TemporaryDirectory(prefix="outrider-", ignore_cleanup_errors=True) as folder:
+        clear_caches()
+        os.environ[name] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
+            clear_caches()
 
 
 def _options(dtype: torch.dtype) -> dict[str, Any]:

@@ -1,9 +1,8 @@
 """A model's forward compiled ahead of time; see `libraries`."""
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +22,6 @@ from outrider.lm.taps import attach
 from outrider.lm.twin import twin
 from outrider.lm.window import Window
 
-SOURCES = ("attention.py", "grouped.py", "merged.py", "package.py", "taps.py", "window.py")
-"""The files of this folder that decide what a library computes."""
 ROWS, WIDTH, VIEW, CAPACITY = 3, 5, 192, 256
 """Sizes of the forward that the graph is made from."""
 GATHERED = 16
@@ -69,10 +66,6 @@ class Package(Library):
     @property
     def weights(self) -> str | None:
         return weights_of(self.model)
-
-    @property
-    def sources(self) -> Collection[Path]:
-        return [Path(__file__).parent / name for name in SOURCES]
 
     @property
     def widest(self) -> int | None:

@@ -2,16 +2,16 @@
 the dice.
 """
 
-import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from outrider import remembered
 from outrider.decoding.step import step_dice
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
@@ -68,7 +68,7 @@ def gate(engine: Engine) -> Passed:
     """
     prompts = openings(engine)
     name = key(engine, prompts)
-    found = None if name is None else _kept(_cache() / f"{name}.json")
+    found = None if name is None else _read(remembered.read("gate", {"pair": name}))
     if found is None:
         room = engine.parts.target.max_context - max(len(p) for p in prompts)
         exact = in_float32(engine)
@@ -78,7 +78,9 @@ def gate(engine: Engine) -> Passed:
             dice=dice_law(engine.parts.target.vocab_size, engine.dice or step_dice).p_value,
         )
         if name is not None:
-            _keep(_cache() / f"{name}.json", found)
+            # A gap that is not a number is not kept.
+            with suppress(ValueError):
+                remembered.write("gate", {"pair": name}, asdict(found))
     if found.fault is not None:
         raise InputError(f"{found.fault}; no speedup is printed for it. `outrider prove` shows more")
     return found
@@ -89,24 +91,27 @@ def openings(engine: Engine) -> list[list[int]]:
     return [engine.encode(p) for p in PROMPTS] if engine.tokenizer else [[1], [2, 3], [3, 1, 2]]
 
 
-def _kept(place: Path) -> Passed | None:
-    """The cached result; None if there is none or it cannot be read."""
-    try:
-        kept = json.loads(place.read_text())
-        differences = tuple(Difference(**d) for d in kept["identity"]["differences"])
-        greedy = Identity(num_tokens=kept["identity"]["num_tokens"], differences=differences)
-        return Passed(identity=greedy, nodes=Nodes(**kept["nodes"]), dice=float(kept["dice"]))
-    except (OSError, ValueError, KeyError, TypeError):
+def _read(kept: Mapping[str, Any] | None) -> Passed | None:
+    """The result that was remembered; None if there is none or it makes no sense."""
+    if kept is None:
         return None
-
-
-def _keep(place: Path, found: Passed) -> None:
-    """Cache a result, if the cache folder can be written."""
-    with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        fresh = place.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(asdict(found)))
-        fresh.rename(place)
+    try:
+        greedy = kept["identity"]
+        differences = tuple(
+            Difference(
+                prompt=int(each["prompt"]),
+                position=int(each["position"]),
+                plain=int(each["plain"]),
+                drafted=int(each["drafted"]),
+                gap=float(each["gap"]),
+                span=float(each["span"]),
+            )
+            for each in greedy["differences"]
+        )
+        identity = Identity(num_tokens=int(greedy["num_tokens"]), differences=differences)
+        return Passed(identity=identity, nodes=Nodes(**kept["nodes"]), dice=float(kept["dice"]))
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def in_float32(engine: Engine) -> Engine:
@@ -120,10 +125,6 @@ def in_float32(engine: Engine) -> Engine:
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,
     )
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "gate"
 
 
 def key(engine: Engine, prompts: Sequence[Sequence[int]], package: Path = PACKAGE) -> str | None:

@@ -1,12 +1,257 @@
-"""Which compiled libraries stay on disk."""
+"""Which compiled libraries stay on disk, and which of those that lie there are opened."""
 
+import importlib
 import os
+import resource
+import shutil
+import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from outrider.lm.libraries import KEY, delete_unused
+import pytest
+import torch
+from torch import nn
+
+from outrider import files, remembered
+from outrider.lm import libraries
+from outrider.lm.fingerprint import fingerprint
+from outrider.lm.libraries import KEY, LIBRARY, Library, delete_unused
+from outrider.lm.model import LanguageModel
+from outrider.types import InputError
+from tests.world.models import llama
 
 DAY = 86400
+needs_compiler = pytest.mark.skipif(
+    shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Library):
+    """A linear layer as a library."""
+
+    layer: nn.Module
+
+    @property
+    def name(self) -> str:
+        return "layer"
+
+    @property
+    def num_layers(self) -> int:
+        return 1
+
+    @property
+    def module(self) -> nn.Module:
+        return self.layer
+
+    @property
+    def shape(self) -> str:
+        return "4 to 4"
+
+    @property
+    def weights(self) -> str | None:
+        return fingerprint(self.layer)
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        return {}
+
+    def traced(self) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
+        return self.layer, (torch.ones(3, 4),), ({0: torch.export.Dim("rows", min=1, max=99)},)
+
+
+def layer() -> Layer:
+    torch.manual_seed(0)
+    return Layer(layer=nn.Linear(4, 4))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder with the library of the layer, made anew in place of a damaged one, while the umask is 0."""
+    place = tmp_path_factory.mktemp("made") / "cache"
+    before = os.umask(0)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OUTRIDER_CACHE", str(place))
+            remembered.write("costs", {}, {})
+            damaged = layer().folder
+            damaged.mkdir(parents=True)
+            (damaged / LIBRARY).write_bytes(b"\x7fELF")
+            (damaged / KEY).write_text("{}")
+            for place_above in damaged.parents[:2]:
+                place_above.chmod(0o700)
+            assert layer().open() is not None
+    finally:
+        os.umask(before)
+    return place
+
+
+@pytest.fixture
+def kept(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the layer's library, in a cache folder of the test's own."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(made, tmp_path / "cache")
+    return layer().folder
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut off": lambda place: os.truncate(place / LIBRARY, 5000),
+    "empty": lambda place: os.truncate(place / LIBRARY, 0),
+    "a bit flipped": lambda place: flip(place / LIBRARY),
+    "not there": lambda place: (place / LIBRARY).unlink(),
+    "a pipe": lambda place: pipe(place / LIBRARY),
+    "a folder": lambda place: folder(place / LIBRARY),
+    "a link to a device": lambda place: [(place / LIBRARY).unlink(), (place / LIBRARY).symlink_to("/dev/zero")],
+    "key not there": lambda place: (place / KEY).unlink(),
+    "key a pipe": lambda place: pipe(place / KEY),
+    "key of another": lambda place: (place / KEY).write_text((place / KEY).read_text().replace("machine", "engine")),
+    "key deep": lambda place: (place / KEY).write_text("[" * 100_000),
+    "a pipe in place of the folder": lambda place: [shutil.rmtree(place), os.mkfifo(place)],
+    "a link to nowhere": lambda place: [shutil.rmtree(place), place.symlink_to(place / "loop")],
+}
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "others may write the library": lambda place: (place / LIBRARY).chmod(0o602),
+    "the group may write the library": lambda place: (place / LIBRARY).chmod(0o620),
+    "others may write the key": lambda place: (place / KEY).chmod(0o602),
+    "others may write its folder": lambda place: place.chmod(0o702),
+    "others may write the cache folder": lambda place: place.parent.parent.parent.chmod(0o777),
+    "another's library": lambda place: os.chown(place / LIBRARY, 12345, -1),
+    "another's cache folder": lambda place: os.chown(place.parent.parent.parent, 12345, -1),
+}
+
+
+@needs_compiler
+def test_a_library_made_under_any_umask_is_opened_again(kept):
+    states, library = torch.randn(5, 4), layer()
+    assert library.exists()
+    assert torch.allclose(library.opened().run([states])[0], library.layer(states), atol=1e-6)
+    assert {path.stat().st_mode & 0o077 for path in [*kept.iterdir(), *kept.parents[:3]]} == {0}
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_never_opened_and_that_is_said(kept, damage, caplog):
+    DAMAGES[damage](kept)
+    assert layer().opened() is None
+    assert not layer().exists()
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [] if not kept.is_dir() else "is damaged; `outrider prepare` makes it anew" in said[0]
+    assert len(said) < 2
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", FOREIGN)
+def test_a_library_that_others_can_have_written_is_never_opened_and_that_is_said(kept, change, caplog):
+    if "another's" in change and os.geteuid() != 0:
+        pytest.skip("only root can give a file away")
+    FOREIGN[change](kept)
+    assert layer().opened() is None
+    [said] = [record.getMessage() for record in caplog.records]
+    assert "belongs to another user" in said or "chmod go-w" in said
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", ["cut off", "a pipe in place of the folder", "a link to nowhere"])
+def test_a_new_library_takes_the_place_of_whatever_lies_there(kept, damage):
+    shutil.copytree(kept, kept.with_name(".fresh"))
+    DAMAGES[damage](kept)
+    layer()._keep(kept.with_name(".fresh"))
+    assert layer().opened() is not None
+    assert list(kept.parent.iterdir()) == [kept]
+
+
+def test_no_library_is_made_where_others_may_write(tmp_path, monkeypatch):
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(InputError, match=rf"other users may write to {tmp_path} \(chmod go-w.*set OUTRIDER_CACHE"):
+        layer().make()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_a_folder_that_everybody_may_write_and_nobody_may_rename_in_is_as_good_as_any(tmp_path):
+    tmp_path.chmod(0o1777)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "file").chmod(0o600)
+    assert files.distrusted(tmp_path / "file") is None
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "file", "file/below"])
+def test_a_cache_that_is_no_folder_is_a_sentence(tmp_path, monkeypatch, place):
+    (tmp_path / "file").write_text("mine")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / place))
+    assert not layer().exists()
+    with pytest.raises(InputError, match="which cannot be written: Not a directory; set OUTRIDER_CACHE"):
+        layer().make()
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Within this test no file can grow beyond 1000 bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_what_cannot_be_written_while_compiling_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, small_files):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    with pytest.raises(InputError, match=r"the forward of layer cannot be compiled ahead of time: .*File too large"):
+        layer().make()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path.name for path in layer().folder.parent.iterdir()] == []
+
+
+def test_a_changed_dependency_of_any_depth_gives_another_key(tmp_path, monkeypatch):
+    package = tmp_path / "twofold_layers"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "inner" / "__init__.py").write_text("")
+    (package / "layers.py").write_text(
+        "from torch import nn\n\nfrom .inner import factor\n\nclass Twice(nn.Linear):\n"
+        "    def forward(self, states):\n        return factor.FACTOR * super().forward(states)\n"
+    )
+    (package / "inner" / "factor.py").write_text("def _():\n    import twofold_layers.late\n\nFACTOR = 2\n")
+    (package / "late.py").write_text("")
+    (package / "other.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    twice = importlib.import_module("twofold_layers.layers").Twice(4, 4)
+    found = [Layer(layer=twice).folder]
+    for file in ("layers.py", "inner/factor.py", "late.py"):
+        with (package / file).open("a") as source:
+            source.write("# Changed.\n")
+        importlib.invalidate_caches()
+        libraries._imports.cache_clear()
+        found.append(Layer(layer=twice).folder)
+    assert len(set(found)) == 4
+    (package / "other.py").write_text("# Changed.\n")
+    assert Layer(layer=twice).folder == found[-1]
+    for name in [name for name in sys.modules if name.startswith("twofold_layers")]:
+        del sys.modules[name]
+
+
+def test_the_key_of_a_model_covers_every_file_that_is_traced():
+    names = {"anatomy", "attention", "batch", "grouped", "libraries", "merged", "package", "taps", "twin", "window"}
+    assert {f"outrider.lm.{name}" for name in names} <= set(LanguageModel(llama()).package.sources)
 
 
 def library(shelf: Path, name: str, days: float) -> Path:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import outrider
+from outrider import remembered
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -20,7 +21,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import translation
-from outrider.proof.gate import PACKAGE, gate, key
+from outrider.proof.gate import PACKAGE, gate, key, openings
 from outrider.trees.chain import ChainTree
 from outrider.types import Sampling
 from outrider.verifiers.block import BlockVerifier
@@ -200,7 +201,7 @@ def test_a_draft_model_with_another_vocabulary_is_read_and_so_is_what_the_vocabu
 
 
 def test_what_cannot_be_read_is_not_remembered(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     parts = engine().parts
     tables = replace(
         parts,
@@ -214,7 +215,7 @@ def test_what_cannot_be_read_is_not_remembered(tmp_path, monkeypatch):
 
 
 def test_the_gate_looks_again_after_a_weight_has_changed_and_only_then(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     made = with_models(llama(), llama(num_layers=1))
     target = made.parts.target
 
@@ -228,3 +229,35 @@ def test_the_gate_looks_again_after_a_weight_has_changed_and_only_then(tmp_path,
     made.parts.drafter.lm.model.lm_head.weight.data[0, 0] += 1
     assert forwards() > 0
     assert len(list(tmp_path.rglob("*.json"))) == 2
+
+
+def test_the_gate_keeps_nothing_where_nothing_is_to_be_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert gate(with_models(llama(), llama(num_layers=1))).fault is None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        "[" * 100_000,
+        '{"num_tokens": 96, "differences": ' + "[" * 900 + "]" * 900 + "}",
+        '{"num_tokens": null, "differences": []}',
+        '{"num_tokens": 96, "differences": 3}',
+        '{"num_tokens": 96, "differences": [{"prompt": 0, "position": 0, "plain": 1, "drafted": 2, "gap": "x"}]}',
+        '{"num_tokens": 96}',
+    ],
+)
+def test_what_the_gate_kept_and_makes_no_sense_counts_as_nothing(values, tmp_path, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    made = with_models(llama(), llama(num_layers=1))
+    name = key(made, openings(made))
+    remembered.write("gate", {"pair": name}, {"here": 1})
+    [file] = tmp_path.iterdir()
+    file.write_text(f'{{"key": {{"pair": "{name}"}}, "values": {values}}}')
+    assert gate(made).fault is None
+    kept = remembered.read("gate", {"pair": name})
+    assert kept is not None
+    assert kept["identity"] == {"num_tokens": 96, "differences": []}
