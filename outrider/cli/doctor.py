@@ -222,9 +222,13 @@ def _print_worth(console: Console, worth: Worth) -> None:
 
 def _print_costs(console: Console, worth: Worth) -> None:
     costs = worth.costs
+    best = f"best length {worth.best_length}, which would give {worth.best_speedup:.2f}x "
+    best += f"(--length planned:draft_cost={costs.draft:.2f},token_cost={costs.token:.3f} goes by it)"
+    if worth.best_speedup <= 1:
+        best = "no length pays, so draft nothing (--drafter none): "
+        best += f"the best one, {worth.best_length}, would give {worth.best_speedup:.2f}x"
     who = "a request alone" if worth.num_requests == 1 else f"{worth.num_requests} requests together"
     console.print(
         f"{who}: one drafter call costs {costs.draft:.2f} target forwards, one more verified token {costs.token:.3f}; "
-        f"best length {worth.best_length}, which would give {worth.best_speedup:.2f}x "
-        f"(--length planned:draft_cost={costs.draft:.2f},token_cost={costs.token:.3f} goes by it)"
+        f"{best}"
     )

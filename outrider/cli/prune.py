@@ -1,7 +1,6 @@
 """outrider prune: cut a draft model out of a target, or plan which shape would pay."""
 
 import gzip
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from transformers.utils import logging
 
 from outrider.cli.printed import print_json
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.inputs import InputError, text_of
+from outrider.inputs import InputError, parse_json, text_of
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning
@@ -176,10 +175,7 @@ def _documents(file: Path) -> Iterator[str]:
     if file.name.endswith((".jsonl", ".jsonl.gz")):
         for number, line in enumerate(_lines(file, wanted), 1):
             if line.strip():
-                try:
-                    entry = json.loads(line)
-                except (json.JSONDecodeError, RecursionError) as error:
-                    raise InputError(f"line {number} of {file} is not JSON: {error}") from error
+                entry = parse_json(line, f"line {number} of {file}")
                 if not isinstance(entry, dict) or not isinstance(entry.get("text"), str):
                     raise InputError(f"line {number} of {file} is not a JSON object with `text`")
                 if entry["text"]:

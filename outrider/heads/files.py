@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
+from outrider.place import check_place
 from outrider.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -237,6 +238,7 @@ def _file(path: str, name: str, revision: str | None) -> str | None:
     if os.path.isdir(path):
         place = os.path.join(path, name)
         return place if os.path.isfile(place) else None
+    check_place(path, "head", revision)
     try:
         found = cached_file(path, name, revision=revision or "main")
     except (OSError, ValueError):

@@ -31,6 +31,8 @@ from outrider.lm.support import refusal
 from outrider.types import InputError
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
+LEAST_CONTEXT = 3
+"""Tokens of the longest path on which a model's masks are tried."""
 Runs = Callable[[Inputs, Sequence[int]], Outputs]
 """Runs a forward with these taps."""
 
@@ -92,7 +94,7 @@ class LanguageModel(SlottedLM):
         pad_to: int = 1,
         forward: Forward = "eager",
     ) -> None:
-        for name, value in (("max_slots", max_slots), ("max_context", max_context), ("pad_to", pad_to)):
+        for name, value in (("max_slots", max_slots), ("pad_to", pad_to)):
             if value is not None and value < 1:
                 raise InputError(f"{name} must be >= 1, got {value}")
         self.anatomy = Anatomy.of(model)
@@ -295,8 +297,10 @@ class LanguageModel(SlottedLM):
 
 
 def check_context(anatomy: Anatomy, max_context: int | None) -> None:
-    """Raise InputError if a context is longer than the model allows."""
+    """Raise InputError if a context is longer than the model allows, or too short for the check of its masks."""
     limit = anatomy.longest_context
+    if max_context is not None and max_context < LEAST_CONTEXT:
+        raise InputError(f"max_context must be >= {LEAST_CONTEXT}, got {max_context}")
     if max_context is not None and limit is not None and max_context > limit:
         raise InputError(f"max_context must be <= {limit}, the most that {anatomy.text_name} allows, got {max_context}")
 

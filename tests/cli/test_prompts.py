@@ -54,7 +54,7 @@ def test_other_texts_are_one_prompt(typed, text):
 def test_standard_input_that_is_asked_for_may_not_be_missing(monkeypatch, capsys, typed):
     typed("")
     status, _, err = run(monkeypatch, capsys, "generate", "--prompt-file", "-", *SHORT)
-    assert (status, "the prompt is empty" in err) == (2, True), err
+    assert (status, "there is no prompt: standard input is empty" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
