@@ -50,7 +50,7 @@ class App(typer.Typer):
             no_args_is_help=True,
             pretty_exceptions_enable=False,
             rich_markup_mode=None,
-            context_settings={"help_option_names": ["-h", "--help"]},
+            context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
             **settings,
         )
 
