@@ -71,11 +71,13 @@ class Conversation:
 
 def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
     """Answer each line of standard input."""
+    request.constraint()
     engine = opened(replace(setup, max_slots=setup.max_slots or 1))
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer")
     if engine.tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template; use `outrider generate`")
+    request.sampling(engine.sampling)
     note_room(engine, request.max_new_tokens)
     engine.eos_ids |= _turn_markers(engine.tokenizer)
     given = replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS)

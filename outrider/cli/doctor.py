@@ -21,6 +21,7 @@ from outrider.drafters.protocol import UnboundModel
 from outrider.embedded import ASSETS
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
+from outrider.inputs import whole
 from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
@@ -54,6 +55,8 @@ class Plan:
             "num_speculative_tokens": (self.gamma, 1),
         }
         for name, (value, least) in bounds.items():
+            if isinstance(value, int):
+                whole(name, value)
             if not least <= value < math.inf:
                 raise InputError(f"{name} must be >= {least}, got {value}")
 

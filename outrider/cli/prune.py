@@ -114,7 +114,7 @@ def plan(
         depths = [n for n in DEPTHS if n <= shape_of(model.config).layers]
     if len(alphas) not in (1, len(depths)):
         raise InputError(f"--alpha must be one number or {len(depths)}, one for each depth, got {len(alphas)}")
-    wanted = parameters or num_parameters(model.config) // SHARE
+    wanted = num_parameters(model.config) // SHARE if parameters is None else parameters
     given = dict(zip(depths, alphas * len(depths) if len(alphas) == 1 else alphas, strict=True))
     family = same_size(model.config, wanted, depths)
     values = [given[sized.shape.layers] for sized in family]

@@ -71,6 +71,10 @@ class RequestOptions:
     regex: str | None = None
     grammar: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be >= 1, got {shown(self.max_new_tokens)}")
+
     def given(self) -> dict[str, Any]:
         """The options that were given."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}

@@ -25,7 +25,7 @@ from outrider.lm.mtp import load_mtp
 from outrider.lm.package import Package, PackagedForward
 from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Segment
-from outrider.lm.slots import Pending, Slots
+from outrider.lm.slots import BRANCHES, Pending, Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.lm.support import refusal
 from outrider.types import InputError
@@ -97,6 +97,8 @@ class LanguageModel(SlottedLM):
         for name, value in (("max_slots", max_slots), ("pad_to", pad_to)):
             if value is not None and value < 1:
                 raise InputError(f"{name} must be >= 1, got {value}")
+        if pad_to > BRANCHES:
+            raise InputError(f"pad_to must be <= {BRANCHES}, got {pad_to}; every forward would have that many columns")
         self.anatomy = Anatomy.of(model)
         if (reason := refusal(self.anatomy, max_context=max_context)) is not None:
             raise InputError(reason)
