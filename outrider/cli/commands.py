@@ -69,7 +69,8 @@ def generate(
 ) -> None:
     """Continue a prompt, with exactly the target's law, in fewer forwards of the target.
 
-    Without a prompt, standard input is read: a text, or JSON lines.
+    Without a prompt, standard input is read: a text, or JSON lines. At a terminal, a prompt that ships with Outrider is
+    continued.
     """
     from outrider.cli.generate import Task, run
 

@@ -145,7 +145,7 @@ prune plan --parameters 0 --layers 1
 train nosuch
 train data --data nosuch.txt --out new.jsonl
 train data --data key.jsonl --out new.jsonl
-train data --data text.txt --out hello.jsonl
+train data --data text.txt --out hello.jsonl --json
 train data --data text.txt --out new.jsonl --limit 0
 train data --data text.txt --out new.jsonl --column x
 train data --data text.txt --out new.jsonl --max-new-tokens 0
