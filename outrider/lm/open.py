@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from outrider.inputs import shown
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.choice import choose
 from outrider.lm.forward import Forward
@@ -154,8 +155,8 @@ def as_device(given: str | torch.device | None) -> torch.device:
         place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if given is None else torch.device(given)
         torch.zeros(1, device=place).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]
-        raise InputError(f"device {str(given)!r} cannot be used: {reason}") from error
+        reason = str(error).splitlines()[0].split(". ")[0][:LONGEST_REASON]
+        raise InputError(f"device {shown(str(given))} cannot be used: {reason}") from error
     return place
 
 
