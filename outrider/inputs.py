@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import json
 import math
 import numbers
 import operator
@@ -10,11 +11,70 @@ import types
 import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+LARGEST = 2**64 - 1
+"""Largest whole number that anything takes: the largest seed."""
+SHOWN = 100
+"""Most characters of a value that a message shows."""
+REPOSITORY = "https://github.com/outrider-decoding/outrider"
 
 
 class InputError(ValueError):
     """Wrong input from a person. The message says what was given, what is allowed, and what to do."""
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: the beginning and the end of a long one.
+
+    Example:
+        >>> shown("ngrm"), len(shown("9" * 5000))
+        ("'ngrm'", 100)
+    """
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no whole number of thousands of digits.
+        return "a number of thousands of digits"
+    half = (SHOWN - 3) // 2
+    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3 - half]}...{text[-half:]}"
+
+
+def needs(what: str, library: str, extra: str) -> InputError:
+    """The error for a library that is not installed.
+
+    Args:
+        what: What needs it.
+        extra: The extra of the package that installs it.
+
+    Example:
+        >>> print(needs("training", "datasets", "train"))
+        training needs datasets; `pip install "outrider[train] @ git+https://github.com/outrider-decoding/outrider"`
+        installs it
+    """
+    return InputError(f'{what} needs {library}; `pip install "outrider[{extra}] @ git+{REPOSITORY}"` installs it')
+
+
+def parse_json(text: str | bytes, what: str) -> Any:
+    """The value of a JSON text. Raises InputError if it is no JSON, or if Python cannot hold it.
+
+    Args:
+        what: What the text is, for the message.
+
+    Example:
+        >>> parse_json("[1, 2", "line 3")
+        Traceback (most recent call last):
+        ...
+        outrider.inputs.InputError: line 3 is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5)
+    """
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{what} is not JSON: {error}") from error
+    except RecursionError as error:
+        raise InputError(f"{what} cannot be read: its JSON is nested too deeply") from error
+    except ValueError as error:
+        raise InputError(f"{what} cannot be read: its JSON holds a number of thousands of digits") from error
 
 
 def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
@@ -27,11 +87,12 @@ def unknown(what: str, given: str, known: Iterable[str]) -> InputError:
     names = list(known)
     close = difflib.get_close_matches(given, names, n=1)
     guess = f"; did you mean {close[0]!r}?" if close else "."
-    return InputError(f"unknown {what} {given!r}{guess} Available: {', '.join(names) or 'no fields'}")
+    return InputError(f"unknown {what} {shown(given)}{guess} Available: {', '.join(names) or 'no fields'}")
 
 
 def whole(name: str, value: object) -> int:
-    """A whole number of any integer type, such as NumPy's, as an int. Raises InputError for other values.
+    """A whole number of any integer type, such as NumPy's, as an int. Raises InputError for other values, and for
+    numbers of more than 64 bits.
 
     Example:
         >>> whole("max_new_tokens", 4.5)
@@ -40,11 +101,14 @@ def whole(name: str, value: object) -> int:
         outrider.inputs.InputError: max_new_tokens must be a whole number, got 4.5
     """
     try:
-        if not isinstance(value, bool):
-            return operator.index(value)  # type: ignore[arg-type]
+        found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        pass
-    raise InputError(f"{name} must be a whole number, got {value!r}")
+        found = None
+    if found is None:
+        raise InputError(f"{name} must be a whole number, got {shown(value)}")
+    if abs(found) > LARGEST:
+        raise InputError(f"{name} must be {'<= 2**64 - 1' if found > 0 else '> -2**64'}, got {shown(found)}")
+    return found
 
 
 def number(name: str, value: object) -> float:
@@ -57,8 +121,8 @@ def number(name: str, value: object) -> float:
         outrider.inputs.InputError: temperature must be a number, got '1'
     """
     if isinstance(value, int | numbers.Real) and not isinstance(value, bool):
-        return value if isinstance(value, int) else float(value)
-    raise InputError(f"{name} must be a number, got {value!r}")
+        return whole(name, value) if isinstance(value, int) else float(value)
+    raise InputError(f"{name} must be a number, got {shown(value)}")
 
 
 def text_of(file: Path, what: str, wanted: str) -> str:
@@ -102,9 +166,15 @@ def field_value(what: str, text: str, hint: object) -> object:
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for kind in options:
         with contextlib.suppress(ValueError):
-            return _read(kind, text)
-    wanted = " or ".join(_name(kind) for kind in options)
-    raise InputError(f"{what} must be {wanted}, got {text!r}")
+            value = _read(kind, text)
+            break
+    else:
+        wanted = " or ".join(_name(kind) for kind in options)
+        raise InputError(f"{what} must be {wanted}, got {shown(text)}")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, int) and not isinstance(number, bool):
+            whole(what, number)
+    return value
 
 
 def _read(kind: object, text: str) -> object:

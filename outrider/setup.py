@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from outrider.inputs import InputError, text_of, unknown, whole
+from outrider.inputs import InputError, parse_json, shown, text_of, unknown, whole
 
 if TYPE_CHECKING:
     import torch
@@ -129,10 +129,7 @@ class Setup:
         """
         file = Path(file)
         text = text_of(file, "configuration", "a TOML or JSON file of options")
-        try:
-            options = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-        except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise InputError(f"{file} is not {'JSON' if file.suffix == '.json' else 'TOML'}: {error}") from error
+        options = parse_json(text, str(file)) if file.suffix == ".json" else _read_toml(text, file)
         if not isinstance(options, dict):
             raise InputError(f'{file} holds no object of options, such as {{"drafter": "suffix"}}')
         try:
@@ -186,13 +183,13 @@ def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:
         return _table(name, value)
     if kinds[0] is bool:
         if not isinstance(value, bool):
-            raise InputError(f"{name} must be true or false, got {value!r}")
+            raise InputError(f"{name} must be true or false, got {shown(value)}")
     elif kinds[0] is int:
         value = whole(name, value)
         if value < 1:
             raise InputError(f"{name} must be >= 1, got {value}")
     elif not isinstance(value, str) and object not in kinds and not isinstance(value, Mapping):
-        raise InputError(f"{name} must be a text, got {value!r}")
+        raise InputError(f"{name} must be a text, got {shown(value)}")
     return value
 
 
@@ -205,6 +202,16 @@ def _written(name: str, value: Any) -> Any:
     if not isinstance(value, str | int | float):
         raise InputError(f"{name} is {value!r}, which a file cannot hold; give it by name")
     return value
+
+
+def _read_toml(text: str, file: Path) -> dict[str, Any]:
+    """The options of a TOML file."""
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(f"{file} is not TOML: {error}") from error
+    except ValueError as error:
+        raise InputError(f"{file} cannot be read: it holds a number of thousands of digits") from error
 
 
 def _toml(options: Mapping[str, Any]) -> str:
@@ -229,9 +236,9 @@ def _toml_value(value: Any) -> str:
 def _table(name: str, text: str) -> dict[str, Any]:
     """The table that a JSON object stands for."""
     try:
-        found = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{name} must be a JSON object, got {text!r}: {error}") from error
+        found = parse_json(text, name)
+    except InputError as error:
+        raise InputError(f"{name} must be a JSON object, got {shown(text)}: {error}") from error
     if not isinstance(found, dict):
-        raise InputError(f"{name} must be a JSON object, got {text!r}")
+        raise InputError(f"{name} must be a JSON object, got {shown(text)}")
     return found

@@ -12,6 +12,7 @@ import pytest
 from outrider import catalog
 from outrider.cli.app import main
 from outrider.cli.methods import markdown
+from outrider.inputs import REPOSITORY
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -37,15 +38,46 @@ COMMANDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Where the commands run, one after the other: some read what others wrote."""
+    return tmp_path_factory.mktemp("commands")
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("outrider ")])
-def test_commands_run(command, capsys, monkeypatch):
-    monkeypatch.chdir(ROOT)
+def test_commands_run(command, capsys, monkeypatch, folder):
+    monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
     with open(os.devnull) as nothing:
         monkeypatch.setattr(sys, "stdin", nothing)
         with pytest.raises(SystemExit) as ended:
             main()
     assert ended.value.code in (None, 0), capsys.readouterr().err
+
+
+def test_what_examples_write_does_not_lie_at_the_root():
+    written = {
+        name
+        for page in PAGES
+        for block in fenced(page, "python")
+        for name in re.findall(r"Path\(\"([^\"/]+)\"\)\.write|\.save\(\"([^\"/]+)\"\)", block)
+        for name in name
+        if name
+    }
+    assert "counts.json" in written
+    assert [name for name in written if (ROOT / name).exists()] == []
+
+
+def test_the_install_lines_are_the_same_everywhere():
+    sources = [*PAGES, *(ROOT / "outrider").rglob("*.py")]
+    extras = {
+        line
+        for path in sources
+        for line in re.findall(r"pip install [^`\n]*outrider\[[^`\n]*", path.read_text("utf-8"))
+    }
+    [message] = [line for line in extras if "{extra}" in line]
+    shape = message.replace("{extra}", "E").replace("{REPOSITORY}", REPOSITORY)
+    assert {re.sub(r"outrider\[\w+\]", "outrider[E]", line) for line in extras - {message}} == {shape}
 
 
 def test_links_of_the_readme_are_absolute_and_lead_to_files():

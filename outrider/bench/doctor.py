@@ -141,7 +141,7 @@ class Worth:
         speedups: By acceptance and length; the first row is the measured acceptance.
         break_even: By length, the acceptance that is as fast as plain decoding; None where none is.
         best_length: Fastest length at the measured acceptance.
-        best_speedup: What it would give.
+        best_speedup: What it would give. At most 1 means that no length pays: drafting nothing is the fastest.
         num_requests: How many requests ran together when costs were timed.
     """
 

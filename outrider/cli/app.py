@@ -19,11 +19,12 @@ def main() -> None:
         from outrider.cli.commands import app
 
         try:
-            app(prog_name="outrider")
+            status = app(prog_name="outrider", standalone_mode=False)
         finally:
             if sys.stdout is not None:
                 # A write error must be raised here, not when Python ends.
                 sys.stdout.flush()
+        sys.exit(status if isinstance(status, int) else 0)
     except InputError as error:
         complain(error)
         sys.exit(WRONG_INPUT)
@@ -35,6 +36,22 @@ def main() -> None:
             complain(error)
         _discard()
         sys.exit(1)
+    except Exception as error:
+        _refuse_options(error)
+        sys.exit(WRONG_INPUT)
+
+
+def _refuse_options(error: Exception) -> None:
+    """Print what is wrong with the options. Raises errors again that are not about options."""
+    # The class of such errors has other names and places in other versions of typer.
+    message = getattr(error, "format_message", None)
+    if message is None:
+        raise error
+    if type(error).__name__ == "NoArgsIsHelpError":
+        print(message(), file=sys.stderr)
+        return
+    command = getattr(getattr(error, "ctx", None), "command_path", "outrider")
+    complain(InputError(f"{message().rstrip('.')}; `{command} --help` lists the options"))
 
 
 def _discard() -> None:

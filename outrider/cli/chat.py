@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.cli.opened import opened
 from outrider.cli.options import kind_of
+from outrider.cli.printed import note_room
 from outrider.cli.request import RequestOptions
 from outrider.engine.engine import Engine
 from outrider.engine.output import succeeded
@@ -70,17 +71,20 @@ class Conversation:
 
 def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
     """Answer each line of standard input."""
+    request.constraint()
     engine = opened(replace(setup, max_slots=setup.max_slots or 1))
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer")
     if engine.tokenizer.chat_template is None:
         raise InputError("the target's tokenizer has no chat template; use `outrider generate`")
+    request.sampling(engine.sampling)
+    note_room(engine, request.max_new_tokens)
     engine.eos_ids |= _turn_markers(engine.tokenizer)
     given = replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS)
     opening = [] if system is None else [{"role": "system", "content": system}]
     conversation = Conversation(engine=engine, opening=opening, request=given)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    while (line := _ask(console)) not in (None, "/quit"):
+    while (line := _line(console)) not in (None, "/quit"):
         if line and re.match(r"/\w+( |$)", line):
             try:
                 _obey(conversation, line, console)
@@ -151,13 +155,27 @@ def _turn_markers(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     return frozenset(following[:1]) & special if same else frozenset()
 
 
+def _line(console: Console) -> str | None:
+    """One line of input; None at its end. An interrupt drops the line that was begun; a second one is the end."""
+    for interrupted in (False, True):
+        try:
+            return _ask(console)
+        except KeyboardInterrupt:
+            console.print()
+            if not interrupted:
+                console.print("an interrupt again, the end of input or /quit leaves", style="dim")
+    return None
+
+
 def _ask(console: Console) -> str | None:
     """One line of input; None at its end."""
+    if sys.stdin is None:
+        return None
     if sys.stdin.isatty():
         console.print("> ", style="bold", end="")
     try:
         line = input().strip()
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         return None
     except UnicodeDecodeError as error:
         raise InputError(f"standard input is not UTF-8 text: {error.reason} at byte {error.start}") from error

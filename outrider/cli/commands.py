@@ -7,18 +7,14 @@ import typer
 
 from outrider import __version__
 from outrider.cli import pruning
+from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
 from outrider.cli.train_marginals import app as train
 from outrider.setup import Setup
 
-app = typer.Typer(
-    name="outrider",
-    help="Lossless speculative decoding for Hugging Face causal language models.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-)
+app = App(name="outrider", help="Lossless speculative decoding for Hugging Face causal language models.")
 app.add_typer(train)
 app.add_typer(pruning.app, name="prune")
 DRAWS = 1000
@@ -73,7 +69,8 @@ def generate(
 ) -> None:
     """Continue a prompt, with exactly the target's law, in fewer forwards of the target.
 
-    Without a prompt, standard input is read: a text, or JSON lines.
+    Without a prompt, standard input is read: a text, or JSON lines. At a terminal, a prompt that ships with Outrider is
+    continued.
     """
     from outrider.cli.generate import Task, run
 

@@ -21,6 +21,7 @@ from outrider.drafters.protocol import UnboundModel
 from outrider.embedded import ASSETS
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
+from outrider.inputs import whole
 from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
@@ -54,6 +55,8 @@ class Plan:
             "num_speculative_tokens": (self.gamma, 1),
         }
         for name, (value, least) in bounds.items():
+            if isinstance(value, int):
+                whole(name, value)
             if not least <= value < math.inf:
                 raise InputError(f"{name} must be >= {least}, got {value}")
 
@@ -223,9 +226,13 @@ def _print_worth(console: Console, worth: Worth) -> None:
 
 def _print_costs(console: Console, worth: Worth) -> None:
     costs = worth.costs
+    best = f"best length {worth.best_length}, which would give {worth.best_speedup:.2f}x "
+    best += f"(--length planned:draft_cost={costs.draft:.2f},token_cost={costs.token:.3f} goes by it)"
+    if worth.best_speedup <= 1:
+        best = "no length pays, so draft nothing (--drafter none): "
+        best += f"the best one, {worth.best_length}, would give {worth.best_speedup:.2f}x"
     who = "a request alone" if worth.num_requests == 1 else f"{worth.num_requests} requests together"
     console.print(
         f"{who}: one drafter call costs {costs.draft:.2f} target forwards, one more verified token {costs.token:.3f}; "
-        f"best length {worth.best_length}, which would give {worth.best_speedup:.2f}x "
-        f"(--length planned:draft_cost={costs.draft:.2f},token_cost={costs.token:.3f} goes by it)"
+        f"{best}"
     )

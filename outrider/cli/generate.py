@@ -18,14 +18,14 @@ from outrider.cli.forwards import chosen
 from outrider.cli.learn import LearnOptions, summary
 from outrider.cli.opened import opened
 from outrider.cli.outputs import OutputFile, Wanted, profile
-from outrider.cli.printed import print_json, print_line, print_measures, print_output, print_profile
+from outrider.cli.printed import note_room, print_json, print_line, print_measures, print_output, print_profile
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
 from outrider.destination import locked_file
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
 from outrider.engine.prompts import Prompt
-from outrider.engine.requests import nth
+from outrider.engine.requests import check_count, nth
 from outrider.inputs import InputError
 from outrider.setup import Setup
 from outrider.types import Sampling, Step
@@ -65,8 +65,7 @@ class Task:
     learn: LearnOptions
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise InputError(f"n must be >= 1, got {self.n}")
+        check_count(self.n, 1)
         if self.logprobs is not None and self.logprobs < 0:
             raise InputError(f"logprobs must be >= 0, got {self.logprobs}")
         if self.logprobs is not None and not self.as_json and self.output is None:
@@ -150,6 +149,7 @@ class Run:
 def run(task: Task) -> None:
     """Make the outputs, and print or write each as it ends."""
     prompts = entries(task.texts, task.file)
+    check_count(task.n, len(prompts))
     if task.output is None:
         _make(task, prompts)
         return
@@ -173,6 +173,7 @@ def _make(task: Task, prompts: Sequence[Entry]) -> None:
     made.forwards = chosen(engine)
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
+    note_room(engine, task.request.max_new_tokens)
     learning = task.learn.begin(engine)
     try:
         if len(prompts) == len(wanted) == 1 and not task.as_json and task.output is None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.inputs import InputError
+from outrider.inputs import InputError, shown
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from outrider.training.pupil import OnlineSettings
 else:
     Engine = Output = Learning = OnlineSettings = object
+
+
+MOST_DRAFTS = 64
+"""Most draft models that learn at once; each is a model in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,8 @@ class LearnOptions:
     def __post_init__(self) -> None:
         if not self.learn and (given := [f.name for f in fields(self) if getattr(self, f.name) != f.default]):
             raise InputError(f"--{given[0].replace('_', '-')} says how to learn; give --learn too")
+        if self.learn_drafts is not None and not 1 <= self.learn_drafts <= MOST_DRAFTS:
+            raise InputError(f"learn_drafts must be in 1 .. {MOST_DRAFTS}, got {shown(self.learn_drafts)}")
 
     def settings(self) -> OnlineSettings:
         """The same for Python. Raises InputError for a wrong value."""

@@ -43,13 +43,13 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
     console = Console()
     for family in get_args(Family):
         title = {"length": "length policies", "decoding": "decoding"}.get(family, f"{family}s")
-        table = Table(title=title, title_justify="left", box=None)
-        for column in ("name", "what it does", "fields", "source"):
-            table.add_column(column, overflow="fold")
+        console.print(title, style="italic")
         for row in catalog.rows(family).values():
-            fields = ", ".join(f"{k}={v}" for k, v in _fields(row.make).items()) or "-"
-            table.add_row(row.name, row.summary, fields, row.source)
-        console.print(table)
+            console.print(f"  {row.name}: {row.summary}", markup=False, highlight=False, soft_wrap=True)
+            fields = ", ".join(f"{k}={v}" for k, v in _fields(row.make).items())
+            # Lines are not wrapped here, so that links stay whole.
+            for line in filter(None, (fields, row.source)):
+                console.print(f"      {line}", style="dim", markup=False, highlight=False, soft_wrap=True)
         console.print()
     table = Table(title="what each drafter says of itself", title_justify="left", box=None)
     for column in ("drafter", *TRAITS):

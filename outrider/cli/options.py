@@ -15,15 +15,25 @@ import typer
 
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
-from outrider.cli.request import RequestOptions
+from outrider.cli.request import ENDING, RequestOptions
 from outrider.setup import Setup, documentation
 from outrider.training.settings import Settings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
-PANELS = {Setup: "Setup", RequestOptions: "Request", LearnOptions: "Learning", Settings: "Training"}
+HEADINGS = {Setup: "Setup", RequestOptions: "Sampling", LearnOptions: "Learning", Settings: "Training"}
 """The heading of each dataclass's options in the help; of others, `HEAD`."""
 HEAD = "Head"
+FILES, SPEED = "Files of options", "Speed, memory"
+NARROWER = {
+    **dict.fromkeys(("drafter", "tree", "verifier", "length", "decoding", "allow_lossy"), "Drafting"),
+    **dict.fromkeys(("target", "tokenizer", "vocab_size", "revision", "trust_remote_code", "dtype"), "Model"),
+    **dict.fromkeys(("quantization_config", "attn_implementation", "device", "device_map"), "Model"),
+    **dict.fromkeys(("max_slots", "max_context", "max_prefill_tokens", "threads", "pad_to", "forward"), SPEED),
+    **dict.fromkeys(ENDING, "Ends of outputs"),
+    **dict.fromkeys(("json_schema", "regex", "grammar"), "Grammar"),
+}
+"""Options with a heading of their own."""
 
 CONFIG = Parameter(
     "config",
@@ -32,7 +42,8 @@ CONFIG = Parameter(
     annotation=Annotated[
         Path | None,
         typer.Option(
-            help="Read options from this TOML or JSON file; the command line goes first.", rich_help_panel="Setup"
+            help="Read options from this TOML or JSON file; the command line goes first.",
+            rich_help_panel=FILES,
         ),
     ],
 )
@@ -41,7 +52,8 @@ SAVE_CONFIG = Parameter(
     Parameter.KEYWORD_ONLY,
     default=None,
     annotation=Annotated[
-        Path | None, typer.Option(help="Write the options to this TOML or JSON file.", rich_help_panel="Setup")
+        Path | None,
+        typer.Option(help="Write the options to this TOML or JSON file.", rich_help_panel=FILES),
     ],
 )
 
@@ -95,7 +107,7 @@ def kind_of(hint: Any) -> Any:
 
 def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     """The options of a dataclass. An option that is not given is None, so that a file can set it."""
-    panel = PANELS.get(group, HEAD)
+    heading = HEADINGS.get(group, HEAD)
     words, hints = documentation(group), typing.get_type_hints(group)
     found: list[Parameter] = []
     for field in fields(group):
@@ -106,7 +118,7 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
                 f"--{name}/--no-{name}" if kind is bool else f"--{name}",
                 help=help,
                 show_default=str(field.default) if field.default and "By default" not in help else False,
-                rich_help_panel=panel,
+                rich_help_panel=NARROWER.get(field.name, heading),
             )
             annotation = Annotated[kind | None, option]
             found.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=None, annotation=annotation))

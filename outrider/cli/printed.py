@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 
 
@@ -40,6 +41,15 @@ def print_measures(outputs: Sequence[Output]) -> None:
 def print_line(line: str) -> None:
     """Print a line of measurements on standard error."""
     Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="cyan")
+
+
+def note_room(engine: Engine, max_new_tokens: int | None) -> None:
+    """Say what will end an output, if the context is full before it has the tokens that were asked for."""
+    longest = engine.parts.target.max_context
+    if max_new_tokens is not None and max_new_tokens >= longest:
+        print_line(
+            f"an output ends where the context of {longest} tokens is full, before max_new_tokens={max_new_tokens}"
+        )
 
 
 def print_profile(found: Mapping[str, Any], forwards: Mapping[str, str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from outrider.embedded import ASSETS
 from outrider.engine.prompts import Prompt
-from outrider.inputs import InputError, text_of
+from outrider.inputs import InputError, parse_json, text_of
 
 STANDARD_INPUT = Path("-")
 KEYS = ("prompt", "turns", "messages")
@@ -30,23 +30,28 @@ class Entry:
 
 
 def entries(texts: Sequence[str], file: Path | None) -> list[Entry]:
-    """The prompts: from options, else from a file, else from standard input, else one that ships with Outrider."""
+    """The prompts: from options, else from a file, else from standard input. At a terminal, where nothing was named, it
+    is one that ships with Outrider.
+    """
     if texts and file is not None:
         raise InputError("--prompt and --prompt-file were given together; give one of them")
     if texts:
         return [Entry(place=f"prompt {number}", prompt=text) for number, text in enumerate(texts, 1)]
-    if file == STANDARD_INPUT or (file is None and sys.stdin is not None and not sys.stdin.isatty()):
+    if file == STANDARD_INPUT or (file is None and (sys.stdin is None or not sys.stdin.isatty())):
         text = piped()
-        if text or file is not None:
-            return _lines(text) if is_lines(text) else [_text(text, "standard input")]
-    elif file is not None:
+        if not text:
+            raise InputError("there is no prompt: standard input is empty; give --prompt or --prompt-file")
+        return _lines(text) if is_lines(text) else [_text(text, "standard input")]
+    if file is not None:
         text = text_of(file, "prompt", "a text file or JSON lines")
         return _lines(text) if file.suffix == ".jsonl" else [_text(text, str(file))]
     return _lines((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))[:1]
 
 
 def piped() -> str:
-    """All of standard input."""
+    """All of standard input; nothing if it is closed."""
+    if sys.stdin is None:
+        return ""
     try:
         return sys.stdin.read().removeprefix("\ufeff")
     except UnicodeDecodeError as error:
@@ -64,6 +69,9 @@ def is_lines(text: str) -> bool:
         entry = json.loads(text.lstrip().partition("\n")[0])
     except (json.JSONDecodeError, RecursionError):
         return False
+    except ValueError:
+        # JSON with a number that Python cannot hold; reading the line says so.
+        return True
     return isinstance(entry, dict) and any(key in entry for key in KEYS)
 
 
@@ -108,10 +116,7 @@ def _lines(text: str) -> list[Entry]:
 
 def _prompt(line: str, place: str) -> Prompt:
     """One line of JSON lines."""
-    try:
-        entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{place} is not JSON: {error}") from error
+    entry = parse_json(line, place)
     given = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
     match given:
         case {"prompt": str(prompt)} if len(given) == 1:

@@ -1,7 +1,6 @@
 """outrider prune: cut a draft model out of a target, or plan which shape would pay."""
 
 import gzip
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from transformers.utils import logging
 from outrider.cli.printed import print_json
 from outrider.destination import check_free
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.inputs import InputError, text_of
+from outrider.inputs import InputError, parse_json, text_of
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning
@@ -116,7 +115,7 @@ def plan(
         depths = [n for n in DEPTHS if n <= shape_of(model.config).layers]
     if len(alphas) not in (1, len(depths)):
         raise InputError(f"--alpha must be one number or {len(depths)}, one for each depth, got {len(alphas)}")
-    wanted = parameters or num_parameters(model.config) // SHARE
+    wanted = num_parameters(model.config) // SHARE if parameters is None else parameters
     given = dict(zip(depths, alphas * len(depths) if len(alphas) == 1 else alphas, strict=True))
     family = same_size(model.config, wanted, depths)
     values = [given[sized.shape.layers] for sized in family]
@@ -189,11 +188,7 @@ def _documents(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[
 
 def _entry(line: str, place: str, limit: int) -> str | list[int]:
     """What a line of JSON holds: a text, or token ids below a limit."""
-    try:
-        entry = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"{place} is not JSON: {error}") from error
-    match entry:
+    match parse_json(line, place):
         case {"tokens": [*tokens]} if all(type(token) is int for token in tokens):
             if wrong := [token for token in tokens if not 0 <= token < limit]:
                 raise InputError(f"{place}: token {wrong[0]} is not in the vocabulary of {limit} tokens")

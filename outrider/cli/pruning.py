@@ -5,9 +5,10 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.help import App
 from outrider.cli.options import Json
 
-app = typer.Typer(help="Cut a draft model out of a target, or plan which shape would pay.", no_args_is_help=True)
+app = App(help="Cut a draft model out of a target, or plan which shape would pay.")
 
 Target = Annotated[
     str | None, typer.Option(help="Directory or hub id of the target; by default the one that ships with Outrider.")

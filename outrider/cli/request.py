@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.inputs import InputError, text_of
+from outrider.inputs import InputError, shown, text_of
 
 if TYPE_CHECKING:
     from outrider.constraints.grammar import Grammar
@@ -71,6 +71,10 @@ class RequestOptions:
     regex: str | None = None
     grammar: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens must be >= 1, got {shown(self.max_new_tokens)}")
+
     def given(self) -> dict[str, Any]:
         """The options that were given."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name)) != field.default}
@@ -111,6 +115,6 @@ def _biases(text: str) -> dict[int, float]:
     """Biases by token id, of a JSON object, whose keys are texts."""
     try:
         return {int(token): float(bias) for token, bias in json.loads(text).items()}
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         wanted = """a JSON object of token ids and numbers, such as '{"15": -2.5}'"""
-        raise InputError(f"logit_bias must be {wanted}, got {text!r}") from error
+        raise InputError(f"logit_bias must be {wanted}, got {shown(text)}") from error

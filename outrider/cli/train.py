@@ -5,15 +5,14 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.help import App
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
-from outrider.inputs import InputError
+from outrider.inputs import InputError, needs
 from outrider.setup import Setup
 from outrider.training.settings import Settings
 
-train = typer.Typer(
-    name="train", help="Train drafters, and make the data for it.", no_args_is_help=True, pretty_exceptions_enable=False
-)
+train = App(name="train", help="Train drafters, and make the data for it.")
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Options of requests that answers for training have."""
 OTHERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
@@ -132,7 +131,7 @@ def distill(
     try:
         from outrider.cli.train_distill import Task, run
     except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
+        raise needs("training", str(error.name), "train") from error
 
     run(
         Task(
@@ -199,7 +198,7 @@ def steer(
     try:
         from outrider.cli.train_steer import Task, run
     except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
+        raise needs("training", str(error.name), "train") from error
     if taps is not None and not all(tap.isdecimal() for tap in taps.split("x")):
         raise InputError(f"taps must be numbers with x between them, such as 30x17x4, got {taps!r}")
     run(

@@ -12,10 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.opened import opened
-from outrider.cli.printed import print_json
+from outrider.cli.printed import note_room, print_json
 from outrider.cli.request import RequestOptions
 from outrider.destination import locked_file
-from outrider.inputs import InputError
+from outrider.inputs import InputError, needs
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def _answer(task: Task) -> None:
         from outrider.training.records import read_documents
         from outrider.training.regenerate import Regenerated, Wish, regenerate
     except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
+        raise needs("training", str(error.name), "train") from error
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     part = task.part.part()
@@ -101,6 +101,7 @@ def _answer(task: Task) -> None:
         max_new_tokens=task.request.max_new_tokens or MAX_NEW_TOKENS,
         prompt_tokens=task.prompt_tokens,
     )
+    note_room(engine, task.request.max_new_tokens)
     width = engine.parts.target.vocab_size
     corpus = read_documents(task.sources, engine.tokenizer, part=part, limit=task.limit, prompts=True, vocab_size=width)
     if not task.as_json:

@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
+from outrider.inputs import needs
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
@@ -314,7 +315,7 @@ def _tell(task: Task, done: Trained, console: Console, name: str, more: dict[str
     try:
         from outrider.bench.training_report import page
     except ModuleNotFoundError as error:
-        console.print(f"the report needs {error.name}; `pip install outrider[bench]` installs it", style="red")
+        console.print(str(needs("the report", str(error.name), "bench")), style="red")
     else:
         report = done.log.with_name(REPORT)
         report.write_text(page(task.out.name, lines), encoding="utf-8")

@@ -8,7 +8,7 @@ import typer
 from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, MedusaOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.train import Data, train
-from outrider.inputs import InputError
+from outrider.inputs import needs
 from outrider.training.settings import Settings
 
 app = train
@@ -88,4 +88,4 @@ def from_extra() -> None:
     try:
         import outrider.training.loop  # noqa: F401
     except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
+        raise needs("training", str(error.name), "train") from error

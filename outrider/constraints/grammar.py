@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.constraint import Constraint
 from outrider.constraints.schema import check_pattern, check_schema
+from outrider.inputs import needs
 from outrider.types import InputError
 
 if TYPE_CHECKING:
@@ -232,9 +233,7 @@ def _compiler(
     try:
         import xgrammar
     except ImportError as error:
-        raise InputError(
-            "grammars need xgrammar; `pip install xgrammar` installs it, and so does `pip install outrider[grammar]`"
-        ) from error
+        raise needs("a grammar", "xgrammar", "grammar") from error
     try:
         read = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(eos_ids))
     except (ValueError, RuntimeError) as error:

@@ -3,10 +3,10 @@
 xgrammar ignores what it cannot express, or only warns. An output could then fit the grammar and break the schema.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from outrider.inputs import parse_json
 from outrider.types import InputError
 
 SPREAD = frozenset({"not", "if", "then", "else", "contains", "dependentRequired", "dependentSchemas", "dependencies"})
@@ -67,10 +67,7 @@ def check_schema(text: str) -> None:
         ...
         outrider.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
     """
-    try:
-        schema = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise InputError(f"it is not JSON: {error}") from error
+    schema = parse_json(text, "it")
     if not isinstance(schema, bool | dict):
         raise InputError(f"a schema is an object, true or false, got {text[:40]}")
     _Walk(root=schema).check(schema, "#")

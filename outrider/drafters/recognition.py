@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from outrider.drafters.head_path import HeadPath
 from outrider.heads.files import CONFIG, read_config, read_names
+from outrider.place import check_place
 from outrider.types import InputError
 
 PLAIN, STEERED, STEERING = "model", "steered", "steering.json"
@@ -30,8 +31,7 @@ def drafter_at(path: str, kinds: Mapping[str, type]) -> str:
     Raises:
         InputError: There is no config, or it is that of no drafter.
     """
-    if not os.path.isdir(path) and (os.path.isabs(path) or path.count("/") > 1 or path.startswith(".")):
-        raise InputError(f"there is no directory {path}; name a drafter, or a directory or a hub id that holds one")
+    check_place(path, "drafter")
     config, names = read_config(path), read_names(path)
     for name, make in kinds.items():
         if issubclass(make, HeadPath) and make.recognises(config, names):

@@ -137,7 +137,7 @@ def _entry(line: str, place: str, surroundings: Surroundings) -> list[int]:
         return []
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError:
+    except (RecursionError, ValueError):
         entry = None
     tokens, text = (entry.get("tokens"), entry.get("text")) if isinstance(entry, dict) else (None, None)
     if tokens is None and isinstance(text, str):

@@ -1,7 +1,6 @@
 """The engine: takes requests, gives each a slot, prefills it, steps all active requests together, returns text."""
 
 import functools
-import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,11 +18,11 @@ from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.admission import Route
 from outrider.engine.crowd import Crowd, warn_of_crowd
-from outrider.engine.lock import alone
+from outrider.engine.lock import Lock, alone
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
-from outrider.engine.requests import bound, check, listed, nth, one_each, texts, tokens
+from outrider.engine.requests import bound, check, check_count, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
 from outrider.inputs import whole
 from outrider.lengths.experience import Experience
@@ -95,7 +94,7 @@ class Engine:
         self.between: Callable[[], None] | None = None
         self.route: Route | None = None
         self._refuses = refuses
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._mail = Mailboxes()
         watched = parts.target.device.type == "cpu" and not threads_are_bound()
         self._schedule = Schedule(
@@ -119,8 +118,8 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is waiting or running."""
-        return bool(self._schedule.seats)
+        """Whether any request is waiting or running, or `step` has updates to return that other callers' steps made."""
+        return bool(self._schedule.seats) or self._mail.waits
 
     @property
     def running(self) -> dict[str, Drafter]:
@@ -189,7 +188,7 @@ class Engine:
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         if request.id in self._schedule.seats:
             raise InputError(f"a request {request.id!r} is already running; ids must be unique")
-        check(request, self.parts.target, has_tokenizer=self.tokenizer is not None)
+        check(request, self.parts.target, self.tokenizer)
         self._schedule.queue(request)
         return request.id
 
@@ -271,8 +270,7 @@ class Engine:
                 into the request's output, and the other requests continue.
         """
         prompts, n = listed(prompts), whole("n", n)
-        if n < 1:
-            raise InputError(f"n must be >= 1, got {n}")
+        check_count(n, len(prompts))
         if errors not in ("raise", "return"):
             raise InputError(f"errors must be 'raise' or 'return', got {errors!r}")
         settings = one_each(sampling, len(prompts), "samplings")

@@ -12,6 +12,11 @@ class Mailboxes:
         self._claimed: dict[str, deque[Update]] = {}
         self._unclaimed: deque[Update] = deque()
 
+    @property
+    def waits(self) -> bool:
+        """Whether an update of an unclaimed request is unread."""
+        return bool(self._unclaimed)
+
     def claim(self, id: str) -> None:
         """Open a mailbox for this request; `take(id)` reads it."""
         self._claimed[id] = deque()

@@ -16,9 +16,11 @@ from outrider.lm.protocol import LM
 from outrider.types import InputError, Request, Sampling
 
 Setting = TypeVar("Setting")
+MOST_OUTPUTS = 1_000_000
+"""Most outputs of one call. Requests wait in memory, and so do their outputs."""
 
 
-def check(request: Request, target: LM, *, has_tokenizer: bool) -> None:
+def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Raise InputError if the target cannot run the request."""
     longest, width = target.max_context, target.vocab_size
     if not request.prompt:
@@ -37,13 +39,31 @@ def check(request: Request, target: LM, *, has_tokenizer: bool) -> None:
     if request.logprobs is not None and request.logprobs < 0:
         raise InputError(f"logprobs must be >= 0, or None for none, got {request.logprobs}")
     if (worst := max(request.prompt)) >= width or min(request.prompt) < 0:
-        raise InputError(f"token id {worst if worst >= width else min(request.prompt)} is not in 0 .. {width - 1}")
+        wrong = worst if worst >= width else min(request.prompt)
+        if tokenizer is not None and width <= wrong < len(tokenizer):
+            place = tokenizer.name_or_path or "given"
+            raise InputError(
+                f"the tokenizer {place} does not belong to the target: it makes token id {wrong} of {len(tokenizer)}, "
+                f"and the target has 0 .. {width - 1}; name the target's own with tokenizer (--tokenizer)"
+            )
+        raise InputError(f"token id {wrong} is not in 0 .. {width - 1}")
     if any(not 0 <= token < width for token in request.sampling.logit_bias):
         raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
-    if request.stop and not has_tokenizer:
+    if request.stop and tokenizer is None:
         raise InputError("stop strings need the target's tokenizer")
     if any(not text for text in request.stop):
         raise InputError("a stop string must not be empty")
+
+
+def check_count(n: int, num_prompts: int) -> None:
+    """Raise InputError for a number of outputs per prompt that cannot be made."""
+    if n < 1:
+        raise InputError(f"n must be >= 1, got {n}")
+    if n * num_prompts > MOST_OUTPUTS:
+        raise InputError(
+            f"n is the number of outputs per prompt, and n={n} makes {n * num_prompts} outputs; at most {MOST_OUTPUTS} "
+            "can be made at once (max_new_tokens is the length of an output)"
+        )
 
 
 def bound(

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
 from outrider.lm.weights import has_other_than_numbers
+from outrider.place import check_place
 from outrider.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -371,6 +372,7 @@ def _file(path: str, name: str, revision: str | None) -> str | None:
     if os.path.isdir(path):
         place = os.path.join(path, name)
         return place if os.path.isfile(place) else None
+    check_place(path, "head", revision)
     try:
         found = cached_file(path, name, revision=revision or "main")
     except (OSError, ValueError):

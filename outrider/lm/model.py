@@ -26,13 +26,15 @@ from outrider.lm.mtp import load_mtp
 from outrider.lm.package import Package, PackagedForward
 from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Segment
-from outrider.lm.slots import Pending, Slots
+from outrider.lm.slots import BRANCHES, Pending, Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.lm.support import refusal
 from outrider.lm.weights import check_logits
 from outrider.types import InputError
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
+LEAST_CONTEXT = 3
+"""Tokens of the longest path on which a model's masks are tried."""
 Runs = Callable[[Inputs, Sequence[int]], Outputs]
 """Runs a forward with these taps."""
 
@@ -94,9 +96,11 @@ class LanguageModel(SlottedLM):
         pad_to: int = 1,
         forward: Forward = "eager",
     ) -> None:
-        for name, value in (("max_slots", max_slots), ("max_context", max_context), ("pad_to", pad_to)):
+        for name, value in (("max_slots", max_slots), ("pad_to", pad_to)):
             if value is not None and value < 1:
                 raise InputError(f"{name} must be >= 1, got {value}")
+        if pad_to > BRANCHES:
+            raise InputError(f"pad_to must be <= {BRANCHES}, got {pad_to}; every forward would have that many columns")
         self.anatomy = Anatomy.of(model)
         if (reason := refusal(self.anatomy, max_context=max_context)) is not None:
             raise InputError(reason)
@@ -311,8 +315,10 @@ class LanguageModel(SlottedLM):
 
 
 def check_context(anatomy: Anatomy, max_context: int | None) -> None:
-    """Raise InputError if a context is longer than the model allows."""
+    """Raise InputError if a context is longer than the model allows, or too short for the check of its masks."""
     limit = anatomy.longest_context
+    if max_context is not None and max_context < LEAST_CONTEXT:
+        raise InputError(f"max_context must be >= {LEAST_CONTEXT}, got {max_context}")
     if max_context is not None and limit is not None and max_context > limit:
         raise InputError(f"max_context must be <= {limit}, the most that {anatomy.text_name} allows, got {max_context}")
 

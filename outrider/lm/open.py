@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from outrider.inputs import shown
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.choice import choose
 from outrider.lm.forward import Forward
@@ -23,6 +24,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.mtp import behind_pattern
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.support import refusal
+from outrider.place import check_place
 from outrider.types import InputError
 
 DTYPES = {
@@ -33,8 +35,6 @@ DTYPES = {
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """The files of a tokenizer; the first has its vocabulary."""
-LONGEST_ID = 256
-"""Longer than any hub id."""
 LONGEST_REASON = 300
 """Most characters that are quoted of another library's error."""
 
@@ -60,7 +60,7 @@ def open_model(
         InputError: The model does not exist, transformers cannot load it, or its checkpoint does not have the model's
             tensors.
     """
-    _exists(path)
+    _exists(path, revision=revision)
     if device is not None and device_map is not None:
         raise InputError("device and device_map both say where the model goes; give one of them")
     place, kind = as_device(device), as_dtype(dtype)
@@ -156,8 +156,8 @@ def as_device(given: str | torch.device | None) -> torch.device:
         place = torch.device("cuda" if torch.cuda.is_available() else "cpu") if given is None else torch.device(given)
         torch.zeros(1, device=place).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).splitlines()[0].split(". ")[0]
-        raise InputError(f"device {str(given)!r} cannot be used: {reason}") from error
+        reason = str(error).splitlines()[0].split(". ")[0][:LONGEST_REASON]
+        raise InputError(f"device {shown(str(given))} cannot be used: {reason}") from error
     return place
 
 
@@ -205,7 +205,7 @@ def as_lm(
 
 def open_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
     """A model's config, without its weights."""
-    _exists(path)
+    _exists(path, revision=revision)
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -216,7 +216,7 @@ def open_tokenizer(
     path: str, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase | None:
     """The tokenizer beside a model, or in a directory that holds nothing else; None if the directory has none."""
-    _exists(path, what="tokenizer")
+    _exists(path, what="tokenizer", revision=revision)
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
         return None
     try:
@@ -237,11 +237,7 @@ def _content(file: Path) -> bytes | None:
     return file.read_bytes() if file.is_file() else None
 
 
-def _exists(path: str, what: str = "model") -> None:
-    looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or len(path) > LONGEST_ID or not path
-    if looks_local and not os.path.isdir(os.path.expanduser(path)):
-        raise InputError(
-            f"there is no directory {path or repr(path)}; give a {what}'s directory or a hub id such as org/name"
-        )
+def _exists(path: str, what: str = "model", revision: str | None = None) -> None:
+    check_place(path, what, revision)
     if what == "model" and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise InputError(f"{path} is not a model's directory: it has no config.json")

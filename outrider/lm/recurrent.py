@@ -97,9 +97,8 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         max_context: int | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        for name, value in (("max_slots", max_slots), ("max_context", max_context)):
-            if value is not None and value < 1:
-                raise InputError(f"{name} must be >= 1, got {value}")
+        if max_slots < 1:
+            raise InputError(f"max_slots must be >= 1, got {max_slots}")
         self.anatomy = Anatomy.of(model)
         if (reason := refusal(self.anatomy, max_context=max_context)) is not None:
             raise InputError(reason)

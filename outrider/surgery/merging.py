@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.types import InputError
+from outrider.inputs import needs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def alignment(anchor: Expert, other: Expert) -> Int[Tensor, " neurons"]:
     try:
         from scipy.optimize import linear_sum_assignment
     except ImportError as error:
-        raise InputError("merging experts needs scipy; `pip install outrider[prune]` installs it") from error
+        raise needs("merging experts", "scipy", "prune") from error
     (gate, up), (gate2, up2) = anchor.gate_up.chunk(2), other.gate_up.chunk(2)
     similarity = gate @ gate2.T + up @ up2.T + anchor.down.T @ other.down
     _, order = linear_sum_assignment(similarity.cpu().numpy(), maximize=True)

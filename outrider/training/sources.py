@@ -1,7 +1,6 @@
 """Where a corpus comes from: files, folders, saved datasets, the Hub. Each gives records, read one after the other."""
 
 import gzip
-import json
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +11,9 @@ from typing import Any
 
 import datasets
 
+from outrider.inputs import parse_json
 from outrider.lm.open import reason_of
+from outrider.place import check_place
 from outrider.types import InputError
 
 LINES = (".jsonl", ".ndjson")
@@ -138,10 +139,7 @@ def _lines(path: Path) -> Iterator[Record]:
             text = _decoded(line, place).strip()
             if not text:
                 continue
-            try:
-                found = json.loads(text)
-            except (json.JSONDecodeError, RecursionError) as error:
-                raise InputError(f"{place} is not JSON: {error}") from error
+            found = parse_json(text, place)
             if not isinstance(found, dict):
                 raise InputError(f"{place} is not a JSON object, but {type(found).__name__}")
             yield Record(place=place, fields=found)
@@ -193,6 +191,7 @@ def _of_dataset(folder: Path, part: Part) -> Iterator[Record]:
 
 def _of_hub(name: str, part: Part) -> Iterator[Record]:
     """The rows of a dataset on the Hub, as they arrive."""
+    check_place(name, "dataset", part.revision)
     try:
         rows = datasets.load_dataset(name, part.config, split=part.split, revision=part.revision, streaming=True)
     except Exception as error:

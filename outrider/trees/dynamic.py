@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool
 
 from outrider.dice import Dice
-from outrider.trees.protocol import Children, Grown, Level
+from outrider.trees.protocol import Children, Grown, Level, check_size
 from outrider.trees.ranking import Likeliest, best_of_each
 from outrider.types import InputError, Structure
 
@@ -29,6 +29,7 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if self.width < 1 or self.num_nodes < 1:
             raise InputError(f"width and num_nodes must be >= 1, got {self.width} and {self.num_nodes}")
+        check_size(max(self.width, self.num_nodes))
 
     @property
     def structure(self) -> Structure:

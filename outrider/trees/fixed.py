@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, UnprunedTree, nothing
+from outrider.trees.protocol import Children, Level, UnprunedTree, check_size, nothing
 from outrider.types import InputError, Structure
 
 
@@ -40,6 +40,7 @@ class FixedTree(UnprunedTree):
             reached += count
         if reached == 1:
             raise InputError("children must give the root at least one child")
+        check_size(reached - 1)
 
     @property
     def structure(self) -> Structure:

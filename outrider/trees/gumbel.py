@@ -1,12 +1,14 @@
 """Children drawn without replacement, a fixed number per depth (RSD-C; MCSD without replacement)."""
 
+import itertools
+import operator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, UnprunedTree, nothing
+from outrider.trees.protocol import Children, Level, UnprunedTree, check_size, nothing
 from outrider.types import InputError, Structure
 
 
@@ -28,6 +30,7 @@ class GumbelTree(UnprunedTree):
     def __post_init__(self) -> None:
         if not self.branching or min(self.branching) < 1:
             raise InputError(f"branching must name at least one count, each >= 1, got {self.branching}")
+        check_size(sum(itertools.accumulate(self.branching, operator.mul)))
 
     @property
     def structure(self) -> Structure:

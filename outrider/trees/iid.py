@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 
 from outrider.dice import Dice, Draws
-from outrider.trees.protocol import Children, Level, UnprunedTree
+from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 from outrider.types import InputError, Structure
 
 
@@ -29,6 +29,7 @@ class IidTree(UnprunedTree):
     def __post_init__(self) -> None:
         if self.num_paths < 1:
             raise InputError(f"num_paths must be >= 1, got {self.num_paths}")
+        check_size(self.num_paths)
 
     @property
     def structure(self) -> Structure:

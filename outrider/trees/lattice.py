@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from outrider.dice import Dice
 from outrider.trees.dynamic import likeliest_tree
-from outrider.trees.protocol import Children, Grown, Level
+from outrider.trees.protocol import Children, Grown, Level, check_size
 from outrider.types import InputError, Structure
 
 
@@ -29,6 +29,7 @@ class LatticeTree:
     def __post_init__(self) -> None:
         if self.num_nodes < 1:
             raise InputError(f"num_nodes must be >= 1, got {self.num_nodes}")
+        check_size(self.num_nodes)
 
     @property
     def structure(self) -> Structure:

@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 
 from outrider.dice import Dice
 from outrider.trees.dynamic import likeliest_tree
-from outrider.trees.protocol import Children, Grown, Level, nothing
+from outrider.trees.protocol import Children, Grown, Level, check_size, nothing
 from outrider.trees.ranking import Likeliest, best_of_each
 from outrider.types import InputError, Structure
 
@@ -31,6 +31,7 @@ class OptTree:
     def __post_init__(self) -> None:
         if self.num_nodes < 1 or self.threshold < 0:
             raise InputError(f"num_nodes must be >= 1 and threshold >= 0, got {self.num_nodes} and {self.threshold}")
+        check_size(self.num_nodes)
 
     @property
     def structure(self) -> Structure:

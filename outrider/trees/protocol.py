@@ -11,7 +11,17 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.dice import Dice
+from outrider.inputs import shown
+from outrider.lm.slots import BRANCHES
 from outrider.types import InputError, Structure
+
+
+def check_size(num_nodes: int) -> None:
+    """Raise InputError for a tree that no slot of the target has room for."""
+    if num_nodes > BRANCHES:
+        raise InputError(
+            f"a tree may have {BRANCHES} nodes, for which a slot has room; this one has {shown(num_nodes)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 
 from outrider.dice import Dice, Draws
 from outrider.trees.gumbel import drawn
-from outrider.trees.protocol import Children, Level, UnprunedTree
+from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 from outrider.types import InputError, Structure
 
 
@@ -28,6 +28,7 @@ class TopPlusOneTree(UnprunedTree):
     def __post_init__(self) -> None:
         if self.width < 1:
             raise InputError(f"width must be >= 1, got {self.width}")
+        check_size(self.width)
 
     @property
     def structure(self) -> Structure:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, T5Config
@@ -16,6 +17,7 @@ from outrider.bench.agreement import along_text, run_freely
 from outrider.bench.costs import Costs
 from outrider.bench.doctor import Side, Worth, compare_sides, measure
 from outrider.cli.app import main
+from outrider.cli.doctor import _print_costs as print_costs
 from outrider.drafters.model import ModelDrafter
 from outrider.types import InputError
 from tests.world.models import engine, llama, target
@@ -224,3 +226,15 @@ def test_texts_that_are_too_short_or_that_nobody_reads_are_refused(monkeypatch, 
 def test_shipped_prompts_do_for_a_target_without_a_chat_template(monkeypatch, capsys, places):
     given = ["--target", str(places["target"]), "--drafter", "ngram", "--num-tokens", "12", "--rounds", "0"]
     assert "free running, by depth" in doctor(monkeypatch, capsys, *given)
+
+
+def test_where_no_length_pays_the_doctor_recommends_to_draft_nothing(capsys):
+    never = Worth.of(Costs(draft=3.0, token=0.5), 0.3)
+    assert never.best_speedup < 1
+    assert set(never.break_even.values()) == {None}
+    print_costs(Console(soft_wrap=True), never)
+    said = capsys.readouterr().out
+    assert "no length pays, so draft nothing (--drafter none)" in said
+    assert "best length" not in said
+    print_costs(Console(soft_wrap=True), Worth.of(Costs(draft=0.05, token=0.01), 0.9))
+    assert "best length" in capsys.readouterr().out

@@ -80,3 +80,24 @@ def test_a_target_without_a_tokenizer_or_a_template_cannot_chat(monkeypatch, cap
         monkeypatch, capsys, "Hello.", options=("--target", str(EMBEDDED_TARGET), "--tokenizer", str(tmp_path))
     )
     assert (status, "there is no tokenizer in" in err) == (2, True)
+
+
+def interrupted(*lines: str | type[BaseException]):
+    """What `input` does: it gives lines, and is interrupted where an exception stands."""
+    said = iter(lines)
+
+    def given() -> str:
+        line = next(said, "/quit")
+        if not isinstance(line, str):
+            raise line
+        return line
+
+    return given
+
+
+def test_an_interrupt_at_the_prompt_drops_the_line_and_a_second_one_leaves(monkeypatch, capsys):
+    stop = KeyboardInterrupt
+    monkeypatch.setattr("builtins.input", interrupted(stop, "Hello.", stop, "Hello.", stop, stop, "Never said."))
+    status, _, err = run(monkeypatch, capsys, "chat", *SHORT)
+    assert (status, err.count("[4 tokens,")) == (0, 2), err
+    assert err.count("an interrupt again, the end of input or /quit leaves") == 3

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from outrider.cli.prompts import STANDARD_INPUT, entries, is_lines, read_prompts
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.inputs import InputError
 from tests.cli.runs import run
 from tests.world.zoo import tiny
@@ -54,7 +55,7 @@ def test_other_texts_are_one_prompt(typed, text):
 def test_standard_input_that_is_asked_for_may_not_be_missing(monkeypatch, capsys, typed):
     typed("")
     status, _, err = run(monkeypatch, capsys, "generate", "--prompt-file", "-", *SHORT)
-    assert (status, "the prompt is empty" in err) == (2, True), err
+    assert (status, "there is no prompt: standard input is empty" in err) == (2, True), err
 
 
 @pytest.mark.parametrize(
@@ -108,3 +109,37 @@ def test_a_missing_tokenizer_is_one_sentence(monkeypatch, capsys, tmp_path):
     status, out, err = run(monkeypatch, capsys, "generate", "--target", str(tmp_path), "--prompt", "Once")
     assert (status, out) == (2, "")
     assert err == ("error: there is no tokenizer beside the target, and a text needs one; name it with --tokenizer\n")
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_without_a_prompt_nothing_is_told(monkeypatch, capsys, typed, closed):
+    typed("")
+    if closed:
+        monkeypatch.setattr(sys, "stdin", None)
+    status, out, err = run(monkeypatch, capsys, "generate", *SHORT)
+    assert (status, out, err) == (
+        2,
+        "",
+        "error: there is no prompt: standard input is empty; give --prompt or --prompt-file\n",
+    )
+
+
+def test_a_context_that_ends_an_output_early_is_named(monkeypatch, capsys):
+    options = ["--max-context", "8", "--temperature", "0", "--drafter", "none", "--max-new-tokens", "999999999"]
+    status, _, err = run(monkeypatch, capsys, "generate", "--prompt", "Once", *options)
+    assert status == 0
+    assert "an output ends where the context of 8 tokens is full, before max_new_tokens=999999999\n" in err
+
+
+def test_more_outputs_than_memory_holds_are_refused(monkeypatch, capsys):
+    status, out, err = run(monkeypatch, capsys, "generate", "--prompt", "Once", "-n", "999999999")
+    assert (status, out, err.count("\n")) == (2, "", 1)
+    assert "n=999999999 makes 999999999 outputs" in err
+
+
+def test_a_tokenizer_that_does_not_belong_to_the_target_is_named(monkeypatch, capsys, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    options = ["--target", str(tmp_path), "--tokenizer", str(EMBEDDED_TARGET), "--drafter", "none"]
+    status, out, err = run(monkeypatch, capsys, "generate", "--prompt", "Once upon a time", *options)
+    assert (status, out) == (2, "Once upon a time\n") or (status, out) == (2, ""), (out, err)
+    assert f"the tokenizer {EMBEDDED_TARGET} does not belong to the target" in err

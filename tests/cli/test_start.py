@@ -93,7 +93,7 @@ def test_every_command_has_every_option_of_a_setup(monkeypatch, capsys, command)
 
 def test_help_says_what_the_setup_says(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "400")
-    out = run(monkeypatch, capsys, "generate", "--help")[1]
+    out = " ".join(run(monkeypatch, capsys, "generate", "--help")[1].split())
     for text in outrider.setup.documentation(outrider.Setup).values():
         assert text.partition(" In Python")[0] in out
 

@@ -365,7 +365,7 @@ def test_a_grammar_without_a_tokenizer_is_refused():
 
 def test_without_xgrammar_the_sentence_says_what_to_install(pair, monkeypatch):
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with pytest.raises(InputError, match=r"pip install outrider\[grammar\]"):
+    with pytest.raises(InputError, match=r"pip install \"outrider\[grammar\] @"):
         # Another ending token, so that no compiler is remembered.
         regex("a").bind(pair.tokenizer, 8192, frozenset({17}))
 

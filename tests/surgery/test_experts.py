@@ -233,5 +233,5 @@ def test_models_without_known_experts_are_refused(kind, sentence):
 
 def test_merging_without_scipy_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
-    with pytest.raises(InputError, match=r"pip install outrider\[prune\]"):
+    with pytest.raises(InputError, match=r"pip install \"outrider\[prune\] @"):
         alignment(random_expert(1), random_expert(2))
