@@ -94,5 +94,5 @@ def test_outputs_of_the_engine_with_a_drafter_and_a_tree_parse_and_fit(pair):
 
 def test_names_that_may_match_two_patterns_are_refused(pair):
     schema = {"type": "object", "patternProperties": {"^a.*$": {"type": "integer"}, "^.*b$": {"type": "string"}}}
-    with pytest.raises(InputError, match="'patternProperties' .* a name may match two patterns"):
+    with pytest.raises(InputError, match=r"'patternProperties' .* a name may match two patterns"):
         json_schema(schema).bind(pair.tokenizer, 8192, pair.eos_ids)
