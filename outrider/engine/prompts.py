@@ -158,9 +158,10 @@ def _template_arguments(
     would drop them without a word.
     """
     for name, each in (("tools", tools), ("documents", documents)):
-        kinds = (Mapping, Callable) if name == "tools" else Mapping
-        whole = isinstance(each, Sequence) and not isinstance(each, str) and all(isinstance(e, kinds) for e in each)
-        if each is not None and not whole:
+        listed = isinstance(each, Sequence) and not isinstance(each, str)
+        if each is not None and not (
+            listed and all(isinstance(e, Mapping) or (name == "tools" and callable(e)) for e in each)
+        ):
             raise InputError(f"{name} must be a list of JSON objects, got {reprlib.repr(each)}")
     if others is not None and not isinstance(others, Mapping):
         raise InputError(f"chat_template_kwargs must be a JSON object, got {reprlib.repr(others)}")

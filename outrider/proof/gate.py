@@ -78,8 +78,6 @@ def in_float32(engine: Engine) -> Engine:
         replace(parts, target=target, drafter=drafter, experience=Experience()),
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,
-        stop=engine.stop,
-        rules=engine.rules,
         max_slots=engine.max_slots,
     )
 
