@@ -16,6 +16,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.choice import choose
 from outrider.lm.forward import Choice, as_forward
+from outrider.lm.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
@@ -41,6 +42,7 @@ OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_impl
 WITHOUT_COST = (
     *("target", "tokenizer", "revision", "drafter", "verifier", "length", "allow_lossy", "trust_remote_code"),
     *("max_slots", "max_context", "max_prefill_tokens", "forward", "pad_to", "threads", "device"),
+    "ignore_generation_config",
 )
 """Options that do not change what a step costs, or that its parts tell better."""
 KINDS: dict[Family, tuple[type, ...]] = {
@@ -83,11 +85,17 @@ def assemble(setup: Setup) -> Engine:
         parts = decoding.settled(parts, named=setup.length is not None)
     if isinstance(length, LoadPolicy):
         parts = replace(parts, experience=length.recalled(_circumstances(wanted, parts), _forwards(parts)))
+    follows = not wanted.ignore_generation_config
+    stop = stop_strings(model) if follows else ()
+    if stop and tokenizer is None:
+        raise InputError(f"the target's generation config has stop_strings, which need a tokenizer; {ADVICE}")
     return Engine(
         parts,
         tokenizer=tokenizer,
-        eos_ids=_eos_ids(model),
-        sampling=_default_sampling(model),
+        eos_ids=eos_ids(model),
+        stop=stop,
+        sampling=default_sampling(model) if follows else Sampling(),
+        rules=rules_of(model, target.vocab_size) if follows else None,
         max_slots=wanted.max_slots or MAX_SLOTS,
         max_prefill_tokens=wanted.max_prefill_tokens,
         refuses=refuses,
@@ -257,24 +265,3 @@ def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | Non
     """Width of the logits without the padding behind the tokenizer's last id."""
     width = logit_width(model)
     return width if tokenizer is None else min(width, max(tokenizer.get_vocab().values()) + 1)
-
-
-def _eos_ids(model: PreTrainedModel) -> frozenset[int]:
-    given = getattr(model.generation_config, "eos_token_id", None)
-    if given is None:
-        given = getattr(model.config, "eos_token_id", None)
-    return frozenset() if given is None else frozenset([given] if isinstance(given, int) else given)
-
-
-def _default_sampling(model: PreTrainedModel) -> Sampling:
-    """Sampling by the model's generation config, as in vLLM. `do_sample=False` means greedy."""
-    config = model.generation_config
-    if config.do_sample is False:
-        return Sampling(temperature=0.0, repetition_penalty=config.repetition_penalty or 1.0)
-    return Sampling(
-        temperature=1.0 if config.temperature is None else config.temperature,
-        top_k=config.top_k or 0,
-        top_p=1.0 if config.top_p is None else config.top_p,
-        min_p=config.min_p or 0.0,
-        repetition_penalty=config.repetition_penalty or 1.0,
-    )

@@ -56,6 +56,8 @@ class Setup:
             `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. In Python also transformers' object.
         attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.
         revision: Branch, tag or commit of the target's hub id.
+        ignore_generation_config: Take only the end tokens from the target's generation config. Otherwise it says how
+            outputs are drawn, and what the engine cannot do is refused.
         trust_remote_code: Allow transformers to run code that comes with the target.
         threads: Threads of torch on a CPU, for the whole process. By default torch's own number, at most one per core
             that this process may use; `OMP_NUM_THREADS` is respected.
@@ -94,6 +96,7 @@ class Setup:
     quantization_config: Mapping[str, Any] | str | object | None = None
     attn_implementation: str | None = None
     revision: str | None = None
+    ignore_generation_config: bool = False
     trust_remote_code: bool = False
     threads: int | None = None
     pad_to: int | None = None

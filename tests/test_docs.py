@@ -1,5 +1,6 @@
 """The documentation's examples run, and its generated page is up to date."""
 
+import ast
 import os
 import re
 import shlex
@@ -109,6 +110,16 @@ def test_an_extra_names_only_what_is_imported():
         for name in (re.split(r"[<>=\[]", needed)[0] for needed in extras[extra]):
             # torch has the writer of tensorboard.
             assert re.search(rf"^ *(import|from) (torch\.utils\.)?{name}\b", sources, re.MULTILINE), (extra, name)
+
+
+def test_what_the_package_imports_is_named_by_it_or_an_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [name for extra in project["optional-dependencies"].values() for name in extra]
+    named = {re.split(r"[<>=\[]", name)[0] for name in [*project["dependencies"], *extras]}
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "outrider").rglob("*.py")]
+    statements = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imported = {ast.unparse(node).split()[1].partition(".")[0] for node in statements}
+    assert imported - named - sys.stdlib_module_names == {"outrider"}
 
 
 def test_the_page_of_methods_is_what_the_catalog_says():

@@ -165,11 +165,14 @@ class Bench:
                 decoding=method.decoding,
                 tokenizer=self.first.tokenizer,
                 max_slots=self.max_slots,
+                ignore_generation_config=True,
             )
             self._engines[key] = Engine(
                 replace(loaded.parts, target=parts.target),
                 tokenizer=self.first.tokenizer,
                 eos_ids=self.first.eos_ids,
+                stop=self.first.stop,
+                rules=self.first.rules,
                 sampling=self.first.sampling,
                 max_slots=self.max_slots,
             )

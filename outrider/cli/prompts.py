@@ -3,17 +3,21 @@
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
+from outrider.cli.request import RequestOptions
 from outrider.embedded import ASSETS
-from outrider.engine.prompts import Prompt
+from outrider.engine.prompts import BESIDE_MESSAGES, Prompt
 from outrider.inputs import InputError, parse_json, text_of
 
 STANDARD_INPUT = Path("-")
 KEYS = ("prompt", "turns", "messages")
 """What an object of JSON lines holds one of."""
 WANTED = "a JSON object with `prompt`, a text, or `turns`, a list of texts, or `messages` with role and content"
+
+OPTIONS = {field.name for field in fields(RequestOptions)} | {"max_tokens", "n", "response_format", "tool_choice"}
+"""What a line must not hold: options of requests are given for all prompts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,15 +122,23 @@ def _prompt(line: str, place: str) -> Prompt:
     """One line of JSON lines."""
     entry = parse_json(line, place)
     given = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
+    beside = {key: entry[key] for key in BESIDE_MESSAGES if entry.get(key) is not None} if given else {}
+    if given and (options := sorted(OPTIONS.intersection(entry))):
+        raise InputError(f"{place} holds {options[0]!r}, an option for all prompts; give it on the command line")
     match given:
         case {"prompt": str(prompt)} if len(given) == 1:
+            if beside:
+                raise InputError(f"{place} holds {min(beside)!r}, which belongs to messages, beside a prompt")
             return prompt
         case {"turns": [*turns]} if len(given) == 1 and turns and all(isinstance(turn, str) for turn in turns):
-            return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+            messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+            return {"messages": messages, **beside} if beside else messages
         case {"messages": [*messages]} if len(given) == 1 and messages and all(map(_is_message, messages)):
-            return messages
+            return {"messages": messages, **beside} if beside else messages
     raise InputError(f"{place} is not {WANTED}")
 
 
 def _is_message(given: object) -> bool:
-    return isinstance(given, dict) and isinstance(given.get("role"), str) and isinstance(given.get("content"), str)
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        return False
+    return isinstance(given.get("content"), str | list) or bool(given.get("tool_calls"))

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import typer
@@ -27,7 +27,8 @@ def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int,
         raise InputError(f"num_draws must be >= 0, got {num_draws}")
     if temperature is not None and not 0 < temperature < math.inf:
         raise InputError(f"temperature must be > 0, because greedy outputs are not drawn, got {temperature}")
-    engine = opened(setup)
+    # What is proven is the law of requests with settings of their own.
+    engine = opened(replace(setup, ignore_generation_config=True))
     check_numbers(engine)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with Progress(console=console, transient=True, disable=as_json) as progress:

@@ -24,6 +24,20 @@ CACHE_BYTES = 2**28
 """Most memory of the compiled grammars of one tokenizer."""
 ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .* is false: )?")
 """The time and place that xgrammar adds to its messages."""
+REPLACED = (
+    # A character of a string of given length.
+    (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"),
+    # A character of a JSON pointer.
+    (r"([\0-.]) | ([0-}]) | ([\x7f-", r"([ !#-.]) | ([0-[\]-}]) | ([\x7f-"),
+)
+"""Parts of xgrammar's rules that let raw control characters, quotes and backslashes into a string, and their mends."""
+DROPPED = (
+    # The quoted part of an email address, with any character behind a backslash.
+    re.compile(r'() \| \("\\\\" "\\"" \w+ "\\\\" "\\""\)'),
+    # An escape in the name of a property that is not listed, which may spell a listed one: \u0061 for a.
+    re.compile(r'^(\w+_addl_key\w* ::= .*?) \| \("\\\\" basic_escape basic_string_sub\)', re.MULTILINE),
+)
+"""Parts of xgrammar's rules that are left out; what the group matches stays."""
 
 __all__ = ["Constraint", "Grammar", "any_json", "ebnf", "json_schema", "regex"]
 
@@ -71,11 +85,7 @@ class Grammar:
                 compiled = compiler.compile_grammar(self.text)
             else:
                 check_schema(self.text)
-                compiled = compiler.compile_json_schema(
-                    self.text,
-                    any_whitespace=self.max_whitespace != 0,
-                    max_whitespace_cnt=self.max_whitespace or None,
-                )
+                compiled = compiler.compile_grammar(narrowed(self.text, self.max_whitespace))
         except (InputError, RuntimeError, UnicodeEncodeError) as error:
             reason = ORIGIN.sub("", str(error).strip().splitlines()[0])
             raise InputError(f"the {self.kind} cannot be compiled: {reason}") from error
@@ -87,6 +97,22 @@ class Grammar:
         )
         constraint.masks(constraint.open(), [0], [-1])
         return constraint
+
+
+def narrowed(schema: str, max_whitespace: int | None = None) -> str:
+    """xgrammar's rules for a schema, without the outputs that are no JSON or break the schema."""
+    import xgrammar
+
+    rules = str(
+        xgrammar.Grammar.from_json_schema(
+            schema, any_whitespace=max_whitespace != 0, max_whitespace_cnt=max_whitespace or None
+        )
+    )
+    for part, mend in REPLACED:
+        rules = rules.replace(part, mend)
+    for pattern in DROPPED:
+        rules = pattern.sub(r"\1", rules)
+    return rules
 
 
 def json_schema(schema: str | Mapping[str, object] | bool, max_whitespace: int | None = None) -> Grammar:

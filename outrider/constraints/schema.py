@@ -184,6 +184,8 @@ def _check_types(schema: Mapping[str, object], said: set[str], at: str) -> None:
         raise _refused("multipleOf", at, "it is enforced for integers alone")
     if isinstance(least := schema.get("minProperties"), int) and least > 1 and not _names_are_given(schema):
         raise _refused("minProperties", at, "a name may come twice and count once; require the properties by name")
+    if isinstance(patterns := schema.get("patternProperties"), Mapping) and len(patterns) > 1:
+        raise _refused("patternProperties", at, "a name may match two patterns; write them as one pattern")
     properties, required = schema.get("properties"), schema.get("required")
     for name in required if isinstance(required, list) and (not types or "object" in types) else ():
         if not isinstance(properties, Mapping) or str(name) not in properties:

@@ -2,8 +2,9 @@
 
 import functools
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,12 +22,13 @@ from outrider.engine.crowd import Crowd, warn_of_crowd
 from outrider.engine.lock import Lock, alone
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
-from outrider.engine.prompts import Prompt, encode
+from outrider.engine.prompts import Prompt, Tool, encode
 from outrider.engine.requests import bound, check, check_count, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
 from outrider.inputs import whole
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.generation_config import GenerationRules
 from outrider.remembered import shapes
 from outrider.threads import threads_are_bound
 from outrider.trees.chain import ChainTree
@@ -52,7 +54,9 @@ class Engine:
         parts: Target, drafter, tree, verifier, length policy and decoding.
         tokenizer: For text prompts, text output, stop strings and chat; token ids work without it.
         eos_ids: Token ids that end an output.
+        stop: Strings that end an output.
         sampling: Settings of requests without settings of their own.
+        rules: What the target's generation config asks of all requests, besides the settings.
         max_slots: Most requests that run at once; other requests wait.
         keep_warm: Whether the slot of an ended request stays allocated until another request needs it, so that a prompt
             with the same beginning can reuse its cache.
@@ -75,7 +79,9 @@ class Engine:
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
         eos_ids: frozenset[int] = frozenset(),
+        stop: Sequence[str] = (),
         sampling: Sampling | None = None,
+        rules: GenerationRules | None = None,
         max_slots: int = 8,
         max_prefill_tokens: int = PREFILL_CHUNK,
         keep_warm: bool = True,
@@ -86,7 +92,9 @@ class Engine:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
+        self.stop = tuple(stop)
         self.sampling = sampling or Sampling()
+        self.rules = rules
         self.max_slots = max_slots
         self.max_prefill_tokens = max_prefill_tokens
         self.dice = dice
@@ -132,9 +140,20 @@ class Engine:
         return self._schedule.prefixes.num_reused_tokens
 
     @alone
-    def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt. Chat messages go through the tokenizer's chat template, which opens the answer."""
-        return encode(prompt, self.tokenizer)
+    def encode(
+        self,
+        prompt: Prompt,
+        *,
+        tools: Sequence[Tool] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a prompt. Chat messages go through the tokenizer's chat template, which opens the answer, or
+        continues a last message of the assistant. The options are those of `add`.
+        """
+        return encode(
+            prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
+        )
 
     @alone
     def add(
@@ -150,6 +169,9 @@ class Engine:
         ignore_eos: bool = False,
         id: str | None = None,
         constraint: Constraint | Grammar | None = None,
+        tools: Sequence[Tool] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Queue a request and return its id. Raises InputError if it cannot be run.
 
@@ -161,23 +183,32 @@ class Engine:
             min_tokens: Fewest tokens before an end token may come or a stop string counts.
             logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those
                 of the k likeliest tokens at each position as well.
-            ignore_eos: Continue after the model's own end tokens.
+            ignore_eos: Continue after the model's own end tokens and stop strings.
             constraint: A grammar that the output must follow, or any other constraint on tokens.
+            tools: Of chat messages: tools that the assistant may call, as JSON schemas or functions.
+            documents: Of chat messages: documents that the assistant may use, with title and text.
+            chat_template_kwargs: Of chat messages: other arguments of the chat template, such as `enable_thinking`.
         """
         if isinstance(prompt, Request):
             request = prompt
         else:
             request = Request(
                 id=id or uuid.uuid4().hex[:12],
-                prompt=tuple(self.encode(prompt)),
+                prompt=tuple(
+                    self.encode(prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs)
+                ),
                 max_new_tokens=max_new_tokens,
                 sampling=sampling or self.sampling,
                 eos_ids=(frozenset() if ignore_eos else self.eos_ids)
                 | tokens("stop_token_ids", stop_token_ids, self.parts.target.vocab_size),
-                stop=texts(stop),
+                stop=texts(stop) + (() if ignore_eos else self.stop),
                 min_tokens=min_tokens,
                 logprobs=logprobs,
             )
+            if self.rules is not None and request.prompt:
+                asked = self.rules.of(request.prompt, request.max_new_tokens)
+                settings = replace(request.sampling, processors=(*asked, *request.sampling.processors))
+                request = replace(request, sampling=settings)
         if constraint is not None:
             rule = bound(constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
             request = replace(request, constraint=rule)
@@ -254,13 +285,16 @@ class Engine:
         progress: Callable[[Output], None] | None = None,
         constraint: Constraint | Grammar | Sequence[Constraint | Grammar | None] | None = None,
         errors: str = "raise",
+        tools: Sequence[Tool] | None = None,
+        documents: Sequence[Mapping[str, str]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
         """Run prompts to their ends, as many at once as there are slots. Returns outputs in the order of the prompts.
 
         Options that are not named below are those of `add`.
 
         Args:
-            prompts: Texts, lists of token ids or lists of chat messages.
+            prompts: Texts, lists of token ids or lists of chat messages; or what a tokenizer returned for a batch.
             sampling: Settings for all prompts, or one per prompt.
             n: Outputs per prompt; the outputs of one prompt follow each other. If a seed is given, the first output
                 uses it, and each other output uses a seed derived from it and the output's number.
@@ -290,6 +324,9 @@ class Engine:
                         "logprobs": logprobs,
                         "ignore_eos": ignore_eos,
                         "constraint": rule,
+                        "tools": tools,
+                        "documents": documents,
+                        "chat_template_kwargs": chat_template_kwargs,
                     }
                     ids.append(self._claimed(prompt, **options))
                     steps[ids[-1]] = []
@@ -336,7 +373,9 @@ class Engine:
             ),
             tokenizer=self.tokenizer,
             eos_ids=self.eos_ids,
+            stop=self.stop,
             sampling=self.sampling,
+            rules=self.rules,
             max_slots=self.max_slots,
             max_prefill_tokens=self.max_prefill_tokens,
             keep_warm=False,

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.constraint import Constraint
 from outrider.constraints.grammar import Grammar
-from outrider.engine.prompts import Prompt
+from outrider.engine.prompts import Prompt, rows
 from outrider.inputs import whole
 from outrider.lm.protocol import LM
 from outrider.types import InputError, Request, Sampling
@@ -118,6 +118,8 @@ def tokens(name: str, given: Sequence[int], vocab_size: int) -> frozenset[int]:
 
 def listed(prompts: object) -> list[Prompt]:
     """The prompts of a list, a batch of token ids or anything else that can be gone through."""
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        return rows(prompts)
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
         raise InputError(f"prompts must be a list; for one prompt give [prompt]; got {reprlib.repr(prompts)}")
     return list(prompts)

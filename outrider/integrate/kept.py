@@ -78,7 +78,9 @@ def _same(some: Setup, other: Setup) -> bool:
 
 def _engine(model: PreTrainedModel, options: Setup) -> Engine:
     """An engine that does not keep its model alive, and leaves text to the caller."""
-    made = assemble(replace(options, target=model, vocab_size=logit_width(model)))
+    # `generate` makes the processors and criteria of its own generation config.
+    own = replace(options, target=model, vocab_size=logit_width(model), ignore_generation_config=True)
+    made = assemble(own)
     if isinstance(made.parts.target, LanguageModel):
         made.parts.target.hold_weakly()
     elif isinstance(made.parts.target, RecurrentModel):

@@ -1,10 +1,13 @@
-"""The log of a run: JSON lines for programs, TensorBoard for people."""
+"""The log of a run: JSON lines for programs, an experiment tracker for people."""
 
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 
 from outrider.types import InputError
 
@@ -13,44 +16,59 @@ BEGINNING = b'{"kind": "settings"'
 
 
 class Journal:
-    """What happened at each step, in `log.jsonl` and as TensorBoard's events.
+    """What happened at each step, in `log.jsonl` and as curves of TensorBoard or of a tracker that accelerate runs.
 
     A run that goes on drops the lines of the steps that it will make again.
 
     Args:
         folder: Where the files are.
         step: How many steps the run has made.
+        accelerator: Runs the tracker that it was made with; None writes TensorBoard's files.
 
     Raises:
-        InputError: The files cannot be written.
+        InputError: The files cannot be written, or the tracker does not start.
     """
 
-    def __init__(self, folder: Path, *, step: int) -> None:
+    def __init__(self, folder: Path, *, step: int, accelerator: Accelerator | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self._accelerator = accelerator
         self.path = folder / "log.jsonl"
         try:
             kept = [each for each in read(self.path) if each.get("step", 0) <= step] if step else []
             self.path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+            purged = step + 1 if step else None
+            self._events = None if accelerator else SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
         except OSError as error:
             raise self._unwritten(error) from error
+        if accelerator is not None:
+            try:
+                accelerator.init_trackers("outrider")
+            except Exception as error:
+                raise InputError(f"the tracker {accelerator.log_with[0]} does not start: {error}") from error
 
     def add(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
         """Write a line. Numbers also become curves."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"kind": kind, "step": step, **numbers}) + "\n")
-            for name, value in numbers.items():
-                if isinstance(value, int | float) and not isinstance(value, bool):
-                    self._events.add_scalar(f"{kind}/{name}", value, step)
-            self._events.flush()
+            curves = {f"{kind}/{name}": value for name, value in numbers.items() if type(value) in (int, float)}
+            if self._accelerator is not None:
+                self._accelerator.log(curves, step=step)
+            if self._events is not None:
+                for name, value in curves.items():
+                    self._events.add_scalar(name, value, step)
+                self._events.flush()
         except OSError as error:
             raise self._unwritten(error) from error
 
     def close(self) -> None:
-        """Close the files."""
-        self._events.close()
+        """Close the files, and end the tracker's run."""
+        if self._events is not None:
+            self._events.close()
+        if self._accelerator is not None:
+            for tracker in self._accelerator.trackers:
+                tracker.finish()
 
     def _unwritten(self, error: OSError) -> InputError:
         return InputError(f"{self.path.parent} cannot be written: {error.strerror or os.strerror(error.errno or 0)}")
@@ -60,6 +78,19 @@ def begins_run(path: Path) -> bool:
     """Whether a file is the log of a run: its first line holds the settings."""
     with path.open("rb") as file:
         return file.read(len(BEGINNING)) == BEGINNING
+
+
+def tracker_of(name: str) -> str | None:
+    """The tracker that accelerate runs; None where the journal writes TensorBoard's files itself.
+
+    Raises:
+        InputError: The tracker is not installed.
+    """
+    if name == "tensorboard":
+        return None
+    if name not in [str(each) for each in get_available_trackers()]:
+        raise InputError(f"the tracker {name} is not installed; install its package, or use --tracker tensorboard")
+    return name
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from outrider.destination import check_free, locked
 from outrider.training import checkpoint, processes
 from outrider.training.batches import Batch, Batches
-from outrider.training.journal import Journal, begins_run
+from outrider.training.journal import Journal, begins_run, tracker_of
 from outrider.training.optimizer import adamw
 from outrider.training.settings import Settings, check_same
 from outrider.training.watch import Judging, Watch, Watched
@@ -215,7 +215,13 @@ class _Run:
         self.identity = settings.fixed() | about
         # An older run in this process may have had another precision.
         AcceleratorState._reset_state()
-        self.accelerator = Accelerator(mixed_precision=settings.precision, cpu=settings.device == "cpu")
+        tracker = tracker_of(settings.tracker)
+        self.accelerator = Accelerator(
+            mixed_precision=settings.precision,
+            cpu=settings.device == "cpu",
+            log_with=tracker,
+            project_dir=str(self.folder),
+        )
         self.share = self._own_rows()
         optimizer = adamw(learner, settings)
         self.learner: Learner = learner
@@ -224,7 +230,9 @@ class _Run:
         self.spent = 0.0
         self._resume()
         self.began, self.began_at = time.perf_counter(), self.step
-        self.journal = Journal(self.folder, step=self.step) if self.accelerator.is_main_process else None
+        run = None if tracker is None else self.accelerator
+        main = self.accelerator.is_main_process
+        self.journal = Journal(self.folder, step=self.step, accelerator=run) if main else None
         if self.step == 0:
             self._write_settings()
             self._look()

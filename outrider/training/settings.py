@@ -8,7 +8,7 @@ from typing import Any
 
 from outrider.inputs import InputError
 
-FREE = ("micro_rows", "save_every", "log_every", "device")
+FREE = ("micro_rows", "save_every", "log_every", "device", "tracker")
 """Settings that may change when a run goes on. They change its weights by rounding at most."""
 LEAST = {
     **dict.fromkeys(("steps", "num_rows", "micro_rows", "save_every", "watch_every", "log_every"), 1),
@@ -18,6 +18,8 @@ LEAST = {
 """The smallest value of each number that has one."""
 PRECISIONS = ("no", "bf16", "fp16")
 SCHEDULES = ("cosine", "constant")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml", "clearml", "dvclive", "aim")
+"""The experiment trackers that accelerate knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,8 @@ class Settings:
         log_every: Steps between lines of the log.
         keep_best: Keep the drafter with the highest block efficiency, not the last.
         device: `cpu` stays on the CPU; None uses the GPU where there is one.
+        tracker: Where curves go besides the log: `tensorboard`, to files in the run's folder, or another tracker that
+            accelerate knows and that is installed, such as `wandb` or `mlflow`.
     """
 
     steps: int = 1000
@@ -66,6 +70,7 @@ class Settings:
     log_every: int = 10
     keep_best: bool = True
     device: str | None = None
+    tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -79,7 +84,7 @@ class Settings:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 0 and below 1, got {getattr(self, name)}")
-        for name, known in (("precision", PRECISIONS), ("schedule", SCHEDULES)):
+        for name, known in (("precision", PRECISIONS), ("schedule", SCHEDULES), ("tracker", TRACKERS)):
             if getattr(self, name) not in known:
                 raise InputError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
         if self.device not in (None, "cpu"):

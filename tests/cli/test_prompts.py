@@ -143,3 +143,35 @@ def test_a_tokenizer_that_does_not_belong_to_the_target_is_named(monkeypatch, ca
     status, out, err = run(monkeypatch, capsys, "generate", "--prompt", "Once upon a time", *options)
     assert (status, out) == (2, "Once upon a time\n") or (status, out) == (2, ""), (out, err)
     assert f"the tokenizer {EMBEDDED_TARGET} does not belong to the target" in err
+
+
+def test_a_line_keeps_what_its_template_takes():
+    line = {"messages": [{"role": "user", "content": "d"}], "tools": [{"name": "time"}], "question_id": 3}
+    assert read_prompts(json.dumps(line)) == [{"messages": line["messages"], "tools": line["tools"]}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "d"}]}]
+    assert read_prompts(json.dumps({"messages": parts})) == [parts]
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ({"prompt": "a", "temperature": 0}, "line 1 of the prompts holds 'temperature', an option for all prompts"),
+        ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}, "holds 'max_tokens'"),
+        ({"prompt": "a", "tools": []}, "holds 'tools', which belongs to messages, beside a prompt"),
+    ],
+)
+def test_what_a_line_cannot_say_is_refused_by_name(line, sentence):
+    with pytest.raises(InputError, match=sentence):
+        read_prompts(json.dumps(line))
+
+
+def test_tools_that_the_template_does_not_read_are_refused_with_the_line(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    line = {"messages": [{"role": "user", "content": "d"}], "tools": [{"name": "time"}]}
+    file.write_text(json.dumps({"prompt": "Once"}) + "\n" + json.dumps(line) + "\n")
+    status, _, err = run(monkeypatch, capsys, "generate", "--prompt-file", str(file), *SHORT, "--json")
+    assert (status, err) == (
+        2,
+        "error: line 2 of the prompts: the target's chat template does not read tools; leave it out, or give another "
+        "template\n",
+    )

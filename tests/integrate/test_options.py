@@ -45,12 +45,13 @@ SETTLED = {
     "quantization_config": {"bits": 4},
     "attn_implementation": "eager",
     "revision": "main",
+    "ignore_generation_config": True,
 }
 
 
 def test_every_option_holds_or_is_refused():
     assert VALUES.keys() | SETTLED.keys() == {field.name for field in fields(Setup)}
-    assert SETTLED.keys() == {"target", "vocab_size", *OF_LOADING}
+    assert SETTLED.keys() == {"target", "vocab_size", "ignore_generation_config", *OF_LOADING}
 
 
 @pytest.mark.parametrize("name", SETTLED)

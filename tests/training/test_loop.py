@@ -3,16 +3,19 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 
 from outrider.training.journal import read
 from outrider.training.loop import FOLDER, Loss, train
-from outrider.training.settings import Settings
+from outrider.training.settings import TRACKERS, Settings
 from outrider.training.watch import Watch
 from outrider.types import InputError
 from tests.training.learners import Bigram, batches, documents
@@ -264,6 +267,52 @@ def test_log_has_settings_steps_and_tensorboard_events(tmp_path: Path) -> None:
     assert [line["step"] for line in lines[1:]] == list(range(1, 13))
     assert {"loss", "rate", "norm", "tokens", "right"} <= lines[1].keys()
     assert any((tmp_path / FOLDER / "tensorboard").glob("events*"))
+
+
+class NotingTracker(GeneralTracker):
+    """A tracker of accelerate's that keeps what it is told."""
+
+    name = "trackio"
+    requires_logging_directory = False
+    noted: ClassVar[list[tuple[int | None, dict[str, Any]]]] = []
+    ended: ClassVar[list[bool]] = []
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__()
+
+    @property
+    def tracker(self) -> None:
+        return None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        pass
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.noted.append((step, values))
+
+    def finish(self) -> None:
+        self.ended.append(True)
+
+
+def test_another_tracker_of_accelerate_gets_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", NotingTracker)
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.TRACKIO])
+    train(Bigram(), batches(), replace(SETTINGS, tracker="trackio"), tmp_path)
+    steps = [step for step, values in NotingTracker.noted if "step/loss" in values]
+    assert (steps, NotingTracker.ended) == (list(range(1, 13)), [True])
+    assert not (tmp_path / FOLDER / "tensorboard").exists()
+
+
+def test_trackers_are_those_of_accelerate_and_must_be_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert set(TRACKERS) == set(LoggerType.list()) - {"all"}
+    with pytest.raises(InputError, match=r"tracker must be one of tensorboard, wandb, .* got 'wandbb'"):
+        replace(SETTINGS, tracker="wandbb")
+    monkeypatch.setattr(tracking, "_available_trackers", [])
+    with pytest.raises(InputError, match="the tracker wandb is not installed"):
+        train(Bigram(), batches(), replace(SETTINGS, tracker="wandb"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_settings_name_what_is_wrong() -> None:
