@@ -4,6 +4,8 @@ Relied on in torch (read and run in 2.13): `ops.mkldnn._reorder_linear_weight` a
 operations that its compiler uses when weights are frozen. They are private.
 """
 
+from typing import TypeGuard
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -53,18 +55,32 @@ def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
 def packed(model: Module) -> Module:
     """A twin that shares the weights, except that plain linear layers have packed copies of theirs.
 
-    It says the same bits in less time. Layers of other kinds (quantised ones, adapters) and weights of
+    It says the same bits in less time. Layers that are not `plain` (quantised ones, adapters) and weights of
     other types are shared as they are. What is done to the model's linear layers later does not reach the twin.
     """
     made = twin(model)
     packs: dict[int, PackedLinear] = {}
     for parent in list(made.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
+            if plain(child) and child.weight.dtype == torch.bfloat16:
                 if id(child) not in packs:
                     packs[id(child)] = PackedLinear(child)
                 setattr(parent, name, packs[id(child)])
     return made
+
+
+def plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that does what its class says, with a weight that is here.
+
+    Quantisers put weights of their own type into it, or a class of their own in its place. Offloading keeps the weight
+    elsewhere and replaces the layer's `forward`. Tensor parallel models have hooks on it.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    tensors = [module.weight, *([] if module.bias is None else [module.bias])]
+    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors):
+        return False
+    return not module._forward_hooks and not module._forward_pre_hooks
 
 
 def worth_packing(model: PreTrainedModel) -> bool:
@@ -74,5 +90,5 @@ def worth_packing(model: PreTrainedModel) -> bool:
 
 def fits_packed(module: nn.Module, device: torch.device) -> bool:
     """Whether packed copies of a module's linear layers take less than a quarter of the memory that is free."""
-    need, free = sum(m.weight.nbytes for m in module.modules() if type(m) is nn.Linear), free_bytes(device)
+    need, free = sum(m.weight.nbytes for m in module.modules() if plain(m)), free_bytes(device)
     return free is not None and need < free / 4
