@@ -4,6 +4,7 @@ Relied on in torch (read and run in 2.13): `ops.mkldnn._reorder_linear_weight` a
 operations that its compiler uses when weights are frozen. They are private.
 """
 
+from itertools import chain
 from typing import TypeGuard
 
 import torch
@@ -77,10 +78,13 @@ def plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
-    tensors = [module.weight, *([] if module.bias is None else [module.bias])]
-    if any(type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta for tensor in tensors):
-        return False
-    return not module._forward_hooks and not module._forward_pre_hooks
+    return whole(module) and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def whole(module: nn.Module) -> bool:
+    """Whether all weights and buffers of a module are plain tensors that are here, not quantised, not offloaded."""
+    tensors = chain(module.parameters(), module.buffers())
+    return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
 
 
 def worth_packing(model: PreTrainedModel) -> bool:

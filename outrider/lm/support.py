@@ -164,6 +164,17 @@ def _flexless(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     return None
 
 
+def _outliers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
+    given = getattr(model.config, "quantization_config", None)
+    settings = given if isinstance(given, Mapping) else given.to_dict() if hasattr(given, "to_dict") else {}
+    if settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0) > 0:
+        return (
+            "bitsandbytes' 8-bit layers look for outliers in all tokens of a forward, so draft tokens would change the "
+            "logits of tokens before them; load the model with llm_int8_threshold=0, or in 4 bits"
+        )
+    return None
+
+
 def _dynamic(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     if any(rotary_type(p) == "dynamic" for p in rotary_parameters(model.text)):
         return f"{model.name} uses dynamic rotary scaling, which embeds cached tokens anew as text grows"
@@ -181,6 +192,7 @@ REFUSALS: Mapping[str, Callable[[Anatomy, type[PreTrainedModel]], str | None]] =
     "models that attend to later tokens": _bidirectional,
     "attention implementations without exact masks": _kernel,
     "dynamic rotary scaling": _dynamic,
+    "8-bit layers that look at several tokens": _outliers,
 }
 """What is refused, and the check that says why; in this order. Contexts beyond `context_limit` are refused too."""
 

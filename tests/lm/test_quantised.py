@@ -6,6 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import outrider
+from outrider import InputError
 from outrider.lm.fingerprint import weights_of
 from outrider.lm.merged import merge
 from outrider.lm.open import as_lm, logit_width
@@ -103,3 +104,11 @@ def test_linear_layers_that_are_more_than_their_weight_are_neither_packed_nor_me
         merge(model, lambda: [each(states) for each in model.values()])
         assert model["q"] is layer
         assert model["k"] is other
+
+
+def test_quantised_weights_are_not_compiled() -> None:
+    model = tiny("llama")
+    head = model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Shown), requires_grad=False)
+    with pytest.raises(InputError, match=r"weights of llama are quantised or offloaded, .* choose forward=eager"):
+        outrider.load(model, drafter="none", forward="compiled")
