@@ -41,12 +41,12 @@ def refusal(
     """
     anatomy = model_or_config if isinstance(model_or_config, Anatomy) else Anatomy.of(model_or_config)
     if anatomy.kind is None:
-        return f"{anatomy.name} is no causal language model that transformers knows"
+        return _encoder(anatomy) or f"{anatomy.name} is no causal language model that transformers knows"
     found = (check(anatomy, anatomy.kind) for check in REFUSALS.values())
     return next((reason for reason in found if reason is not None), None) or _too_long(anatomy, max_context)
 
 
-def _encoder(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
+def _encoder(model: Anatomy, kind: type[PreTrainedModel] | None = None) -> str | None:
     if model.config.is_encoder_decoder:
         return f"{model.name} is an encoder-decoder model; a decoder-only causal language model is needed"
     if getattr(model.text, "add_cross_attention", False):
@@ -164,6 +164,15 @@ def _flexless(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     return None
 
 
+def _processes(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
+    if model.num_processes > 1:
+        return (
+            f"the model is spread over {model.num_processes} processes, and each of them would draft by its own clock "
+            "and draw by its own seed, so that they part; load it in one process, without tp_plan"
+        )
+    return None
+
+
 def _outliers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     given = getattr(model.config, "quantization_config", None)
     settings = given if isinstance(given, Mapping) else given.to_dict() if hasattr(given, "to_dict") else {}
@@ -193,6 +202,7 @@ REFUSALS: Mapping[str, Callable[[Anatomy, type[PreTrainedModel]], str | None]] =
     "attention implementations without exact masks": _kernel,
     "dynamic rotary scaling": _dynamic,
     "8-bit layers that look at several tokens": _outliers,
+    "models that are spread over processes": _processes,
 }
 """What is refused, and the check that says why; in this order. Contexts beyond `context_limit` are refused too."""
 
