@@ -115,7 +115,11 @@ def open_model(
 
 
 def _check_peft(path: str, base: str) -> None:
-    """Raise InputError if PEFT is not installed."""
+    """Raise InputError if the adapter has no weights, or PEFT is not installed."""
+    if not any((Path(path) / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        raise InputError(
+            f"{path} is an adapter of {base} without adapter_model.safetensors; get the complete directory"
+        )
     if importlib.util.find_spec("peft") is None:
         raise InputError(
             f"{path} is an adapter of {base}, and PEFT, which reads it, is not installed; run pip install peft, or "
