@@ -156,7 +156,7 @@ def base_of(path: str) -> str | None:
     return base
 
 
-def unwrapped(model: object) -> object:
+def unwrapped(model: Any) -> Any:
     """The model in what others put around it: `torch.compile`, `DataParallel`, or PEFT, whose adapters are layers.
 
     Raises:
@@ -168,7 +168,8 @@ def unwrapped(model: object) -> object:
         elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
         elif hasattr(type(model), "get_base_model"):
-            config = model.active_peft_config
+            adapted: Any = model
+            config = adapted.active_peft_config
             outside = config.is_prompt_learning or config.peft_type == "XLORA"
             if outside or getattr(config, "alora_invocation_tokens", None):
                 kind = getattr(config.peft_type, "value", config.peft_type)
@@ -176,7 +177,7 @@ def unwrapped(model: object) -> object:
                     f"a {type(model).__name__} of kind {kind} acts outside of the model's layers, and a draft's "
                     "forwards would miss that; give a model without it, or a LoRA adapter"
                 )
-            model = model.get_base_model()
+            model = adapted.get_base_model()
         else:
             break
     return model

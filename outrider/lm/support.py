@@ -174,8 +174,8 @@ def _processes(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
 
 
 def _outliers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
-    given = getattr(model.config, "quantization_config", None)
-    settings = given if isinstance(given, Mapping) else given.to_dict() if hasattr(given, "to_dict") else {}
+    given = getattr(model.config, "quantization_config", None) or {}
+    settings = given if isinstance(given, Mapping) else given.to_dict()
     if settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0) > 0:
         return (
             "bitsandbytes' 8-bit layers look for outliers in all tokens of a forward, so draft tokens would change the "
