@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
@@ -18,7 +19,7 @@ from outrider.lm.choice import choose
 from outrider.lm.forward import Choice, as_forward
 from outrider.lm.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
 from outrider.lm.model import LanguageModel
-from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
+from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer, unwrapped
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.remembered import machine, shapes
@@ -189,11 +190,13 @@ def _model(setup: Setup) -> PreTrainedModel:
             revision=setup.revision,
             trust_remote_code=setup.trust_remote_code,
         )
-    if not isinstance(setup.target, PreTrainedModel):
-        raise InputError(f"target must be a directory, a hub id or a transformers model, got {setup.target!r}")
+    target = unwrapped(setup.target)
+    if not isinstance(target, PreTrainedModel):
+        given = f"a {type(target).__name__}" if isinstance(target, Module) else repr(target)
+        raise InputError(f"target must be a directory, a hub id or a transformers model, got {given}")
     if foreign := [name for name in OF_LOADING if name in setup.given()]:
         raise InputError(f"the target is loaded already; leave out {', '.join(foreign)}, or name the target instead")
-    return setup.target
+    return target
 
 
 def _running(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Setup:

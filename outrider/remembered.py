@@ -88,7 +88,9 @@ def shapes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """The class of each module, and a hash of the names, sizes and types of its weights: not of their values."""
     found = {}
     for name, module in modules.items():
-        weights = [[key, list(weight.shape), str(weight.dtype)] for key, weight in module.state_dict().items()]
+        # Asking some quantised layers for their state_dict changes them.
+        kept = [*module.named_parameters(), *module.named_buffers()]
+        weights = [[key, list(weight.shape), str(weight.dtype)] for key, weight in kept]
         found[name] = f"{type(module).__name__} {_hash(weights)}"
     return found
 

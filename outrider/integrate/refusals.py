@@ -25,6 +25,8 @@ _OTHER_MODES = {
 }
 """Decoding methods other than sampling and greedy, with the arguments that select them."""
 
+_OTHER_OUTPUTS = {"quantized": "rounds keys and values", "paged": "runs another generate"}
+"""Kinds of cache whose output is not that of plain decoding."""
 _CACHES = ("past_key_values", "cache_params")
 _EXTRAS = ("output_attentions", "output_hidden_states")
 _PREPARED = frozenset({*_EXTRAS, "attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES})
@@ -100,9 +102,15 @@ def _filled(cache: Cache) -> bool:
 
 
 def check_cache(implementation: str | None) -> None:
-    """Raise InputError for a kind of cache that the engine does not have."""
-    if implementation not in (None, "dynamic"):
-        raise InputError(f"cache_implementation={implementation!r} has no effect on the engine's own cache; drop it")
+    """Raise InputError for a kind of cache that would change the output; of the others, the engine's takes the place.
+
+    Checkpoints name kinds such as `static` and `sliding_window`, which keep the same keys and values in other tensors.
+    """
+    if implementation in _OTHER_OUTPUTS:
+        raise InputError(
+            f"cache_implementation={implementation!r} {_OTHER_OUTPUTS[implementation]}, and the engine has a cache of "
+            "its own; drop it (set model.generation_config.cache_implementation to None if the checkpoint names it)"
+        )
 
 
 def check_padding(pads: bool, config: GenerationConfig) -> None:

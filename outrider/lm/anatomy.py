@@ -19,7 +19,7 @@ from itertools import chain
 from typing import Any
 
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
 """The layer types whose masks are known here."""
@@ -79,6 +79,7 @@ class Anatomy:
         spans: How far attention layers look back; None where the model has none. Only a model tells: of a bare config
             without layer types this is not known, and every layer is taken to look back to the beginning.
         limits: Contexts beyond which the model cannot be steered.
+        num_processes: Processes that the weights are spread over.
         layers: The decoder layers in order; None of a config, and where they do not stand in one list or run more than
             once.
 
@@ -99,6 +100,7 @@ class Anatomy:
     clamps: bool
     spans: Spans | None
     limits: tuple[Limit, ...]
+    num_processes: int
     layers: nn.ModuleList | None
 
     @classmethod
@@ -122,6 +124,7 @@ class Anatomy:
             clamps=model is not None and _clamps(model),
             spans=_shared_spans(text) if recurrent else _spans(text, model),
             limits=tuple(_limits(text)),
+            num_processes=1 if model is None else _num_processes(model),
             layers=None if model is None else _decoder_layers(model, num_layers),
         )
 
@@ -172,9 +175,21 @@ def rotary_type(parameters: dict[str, Any]) -> object:
     return parameters.get("rope_type", parameters.get("type"))
 
 
+def opener(config: PreTrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """The class of transformers that opens such a model: the one for images and texts where the first does not."""
+    texts, images = AutoModelForCausalLM, AutoModelForImageTextToText
+    return images if type(config) not in texts._model_mapping and type(config) in images._model_mapping else texts
+
+
 def _causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
-    found = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    found = opener(config)._model_mapping.get(type(config), None)
     return found[0] if isinstance(found, tuple) else found
+
+
+def _num_processes(model: PreTrainedModel) -> int:
+    return max(
+        (weight.device_mesh.size() for weight in model.parameters() if hasattr(weight, "device_mesh")), default=1
+    )
 
 
 def _is_recurrent(text: PreTrainedConfig, kind: type[PreTrainedModel] | None) -> bool:

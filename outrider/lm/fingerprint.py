@@ -58,8 +58,10 @@ def shape_of(model: PreTrainedModel) -> str:
 
 def weights_of(model: PreTrainedModel) -> str | None:
     """A hash of a model's weights and buffers; None if not all bytes can be read."""
-    kept = model.state_dict()
-    return fingerprint(str(model), kept, {name: each for name, each in model.named_buffers() if name not in kept})
+    try:
+        return fingerprint(str(model), _weights(model))
+    except Unreadable:
+        return None
 
 
 def source(package: Path) -> dict[str, bytes]:
@@ -121,8 +123,7 @@ def _parts(value: object) -> Iterator[bytes]:
 def _insides(value: object) -> Sequence[object]:
     """The parts of an object that its behaviour depends on."""
     if isinstance(value, nn.Module):
-        fleeting = {name: buffer for name, buffer in value.named_buffers() if name not in value.state_dict()}
-        return [str(value), getattr(value, "config", None), value.state_dict(), fleeting]
+        return [str(value), getattr(value, "config", None), _weights(value)]
     if isinstance(value, PreTrainedConfig):
         return [vars(value)]
     if isinstance(value, PreTrainedTokenizerBase) and hasattr(value, "backend_tokenizer"):
@@ -136,6 +137,22 @@ def _insides(value: object) -> Sequence[object]:
     if callable(describe := getattr(value, "to_dict", None)):
         return [describe()]
     raise Unreadable(type(value).__qualname__)
+
+
+def _weights(module: nn.Module) -> dict[str, object]:
+    """All parameters and buffers, and what torch's own quantised layers keep beside them.
+
+    Layers of other libraries are not asked for their `state_dict`, because asking may change them: bitsandbytes rounds
+    its scales anew.
+    """
+    found: dict[str, object] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, part in module.named_modules():
+        kind = type(part)
+        if kind._save_to_state_dict is not nn.Module._save_to_state_dict:
+            if not kind.__module__.startswith("torch."):
+                raise Unreadable(kind.__qualname__)
+            found[f"{name} as saved"] = part.state_dict()
+    return found
 
 
 def _tensor(tensor: Tensor) -> Iterator[bytes]:

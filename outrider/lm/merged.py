@@ -8,6 +8,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from outrider.lm.packed import plain
+
 
 def merge(model: nn.Module, run: Callable[[], object]) -> None:
     """Let linear layers that read the same tensor share one product, in place.
@@ -75,8 +77,7 @@ def _siblings(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linea
         if given:
             calls.append((layer, given[0]))
 
-    plain = [layer for layer in model.modules() if type(layer) is nn.Linear]
-    hooks = [layer.register_forward_pre_hook(note) for layer in plain]
+    hooks = [layer.register_forward_pre_hook(note) for layer in model.modules() if plain(layer)]
     try:
         run()
     finally:

@@ -24,7 +24,7 @@ from outrider.lm.fingerprint import shape_of
 from outrider.lm.forward import Choice, Forward
 from outrider.lm.mtp import load_mtp
 from outrider.lm.package import Package, PackagedForward
-from outrider.lm.packed import packable, packed
+from outrider.lm.packed import packable, packed, whole
 from outrider.lm.protocol import Segment
 from outrider.lm.slots import BRANCHES, Pending, Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
@@ -353,6 +353,11 @@ def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str |
         )
     if forward == "compiled" and model.config.model_type in alibi.MODELS:
         return f"{anatomy.name} moves its bias into the mask by hand, which cannot be compiled; choose forward=eager"
+    if forward == "compiled" and not whole(model):
+        return (
+            f"some weights of {anatomy.name} are quantised or offloaded, and only plain tensors can be compiled; "
+            "choose forward=eager"
+        )
     if forward == "packed" and not packable(model):
         return "forward=packed works for bfloat16 models on CPUs with kernels for it, and this is none"
     return None

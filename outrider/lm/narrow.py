@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from outrider.lm.packed import plain
 from outrider.types import InputError
 
 LEAVE = "leave token_map out"
@@ -31,7 +32,7 @@ def narrowed(model: PreTrainedModel, ids: Sequence[int]) -> PreTrainedModel:
 @torch.no_grad()
 def cut(layer: nn.Module | None, ids: Sequence[int]) -> nn.Linear:
     """The rows of some token ids of an output layer, in this order. Raises InputError if it has no row per token."""
-    if type(layer) is not nn.Linear or layer.out_features <= max(ids):
+    if layer is None or not plain(layer) or layer.out_features <= max(ids):
         raise InputError(
             f"the output layer is a {type(layer).__name__}, and only a plain linear layer with a row per token can be "
             f"cut to some tokens; {LEAVE}"

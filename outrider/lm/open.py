@@ -1,15 +1,18 @@
 """Open models and tokenizers from a directory or a hub id, with a clear error if that fails."""
 
+import importlib.util
+import json
 import os
 import re
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -17,7 +20,7 @@ from transformers import (
 )
 
 from outrider.inputs import shown
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.anatomy import Anatomy, opener
 from outrider.lm.choice import choose
 from outrider.lm.forward import Forward
 from outrider.lm.model import LanguageModel
@@ -35,6 +38,8 @@ DTYPES = {
 }
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 """The files of a tokenizer; the first has its vocabulary."""
+ADAPTER = "adapter_config.json"
+"""The config of an adapter that PEFT has written."""
 LONGEST_REASON = 300
 """Most characters that are quoted of another library's error."""
 
@@ -52,6 +57,8 @@ def open_model(
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for.
 
+    An adapter's directory gives its base model with the adapter's layers in it.
+
     Args:
         device_map: Where transformers puts the layers; it takes the place of `device`.
         quantization_config: How transformers quantises the weights.
@@ -63,10 +70,24 @@ def open_model(
     _exists(path, revision=revision)
     if device is not None and device_map is not None:
         raise InputError("device and device_map both say where the model goes; give one of them")
+    if (base := base_of(path)) is not None:
+        _check_peft(path, base)
+        plain = open_model(
+            base,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+            quantization_config=quantization_config,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+        )
+        return _adapted(path, base, plain)
     place, kind = as_device(device), as_dtype(dtype)
     given = {"device_map": device_map, "quantization_config": quantization_config}
+    config = None
     try:
-        model, loaded = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
+        model, loaded = opener(config).from_pretrained(
             path,
             dtype=kind,
             attn_implementation=attn_implementation,
@@ -77,9 +98,9 @@ def open_model(
             output_loading_info=True,
             **{name: value for name, value in given.items() if value is not None},
         )
-    except (AttributeError, TypeError, AssertionError) as error:
+    except (AttributeError, TypeError, AssertionError, ValueError) as error:
         # Some models are no causal LMs, and transformers finds out by stumbling.
-        reason = refusal(open_config(path, revision=revision, trust_remote_code=trust_remote_code)) or reason_of(error)
+        reason = (None if config is None else refusal(config)) or reason_of(error)
         raise InputError(f"cannot load a causal LM from {path}: {reason}") from error
     except Exception as error:
         raise InputError(f"cannot load a causal LM from {path}: {reason_of(error)}") from error
@@ -91,6 +112,75 @@ def open_model(
     # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
     stays = device_map is not None or (model.device.type == place.type and getattr(model, "is_quantized", False))
     return model.eval() if stays else model.to(place).eval()
+
+
+def _check_peft(path: str, base: str) -> None:
+    """Raise InputError if the adapter has no weights, or PEFT is not installed."""
+    if not any((Path(path) / f"adapter_model.{kind}").is_file() for kind in ("safetensors", "bin")):
+        raise InputError(
+            f"{path} is an adapter of {base} without adapter_model.safetensors; get the complete directory"
+        )
+    if importlib.util.find_spec("peft") is None:
+        raise InputError(
+            f"{path} is an adapter of {base}, and PEFT, which reads it, is not installed; run pip install peft, or "
+            "give the directory of a model that the adapter was merged into"
+        )
+
+
+def _adapted(path: str, base: str, model: PreTrainedModel) -> PreTrainedModel:
+    """A model with the layers of an adapter in it."""
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted = PeftModel.from_pretrained(model, path)
+    except Exception as error:
+        raise InputError(f"cannot load the adapter {path} of {base}: {reason_of(error)}") from error
+    inner = unwrapped(adapted)
+    assert isinstance(inner, PreTrainedModel)
+    return inner.eval()
+
+
+def base_of(path: str) -> str | None:
+    """The model that an adapter's directory belongs to; None if the directory is no adapter's."""
+    file = Path(path) / ADAPTER
+    if not file.is_file() or (file.parent / "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        base = None
+    if not base or not isinstance(base, str):
+        raise InputError(f"{path} is an adapter's directory, and its {ADAPTER} names no base_model_name_or_path")
+    return base
+
+
+def unwrapped(model: Any) -> Any:
+    """The model in what others put around it: `torch.compile`, `DataParallel`, or PEFT, whose adapters are layers.
+
+    Raises:
+        InputError: PEFT does more to the model than its layers do.
+    """
+    while isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
+        if isinstance(inner := model._modules.get("_orig_mod"), nn.Module):
+            model = inner
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(type(model), "get_base_model"):
+            adapted: Any = model
+            config = adapted.active_peft_config
+            outside = config.is_prompt_learning or config.peft_type == "XLORA"
+            if outside or getattr(config, "alora_invocation_tokens", None):
+                kind = getattr(config.peft_type, "value", config.peft_type)
+                raise InputError(
+                    f"a {type(model).__name__} of kind {kind} acts outside of the model's layers, and a draft's "
+                    "forwards would miss that; give a model without it, or a LoRA adapter"
+                )
+            model = adapted.get_base_model()
+        else:
+            break
+    return model
 
 
 def mismatch(model: PreTrainedModel, loaded: Mapping[str, Any]) -> str | None:
@@ -204,8 +294,10 @@ def as_lm(
 
 
 def open_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """A model's config, without its weights."""
+    """A model's config, without its weights; of an adapter, its base model's."""
     _exists(path, revision=revision)
+    if (base := base_of(path)) is not None:
+        return open_config(base, trust_remote_code=trust_remote_code)
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -218,7 +310,8 @@ def open_tokenizer(
     """The tokenizer beside a model, or in a directory that holds nothing else; None if the directory has none."""
     _exists(path, what="tokenizer", revision=revision)
     if Path(path).is_dir() and not any(Path(path).glob("*token*")) and not any(Path(path).glob("vocab*")):
-        return None
+        base = base_of(path)
+        return None if base is None else open_tokenizer(base, trust_remote_code=trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -239,5 +332,6 @@ def _content(file: Path) -> bytes | None:
 
 def _exists(path: str, what: str = "model", revision: str | None = None) -> None:
     check_place(path, what, revision)
-    if what == "model" and os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+    configs = [os.path.join(path, name) for name in ("config.json", ADAPTER)]
+    if what == "model" and os.path.isdir(path) and not any(map(os.path.isfile, configs)):
         raise InputError(f"{path} is not a model's directory: it has no config.json")

@@ -4,6 +4,9 @@ Relied on in torch (read and run in 2.13): `ops.mkldnn._reorder_linear_weight` a
 operations that its compiler uses when weights are frozen. They are private.
 """
 
+from itertools import chain
+from typing import TypeGuard
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -53,18 +56,35 @@ def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
 def packed(model: Module) -> Module:
     """A twin that shares the weights, except that plain linear layers have packed copies of theirs.
 
-    It says the same bits in less time. Layers of other kinds (quantised ones, adapters) and weights of
+    It says the same bits in less time. Layers that are not `plain` (quantised ones, adapters) and weights of
     other types are shared as they are. What is done to the model's linear layers later does not reach the twin.
     """
     made = twin(model)
     packs: dict[int, PackedLinear] = {}
     for parent in list(made.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
+            if plain(child) and child.weight.dtype == torch.bfloat16:
                 if id(child) not in packs:
                     packs[id(child)] = PackedLinear(child)
                 setattr(parent, name, packs[id(child)])
     return made
+
+
+def plain(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer that does what its class says, with a weight that is here.
+
+    Quantisers put weights of their own type into it, or a class of their own in its place. Offloading keeps the weight
+    elsewhere and replaces the layer's `forward`. Tensor parallel models have hooks on it.
+    """
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return whole(module) and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def whole(module: nn.Module) -> bool:
+    """Whether all weights and buffers of a module are plain tensors that are here, not quantised, not offloaded."""
+    tensors = chain(module.parameters(), module.buffers())
+    return all(type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta for tensor in tensors)
 
 
 def worth_packing(model: PreTrainedModel) -> bool:
@@ -74,5 +94,5 @@ def worth_packing(model: PreTrainedModel) -> bool:
 
 def fits_packed(module: nn.Module, device: torch.device) -> bool:
     """Whether packed copies of a module's linear layers take less than a quarter of the memory that is free."""
-    need, free = sum(m.weight.nbytes for m in module.modules() if type(m) is nn.Linear), free_bytes(device)
+    need, free = sum(m.weight.nbytes for m in module.modules() if plain(m)), free_bytes(device)
     return free is not None and need < free / 4

@@ -41,12 +41,12 @@ def refusal(
     """
     anatomy = model_or_config if isinstance(model_or_config, Anatomy) else Anatomy.of(model_or_config)
     if anatomy.kind is None:
-        return f"{anatomy.name} is no causal language model that transformers knows"
+        return _encoder(anatomy) or f"{anatomy.name} is no causal language model that transformers knows"
     found = (check(anatomy, anatomy.kind) for check in REFUSALS.values())
     return next((reason for reason in found if reason is not None), None) or _too_long(anatomy, max_context)
 
 
-def _encoder(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
+def _encoder(model: Anatomy, kind: type[PreTrainedModel] | None = None) -> str | None:
     if model.config.is_encoder_decoder:
         return f"{model.name} is an encoder-decoder model; a decoder-only causal language model is needed"
     if getattr(model.text, "add_cross_attention", False):
@@ -164,6 +164,26 @@ def _flexless(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     return None
 
 
+def _processes(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
+    if model.num_processes > 1:
+        return (
+            f"the model is spread over {model.num_processes} processes, and each of them would draft by its own clock "
+            "and draw by its own seed, so that they part; load it in one process, without tp_plan"
+        )
+    return None
+
+
+def _outliers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
+    given = getattr(model.config, "quantization_config", None) or {}
+    settings = given if isinstance(given, Mapping) else given.to_dict()
+    if settings.get("load_in_8bit") and settings.get("llm_int8_threshold", 6.0) > 0:
+        return (
+            "bitsandbytes' 8-bit layers look for outliers in all tokens of a forward, so draft tokens would change the "
+            "logits of tokens before them; load the model with llm_int8_threshold=0, or in 4 bits"
+        )
+    return None
+
+
 def _dynamic(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     if any(rotary_type(p) == "dynamic" for p in rotary_parameters(model.text)):
         return f"{model.name} uses dynamic rotary scaling, which embeds cached tokens anew as text grows"
@@ -181,6 +201,8 @@ REFUSALS: Mapping[str, Callable[[Anatomy, type[PreTrainedModel]], str | None]] =
     "models that attend to later tokens": _bidirectional,
     "attention implementations without exact masks": _kernel,
     "dynamic rotary scaling": _dynamic,
+    "8-bit layers that look at several tokens": _outliers,
+    "models that are spread over processes": _processes,
 }
 """What is refused, and the check that says why; in this order. Contexts beyond `context_limit` are refused too."""
 

@@ -155,7 +155,7 @@ def test_a_refused_target_and_a_refused_pair_are_described(monkeypatch, capsys, 
     printed = doctor(monkeypatch, capsys, "--target", str(places["refused"]), "--json")
     [first, *_] = json.loads(printed)["capabilities"]
     assert not first["supported"]
-    assert "no causal language model" in first["reason"]
+    assert "encoder-decoder model" in first["reason"]
     assert " no " in doctor(monkeypatch, capsys, "--target", str(places["refused"]))
     given = ["--target", str(places["target"]), "--drafter", f"model:path={places['refused']}"]
     found = json.loads(doctor(monkeypatch, capsys, *given, "--json"))

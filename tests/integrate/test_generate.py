@@ -14,6 +14,7 @@ from transformers import (
 
 from outrider import as_custom_generate
 from outrider.drafters.model import ModelDrafter
+from outrider.integrate.generate import generate
 from outrider.integrate.kept import _KEPT
 from outrider.lm.model import LanguageModel
 from tests.world.zoo import VOCAB, tiny
@@ -217,6 +218,17 @@ def test_what_generate_ignores_is_ignored():
     model, drafted = tiny("llama"), as_custom_generate(drafter=NGRAM)
     for given in ({"output_hidden_states": True}, {"use_cache": False}, {"cache_implementation": "dynamic"}):
         assert_same(model, batch(9, 4), drafted, **GREEDY | given)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["static", "sliding_window", "offloaded"])
+def test_kinds_of_cache_that_a_checkpoint_names_change_nothing(kind):
+    model = tiny("llama")
+    plain = model.generate(**batch(9, 4), **GREEDY)
+    model.generation_config.cache_implementation = kind
+    drafted = model.generate(**batch(9, 4), **GREEDY, custom_generate=as_custom_generate(drafter=NGRAM))
+    assert torch.equal(drafted, plain)
+    assert torch.equal(generate(**batch(9, 4), **GREEDY, model=model, drafter=NGRAM), plain)
 
 
 def test_a_criterion_that_answers_with_one_truth_ends_the_row():

@@ -6,7 +6,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import outrider
+from outrider import InputError
+from outrider.lm.fingerprint import weights_of
+from outrider.lm.merged import merge
 from outrider.lm.open import as_lm, logit_width
+from outrider.lm.packed import packed, plain
+from outrider.proof.gate import key
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import VOCAB, tiny
 
@@ -55,3 +60,55 @@ def test_greedy_output_over_integer_weights_is_the_models_own(name: str) -> None
             logits = model(torch.tensor([prompt + output.tokens]), use_cache=False).logits[0]
         assert output.tokens == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
     assert sum(output.num_accepted_tokens for output in made) < sum(output.num_draft_tokens for output in made)
+
+
+class Unasked(nn.Linear):
+    """A linear layer that loses its weights when it is asked for them, as bitsandbytes' layers lose digits."""
+
+    def _save_to_state_dict(self, *given: object) -> None:
+        self.weight.data.zero_()
+
+
+def test_layers_are_never_asked_for_their_state_dict() -> None:
+    model = tiny("llama")
+    layer = model.model.layers[0].mlp.up_proj
+    layer.__class__ = Unasked
+    before = layer.weight.clone()
+    engine = outrider.load(model, drafter="ngram", length="goodput")
+    assert key(engine, [[1]]) is None
+    assert weights_of(model) is None
+    assert torch.equal(layer.weight, before)
+
+
+class Shown(Tensor):
+    """A tensor of a quantiser's own type, with the dtype of the weights that it stands for."""
+
+
+@pytest.mark.parametrize("change", ["type", "meta", "forward", "hook"])
+def test_linear_layers_that_are_more_than_their_weight_are_neither_packed_nor_merged(change: str) -> None:
+    model = nn.ModuleDict({"q": nn.Linear(4, 4), "k": nn.Linear(4, 4)}).bfloat16()
+    layer, other = model["q"], model["k"]
+    if change == "type":
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Shown), requires_grad=False)
+    elif change == "meta":
+        layer.weight = nn.Parameter(layer.weight.to("meta"))
+    elif change == "forward":
+        layer.forward = lambda states: states
+    else:
+        layer.register_forward_hook(lambda *given: None)
+    assert (plain(layer), plain(other)) == (False, True)
+    twin = packed(model)
+    assert type(twin["q"]) is nn.Linear
+    if change in ("forward", "hook"):
+        states = torch.ones(1, 4, dtype=torch.bfloat16)
+        merge(model, lambda: [each(states) for each in model.values()])
+        assert model["q"] is layer
+        assert model["k"] is other
+
+
+def test_quantised_weights_are_not_compiled() -> None:
+    model = tiny("llama")
+    head = model.lm_head
+    head.weight = nn.Parameter(head.weight.detach().as_subclass(Shown), requires_grad=False)
+    with pytest.raises(InputError, match=r"weights of llama are quantised or offloaded, .* choose forward=eager"):
+        outrider.load(model, drafter="none", forward="compiled")

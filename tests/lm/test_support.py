@@ -6,6 +6,7 @@ import pytest
 from transformers import (
     BartConfig,
     BertConfig,
+    BitsAndBytesConfig,
     BltConfig,
     DeepseekV32Config,
     FalconConfig,
@@ -68,6 +69,14 @@ def test_falcon_is_refused_with_alibi_only() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_models_of_the_zoo_are_not_refused(name: str) -> None:
     assert refusal(tiny_config(name)) is None
+
+
+def test_8_bit_layers_are_refused_where_tokens_change_each_other() -> None:
+    given = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    for settings in (given, BitsAndBytesConfig(load_in_8bit=True)):
+        assert "llm_int8_threshold=0" in (refusal(LlamaConfig(quantization_config=settings)) or "")
+    assert refusal(LlamaConfig(quantization_config=given | {"llm_int8_threshold": 0.0})) is None
+    assert refusal(LlamaConfig(quantization_config=BitsAndBytesConfig(load_in_4bit=True))) is None
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
