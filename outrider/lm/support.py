@@ -184,6 +184,16 @@ def _outliers(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     return None
 
 
+def _rounded(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
+    weights = () if model.layers is None else model.layers.parameters()
+    if any(getattr(weight, "act_quant_kwargs", None) is not None for weight in weights):
+        return (
+            "torchao quantises this model's activations anew in every forward, so a block of draft tokens has other logits "
+            "than single tokens; quantise the weights alone, as Int8WeightOnlyConfig does"
+        )
+    return None
+
+
 def _dynamic(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     if any(rotary_type(p) == "dynamic" for p in rotary_parameters(model.text)):
         return f"{model.name} uses dynamic rotary scaling, which embeds cached tokens anew as text grows"
@@ -202,6 +212,7 @@ REFUSALS: Mapping[str, Callable[[Anatomy, type[PreTrainedModel]], str | None]] =
     "attention implementations without exact masks": _kernel,
     "dynamic rotary scaling": _dynamic,
     "8-bit layers that look at several tokens": _outliers,
+    "activations that are quantised in every forward": _rounded,
     "models that are spread over processes": _processes,
 }
 """What is refused, and the check that says why; in this order. Contexts beyond `context_limit` are refused too."""

@@ -79,6 +79,14 @@ def test_8_bit_layers_are_refused_where_tokens_change_each_other() -> None:
     assert refusal(LlamaConfig(quantization_config=BitsAndBytesConfig(load_in_4bit=True))) is None
 
 
+def test_activations_that_are_quantised_in_every_forward_are_refused() -> None:
+    model = tiny("llama")
+    assert refusal(model) is None
+    # What torchao's tensors have whose layers quantise their input.
+    model.model.layers[1].mlp.up_proj.weight.act_quant_kwargs = object()
+    assert "quantise the weights alone" in (refusal(model) or "")
+
+
 @pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
 def test_soft_caps_and_sinks_need_eager_attention(name: str) -> None:
     model = tiny(name)
