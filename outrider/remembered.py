@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider import files
+from outrider.core import files
 
 INSTRUCTIONS = ("avx", "amx", "fma", "asimd", "sve", "bf16", "i8mm")
 """How the names of instruction sets begin that change the time of a forward."""

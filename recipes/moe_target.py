@@ -20,10 +20,10 @@ from torch import Tensor
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerBase
 
 from outrider.cli.prune import read_texts
-from outrider.destination import check_free
+from outrider.core.destination import check_free
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.surgery.checkpoint import write
-from outrider.types import InputError
 
 SHAPE = {
     "hidden_size": 192,

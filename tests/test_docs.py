@@ -13,7 +13,7 @@ import pytest
 from outrider import catalog
 from outrider.cli.app import main
 from outrider.cli.methods import markdown
-from outrider.inputs import REPOSITORY
+from outrider.core.inputs import REPOSITORY
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

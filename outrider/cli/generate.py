@@ -21,14 +21,14 @@ from outrider.cli.outputs import OutputFile, Wanted, profile
 from outrider.cli.printed import note_room, print_json, print_line, print_measures, print_output, print_profile
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
-from outrider.destination import locked_file
+from outrider.core.destination import locked_file
+from outrider.core.inputs import InputError
+from outrider.core.types import Sampling, Step
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
 from outrider.engine.prompts import Prompt
 from outrider.engine.requests import check_count, nth
-from outrider.inputs import InputError
 from outrider.setup import Setup
-from outrider.types import Sampling, Step
 
 MAX_NEW_TOKENS = 128
 """Most tokens of an output, by default."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from outrider.cli.request import RequestOptions
+from outrider.core.inputs import InputError, parse_json, text_of
 from outrider.embedded import ASSETS
 from outrider.engine.prompts import BESIDE_MESSAGES, Prompt
-from outrider.inputs import InputError, parse_json, text_of
 
 STANDARD_INPUT = Path("-")
 KEYS = ("prompt", "turns", "messages")

@@ -8,7 +8,7 @@ import typer
 from outrider.cli.help import App
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
-from outrider.inputs import InputError, needs
+from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
 from outrider.training.settings import Settings
 

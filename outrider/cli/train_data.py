@@ -14,8 +14,8 @@ from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.opened import opened
 from outrider.cli.printed import note_room, print_json
 from outrider.cli.request import RequestOptions
-from outrider.destination import locked_file
-from outrider.inputs import InputError, needs
+from outrider.core.destination import locked_file
+from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
 
 if TYPE_CHECKING:

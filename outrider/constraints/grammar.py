@@ -12,10 +12,10 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.constraint import Constraint
 from outrider.constraints.schema import check_pattern, check_schema
-from outrider.inputs import needs
-from outrider.types import InputError
+from outrider.core.constraint import Constraint
+from outrider.core.inputs import needs
+from outrider.core.types import InputError
 
 if TYPE_CHECKING:
     import xgrammar

@@ -6,8 +6,8 @@ xgrammar ignores what it cannot express, or only warns. An output could then fit
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from outrider.inputs import parse_json
-from outrider.types import InputError
+from outrider.core.inputs import parse_json
+from outrider.core.types import InputError
 
 SPREAD = frozenset({"not", "if", "then", "else", "contains", "dependentRequired", "dependentSchemas", "dependencies"})
 SPREAD |= {"uniqueItems", "minContains", "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef"}
@@ -65,7 +65,7 @@ def check_schema(text: str) -> None:
         >>> check_schema('{"type": "array", "uniqueItems": true}')
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
+        outrider.core.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
     """
     schema = parse_json(text, "it")
     if not isinstance(schema, bool | dict):
@@ -80,7 +80,7 @@ def check_pattern(pattern: str) -> None:
         >>> check_pattern("a$b")
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it
+        outrider.core.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it
         out
     """
     depth, i = 0, 0

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any] | Int[np.ndarray, " n"] | Int[Tensor, " n"]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from outrider.processors import STATEFUL, Processor
-from outrider.types import InputError, Sampling
+from outrider.core.processors import STATEFUL, Processor
+from outrider.core.types import InputError, Sampling
 
 BY_PROCESSORS = (
     *("sequence_bias", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.packed import plain
-from outrider.types import InputError
 
 LEAVE = "leave token_map out"
 """What a user does where nothing can be cut."""

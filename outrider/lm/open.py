@@ -19,7 +19,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from outrider.inputs import shown
+from outrider.core.inputs import shown
+from outrider.core.place import check_place
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy, opener
 from outrider.lm.choice import choose
 from outrider.lm.forward import Forward
@@ -27,8 +29,6 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.mtp import behind_pattern
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.support import refusal
-from outrider.place import check_place
-from outrider.types import InputError
 
 DTYPES = {
     "float32": torch.float32,

@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.dice import Dice, Draws, Purpose
+from outrider.core.types import Request, Running, Sampling
 from outrider.decoding.step import step_dice
-from outrider.dice import Dice, Draws, Purpose
 from outrider.proof.statistics import chi_square, two_sided
-from outrider.types import Request, Running, Sampling
 
 BOUND = 1e-6
 """The dice are wrong if the smallest p-value, times the number of tests, is below this. Seeds are fixed, so that the

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from outrider import remembered
+from outrider.core.types import InputError
 from outrider.decoding.step import step_dice
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
@@ -20,7 +21,6 @@ from outrider.lm.fingerprint import fingerprint, machine, source
 from outrider.proof.draws import BOUND, dice_law
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
-from outrider.types import InputError
 
 NUM_TOKENS, NUM_SAMPLED = 32, 8
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")

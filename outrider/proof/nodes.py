@@ -8,11 +8,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import Request
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
 from outrider.proof.plain import MIXED, is_exact, plain_logits, transformers_rows
 from outrider.proof.watched import run_watched
-from outrider.types import Request
 
 LOGITS = 1e-4
 """In float32 a target's logits are wrong if they differ from a plain forward by this share of their row's range."""

@@ -17,9 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from outrider.core.types import Sampling
 from outrider.lm import flex
 from outrider.lm.protocol import LM, Segment
-from outrider.types import Sampling
 
 MIXED = (
     Sampling(temperature=1.0),

@@ -12,13 +12,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import Request, Sampling
 from outrider.decoding.protocol import Cycle, Parts
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.proof.partition import Begun, Partition, Rows, partition
 from outrider.proof.plain import plain_logits, transformers_rows
 from outrider.proof.watched import run_watched
-from outrider.types import Request, Sampling
 from outrider.verifiers.protocol import Carrying, child_rows
 
 P_BOUND = 1e-4

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from outrider.core.types import Request
 from outrider.decoding.protocol import Watch
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
-from outrider.types import Request
 
 
 def run_watched(

@@ -10,8 +10,8 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.destination import check_free
-from outrider.types import InputError
+from outrider.core.destination import check_free
+from outrider.core.types import InputError
 
 RECORD = "surgery.json"
 """The file that says how a model was cut."""

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.inputs import needs
+from outrider.core.inputs import needs
 
 
 @dataclass(frozen=True, kw_only=True)

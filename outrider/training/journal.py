@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 BEGINNING = b'{"kind": "settings"'
 """How every log begins."""

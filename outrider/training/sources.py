@@ -11,10 +11,10 @@ from typing import Any
 
 import datasets
 
-from outrider.inputs import parse_json
+from outrider.core.inputs import parse_json
+from outrider.core.place import check_place
+from outrider.core.types import InputError
 from outrider.lm.open import reason_of
-from outrider.place import check_place
-from outrider.types import InputError
 
 LINES = (".jsonl", ".ndjson")
 """Suffixes of JSON lines."""

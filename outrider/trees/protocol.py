@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.dice import Dice
-from outrider.inputs import shown
+from outrider.core.dice import Dice
+from outrider.core.inputs import shown
+from outrider.core.types import InputError, Structure
 from outrider.lm.slots import BRANCHES
-from outrider.types import InputError, Structure
 
 
 def check_size(num_nodes: int) -> None:

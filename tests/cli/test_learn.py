@@ -6,8 +6,8 @@ import re
 import pytest
 
 from outrider.cli.learn import summary
+from outrider.core.types import Sampling
 from outrider.training.online import Learning
-from outrider.types import Sampling
 from tests.cli.runs import run
 from tests.world.models import engine
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from outrider.cli.prompts import STANDARD_INPUT, entries, is_lines, read_prompts
+from outrider.core.inputs import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.inputs import InputError
 from tests.cli.runs import run
 from tests.world.zoo import tiny
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import outrider
+from outrider.core.inputs import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from outrider.inputs import InputError
 from tests.cli.runs import run
 
 DIGITS = "9" * 5000

@@ -8,8 +8,8 @@ import pytest
 import outrider
 from outrider import InputError, Sampling
 from outrider.constraints.grammar import GrammarConstraint, json_schema
+from outrider.core.sampling import unpacked
 from outrider.engine.engine import Engine
-from outrider.sampling import unpacked
 
 pytest.importorskip("xgrammar")
 jsonschema = pytest.importorskip("jsonschema")

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 from tests.world.models import engine
 
 

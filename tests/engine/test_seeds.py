@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import outrider
+from outrider.core.types import Sampling
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
-from outrider.types import Sampling
 from tests.world.models import engine, llama
 
 PROMPTS = [[3 + i, 9, 4 + 2 * i] + [5, 6] * (i % 3) for i in range(8)]

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import catalog
+from outrider.core.types import InputError
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.files import read_config, read_tensors
-from outrider.types import InputError
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target
 from tests.world.own_heads import peagle

@@ -15,12 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from outrider import files, remembered
+from outrider import remembered
+from outrider.core import files
+from outrider.core.types import InputError
 from outrider.lm import libraries
 from outrider.lm.fingerprint import fingerprint
 from outrider.lm.libraries import KEY, LIBRARY, Library, delete_unused
 from outrider.lm.model import LanguageModel
-from outrider.types import InputError
 from tests.world.models import llama
 
 DAY = 86400

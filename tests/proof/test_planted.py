@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.dice import _PURPOSES, PhiloxDice, inverse_cdf
+from outrider.core.nucleus import nucleus_floor
+from outrider.core.sampling import RowRule, to_rows
+from outrider.core.types import InputError
 from outrider.decoding.reading import Reading
-from outrider.dice import _PURPOSES, PhiloxDice, inverse_cdf
 from outrider.engine.engine import Engine
 from outrider.lm.cache import SlotCache
 from outrider.lm.model import LanguageModel
-from outrider.nucleus import nucleus_floor
 from outrider.proof.draws import dice_law
 from outrider.proof.gate import gate, in_float32
 from outrider.proof.nodes import COARSE, compare_nodes
@@ -22,9 +24,7 @@ from outrider.proof.pair import LAW_BOUND, how_it_computes, prove
 from outrider.proof.plain import is_exact
 from outrider.proof.rule import law_error
 from outrider.proof.statistics import sampled_law
-from outrider.sampling import RowRule, to_rows
 from outrider.trees.dynamic import DynamicTree
-from outrider.types import InputError
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import child_rows, recover
 from tests.world.models import engine, llama
@@ -42,7 +42,7 @@ def accepts_too_often(share: float) -> Plant:
 
 
 def uniforms_to_a_power(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("outrider.dice.inverse_cdf", lambda weights, uniforms: inverse_cdf(weights, uniforms**1.05))
+    patch.setattr("outrider.core.dice.inverse_cdf", lambda weights, uniforms: inverse_cdf(weights, uniforms**1.05))
 
 
 def one_stream_for_two_purposes(patch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def scaled_logits(patch: pytest.MonkeyPatch) -> None:
 
 def shrunk_top_p(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        "outrider.sampling.nucleus_floor",
+        "outrider.core.sampling.nucleus_floor",
         lambda rows, top_p, spare: nucleus_floor(rows, torch.where(top_p < 1, top_p * 0.8, top_p), spare),
     )
 

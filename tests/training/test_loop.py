@@ -13,11 +13,11 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from safetensors.torch import load_file
 
+from outrider.core.types import InputError
 from outrider.training.journal import read
 from outrider.training.loop import FOLDER, Loss, train
 from outrider.training.settings import TRACKERS, Settings
 from outrider.training.watch import Watch
-from outrider.types import InputError
 from tests.training.learners import Bigram, batches, documents
 
 SETTINGS = Settings(

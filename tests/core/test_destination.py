@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from outrider.destination import locked, locked_file
-from outrider.inputs import InputError
+from outrider.core.destination import locked, locked_file
+from outrider.core.inputs import InputError
 
 fcntl = pytest.importorskip("fcntl")
 HOLDS = """
 import sys
 from pathlib import Path
-from outrider.destination import locked_file
+from outrider.core.destination import locked_file
 with locked_file(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 try:
     import fcntl

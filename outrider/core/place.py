@@ -3,7 +3,7 @@
 import os
 from functools import lru_cache
 
-from outrider.inputs import InputError, shown
+from outrider.core.inputs import InputError, shown
 
 LONGEST_ID = 256
 """Longer than any hub id."""

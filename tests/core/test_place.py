@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import constants
 
 import outrider
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def parse_json(text: str | bytes, what: str) -> Any:
         >>> parse_json("[1, 2", "line 3")
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: line 3 is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5)
+        outrider.core.inputs.InputError: line 3 is not JSON: Expecting ',' delimiter: line 1 column 6 (char 5)
     """
     try:
         return json.loads(text)
@@ -98,7 +98,7 @@ def whole(name: str, value: object) -> int:
         >>> whole("max_new_tokens", 4.5)
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: max_new_tokens must be a whole number, got 4.5
+        outrider.core.inputs.InputError: max_new_tokens must be a whole number, got 4.5
     """
     try:
         found = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def number(name: str, value: object) -> float:
         >>> number("temperature", "1")
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: temperature must be a number, got '1'
+        outrider.core.inputs.InputError: temperature must be a number, got '1'
     """
     if isinstance(value, int | numbers.Real) and not isinstance(value, bool):
         return whole(name, value) if isinstance(value, int) else float(value)
