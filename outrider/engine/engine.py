@@ -27,11 +27,11 @@ from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, Tool, encode
 from outrider.engine.requests import bound, check, check_count, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
+from outrider.host.remembered import shapes
+from outrider.host.threads import threads_are_bound
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.generation_config import GenerationRules
-from outrider.remembered import shapes
-from outrider.threads import threads_are_bound
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from outrider import remembered
 from outrider.core.types import InputError
 from outrider.decoding.step import step_dice
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
+from outrider.host import remembered
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
 from outrider.proof.draws import BOUND, dice_law

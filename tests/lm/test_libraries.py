@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from outrider import remembered
 from outrider.core import files
 from outrider.core.types import InputError
+from outrider.host import remembered
 from outrider.lm import libraries
 from outrider.lm.fingerprint import fingerprint
 from outrider.lm.libraries import KEY, LIBRARY, Library, delete_unused

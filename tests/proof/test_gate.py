@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 import outrider
-from outrider import remembered
 from outrider.core.types import Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.engine import Engine
+from outrider.host import remembered
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.fingerprint import fingerprint, instruction_sets, machine, source
 from outrider.lm.model import LanguageModel
