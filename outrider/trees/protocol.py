@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.core.dice import Dice
 from outrider.core.inputs import shown
 from outrider.core.types import InputError, Structure
-from outrider.lm.slots import BRANCHES
+from outrider.lm.slots.slots import BRANCHES
 
 
 def check_size(num_nodes: int) -> None:

@@ -15,8 +15,8 @@ from outrider.core.sampling import RowRule, to_rows
 from outrider.core.types import InputError
 from outrider.decoding.reading import Reading
 from outrider.engine.engine import Engine
-from outrider.lm.cache import SlotCache
 from outrider.lm.model import LanguageModel
+from outrider.lm.slots.cache import SlotCache
 from outrider.proof.draws import dice_law
 from outrider.proof.gate import gate, in_float32
 from outrider.proof.nodes import COARSE, compare_nodes
