@@ -19,8 +19,8 @@ from outrider.engine.engine import Engine
 from outrider.host.remembered import machine, shapes
 from outrider.host.threads import use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
-from outrider.lm.choice import choose
-from outrider.lm.forward import Choice, as_forward
+from outrider.lm.forwards.choice import choose
+from outrider.lm.forwards.forward import Choice, as_forward
 from outrider.lm.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer, unwrapped

@@ -2,10 +2,10 @@
 
 import pytest
 
-from outrider.lm import choice
-from outrider.lm.choice import BLOCK, CONTEXT, WIDE
+from outrider.lm.forwards import choice
+from outrider.lm.forwards.choice import BLOCK, CONTEXT, WIDE
+from outrider.lm.forwards.package import PackagedForward
 from outrider.lm.model import LanguageModel
-from outrider.lm.package import PackagedForward
 from tests.world.models import llama
 
 

@@ -18,9 +18,9 @@ from torch import nn
 from outrider.core import files
 from outrider.core.types import InputError
 from outrider.host import remembered
-from outrider.lm import libraries
 from outrider.lm.fingerprint import fingerprint
-from outrider.lm.libraries import KEY, LIBRARY, Library, delete_unused
+from outrider.lm.forwards import libraries
+from outrider.lm.forwards.libraries import KEY, LIBRARY, Library, delete_unused
 from outrider.lm.model import LanguageModel
 from tests.world.models import llama
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import outrider
-from outrider.lm.packed import PackedLinear, packed
+from outrider.lm.forwards.packed import PackedLinear, packed
 from tests.world.zoo import scrambled, tiny
 
 GREEDY = outrider.Sampling(temperature=0.0, seed=0)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from outrider.lm.packed import plain
+from outrider.lm.forwards.packed import plain
 
 
 def merge(model: nn.Module, run: Callable[[], object]) -> None:
