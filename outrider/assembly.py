@@ -21,9 +21,9 @@ from outrider.host.threads import use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import Choice, as_forward
-from outrider.lm.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
+from outrider.lm.hf.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
+from outrider.lm.hf.open import as_lm, logit_width, open_model, open_tokenizer, unwrapped
 from outrider.lm.model import LanguageModel
-from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer, unwrapped
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup

@@ -8,7 +8,7 @@ from transformers.utils import logging
 from outrider.assembly import assemble
 from outrider.engine.crowd import CrowdedWarning
 from outrider.engine.engine import Engine
-from outrider.lm.weights import check_weights
+from outrider.lm.hf.weights import check_weights
 from outrider.setup import Setup
 
 USUAL = warnings.formatwarning

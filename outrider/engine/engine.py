@@ -31,7 +31,7 @@ from outrider.host.remembered import shapes
 from outrider.host.threads import threads_are_bound
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.generation_config import GenerationRules
+from outrider.lm.hf.generation_config import GenerationRules
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 

@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cach
 
 from outrider.core.place import check_place
 from outrider.core.types import InputError
-from outrider.lm.weights import has_other_than_numbers
+from outrider.lm.hf.weights import has_other_than_numbers
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """The files that are written."""

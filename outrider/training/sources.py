@@ -14,7 +14,7 @@ import datasets
 from outrider.core.inputs import parse_json
 from outrider.core.place import check_place
 from outrider.core.types import InputError
-from outrider.lm.open import reason_of
+from outrider.lm.hf.open import reason_of
 
 LINES = (".jsonl", ".ndjson")
 """Suffixes of JSON lines."""

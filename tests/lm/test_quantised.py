@@ -10,7 +10,7 @@ from outrider import InputError
 from outrider.lm.fingerprint import weights_of
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.packed import packed, plain
-from outrider.lm.open import as_lm, logit_width
+from outrider.lm.hf.open import as_lm, logit_width
 from outrider.proof.gate import key
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import VOCAB, tiny

@@ -6,10 +6,10 @@ from transformers import PreTrainedModel
 
 from outrider.cli.opened import check_numbers
 from outrider.core.types import InputError
+from outrider.lm.hf.open import reason_of
+from outrider.lm.hf.weights import check_weights, has_other_than_numbers
 from outrider.lm.model import LanguageModel
-from outrider.lm.open import reason_of
 from outrider.lm.recurrent import RecurrentModel
-from outrider.lm.weights import check_weights, has_other_than_numbers
 from tests.world.models import engine
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import tiny

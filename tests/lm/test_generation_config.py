@@ -9,8 +9,8 @@ from transformers import GenerationConfig, PreTrainedModel
 import outrider
 from outrider import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.generation_config import BY_PROCESSORS, REFUSED, WHERE_SAMPLED
-from outrider.lm.open import open_model
+from outrider.lm.hf.generation_config import BY_PROCESSORS, REFUSED, WHERE_SAMPLED
+from outrider.lm.hf.open import open_model
 from tests.world.zoo import tiny
 
 HONOURED: dict[str, Any] = {
