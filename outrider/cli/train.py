@@ -10,7 +10,7 @@ from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
 from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
 
 train = App(name="train", help="Train drafters, and make the data for it.")
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")

@@ -19,7 +19,7 @@ from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
-    from outrider.training.sources import Part
+    from outrider.training.data.sources import Part
 else:
     Part = object
 
@@ -45,7 +45,7 @@ class DataPart:
 
     def part(self) -> "Part":
         """The same for `read_documents`. Raises InputError for a name without `=`."""
-        from outrider.training.sources import Part
+        from outrider.training.data.sources import Part
 
         for each in self.columns:
             if not all(each.partition("=")):
@@ -88,8 +88,8 @@ def run(task: Task) -> None:
 def _answer(task: Task) -> None:
     """The same, once the file is held."""
     try:
-        from outrider.training.records import read_documents
-        from outrider.training.regenerate import Regenerated, Wish, regenerate
+        from outrider.training.data.records import read_documents
+        from outrider.training.data.regenerate import Regenerated, Wish, regenerate
     except ModuleNotFoundError as error:
         raise needs("training", str(error.name), "train") from error
 

@@ -7,7 +7,7 @@ import pytest
 
 from outrider.cli.learn import summary
 from outrider.core.types import Sampling
-from outrider.training.online import Learning
+from outrider.training.online.learning import Learning
 from tests.cli.runs import run
 from tests.world.models import engine
 

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 from outrider.core.destination import check_free, locked
 from outrider.core.types import InputError
-from outrider.training import checkpoint, processes
-from outrider.training.batches import Batch, Batches
-from outrider.training.journal import Journal, begins_run, tracker_of
-from outrider.training.optimizer import adamw
-from outrider.training.settings import Settings, check_same
-from outrider.training.watch import Judging, Watch, Watched
+from outrider.training.data.batches import Batch, Batches
+from outrider.training.loop import checkpoint, processes
+from outrider.training.loop.journal import Journal, begins_run, tracker_of
+from outrider.training.loop.optimizer import adamw
+from outrider.training.loop.settings import Settings, check_same
+from outrider.training.loop.watch import Judging, Watch, Watched
 
 FOLDER = "training"
 """Folder beside the drafter in which a run keeps its log and its checkpoints."""
