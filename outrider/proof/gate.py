@@ -13,11 +13,11 @@ import torch
 
 from outrider.core.types import InputError
 from outrider.decoding.step import step_dice
-from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.host import remembered
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.draws import BOUND, dice_law
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.files import read_config, read_tensors
+from outrider.lm.surroundings import Surroundings
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target
 from tests.world.own_heads import peagle
