@@ -25,7 +25,7 @@ from outrider.lm.hf.generation_config import ADVICE, default_sampling, eos_ids, 
 from outrider.lm.hf.open import as_lm, logit_width, open_model, open_tokenizer, unwrapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import LM
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
 from outrider.trees.protocol import Tree
@@ -232,9 +232,9 @@ def _suit_forwards(target: LM, taps: Sequence[int], setup: Setup) -> None:
         target.choice = choose(target, forward=None, pad_to=setup.pad_to, taps=taps)
 
 
-def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:
+def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> TargetInfo:
     """What the drafter may know of the target."""
-    return Surroundings.of(target, tokenizer, max_slots=setup.max_slots, forward=as_forward(setup.forward))
+    return TargetInfo.of(target, tokenizer, max_slots=setup.max_slots, forward=as_forward(setup.forward))
 
 
 def _circumstances(setup: Setup, parts: Parts) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.heads.files import read_config, read_tensors
-from outrider.lm.surroundings import Surroundings
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target
 from tests.world.own_heads import peagle
@@ -47,8 +47,8 @@ KEYS = (
 )
 
 
-def around() -> Surroundings:
-    return Surroundings.of(target(1), None)
+def around() -> TargetInfo:
+    return TargetInfo.of(target(1), None)
 
 
 def places(found: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
