@@ -15,7 +15,7 @@ from outrider.lm.forwards.libraries import MANY, Library
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.package import CAPACITY, ROWS, VIEW, WIDTH
 from outrider.lm.forwards.twin import twin
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs
@@ -82,7 +82,7 @@ class HeadPackage(Library):
         return {"kind": self.kind, "entries": sorted(self.entries.items()), "spans": repr(self.builder.spans)}
 
     @property
-    def _ends(self) -> Ends | None:
+    def _ends(self) -> EmbeddingAndHead | None:
         return getattr(self.head, "ends", None)
 
     def traced(self) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:
