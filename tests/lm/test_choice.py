@@ -59,7 +59,7 @@ def test_a_library_that_is_missing_is_named_once_and_not_made(monkeypatch, tmp_p
     assert [runs.has((0, 1)), runs.has((0, 1)), runs.has(())] == [False] * 3
     first, second = (record.getMessage() for record in caplog.records)
     assert first == (
-        "no library computes the forward of llama and hands on hidden states 0, 1, so it runs without one; `outrider "
+        "no library computes the forward of llama and outputs hidden states 0, 1, so it runs without one; `outrider "
         "prepare` with this target and drafter compiles it, once"
     )
     assert second.startswith("no library computes the forward of llama, so it runs without one; ")

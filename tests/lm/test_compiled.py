@@ -26,7 +26,7 @@ def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(
         assert max(differences.values()) < 1e-5, differences
         assert found[f"all forwards {name} are compiled"]
     assert all(found["unprepared"].values()), found["unprepared"]
-    assert done.stderr.count("no library computes the forward of llama and hands on hidden states 0, 1") == 1
+    assert done.stderr.count("no library computes the forward of llama and outputs hidden states 0, 1") == 1
     assert found["wide"]["some"]
     assert max(found["wide"]["differences"].values()) < 1e-5
     experts = found["experts"]

@@ -150,7 +150,7 @@ class PackagedForward:
             package = replace(self._package, taps=wanted)
             self._runners[wanted] = package.opened()
             if self._runners[wanted] is None:
-                states = f" and hands on hidden states {', '.join(map(str, wanted))}" if wanted else ""
+                states = f" and outputs hidden states {', '.join(map(str, wanted))}" if wanted else ""
                 log.warning(
                     "no library computes the forward of %s%s, so it runs without one; `outrider prepare` with this "
                     "target and drafter compiles it, once",
