@@ -165,7 +165,7 @@ train dspark --target TARGET --data number.jsonl --out new
 train poss --target TARGET --data packed.jsonl.gz --out new
 train griffin --target TARGET --data empty.txt --out new
 train jakiro --target TARGET --data full/nosuch --out new
-train blockwise --target TARGET --data text.txt --out new --num-rows 0
+train blockwise --target TARGET --data text.txt --out new --batch-size 0
 train parallel --target TARGET --data text.txt --out new --precision int8
 """
 COMMANDS = LINES.strip().splitlines()
