@@ -89,14 +89,14 @@ def _answer(task: Task) -> None:
     """The same, once the file is held."""
     try:
         from outrider.training.data.records import read_documents
-        from outrider.training.data.regenerate import Regenerated, Wish, regenerate
+        from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
     except ModuleNotFoundError as error:
         raise needs("training", str(error.name), "train") from error
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     part = task.part.part()
     engine = opened(task.setup)
-    wish = Wish(
+    generation = GenerationRequest(
         sampling=task.request.sampling(engine.sampling),
         max_new_tokens=task.request.max_new_tokens or MAX_NEW_TOKENS,
         prompt_tokens=task.prompt_tokens,
@@ -117,7 +117,7 @@ def _answer(task: Task) -> None:
             progress.update(bar, completed=run.num_done)
 
         try:
-            done = regenerate(engine, corpus, task.out, wish, progress=said)
+            done = regenerate(engine, corpus, task.out, generation, progress=said)
         except KeyboardInterrupt:
             progress.stop()
             print(f"interrupted; the same command continues {task.out}", file=sys.stderr)
