@@ -6,16 +6,16 @@ What needs torch and transformers is imported at first use.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 from outrider.load import load
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
+    from outrider.core.types import Request, Sampling, Step
     from outrider.engine.engine import Engine
     from outrider.engine.output import Output, Update
     from outrider.integrate.custom import as_custom_generate
     from outrider.theory.optimum import optimal_acceptance
-    from outrider.types import Request, Sampling, Step
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,9 +34,9 @@ __all__ = [
 _HOMES = {
     "Engine": "engine.engine",
     "Output": "engine.output",
-    "Request": "types",
-    "Sampling": "types",
-    "Step": "types",
+    "Request": "core.types",
+    "Sampling": "core.types",
+    "Step": "core.types",
     "Update": "engine.output",
     "as_custom_generate": "integrate.custom",
     "optimal_acceptance": "theory.optimum",

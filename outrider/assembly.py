@@ -8,6 +8,8 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
+from outrider.core.row import Family
+from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Surroundings, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
@@ -18,11 +20,9 @@ from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.remembered import machine, shapes
-from outrider.row import Family
 from outrider.setup import Setup
 from outrider.threads import use_threads
 from outrider.trees.protocol import Tree
-from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
 
 USUAL = Setup(drafter="suffix", length="goodput:seeded=5")

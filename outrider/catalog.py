@@ -3,11 +3,12 @@
 import dataclasses
 import typing
 
+from outrider.core.inputs import InputError, field_value, unknown
+from outrider.core.row import LEVIATHAN, Family, Row
 from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.recognition import drafter_at, is_place
 from outrider.drafters.rows import DRAFTERS
-from outrider.inputs import InputError, field_value, unknown
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.confident import ConfidentLength
 from outrider.lengths.fixed import FixedLength
@@ -16,7 +17,6 @@ from outrider.lengths.heuristic import HeuristicLength
 from outrider.lengths.planned import PlannedLength
 from outrider.lengths.svip import SvipLength
 from outrider.lengths.tetris import TetrisLength
-from outrider.row import LEVIATHAN, Family, Row
 from outrider.trees.beam import BeamTree
 from outrider.trees.chain import ChainTree
 from outrider.trees.dynamic import DynamicTree

@@ -41,7 +41,7 @@ def load(target: Any = None, **options: Any) -> Engine:
         >>> load(verifier="blok")
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match,
+        outrider.core.inputs.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match,
         recursive, kseq, top_plus_one, traversal, multipath, greedy_block, lenient, typical
     """
     from outrider.assembly import assemble

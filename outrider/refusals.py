@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 
 from outrider import catalog
+from outrider.core.types import Structure
 from outrider.decoding.protocol import Decoding
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Rows
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import LengthPolicy
-from outrider.types import Structure
 from outrider.verifiers.protocol import Carrying, Verifier
 from outrider.verifiers.traits import KINDS, Kind, StatedVerifier
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from outrider.inputs import InputError, text_of, unknown, whole
+from outrider.core.inputs import InputError, text_of, unknown, whole
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ class Setup:
         >>> Setup.of({"drafter": "ngram", "max_slots": "many"})
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: max_slots must be a whole number, got 'many'
+        outrider.core.inputs.InputError: max_slots must be a whole number, got 'many'
     """
 
     target: str | os.PathLike[str] | PreTrainedModel | None = None

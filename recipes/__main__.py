@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from transformers.utils import logging
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 HERE = Path(__file__).parent
 Quick = Annotated[

@@ -27,7 +27,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import Question
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes import options
 
 RSD = Paper(name="Jeon et al. 2024, RSD", url="https://arxiv.org/abs/2402.14160")

@@ -17,7 +17,7 @@ import typer
 from outrider.bench.circumstances import ROOT
 from outrider.bench.folder import read_record, write
 from outrider.bench.report import table
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 MEASUREMENTS = ROOT / "measurements"
 VERDICTS = {True: "yes", False: "no", None: "undecided"}

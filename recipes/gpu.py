@@ -29,8 +29,8 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import PARTS
 from outrider.bench.turns import Turn
 from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.core.types import InputError, Sampling, Step
 from outrider.proof.identity import identity
-from outrider.types import InputError, Sampling, Step
 from recipes import options
 
 PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (

@@ -12,7 +12,7 @@ import torch
 import typer
 
 from outrider.bench.folder import folder
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes import options
 from recipes.head_runs import Timing
 from recipes.head_texts import Wanted

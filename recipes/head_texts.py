@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.bench.workload import Question, questions
+from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.training.capture import capture
@@ -17,7 +18,6 @@ from outrider.training.documents import Document
 from outrider.training.records import read_documents
 from outrider.training.regenerate import Regenerated, Wish, regenerate
 from outrider.training.shards import Captured, Contents
-from outrider.types import InputError, Sampling
 from recipes.trained import PROMPT, SLOTS, TEMPERATURES, Texts, long_texts
 
 

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.heads.dflash import Method
 from outrider.lm.anatomy import Anatomy
@@ -23,7 +24,6 @@ from outrider.training.loop import Learner
 from outrider.training.medusa import medusa_learner
 from outrider.training.parallel import parallel_learner
 from outrider.training.poss import poss_learner
-from outrider.types import InputError
 from recipes.trained import DEPTH
 
 LOSS = "fkl"

@@ -26,11 +26,11 @@ from outrider.bench.circumstances import shown
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder, read_record, read_rows
 from outrider.bench.turns import Turn
+from outrider.core.types import InputError
 from outrider.threads import use_threads
 from outrider.training import loop
 from outrider.training.loop import Learner, train
 from outrider.training.shards import Captured
-from outrider.types import InputError
 from recipes import options
 from recipes.head_findings import findings
 from recipes.head_runs import Decoder, Timing, decode

@@ -27,6 +27,7 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import turns
 from outrider.bench.workload import PROMPTS, questions
+from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.dflash import Method as Block
 from outrider.lm.open import open_tokenizer
@@ -39,7 +40,6 @@ from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
 from outrider.training.loop import Learner, train
 from outrider.training.medusa import medusa_learner
-from outrider.types import InputError, Sampling
 from recipes import options
 from recipes.engines.engine import ENGINES, Engine
 from recipes.engines.environments import CannotMake

@@ -155,7 +155,7 @@ def run(plan: Plan, repeats: int = 3, out: Path | None = None) -> dict[str, dict
     from outrider.bench.folder import folder
     from outrider.bench.report import Findings, Table
     from outrider.bench.turns import Turn
-    from outrider.types import InputError
+    from outrider.core.types import InputError
 
     if plan.warmup > plan.requests:
         raise InputError(f"warmup must be <= the number of requests, {plan.requests}, got {plan.warmup}")

@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerBase
 
 from outrider.cli.prune import read_texts
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.surgery.checkpoint import check_free, write
-from outrider.types import InputError
 
 SHAPE = {
     "hidden_size": 192,

@@ -29,9 +29,9 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, read_prompts
+from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.setup import Setup
-from outrider.types import InputError, Sampling
 from recipes import options
 
 PLAIN, DEFAULT = "plain", "default"

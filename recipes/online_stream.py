@@ -15,12 +15,12 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.bench.evidence import Row
+from outrider.core.types import InputError, Sampling
 from outrider.training.online import Learning
 from outrider.training.online_draft import model_of
 from outrider.training.pupil import OnlineSettings
 from outrider.training.records import read_documents
 from outrider.training.sources import records
-from outrider.types import InputError, Sampling
 from recipes.trained import PROMPT, covered, draft_of_text, short_run
 
 DEPTH = 4

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.bench.trial import Setting
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 Target = Annotated[str | None, typer.Option(help="Directory or hub id of the target; by default the embedded one.")]
 Draft = Annotated[Path, typer.Option(help="Directory of the draft model.")]

@@ -29,7 +29,7 @@ from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import PARTS
 from outrider.bench.turns import Turn
-from outrider.metrics import efficiency
+from outrider.core.metrics import efficiency
 from recipes import options
 from recipes.overhead_runs import GAMMA, PAIRS, Case, Models, Plan, decode, profile
 from recipes.stand_in import PARAMETERS, num_parameters

@@ -26,7 +26,7 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.speedup import rate
 from outrider.bench.workload import PROMPTS
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes import options
 from recipes.engines.engine import ENGINES, Engine
 from recipes.peers_runs import DTYPES, MODELS, OURS, Plan, compared, contest, methods_of, prompts, timed

@@ -22,6 +22,7 @@ from outrider.bench.evidence import Estimate, Row, Sums
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_config, open_tokenizer
 from outrider.threads import use_threads
@@ -33,7 +34,6 @@ from outrider.training.loop import train
 from outrider.training.positions import acceptance_by_position, positions_of
 from outrider.training.records import read_documents
 from outrider.training.regenerate import Wish, regenerate
-from outrider.types import InputError, Sampling
 from recipes import options
 from recipes.distill import SHAPE
 from recipes.trained import (

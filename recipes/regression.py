@@ -24,11 +24,11 @@ import outrider
 from outrider.bench.circumstances import circumstances
 from outrider.bench.folder import write
 from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.output import Output
 from outrider.engine.prompts import encode
 from outrider.lm.open import open_tokenizer
-from outrider.types import InputError, Sampling
 
 TEMPERATURES = (0.0, 1.0)
 SLOTS = 8

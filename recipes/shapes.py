@@ -25,6 +25,7 @@ from outrider.bench.evidence import Estimate, Row, Sums, gain
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -35,7 +36,6 @@ from outrider.threads import use_threads
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
 from outrider.training.loop import Learner
-from outrider.types import Sampling
 from recipes import options
 from recipes.trained import (
     DEPTH,

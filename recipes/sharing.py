@@ -26,7 +26,7 @@ from outrider.bench.runs import Job
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import Question
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes import options
 
 PAPER = Paper(name="Wu et al. 2025, TETRIS", url="https://arxiv.org/abs/2502.15197")

@@ -26,8 +26,8 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import PARTS
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.workload import PROMPTS, questions
+from outrider.core.metrics import efficiency
 from outrider.embedded import EMBEDDED_DRAFT
-from outrider.metrics import efficiency
 from recipes import options
 from recipes.speed_runs import NGRAM, PLAIN, SPECULATIVE, Pair, Plan, bare_forwards, jobs_of, measure, measure_pilot
 

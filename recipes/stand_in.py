@@ -15,9 +15,9 @@ import torch
 import typer
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_model
-from outrider.types import InputError
 
 PARAMETERS = 110_000_000
 QUICK = {"parameters": 20_000_000}

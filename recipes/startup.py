@@ -23,8 +23,8 @@ from outrider.bench.folder import folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.types import InputError
 from recipes import options
 from recipes.startup_parts import PARTS
 

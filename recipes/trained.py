@@ -20,6 +20,7 @@ from outrider.bench.evidence import Estimate, Row, Sums, gain
 from outrider.bench.folder import Folder
 from outrider.bench.report import Table
 from outrider.bench.turns import turns
+from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_config, open_model, open_tokenizer
 from outrider.theory.coverage import Coverage, expected
@@ -33,7 +34,6 @@ from outrider.training.regenerate import Wish, regenerate
 from outrider.training.settings import Settings
 from outrider.training.shards import Captured, Contents
 from outrider.training.watch import Judging
-from outrider.types import InputError, Sampling
 
 SLOTS = 32
 """Answers that the target writes at once."""

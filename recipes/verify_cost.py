@@ -31,12 +31,12 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.catalog import make
 from outrider.catalog import rows as catalog_rows
-from outrider.dice import PhiloxDice
+from outrider.core.dice import PhiloxDice
+from outrider.core.sampling import to_rows
+from outrider.core.types import Draft, Frontier, Guess, InputError, Request, Running, Sampling
 from outrider.lengths.fixed import FixedLength
-from outrider.sampling import to_rows
 from outrider.trees.grow import grow
 from outrider.trees.protocol import Tree
-from outrider.types import Draft, Frontier, Guess, InputError, Request, Running, Sampling
 from outrider.verifiers.protocol import Verifier
 from recipes import options
 

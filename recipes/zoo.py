@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, logging
 from outrider.bench.folder import read_rows, write
 from outrider.bench.report import table
 from outrider.catalog import make
+from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -36,7 +37,6 @@ from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import as_lm
 from outrider.lm.support import refusal
 from outrider.trees.protocol import Tree
-from outrider.types import InputError, Sampling
 from outrider.verifiers.protocol import Verifier
 from recipes.tiny import MODEL_TYPES, VOCAB, Float64, noisy, tiny_config, tiny_model
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.types import InputError, Sampling
+from outrider.core.types import InputError, Sampling
 from tests.world.models import CONTEXT, engine
 from tests.world.zoo import VOCAB
 

@@ -7,10 +7,10 @@ from beartype.roar import BeartypeCallHintParamViolation, BeartypeCallHintReturn
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.dice import Draws, inverse_cdf
-from outrider.sampling import pack
+from outrider.core.dice import Draws, inverse_cdf
+from outrider.core.sampling import pack
+from outrider.core.types import Ahead, Verdict
 from outrider.trees.protocol import Level
-from outrider.types import Ahead, Verdict
 from outrider.verifiers.protocol import residual
 from tests.shapes import checked
 

@@ -8,15 +8,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.core.dice import Dice
+from outrider.core.metrics import block_efficiency, conditional_acceptance
+from outrider.core.types import Draft, InputError, Request, Running, Sampling, Step, Verdict
 from outrider.decoding.progress import begin, end
 from outrider.decoding.protocol import Cycle, Parts
 from outrider.decoding.step import StepDecoding
-from outrider.dice import Dice
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.metrics import block_efficiency, conditional_acceptance
 from outrider.trees.chain import ChainTree
-from outrider.types import Draft, InputError, Request, Running, Sampling, Step, Verdict
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import child_rows
 from outrider.verifiers.token import TokenVerifier

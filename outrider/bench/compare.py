@@ -8,10 +8,10 @@ from functools import partial
 from outrider.bench.runs import Conditions, Job, Run, Way, on_engine, on_transformers
 from outrider.bench.turns import turns
 from outrider.bench.workload import Question
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
-from outrider.types import Sampling
 
 SPECULATIVE = "speculative"
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Cycle
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree
-from outrider.types import InputError, Sampling
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 

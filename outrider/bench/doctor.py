@@ -8,11 +8,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.bench.agreement import Agreement, FreeRun, along_text, run_freely
 from outrider.bench.costs import Costs, measure_costs
+from outrider.core.types import InputError
 from outrider.drafters.model import LEAST_SHARE
 from outrider.engine.engine import Engine
 from outrider.lm.capabilities import Capability
 from outrider.lm.vocabulary import translation
-from outrider.types import InputError
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)
 """Draft lengths of the table of speedups."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 RESAMPLES = 2000
 

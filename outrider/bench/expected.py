@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.dice import Draws, Pick
-from outrider.types import Draft
+from outrider.core.dice import Draws, Pick
+from outrider.core.types import Draft
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.kseq import KseqVerifier
 from outrider.verifiers.match import MatchVerifier

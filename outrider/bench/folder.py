@@ -14,7 +14,7 @@ from outrider.bench.circumstances import circumstances, shown
 from outrider.bench.evidence import Row
 from outrider.bench.report import Findings
 from outrider.bench.turns import Named, Turn
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 

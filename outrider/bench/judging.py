@@ -13,7 +13,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.runs import Job
 from outrider.bench.step_seconds import StepSeconds
 from outrider.bench.trial import Bench, Method, Setting
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 SLOTS = 8
 """Requests at once while steps are counted; a request's draws do not depend on the others."""

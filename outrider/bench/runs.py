@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from outrider.bench.evidence import Row
 from outrider.bench.workload import Question
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
-from outrider.types import Sampling
 
 PARTS = ("target", "drafter", "rows", "verify", "commit")
 """What the profile of a run names, of the parts of a step."""

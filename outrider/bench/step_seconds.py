@@ -11,7 +11,7 @@ from scipy import stats
 
 from outrider.bench.evidence import RESAMPLES, Row
 from outrider.bench.folder import read_record, read_rows
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 FEWEST_STEPS = 4
 """Runs of fewer steps are left out."""

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.sampling import Prefix, to_rows
+from outrider.core.types import Sampling, ShortList
 from outrider.lm.protocol import LM, Segment
-from outrider.sampling import Prefix, to_rows
-from outrider.types import Sampling, ShortList
 
 
 @torch.inference_mode()

@@ -8,7 +8,7 @@ from jinja2 import Environment
 from outrider.bench.evidence import Estimate
 from outrider.bench.plot import Curve, Panel, draw
 from outrider.bench.report import STYLE, Table
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 PAGE = """<!doctype html>
 <html lang="en">

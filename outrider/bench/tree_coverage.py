@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float
 from scipy import stats
 
+from outrider.core.types import InputError
 from outrider.theory.coverage import Coverage, expected
-from outrider.types import InputError
 from outrider.verifiers.kseq import discount
 
 Row = Float[np.ndarray, " vocab"]

@@ -17,6 +17,7 @@ from outrider.bench.runs import Conditions, Job, as_row, drafted_per_position, o
 from outrider.bench.tree_coverage import Branches, DraftedTree, Paths, Said
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
+from outrider.core.types import InputError
 from outrider.drafters.model import ModelPath
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.engine.engine import Engine
@@ -26,7 +27,6 @@ from outrider.theory.coverage import Rule
 from outrider.threads import use_threads
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
-from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

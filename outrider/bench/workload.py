@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.core.types import InputError
 from outrider.embedded import ASSETS
 from outrider.engine.prompts import Prompt
-from outrider.types import InputError
 
 PROMPTS = ASSETS / "prompts.jsonl"
 """The prompts that ship with the package."""

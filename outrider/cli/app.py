@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 
 from outrider.cli.failure import INTERRUPTED, WRONG_INPUT, complain
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 
 def main() -> None:

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from outrider.cli.opened import opened
 from outrider.cli.options import kind_of
 from outrider.cli.request import RequestOptions
+from outrider.core.inputs import InputError, unknown
 from outrider.engine.engine import Engine
 from outrider.engine.output import succeeded
-from outrider.inputs import InputError, unknown
 from outrider.setup import Setup
 
 COMMANDS = {

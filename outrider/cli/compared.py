@@ -8,10 +8,10 @@ from rich.progress import Progress
 from rich.table import Table
 
 from outrider.bench.compare import compare
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
 from outrider.proof.gate import gate
-from outrider.types import Sampling
 
 ROUNDS = 3
 """How often the configurations of a comparison are timed."""

@@ -17,6 +17,7 @@ from outrider.bench.agreement import LEAST_TEXT, Agreement
 from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
 from outrider.cli.opened import check_numbers, opened
 from outrider.cli.prompts import read_file
+from outrider.core.types import InputError
 from outrider.drafters.protocol import UnboundModel
 from outrider.embedded import ASSETS
 from outrider.engine.engine import Engine
@@ -25,7 +26,6 @@ from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
 from outrider.threads import use_threads
-from outrider.types import InputError
 
 TEXT = ASSETS / "prompts.jsonl"
 

@@ -21,13 +21,13 @@ from outrider.cli.outputs import OutputFile, Wanted, profile
 from outrider.cli.printed import print_json, print_line, print_measures, print_output, print_profile
 from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
+from outrider.core.inputs import InputError
+from outrider.core.types import Sampling, Step
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
 from outrider.engine.prompts import Prompt
 from outrider.engine.requests import nth
-from outrider.inputs import InputError
 from outrider.setup import Setup
-from outrider.types import Sampling, Step
 
 MAX_NEW_TOKENS = 128
 """Most tokens of an output, by default."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider import catalog
+from outrider.core.row import Family
 from outrider.drafters.traits import Traits
 from outrider.lengths.protocol import LengthPolicy
 from outrider.refusals import DEFAULT, verifiers
-from outrider.row import Family
 from outrider.verifiers.protocol import Carrying
 from outrider.verifiers.traits import Kind
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from outrider.core.inputs import InputError
+from outrider.core.types import Step, Timing
 from outrider.engine.output import Output
-from outrider.inputs import InputError
-from outrider.types import Step, Timing
 
 PARTS = ("target", "drafter", "rows", "verify", "commit", "replay", "rest", "overlap")
 """Parts of a step's time. `overlap` is the time during which two parts ran at once; it counts once."""

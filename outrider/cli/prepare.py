@@ -9,7 +9,7 @@ from rich.console import Console
 from outrider.cli.forwards import heads, models
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 from outrider.lm.choice import choose
 from outrider.setup import Setup
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.core.inputs import InputError, text_of
 from outrider.embedded import ASSETS
 from outrider.engine.prompts import Prompt
-from outrider.inputs import InputError, text_of
 
 STANDARD_INPUT = Path("-")
 KEYS = ("prompt", "turns", "messages")

@@ -11,13 +11,13 @@ from rich.progress import Progress
 
 from outrider.catalog import name_of
 from outrider.cli.opened import check_numbers, opened
+from outrider.core.types import InputError
 from outrider.engine.engine import Engine
 from outrider.proof.identity import Difference, Identity
 from outrider.proof.pair import Proof
 from outrider.proof.pair import prove as proven
 from outrider.proof.statistics import Samples
 from outrider.setup import Setup
-from outrider.types import InputError
 
 
 def prove(setup: Setup, *, num_draws: int, temperature: float | None, seed: int, as_json: bool) -> None:

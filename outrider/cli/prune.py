@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from outrider.cli.printed import print_json
+from outrider.core.inputs import InputError, text_of
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.inputs import InputError, text_of
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning

@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.inputs import InputError, text_of
+from outrider.core.inputs import InputError, text_of
 
 if TYPE_CHECKING:
     from outrider.constraints.grammar import Grammar
-    from outrider.types import Sampling
+    from outrider.core.types import Sampling
 else:
     Grammar = Sampling = object
 

@@ -7,7 +7,7 @@ import typer
 
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 from outrider.setup import Setup
 from outrider.training.settings import Settings
 

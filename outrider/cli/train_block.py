@@ -10,6 +10,7 @@ from outrider.cli.block_options import BlockOptions, MarkovOptions
 from outrider.cli.train_distill import Task as DistillTask
 from outrider.cli.train_distill import run_with
 from outrider.cli.train_head import Task
+from outrider.core.types import InputError
 from outrider.heads.dflash import Method
 from outrider.training.block_loss import BlockLoss, usual_gamma
 from outrider.training.blocks import BlockLearner
@@ -18,7 +19,6 @@ from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head, known_head
 from outrider.training.positions import slot_balanced
-from outrider.types import InputError
 
 
 def run_block(task: Task, method: Method, options: BlockOptions, markov: MarkovOptions | None = None) -> None:

@@ -14,7 +14,7 @@ from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.cli.request import RequestOptions
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 from outrider.setup import Setup
 
 if TYPE_CHECKING:

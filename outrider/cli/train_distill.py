@@ -15,6 +15,7 @@ from transformers.utils import logging
 
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
+from outrider.core.types import InputError, Sampling
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
@@ -35,7 +36,6 @@ from outrider.training.settings import Settings
 from outrider.training.shards import Captured, Contents
 from outrider.training.sources import Part
 from outrider.training.watch import Watch, hold_out
-from outrider.types import InputError, Sampling
 
 ANSWERS = "answers.jsonl"
 """The file of the target's answers, in the folder of the run."""

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, MedusaOptions
 from outrider.cli.train_distill import More, run_with
 from outrider.cli.train_distill import Task as DistillTask
+from outrider.core.types import InputError
 from outrider.heads.files import read_tensors
 from outrider.lm.open import logit_width
 from outrider.training.distill import HARD
@@ -27,7 +28,6 @@ from outrider.training.settings import Settings
 from outrider.training.state_heads import StateHeadsLearner
 from outrider.training.watch import Watch
 from outrider.trees.fixed import likeliest_topology
-from outrider.types import InputError
 
 KEPT = ("begin", "decay", "draft_vocab", "slot_balanced")
 """Options of every head that must stay the same when a run goes on."""

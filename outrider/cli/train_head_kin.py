@@ -6,10 +6,10 @@ from typing import Any
 from outrider.cli.head_options import EagleOptions, taps_of
 from outrider.cli.kin_options import GriffinOptions, JakiroOptions, PossOptions
 from outrider.cli.train_head import Given, Task, run_head
+from outrider.core.types import InputError
 from outrider.training.griffin import Griffin, griffin_learner
 from outrider.training.jakiro import Jakiro, jakiro_learner
 from outrider.training.poss import PossEagle, PossEagle3, poss_learner
-from outrider.types import InputError
 
 
 def run_poss(task: Task, head: PossOptions) -> None:

@@ -8,7 +8,7 @@ import typer
 from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, MedusaOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.train import Data, train
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 from outrider.training.settings import Settings
 
 app = train

@@ -4,8 +4,8 @@ from dataclasses import asdict
 
 from outrider.cli.marginal_options import BlockwiseOptions, ParallelOptions
 from outrider.cli.train_head import Given, Task, fitted_tree, run_head
+from outrider.core.inputs import unknown
 from outrider.heads.parallel import FORMS
-from outrider.inputs import unknown
 from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.parallel import Parallel, parallel_learner
 

@@ -12,9 +12,9 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.constraint import Constraint
 from outrider.constraints.schema import check_pattern, check_schema
-from outrider.types import InputError
+from outrider.core.constraint import Constraint
+from outrider.core.types import InputError
 
 if TYPE_CHECKING:
     import xgrammar

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from outrider.types import Running
+from outrider.core.types import Running
 
 
 def follow(states: Sequence[Running]) -> None:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 SPREAD = frozenset({"not", "if", "then", "else", "contains", "dependentRequired", "dependentSchemas", "dependencies"})
 SPREAD |= {"uniqueItems", "minContains", "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef"}
@@ -65,7 +65,7 @@ def check_schema(text: str) -> None:
         >>> check_schema('{"type": "array", "uniqueItems": true}')
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
+        outrider.core.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
     """
     try:
         schema = json.loads(text)
@@ -83,7 +83,7 @@ def check_pattern(pattern: str) -> None:
         >>> check_pattern("a$b")
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it
+        outrider.core.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it
         out
     """
     depth, i = 0, 0

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from outrider.types import Timing
+from outrider.core.types import Timing
 
 
 class Clock:

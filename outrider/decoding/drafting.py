@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, Running
 from outrider.decoding.protocol import Parts
-from outrider.dice import Dice
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.lengths.experience import Choice
 from outrider.lengths.protocol import LoadPolicy
 from outrider.trees.grow import grow
-from outrider.types import Draft, Running
 
 
 def drafter_of(state: Running) -> Drafter:

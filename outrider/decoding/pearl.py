@@ -21,8 +21,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.constraint import Constraint
 from outrider.constraints.masks import follow
+from outrider.core.constraint import Constraint
+from outrider.core.dice import Dice
+from outrider.core.sampling import without_law
+from outrider.core.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 from outrider.decoding import drafting
 from outrider.decoding.both import at_once, in_turn
 from outrider.decoding.clock import Clock
@@ -30,12 +33,9 @@ from outrider.decoding.progress import begin, cut, end, prefill, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
 from outrider.decoding.reading import LogProbs, Reading, masks_of, no_distribution
 from outrider.decoding.step import advance, step_dice
-from outrider.dice import Dice
 from outrider.drafters.protocol import Observed
 from outrider.lengths.fixed import FixedLength
-from outrider.sampling import without_law
 from outrider.trees.shape import chain_shape
-from outrider.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 
 LONGEST = 16
 """Longest draft that the measurement can choose."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from outrider.core.types import Request, Running
 from outrider.decoding.drafting import drafter_of, observe
 from outrider.decoding.protocol import Keep, Parts
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import Segment
-from outrider.types import Request, Running
 
 PREFILL_CHUNK = 512
 """Most prompt tokens of one forward, by default."""

@@ -7,13 +7,13 @@ from typing import ClassVar, Protocol, runtime_checkable
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.dice import Dice
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, InputError, Running, Step, Verdict
 from outrider.drafters.protocol import Drafter
 from outrider.lengths.experience import Experience
 from outrider.lengths.protocol import LengthPolicy
 from outrider.lm.protocol import LM
 from outrider.trees.protocol import Tree
-from outrider.types import Draft, InputError, Running, Step, Verdict
 from outrider.verifiers.protocol import Verifier
 
 Keep = Callable[[Running, list[int]], int]

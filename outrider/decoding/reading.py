@@ -9,11 +9,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
+from outrider.core.sampling import Prefix, RowRule, log_probs, to_rows, without_law
+from outrider.core.types import Draft, Running, Verdict
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import LM, Extension, Segment
-from outrider.sampling import Prefix, RowRule, log_probs, to_rows, without_law
-from outrider.types import Draft, Running, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)

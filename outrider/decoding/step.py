@@ -9,13 +9,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.constraints.masks import follow
+from outrider.core.dice import Dice, PhiloxDice
+from outrider.core.types import Draft, Running, Step, Verdict
 from outrider.decoding import drafting
 from outrider.decoding.clock import Clock
 from outrider.decoding.progress import cut, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
 from outrider.decoding.reading import LogProbs, Reading, masks_of
-from outrider.dice import Dice, PhiloxDice
-from outrider.types import Draft, Running, Step, Verdict
 from outrider.verifiers.protocol import Carrying, Verifier, plain
 
 

@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from outrider.core.types import Frontier, Guess, InputError, Running
 from outrider.drafters.dflash import DFlashDrafter, DFlashPath
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
@@ -18,7 +19,6 @@ from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssista
 from outrider.heads.block_formats import ASSISTANTS
 from outrider.heads.files import read_config
 from outrider.lm.assistant import open_assistant
-from outrider.types import Frontier, Guess, InputError, Running
 
 SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types of assistants that read the target's keys and values."""

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from outrider.core.types import InputError
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.blockwise_paths import PathsDrafter
 from outrider.drafters.head_path import HeadPath
@@ -14,7 +15,6 @@ from outrider.drafters.state_heads import running
 from outrider.heads.backoff import FILE, BackoffModel, read_backoff
 from outrider.heads.blockwise import is_blockwise, read_blockwise
 from outrider.heads.files import TargetShape, local_file, read_config
-from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

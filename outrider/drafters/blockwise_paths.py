@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.best_paths import Paths, best_paths
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.protocol import Rows
 from outrider.drafters.state_heads import HeadsState, heads_state
 from outrider.heads.backoff import BackoffModel
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Running
 
 LOWEST = -1e4
 """A logit so low that its token has the probability 0 beside any path, at any usual temperature."""

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import InputError, ShortList
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.protocol import Surroundings
@@ -16,7 +17,6 @@ from outrider.heads.blocks import guessed_ids, read_block
 from outrider.heads.dflash import DFlash, Method
 from outrider.heads.files import TargetShape, read_config
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.types import InputError, ShortList
 
 TABLE_BLOCK = 5
 """Positions of a block in proofs on tables."""

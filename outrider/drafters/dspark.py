@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.block import BlockState
 from outrider.drafters.dflash import TABLE_BLOCK, BlockPath, DFlashDrafter
 from outrider.drafters.protocol import Rows, Surroundings
@@ -18,7 +19,6 @@ from outrider.heads.dspark import ConfidenceHead, DSpark, MarkovHead
 from outrider.lm.head import HeadLM
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Request, Running
 
 
 @dataclass(kw_only=True)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from outrider.core.types import InputError
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.files import TargetShape
 from outrider.lm.head import HeadLM, beside
 from outrider.lm.open import as_device, as_dtype
-from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.core.types import InputError, Request, Running
 from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.last_state import last_state
 from outrider.drafters.protocol import Observed, Surroundings
@@ -19,7 +20,6 @@ from outrider.lm.ends import Ends
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TABLE_FEATURES
-from outrider.types import InputError, Request, Running
 
 
 @dataclass(kw_only=True)

@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.eagle import EagleKinPath
 from outrider.drafters.feature_head import FeatureHeadDrafter
 from outrider.drafters.own_features import HeadState
@@ -19,7 +20,6 @@ from outrider.heads.jakiro import JakiroFile, JakiroHead, is_jakiro
 from outrider.lm.chain import chain
 from outrider.lm.tabular import TabularFusion
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Running
 
 
 @dataclass(kw_only=True)

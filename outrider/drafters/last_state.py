@@ -7,8 +7,8 @@ from typing import ClassVar
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import Request, Running
 from outrider.drafters.protocol import Drafter, Observed
-from outrider.types import Request, Running
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Running, ShortList
 from outrider.drafters.protocol import Drafter, Rows
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Running, ShortList
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
 from outrider.drafters.head_path import check_longest
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
@@ -31,7 +32,6 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, InputError, Request, Running, ShortList
 
 CHUNK = 512
 """Most tokens of one request in one forward."""

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.feature_head import FeatureHeadDrafter
 from outrider.drafters.own_features import BACKLOG, HeadState, output_features
 from outrider.drafters.protocol import Observed, Surroundings
@@ -18,7 +19,6 @@ from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.tabular import TabularHead
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Request, Running
 
 
 @dataclass(frozen=True, kw_only=True)

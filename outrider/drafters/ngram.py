@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.token_only import TokenOnly
-from outrider.types import Frontier, Guess, InputError, Request, Running
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,7 @@ class NgramDrafter(TokenOnly):
         prompt_lookup_min: Shortest end, in tokens, that is trusted.
 
     Example:
-        >>> from outrider.types import Sampling
+        >>> from outrider.core.types import Sampling
         >>> request = Request(id="r", prompt=(1, 2, 3, 4, 1, 2), max_new_tokens=8, sampling=Sampling())
         >>> drafter = NgramDrafter()
         >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter=drafter,

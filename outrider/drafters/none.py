@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.token_only import TokenOnly
-from outrider.types import Frontier, Guess, Running
 
 
 @dataclass(frozen=True, kw_only=True)

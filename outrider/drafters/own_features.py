@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Request, Running, ShortList
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.lm.chain import chain
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Request, Running, ShortList
 
 BACKLOG = 64
 """This many unread features of a request are read at once. Fewer wait for the next draft's first forward."""

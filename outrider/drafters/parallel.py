@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import Guess, InputError, Running, ShortList
 from outrider.drafters.eagle3 import AskingPath
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.marginal import MarginalDrafter
@@ -18,7 +19,6 @@ from outrider.heads.files import MOST_COUNT, TargetShape, read_config, read_name
 from outrider.heads.parallel import ParallelFile, is_parallel
 from outrider.heads.peagle import PEagleFile, is_peagle
 from outrider.lm.protocol import Segment
-from outrider.types import Guess, InputError, Running, ShortList
 
 
 @dataclass(kw_only=True)

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Request, Running, ShortList
 from outrider.drafters.eagle3 import AskingPath
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.own_features import HeadState, needed, take_in, unread_of
@@ -23,7 +24,6 @@ from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularHead
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Request, Running, ShortList
 
 
 @dataclass(kw_only=True)

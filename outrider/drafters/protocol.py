@@ -11,10 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.lm.ends import Ends
 from outrider.lm.forward import Forward
 from outrider.lm.protocol import LM, Readable
-from outrider.types import Frontier, Guess, InputError, Request, Running
 
 Rows = Literal["sampled", "point", "marginal"]
 """The kind of a drafter's guesses: `sampled` is a distribution after each prefix, `point` one token, `marginal` a

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Mapping
 
+from outrider.core.types import InputError
 from outrider.drafters.head_path import HeadPath
 from outrider.heads.files import CONFIG, read_config, read_names
-from outrider.types import InputError
 
 PLAIN, STEERED, STEERING = "model", "steered", "steering.json"
 """The drafters that are transformers models, and the file that tells them apart."""

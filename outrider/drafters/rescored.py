@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.state_heads import HeadsState, heads_state
-from outrider.types import Frontier, Guess, Request, Running
 
 
 @dataclass(kw_only=True)

@@ -1,5 +1,6 @@
 """The drafters of the catalog: names, classes and papers."""
 
+from outrider.core.row import LEVIATHAN, Row
 from outrider.drafters.assistant import AssistantPath
 from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.dflash import DFlarePath, DFlashPath
@@ -19,7 +20,6 @@ from outrider.drafters.parallel import ParallelPath
 from outrider.drafters.poss import PossPath
 from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.row import LEVIATHAN, Row
 
 DRAFTERS = (
     Row(family="drafter", name="none", make=NoDrafter, summary="plain decoding", source="-"),

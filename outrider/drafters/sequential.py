@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.protocol import Rows, Surroundings
@@ -17,7 +18,6 @@ from outrider.heads.sequential import SequentialHead
 from outrider.lm.head import suited
 from outrider.lm.packed import packed
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Running
 
 Own = TypeVar("Own", bound="SequentialDrafter")
 

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.core.types import Frontier, Running
 from outrider.drafters.protocol import Drafter
 from outrider.lm.protocol import LM, Segment
-from outrider.types import Frontier, Running
 
 
 @dataclass(kw_only=True)

@@ -9,13 +9,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.core.types import Guess, Running
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.state_heads import StateHeads
 from outrider.lm.head import suited
 from outrider.lm.packed import packed
-from outrider.types import Guess, Running
 
 Heads = TypeVar("Heads", bound=StateHeads)
 

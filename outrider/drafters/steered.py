@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.core.types import Guess, InputError, Request, Running
 from outrider.drafters.head_path import check_longest
 from outrider.drafters.model import ModelDrafter, shared_words
 from outrider.drafters.protocol import Observed, Surroundings
@@ -18,7 +19,6 @@ from outrider.heads.steering import Steering, SteeringConfig, read_steering
 from outrider.lm.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.lm.steered import SteeredLM
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_rows
-from outrider.types import Guess, InputError, Request, Running
 
 
 @dataclass(kw_only=True)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_only import TokenOnly
-from outrider.types import Frontier, Guess, InputError, Request, Running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class SuffixDrafter(TokenOnly):
         corpus: JSON lines with `text` or `tokens`, read once when the engine is put together; entries stay apart.
 
     Example:
-        >>> from outrider.types import Sampling
+        >>> from outrider.core.types import Sampling
         >>> request = Request(id="r", prompt=(5, 1, 2, 5, 3, 2, 5, 3, 9, 2, 5), max_new_tokens=8, sampling=Sampling())
         >>> drafter = SuffixDrafter()
         >>> state = Running(request=request, tokens=list(request.prompt), slot=0, drafter=drafter,

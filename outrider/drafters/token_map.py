@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from outrider.inputs import whole
-from outrider.types import InputError
+from outrider.core.inputs import whole
+from outrider.core.types import InputError
 
 
 def read_token_map(path: str, count: int | None = None) -> list[int]:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from outrider.core.types import Request, Running
 from outrider.decoding.drafting import drafter_of
 from outrider.decoding.progress import begin
 from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter
 from outrider.engine.prefixes import Found, Prefixes
 from outrider.engine.seats import Seat
-from outrider.types import Request, Running
 
 Route = Callable[[Request], Drafter]
 """Chooses the drafter of a request."""

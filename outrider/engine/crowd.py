@@ -10,8 +10,8 @@ from typing import ClassVar
 
 import torch
 
+from outrider.core.types import Step
 from outrider.cores import Shares, Usage, shares
-from outrider.types import Step
 
 SLOWER = 5.0
 """How many times slower than before steps must be."""

@@ -9,12 +9,14 @@ from dataclasses import replace
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from outrider.constraint import Constraint
 from outrider.constraints.grammar import Grammar
+from outrider.core.constraint import Constraint
+from outrider.core.dice import Dice
+from outrider.core.inputs import whole
+from outrider.core.types import InputError, Request, Running, Sampling, Step
 from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.decoding.protocol import Parts, Watch
 from outrider.decoding.step import StepDecoding
-from outrider.dice import Dice
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.admission import Route
@@ -25,13 +27,11 @@ from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
 from outrider.engine.requests import bound, check, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
-from outrider.inputs import whole
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.remembered import shapes
 from outrider.threads import threads_are_bound
 from outrider.trees.chain import ChainTree
-from outrider.types import InputError, Request, Running, Sampling, Step
 from outrider.verifiers.match import MatchVerifier
 
 Sink = Callable[[Step], None]

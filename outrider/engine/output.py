@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from outrider.types import Step
+from outrider.core.types import Step
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from outrider.core.types import Running
 from outrider.decoding.progress import end
 from outrider.decoding.protocol import Parts
-from outrider.types import Running
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]] | Int[np.ndarray, " n"] | Int[Tensor, " n"]
 """A text, a list of token ids (an array or a tensor too), or a list of chat messages."""

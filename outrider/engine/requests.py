@@ -8,12 +8,12 @@ from typing import TypeVar
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from outrider.constraint import Constraint
 from outrider.constraints.grammar import Grammar
+from outrider.core.constraint import Constraint
+from outrider.core.inputs import whole
+from outrider.core.types import InputError, Request, Sampling
 from outrider.engine.prompts import Prompt
-from outrider.inputs import whole
 from outrider.lm.protocol import LM
-from outrider.types import InputError, Request, Sampling
 
 Setting = TypeVar("Setting")
 

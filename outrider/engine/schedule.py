@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.core.dice import Dice
+from outrider.core.types import Request, Running, Step
 from outrider.decoding.drafting import drafter_of
 from outrider.decoding.progress import Mark, digest, mark, rewind, tokens_left
 from outrider.decoding.protocol import Parts, Watch
-from outrider.dice import Dice
 from outrider.drafters.protocol import Drafter
 from outrider.engine.admission import Admission, Route
 from outrider.engine.output import FinishReason, Output, Update
@@ -15,7 +16,6 @@ from outrider.engine.prefill import Chunk, plan
 from outrider.engine.prefixes import Prefixes
 from outrider.engine.seats import Seat
 from outrider.engine.text import Ending
-from outrider.types import Request, Running, Step
 
 
 class Schedule:

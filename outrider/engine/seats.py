@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
+from outrider.core.types import Request, Running, Step
 from outrider.engine.output import FinishReason, Output
 from outrider.engine.text import Ending
-from outrider.types import Request, Running, Step
 
 
 @dataclass(kw_only=True, eq=False)

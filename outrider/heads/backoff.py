@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from outrider.core.types import InputError
 from outrider.heads.files import replace_file
-from outrider.types import InputError
 
 FILE = "ngram.safetensors"
 """The file's name beside a head."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.block_formats import Answers, block_config, record
 from outrider.heads.dflare import DFlare
 from outrider.heads.dflash import BlockConfig, Confidence, DFlash
@@ -16,7 +17,6 @@ from outrider.heads.files import TARGET, TargetShape, made, read_config, read_te
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends
 from outrider.lm.open import logit_width
-from outrider.types import InputError
 
 HEADS: Mapping[str, type[DFlash]] = {kind.method: kind for kind in (DFlash, DFlare, DSpark)}
 """The heads by name."""

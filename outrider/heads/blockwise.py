@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from outrider.core.types import InputError
 from outrider.heads.files import (
     KIND,
     MOST_COUNT,
@@ -23,7 +24,6 @@ from outrider.heads.files import (
 )
 from outrider.heads.state_heads import StateHeads
 from outrider.lm.ends import Ends
-from outrider.types import InputError
 
 NAME = "blockwise"
 """The value of the key `KIND`."""

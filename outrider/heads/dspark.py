@@ -9,10 +9,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from outrider.core.inputs import unknown
+from outrider.core.types import InputError
 from outrider.heads.dflash import BlockConfig, DFlash, Method
-from outrider.inputs import unknown
 from outrider.lm.ends import Ends
-from outrider.types import InputError
 
 
 class MarkovHead(nn.Module):

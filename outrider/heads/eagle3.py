@@ -8,11 +8,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.layers import DecoderLayer, norm_of
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
-from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from outrider.heads.feature_head import LEFT_OUT, described, layer_config, qkv_bias_of
 from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, size, whole_numbers, write_head
 from outrider.lm.ends import Ends
-from outrider.types import InputError
 
 SPECULATORS = "eagle3"
 """The `speculators_model_type` of the first layout."""

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from outrider.core.types import InputError
 from outrider.heads.files import MOST_COUNT, size
 from outrider.heads.layers import Rotary
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
 from outrider.lm.open import reason_of
-from outrider.types import InputError
 
 KNOWN = ("llama", "qwen3", "qwen2", "mistral", "mixtral")
 """The types of decoder layers that heads are made of. A head of a Mixtral has a plain layer, without experts."""

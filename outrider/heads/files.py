@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
+from outrider.core.types import InputError
 from outrider.lm.weights import has_other_than_numbers
-from outrider.types import InputError
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 """The files that are written."""

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
+from outrider.core.types import InputError
 from outrider.heads.eagle import EagleFile, EagleHead
 from outrider.heads.files import KIND
 from outrider.heads.layers import DecoderLayer, GatedMLP, norm_of
 from outrider.lm.head import Keeper
-from outrider.types import InputError
 
 NAME = "griffin"
 

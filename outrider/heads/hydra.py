@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
+from outrider.core.types import InputError
 from outrider.heads.feature_head import layer_config, qkv_bias_of
 from outrider.heads.files import made, read_config, read_tensors, size
 from outrider.heads.layers import DecoderLayer, Rotary, norm_of
@@ -19,7 +20,6 @@ from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
 from outrider.lm.head_package import Kind
 from outrider.lm.open import open_config
-from outrider.types import InputError
 
 PREFIX = "prefix_embeding_layer."
 """What the names of a prefix layer begin with, as its authors spell it."""

@@ -11,9 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from outrider.core.types import InputError
 from outrider.heads.files import TARGET, TargetShape, factor, made, read_config, read_tensors, size, write_head
 from outrider.heads.state_heads import StateHeads
-from outrider.types import InputError
 
 KIND = "medusa"
 """The `model_type` of vLLM's form."""

@@ -10,9 +10,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
+from outrider.core.types import InputError
 from outrider.heads.files import MOST_COUNT, made, read_config, read_tensors, size
 from outrider.heads.sequential import SequentialHead
-from outrider.types import InputError
 
 KIND = "mlp_speculator"
 """The `model_type` of such a checkpoint."""

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead, described, layer_config
 from outrider.heads.files import (
     KIND,
@@ -26,7 +27,6 @@ from outrider.heads.files import (
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
-from outrider.types import InputError
 
 NAME = "parallel"
 """The value of the key `KIND`."""

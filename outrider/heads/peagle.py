@@ -8,13 +8,13 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.core.types import InputError
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import MASK, SPECULATORS, Answers, Eagle3File
 from outrider.heads.files import KIND as OURS
 from outrider.heads.files import MOST_COUNT, size
 from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
-from outrider.types import InputError
 
 KIND = "peagle"
 """Its `speculators_model_type`."""

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from outrider.core.types import InputError
 from outrider.heads.files import file_tensors, json_object, made, replace_file, size, whole_numbers
-from outrider.types import InputError
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
 """The files of a steering, beside those of its draft model."""

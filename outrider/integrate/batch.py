@@ -21,9 +21,9 @@ from transformers import (
     StopStringCriteria,
 )
 
+from outrider.core.processors import Processor, is_blind
+from outrider.core.types import Request, Sampling
 from outrider.integrate.refusals import is_transformers_own
-from outrider.processors import Processor, is_blind
-from outrider.types import Request, Sampling
 
 _BY_ROW = (MaxTimeCriteria, StopStringCriteria)
 """transformers' criteria whose answer for a row depends on that row alone. They need not wait for other rows."""

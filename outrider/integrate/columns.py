@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from outrider.core.types import Step
 from outrider.integrate.batch import Batch
-from outrider.types import Step
 
 
 @dataclass(kw_only=True)

@@ -17,13 +17,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from outrider.assembly import OF_LOADING, tokenizer_of
+from outrider.core.types import InputError
 from outrider.integrate.batch import Batch
 from outrider.integrate.draw import draw, result
 from outrider.integrate.kept import borrowed, evaluating
 from outrider.integrate.refusals import check, check_call, check_padding, check_processors, padding_of
 from outrider.lm.open import logit_width
 from outrider.setup import Setup
-from outrider.types import InputError
 
 MOST_SLOTS = 64
 """Most rows of a batch that run at once by default."""

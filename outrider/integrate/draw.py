@@ -6,12 +6,12 @@ from torch import Tensor
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
+from outrider.core.types import InputError
 from outrider.decoding.protocol import NoDistribution
 from outrider.engine.engine import Engine
 from outrider.engine.output import succeeded
 from outrider.integrate.batch import Batch
 from outrider.integrate.columns import Columns
-from outrider.types import InputError
 
 
 def draw(engine: Engine, batch: Batch, streamer: BaseStreamer | None) -> Columns:

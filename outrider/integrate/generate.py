@@ -19,11 +19,11 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation.streamers import BaseStreamer
 
 from outrider import catalog
+from outrider.core.row import Family
+from outrider.core.types import InputError
 from outrider.integrate.custom import applicable, as_custom_generate
 from outrider.integrate.refusals import check_cache
-from outrider.row import Family
 from outrider.setup import KINDS
-from outrider.types import InputError
 
 
 def generate(

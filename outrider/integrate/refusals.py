@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import Cache, GenerationConfig, PrefixConstrainedLogitsProcessor, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
-from outrider.processors import Processor
-from outrider.types import InputError, Sampling
+from outrider.core.processors import Processor
+from outrider.core.types import InputError, Sampling
 
 _OTHER_MODES = {
     "assisted_generation": "assistant_model, prompt_lookup_num_tokens, assistant_early_exit or use_mtp",

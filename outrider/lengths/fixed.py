@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from outrider.core.types import InputError, Step
 from outrider.trees.protocol import Level
-from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from outrider.core.types import InputError, Step
 from outrider.lengths.costs import Forwards
 from outrider.lengths.experience import DEAREST, TRIAL, Choice, Experience
 from outrider.trees.protocol import Level
-from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,10 +7,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import Step
 from outrider.lengths.costs import Forwards
 from outrider.lengths.experience import Choice, Experience
 from outrider.trees.protocol import Level
-from outrider.types import Step
 
 
 @runtime_checkable

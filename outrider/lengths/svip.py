@@ -7,9 +7,9 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
+from outrider.core.types import InputError, Step
 from outrider.lengths.entropy import entropies
 from outrider.trees.protocol import Level
-from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)

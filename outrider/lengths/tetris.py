@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import InputError, Step
 from outrider.trees.protocol import Level
-from outrider.types import InputError, Step
 
 
 @dataclass(frozen=True, kw_only=True)

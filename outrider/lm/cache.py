@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.lm.window import Window
-from outrider.types import InputError
 
 _STEP = 64
 _FIRST = 256

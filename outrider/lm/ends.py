@@ -19,10 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.narrow import LEAVE, cut
 from outrider.lm.packed import packed
-from outrider.types import InputError
 
 _TOLERANCE = 1e-2
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from outrider.inputs import unknown
+from outrider.core.inputs import unknown
 
 Forward = Literal["eager", "packed", "compiled"]
 FORWARDS: tuple[Forward, ...] = get_args(Forward)

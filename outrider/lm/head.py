@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Span
 from outrider.lm.attention import MaskBuilder
 from outrider.lm.cache import Probe
@@ -20,7 +21,6 @@ from outrider.lm.packed import fits_packed, keeps_bits, packed
 from outrider.lm.protocol import Segment
 from outrider.lm.slots import Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
-from outrider.types import InputError
 
 _TOLERANCE = 0.1
 """How far a library may be from the head, of the range of what the head says: half precision rounds coarsely."""

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from outrider import remembered
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 LIBRARY, KEY = "forward.so", "key.json"
 CALLED = ".wrapper.json"

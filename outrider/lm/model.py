@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm import alibi, flex
 from outrider.lm.anatomy import Anatomy, Span
 from outrider.lm.attention import look, mask_builder
@@ -30,7 +31,6 @@ from outrider.lm.slots import Pending, Slots
 from outrider.lm.slotted import Inputs, Outputs, SlottedLM
 from outrider.lm.support import refusal
 from outrider.lm.weights import check_logits
-from outrider.types import InputError
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
 Runs = Callable[[Inputs, Sequence[int]], Outputs]

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, modeling_layers
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 ATTENTION = (None, "full_attention", "sliding_attention")
 """The types of layers that keep nothing but keys and values."""

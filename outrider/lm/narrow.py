@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 LEAVE = "leave token_map out"
 """What a user does where nothing can be cut."""

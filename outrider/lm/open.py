@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.choice import choose
 from outrider.lm.forward import Forward
@@ -23,7 +24,6 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.mtp import behind_pattern
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.support import refusal
-from outrider.types import InputError
 
 DTYPES = {
     "float32": torch.float32,

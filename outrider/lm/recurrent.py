@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.attention import MaskBuilder, mask_builder
 from outrider.lm.batch import joined, upload
@@ -27,7 +28,6 @@ from outrider.lm.states import State, StateCache
 from outrider.lm.support import refusal
 from outrider.lm.taps import tapped
 from outrider.lm.weights import check_logits
-from outrider.types import InputError
 
 CHAINS_ONLY = "has recurrent layers, whose state follows one text and cannot read a branching tree; use tree 'chain'"
 """The reason why such a model cannot read a branching tree."""

@@ -15,11 +15,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.forward import Choice, Forward
 from outrider.lm.model import LanguageModel
 from outrider.lm.slotted import Inputs, Outputs
-from outrider.types import InputError
 
 Deltas = Callable[[int], Float[Tensor, "rows columns width"]]
 """The vectors that are added in a layer, by the layer's number."""

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 
 def attach(layers: nn.ModuleList | None, taps: Sequence[int], seen: dict[int, Tensor]) -> list[RemovableHandle]:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 
 def has_other_than_numbers(tensor: Tensor) -> bool:

@@ -12,14 +12,14 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.constraint import Constraint
 from outrider.constraints.masks import batch_masks, follow
+from outrider.core.constraint import Constraint
+from outrider.core.dice import Draws, Pick
+from outrider.core.sampling import Prefix, to_rows
+from outrider.core.types import Ahead, Request, Running, Sampling, Step
 from outrider.decoding.progress import PREFILL_CHUNK, begin, digest, end, undigested
 from outrider.decoding.protocol import Parts
-from outrider.dice import Draws, Pick
 from outrider.lm.protocol import Segment
-from outrider.sampling import Prefix, to_rows
-from outrider.types import Ahead, Request, Running, Sampling, Step
 
 BATCH = 512
 """Worlds that are walked as one batch."""

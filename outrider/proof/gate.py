@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
+from outrider.core.types import InputError
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
 from outrider.proof.identity import Difference, Identity, identity
-from outrider.types import InputError
 
 NUM_TOKENS = 32
 PROMPTS = ("Once upon a time", "The answer to the question is", "def main(")

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import Segment
-from outrider.types import Sampling
 
 TIE = 1e-5
 """In float32 a difference counts unless the two logits differ by less than this share of their row's range."""

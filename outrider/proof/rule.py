@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from outrider.core.types import Structure
 from outrider.decoding.protocol import Parts
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
@@ -12,7 +13,6 @@ from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from outrider.trees.protocol import Tree
 from outrider.trees.top_plus_one import TopPlusOneTree
-from outrider.types import Structure
 from outrider.verifiers.protocol import Carrying
 
 SMALL: dict[Structure, Tree] = {

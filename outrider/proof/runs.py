@@ -12,10 +12,10 @@ import torch
 from jaxtyping import Float
 from transformers import PreTrainedModel
 
+from outrider.core.types import Request, Running
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
 from outrider.proof.enumerate import EnumeratingDice, Key, World
-from outrider.types import Request, Running
 
 Row = Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
 """The distribution of the next token after an output."""

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
+from outrider.core.sampling import Prefix, to_rows
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lm.protocol import Segment
 from outrider.proof.partition import Begun, Partition, Rows, partition
-from outrider.sampling import Prefix, to_rows
-from outrider.types import Sampling
 
 P_BOUND = 1e-3
 """A correct law fails the test with this probability."""

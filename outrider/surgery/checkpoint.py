@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 RECORD = "surgery.json"
 """The file that says how a model was cut."""

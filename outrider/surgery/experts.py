@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.inputs import unknown
+from outrider.core.inputs import unknown
+from outrider.core.types import InputError
 from outrider.surgery.clusters import spectral_clusters
 from outrider.surgery.merging import Expert, merged, weights
 from outrider.surgery.mixture import Mixture, find_mixtures
 from outrider.surgery.rebuilt import rebuilt
 from outrider.surgery.routing import Routing, watch_routing
 from outrider.surgery.texts import Progress, Texts
-from outrider.types import InputError
 
 METHODS = ("uncurl", "frequency", "reap")
 """How experts are made fewer."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig
 
+from outrider.core.types import InputError
 from outrider.surgery.shape import Shape, config_of, num_parameters, shape_of
-from outrider.types import InputError
 
 NEAR = 0.15
 """How far the number of parameters of a shape may be from the wanted one, relatively."""

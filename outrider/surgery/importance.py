@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.surgery.texts import Progress, Texts, read
-from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

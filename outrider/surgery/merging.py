@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

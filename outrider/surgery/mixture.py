@@ -15,8 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
-from outrider.types import InputError
 
 _PROBED = 16
 

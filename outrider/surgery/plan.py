@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.surgery.family import Sized
 from outrider.surgery.shape import Shape, config_of
-from outrider.types import InputError
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
 """Tokens of the target's forwards that are timed; what lies between is on a straight line."""

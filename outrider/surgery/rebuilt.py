@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.open import reason_of
-from outrider.types import InputError
 
 
 def rebuilt(model: PreTrainedModel, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:

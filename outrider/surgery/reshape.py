@@ -8,12 +8,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.surgery.importance import Importance, head_size, measure_importance, stream_norms
 from outrider.surgery.rebuilt import rebuilt
 from outrider.surgery.shape import Shape, config_of, shape_of
 from outrider.surgery.texts import Progress, Texts
-from outrider.types import InputError
 
 _ROLES = {
     "q_proj": ("query", "width"),

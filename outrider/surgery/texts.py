@@ -7,8 +7,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
-from outrider.types import InputError
 
 Texts = Sequence[Sequence[int]]
 """Texts as token ids."""

@@ -12,9 +12,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.theory.optimum import checked
 from outrider.theory.race import outside
-from outrider.types import InputError
 
 BISECTIONS = 80
 """How often the interval that holds K-SEQ's rho is halved: more often than a float64 has digits."""

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 Rule = Literal["token", "block"]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

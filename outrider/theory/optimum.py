@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.theory.race import Race, outside
-from outrider.types import InputError
 
 GAP = 1e-10
 """How far the minimum found may lie above the true one."""

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.training.documents import Document
 from outrider.training.top_rows import TopRows
-from outrider.types import InputError
 
 PADDING = 0
 """The token id behind the end of a row. No token of the row sees it."""

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.blocks import write_block
 from outrider.heads.dflash import DFlash
 from outrider.lm.anatomy import Anatomy
@@ -27,7 +28,6 @@ from outrider.training.loop import Learner, Loss
 from outrider.training.target_rows import rows_at, with_rows
 from outrider.training.top_rows import TopRows
 from outrider.training.watch import Judged
-from outrider.types import InputError
 
 ANCHOR_DRAW = 40
 """What the draw of a row decides, beside its seed, its step and its number."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.backoff import FILE, BackoffModel, read_backoff, write_backoff
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads, read_blockwise, write_blockwise
 from outrider.heads.files import local_file
@@ -20,7 +21,6 @@ from outrider.training.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.documents import Document
 from outrider.training.state_heads import DECAY, StateHeadsLearner
-from outrider.types import InputError
 
 HEAD_DRAW = 50
 """What the draw of a step's head decides, beside its seed and its step."""

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends, find_ends
 from outrider.lm.open import logit_width
@@ -30,7 +31,6 @@ from outrider.training.shards import (
     target_of,
 )
 from outrider.training.top_rows import TopRows
-from outrider.types import InputError
 
 ROWS = 512
 """Rows of logits that are computed at once."""

@@ -9,7 +9,7 @@ from typing import IO, Any
 
 import torch
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 PATTERN = re.compile(r"step-(\d+)\.pt")
 HALF = ".half"

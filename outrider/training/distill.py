@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends, find_ends
 from outrider.lm.open import logit_width, open_config, open_model, open_tokenizer
@@ -31,7 +32,6 @@ from outrider.training.on_policy import Sampler
 from outrider.training.positions import Positions, positions_of
 from outrider.training.top_rows import TopRows
 from outrider.training.watch import Judged, windows
-from outrider.types import InputError
 
 HARD = "ce"
 """The name of training on the tokens of the text, without the target's rows."""

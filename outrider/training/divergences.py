@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from outrider.inputs import unknown
+from outrider.core.inputs import unknown
+from outrider.core.types import InputError
 from outrider.training.top_rows import TopRows
-from outrider.types import InputError
 
 Divergence = Callable[[Float[Tensor, "n vocab"], Float[Tensor, "n vocab"]], Float[Tensor, " n"]]
 """The divergence of each row, from the target's logits and the drafter's."""

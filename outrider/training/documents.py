@@ -9,7 +9,7 @@ from typing import overload
 import numpy as np
 from jaxtyping import Int
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 TOKEN = np.dtype(np.int32)
 """How a token id is kept."""

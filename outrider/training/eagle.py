@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.eagle import EagleFile, EagleHead, write_eagle
 from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, usual_taps
 from outrider.heads.eagle3_files import Answers, Eagle3File, write_eagle3
@@ -22,7 +23,6 @@ from outrider.training.batches import Batch
 from outrider.training.divergences import Divergence
 from outrider.training.heads import Places
 from outrider.training.unrolled import Unrolled
-from outrider.types import InputError
 
 
 class Eagle(Unrolled):

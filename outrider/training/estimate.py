@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.training.divergences import worth_keeping
-from outrider.types import InputError
 
 MASTER = 4
 """Bytes of a trained weight, of its gradient, and of each of AdamW's two moments."""

@@ -8,11 +8,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.griffin import GriffinFile, GriffinHead
 from outrider.training.batches import Batch
 from outrider.training.divergences import Divergence, among_likeliest
 from outrider.training.eagle import Eagle, eagle_head
-from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.files import TargetShape
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import Ends, find_ends
@@ -22,7 +23,6 @@ from outrider.training.documents import Document
 from outrider.training.loop import Learner, Loss
 from outrider.training.target_rows import rows_at, with_rows
 from outrider.training.watch import Judged
-from outrider.types import InputError
 
 
 class HeadLearner(Learner):

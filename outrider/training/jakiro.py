@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.eagle import eagle_config
 from outrider.heads.files import write_head
 from outrider.heads.jakiro import JakiroFile, JakiroHead, jakiro_tensors
@@ -16,7 +17,6 @@ from outrider.training.batches import Batch
 from outrider.training.divergences import Divergence
 from outrider.training.eagle import Eagle, eagle_head
 from outrider.training.heads import Places
-from outrider.types import InputError
 
 
 class Jakiro(Eagle):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 
 class Journal:

@@ -10,12 +10,12 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.open import logit_width
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.state_heads import DECAY, StateHeadsLearner
-from outrider.types import InputError
 
 
 class Medusa(StateHeadsLearner):

@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from outrider.dice import Draws, PhiloxDice
+from outrider.core.dice import Draws, PhiloxDice
 from outrider.training.batches import PADDING, Batch
 
 CUT, COIN, TOKENS = range(3)

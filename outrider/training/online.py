@@ -5,18 +5,18 @@ from dataclasses import replace
 from typing import cast
 
 from outrider.catalog import name_of
+from outrider.core.inputs import InputError
+from outrider.core.types import Request
 from outrider.decoding.protocol import Cycle
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.inputs import InputError
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.translated import Translated
 from outrider.training.corrections import corrections
 from outrider.training.pupil import OnlineSettings, Pupil
 from outrider.training.snapshots import Snapshots
-from outrider.types import Request
 
 Router = Callable[[Request], int]
 """Returns the number of the draft model that drafts for a request, from 0. Called once per request."""

@@ -5,8 +5,8 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW
 
+from outrider.core.types import InputError
 from outrider.training.settings import Settings
-from outrider.types import InputError
 
 
 def adamw(learner: nn.Module, settings: Settings) -> AdamW:

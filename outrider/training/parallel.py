@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.feature_head import usual_layer
 from outrider.heads.parallel import ParallelFile, ParallelHead, write_parallel
 from outrider.lm.anatomy import Anatomy
@@ -25,7 +26,6 @@ from outrider.training.divergences import Divergence
 from outrider.training.documents import Document
 from outrider.training.heads import Places
 from outrider.training.unrolled import Unrolled
-from outrider.types import InputError
 
 GROUP_DRAW = 51
 """What the draw of a row's groups decides, beside its seed, its step and its number."""

@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.training.batches import Batch
-from outrider.types import InputError
 
 PADDING_DRAW, GAP_DRAW = 40, 41
 """What a row's draws decide, beside its seed, step and number."""

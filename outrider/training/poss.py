@@ -8,6 +8,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.eagle import EagleHead
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import Answers, is_eagle3
@@ -18,7 +19,6 @@ from outrider.lm.ends import find_ends
 from outrider.lm.open import logit_width
 from outrider.training.divergences import Divergence
 from outrider.training.eagle import Eagle, Eagle3, check_head, eagle3_head, eagle_head, freeze_embedding
-from outrider.types import InputError
 
 
 class PossEagle(Eagle):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter
-from outrider.inputs import InputError
 from outrider.training.corrections import Buffer
 from outrider.training.divergences import divergence
 from outrider.training.online_draft import OnlineDraft
@@ -42,7 +42,7 @@ class OnlineSettings:
         >>> OnlineSettings(interval=0)
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: interval must be >= 1, got 0
+        outrider.core.inputs.InputError: interval must be >= 1, got 0
     """
 
     interval: int = 8

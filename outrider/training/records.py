@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from outrider.core.types import InputError
 from outrider.engine.prompts import NO_TOKENIZER, encode
 from outrider.training.documents import Corpus, Document
 from outrider.training.sources import Part, Record, records
-from outrider.types import InputError
 
 ANSWERS = ("response", "completion", "text")
 """Fields that may hold the answer to `prompt`."""

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lm.fingerprint import fingerprint, weights_of
 from outrider.training.documents import TOKEN, Document
 from outrider.training.replaced import replaced, written
-from outrider.types import InputError, Sampling
 
 AHEAD = 2
 """Requests that wait or run at once, for each slot of the engine."""

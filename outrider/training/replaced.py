@@ -7,7 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 
 @contextmanager

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
+from outrider.core.types import Request
 from outrider.lm.protocol import LM, Readable
-from outrider.types import Request
 
 Embed = Callable[[Int[Tensor, " length"]], Float[Tensor, "length hidden"]]
 """A vector for each token."""

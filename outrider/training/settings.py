@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 FREE = ("micro_rows", "save_every", "log_every", "device")
 """Settings that may change when a run goes on. They change its weights by rounding at most."""

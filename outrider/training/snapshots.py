@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

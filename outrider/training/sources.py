@@ -12,8 +12,8 @@ from typing import Any
 
 import datasets
 
+from outrider.core.types import InputError
 from outrider.lm.open import reason_of
-from outrider.types import InputError
 
 LINES = (".jsonl", ".ndjson")
 """Suffixes of JSON lines."""

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.core.types import InputError
 from outrider.heads.steering import CONFIG, Steering, SteeringConfig, read_steering, usual_taps, write_steering
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.steered import steered, up_projections
@@ -24,7 +25,6 @@ from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.loop import Loss
 from outrider.training.positions import Positions
 from outrider.training.watch import Judged
-from outrider.types import InputError
 
 OFFSET_DRAW = 30
 """What the draw of a step decides, beside its seed and its number."""

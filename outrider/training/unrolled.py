@@ -8,12 +8,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
 from outrider.training.attention import GroupKeys
 from outrider.training.batches import PADDING, Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.heads import HeadLearner
-from outrider.types import InputError
 
 NOISE_DRAW = 31
 """What the draw of a row's noise decides, beside its seed, its step and its number."""

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.training.batches import Batch, Batches
 from outrider.training.documents import Document
-from outrider.types import InputError
 
 
 @dataclass(frozen=True, kw_only=True)

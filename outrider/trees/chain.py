@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.dice import Dice, Draws, Pick
+from outrider.core.dice import Dice, Draws, Pick
+from outrider.core.types import Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree
 from outrider.trees.shape import chain_shape
-from outrider.types import Structure
 
 
 @dataclass(frozen=True, kw_only=True)

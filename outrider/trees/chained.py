@@ -17,12 +17,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import is_masked
-from outrider.dice import Dice, Pick
-from outrider.sampling import Prefix, RowRule
+from outrider.core.dice import Dice, Pick
+from outrider.core.sampling import Prefix, RowRule
+from outrider.core.types import Draft, Guess, Running, Sampling, ShortList
 from outrider.trees.drawing import draft_rule
 from outrider.trees.protocol import Tree
 from outrider.trees.shape import chain_shape
-from outrider.types import Draft, Guess, Running, Sampling, ShortList
 
 Follow = Callable[[Int[Tensor, " n"]], Float[Tensor, "n width"]]
 """Takes the next token of each chain that goes on. Returns the logits after these tokens."""

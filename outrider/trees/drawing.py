@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.sampling import Prefix, RowRule
-from outrider.types import Sampling, ShortList, Structure
+from outrider.core.sampling import Prefix, RowRule
+from outrider.core.types import Sampling, ShortList, Structure
 
 Prefixes = Callable[[int], Prefix]
 """Returns the text before row i."""

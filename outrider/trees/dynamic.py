@@ -6,10 +6,10 @@ import numpy as np
 import torch
 from jaxtyping import Bool
 
-from outrider.dice import Dice
+from outrider.core.dice import Dice
+from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Grown, Level
 from outrider.trees.ranking import Likeliest, best_of_each
-from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)

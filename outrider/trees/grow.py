@@ -11,12 +11,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
-from outrider.dice import Dice
-from outrider.sampling import Prefix, masked, pack, unpacked
+from outrider.core.dice import Dice
+from outrider.core.sampling import Prefix, masked, pack, unpacked
+from outrider.core.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 from outrider.trees.chained import Chainer, chained, is_chained
 from outrider.trees.drawing import draft_rule, drafters_sampling
 from outrider.trees.protocol import Children, Grown, Level, Tree
-from outrider.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 
 
 @runtime_checkable

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from outrider.dice import Dice, Draws
+from outrider.core.dice import Dice, Draws
+from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree
-from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,11 +6,11 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 
-from outrider.dice import Dice
+from outrider.core.dice import Dice
+from outrider.core.types import InputError, Structure
 from outrider.trees.dynamic import likeliest_tree
 from outrider.trees.protocol import Children, Grown, Level, nothing
 from outrider.trees.ranking import Likeliest, best_of_each
-from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.dice import Dice
-from outrider.types import InputError, Structure
+from outrider.core.dice import Dice
+from outrider.core.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)

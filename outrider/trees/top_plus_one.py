@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.dice import Dice, Draws
+from outrider.core.dice import Dice, Draws
+from outrider.core.types import InputError, Structure
 from outrider.trees.gumbel import drawn
 from outrider.trees.protocol import Children, Level, UnprunedTree
-from outrider.types import InputError, Structure
 
 
 @dataclass(frozen=True, kw_only=True)

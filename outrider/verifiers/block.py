@@ -6,8 +6,8 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.dice import Dice
-from outrider.types import Draft, Verdict
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import chains, everyone, gains, recover
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 

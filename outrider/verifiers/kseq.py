@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.dice import Dice
-from outrider.types import Draft, Verdict
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, ratio, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import Walk, coins

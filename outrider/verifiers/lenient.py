@@ -7,8 +7,8 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.dice import Dice
-from outrider.types import Draft, InputError, Verdict
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import chains, everyone, recover
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 

@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float, Int, UInt8
 from torch import Tensor
 
-from outrider.dice import Dice
-from outrider.sampling import fresh, rows_at_once
-from outrider.types import Draft, Verdict
+from outrider.core.dice import Dice
+from outrider.core.sampling import fresh, rows_at_once
+from outrider.core.types import Draft, Verdict
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import child_rows, drawn_with, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier

@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.dice import Dice, Draws, Purpose
-from outrider.sampling import rows_at_once
-from outrider.types import Draft, InputError, Verdict
+from outrider.core.dice import Dice, Draws, Purpose
+from outrider.core.sampling import rows_at_once
+from outrider.core.types import Draft, InputError, Verdict
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal, get_args
 
-from outrider.types import Structure
+from outrider.core.types import Structure
 
 Kind = Literal[
     "sampled chain",

@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.dice import Dice, Draws
-from outrider.sampling import rows_at_once
-from outrider.types import Draft, Verdict
+from outrider.core.dice import Dice, Draws
+from outrider.core.sampling import rows_at_once
+from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import verdict_at

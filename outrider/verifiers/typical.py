@@ -7,9 +7,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.dice import Dice
-from outrider.sampling import rows_at_once
-from outrider.types import Draft, InputError, Verdict
+from outrider.core.dice import Dice
+from outrider.core.sampling import rows_at_once
+from outrider.core.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import everyone, upload
 from outrider.verifiers.traits import EVERY, StatedVerifier
 from outrider.verifiers.walk import verdict_at

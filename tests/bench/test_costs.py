@@ -4,9 +4,9 @@ import pytest
 
 import outrider
 from outrider.bench.costs import Costs, measure_acceptance, measure_costs
+from outrider.core.types import InputError
 from outrider.lengths.planned import PlannedLength
 from outrider.trees.fixed import FixedTree, best_topology
-from outrider.types import InputError
 
 
 def test_costs_and_acceptance_of_the_embedded_pair_make_a_length_and_a_topology():

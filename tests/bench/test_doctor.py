@@ -16,8 +16,8 @@ from outrider.bench.agreement import along_text, run_freely
 from outrider.bench.costs import Costs
 from outrider.bench.doctor import Side, Worth, compare_sides, measure
 from outrider.cli.app import main
+from outrider.core.types import InputError
 from outrider.drafters.model import ModelDrafter
-from outrider.types import InputError
 from tests.world.models import engine, llama, target
 from tests.world.tokenizers import TEXT, byte_level, letters
 from tests.world.zoo import VOCAB, tiny_config

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.bench.expected import acceptance, expected_accepted, expected_tokens
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, Request, Running, Sampling, Verdict
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import EnumeratingDice, World, law
-from outrider.types import Draft, Request, Running, Sampling, Verdict
 from outrider.verifiers.protocol import Verifier
 from tests.verifiers.test_twins import VOCAB, drafted
 

@@ -15,11 +15,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.cli.app import main
 from outrider.cli.prompts import read_file, read_prompts
+from outrider.core.types import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.proof.gate import _keep, _kept
 from outrider.proof.identity import Identity
-from outrider.types import InputError
 
 SHORT = ["--max-new-tokens", "8", "--temperature", "0"]
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from outrider.cli.prompts import STANDARD_INPUT, entries, is_lines, read_prompts
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
 from tests.cli.runs import run
 from tests.world.zoo import tiny
 

@@ -64,7 +64,7 @@ def test_the_package_is_imported_without_torch_and_all_its_names_work():
     lines = done.stdout.splitlines()
     assert lines[0] == "[]"
     assert re.match(r"<function load at .*> 1 <function generate at", lines[1])
-    assert done.stderr.splitlines()[-1].startswith("outrider.inputs.InputError: unknown verifier 'blok'")
+    assert done.stderr.splitlines()[-1].startswith("outrider.core.inputs.InputError: unknown verifier 'blok'")
 
 
 def test_every_public_name_has_a_home():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider import catalog
+from outrider.core.types import Draft, Sampling, Verdict
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -23,7 +24,6 @@ from outrider.lengths.svip import SvipLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.model import LanguageModel
 from outrider.trees.chain import ChainTree
-from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.greedy_block import GreedyBlockVerifier
 from outrider.verifiers.match import MatchVerifier

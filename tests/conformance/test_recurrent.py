@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.catalog import make
+from outrider.core.types import InputError, Request, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -19,7 +20,6 @@ from outrider.engine.output import Output
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.open import as_lm
 from outrider.trees.chain import ChainTree
-from outrider.types import InputError, Request, Sampling
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier

@@ -17,10 +17,10 @@ import outrider
 from outrider import InputError, Sampling
 from outrider.constraints import grammar
 from outrider.constraints.grammar import any_json, ebnf, json_schema, regex
+from outrider.core.sampling import masked, pack
+from outrider.core.types import Request
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
-from outrider.sampling import masked, pack
-from outrider.types import Request
 from tests.world import models
 from tests.world.automaton import After
 from tests.world.zoo import VOCAB

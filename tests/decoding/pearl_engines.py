@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
+from outrider.core.types import Sampling
 from outrider.decoding.pearl import PearlDecoding
 from outrider.engine.engine import Engine
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.types import Sampling
 from tests.world.models import engine
 
 CLOCKS = ("real", "simulated")

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.dice import PhiloxDice
+from outrider.core.sampling import pack
+from outrider.core.types import Draft, Request, Running, Sampling
 from outrider.decoding.protocol import NoDistribution
 from outrider.decoding.reading import Reading
 from outrider.decoding.step import needs_no_rows, verify
-from outrider.dice import PhiloxDice
 from outrider.lm.protocol import Extension
-from outrider.sampling import pack
-from outrider.types import Draft, Request, Running, Sampling
 from tests.world.drafts import chains
 from tests.world.models import engine
 from tests.world.verifiers import CARRYING, LOSSLESS, LOSSY, judges_of, verifier
@@ -144,7 +144,7 @@ def test_an_engine_makes_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     seen.watch = cycles.append
     watched = seen.generate([[5, 9, 4], [7] * 6], **asked)
     assert all(cycle.rows.sum() == len(cycle.draft.tokens) for cycle in cycles)
-    monkeypatch.setattr("outrider.sampling._one_hot", lambda scores: pytest.fail("a row was made"))
+    monkeypatch.setattr("outrider.core.sampling._one_hot", lambda scores: pytest.fail("a row was made"))
     found = engine().generate([[5, 9, 4], [7] * 6], **asked)
     assert [output.tokens for output in found] == [output.tokens for output in wanted]
     assert [output.tokens for output in found] == [output.tokens for output in watched]

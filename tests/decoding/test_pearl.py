@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import outrider
+from outrider.core.types import Ahead, Request, Running, Sampling, Step
 from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.protocol import Parts
 from outrider.drafters.model import ModelDrafter
@@ -16,7 +17,6 @@ from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
-from outrider.types import Ahead, Request, Running, Sampling, Step
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.token import TokenVerifier
 from tests.decoding.pearl_engines import CLOCKS, DRAWN, GREEDY, PROMPT, SIMULATED, pearl

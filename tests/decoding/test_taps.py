@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.core.types import Running, Sampling
 from outrider.decoding import progress
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
@@ -17,7 +18,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.trees.chain import ChainTree
-from outrider.types import Running, Sampling
 from outrider.verifiers.block import BlockVerifier
 from tests.world.zoo import VOCAB, tiny
 

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from outrider.core.types import Frontier, Request, Running, Sampling
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Observed
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.types import Frontier, Request, Running, Sampling
 
 Lookup = NoDrafter | NgramDrafter | SuffixDrafter
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outrider import catalog
+from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Surroundings
@@ -22,7 +23,6 @@ from outrider.training.blocks import BlockLearner
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head
-from outrider.types import InputError, Sampling
 from outrider.verifiers.token import TokenVerifier
 from tests.world.block_checkpoints import BLOCK, RANK, block_logits, checkpoints
 from tests.world.heads import head

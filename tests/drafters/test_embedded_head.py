@@ -1,9 +1,9 @@
 """The head that ships with the package drafts well for the target that ships with it, and changes no output."""
 
 import outrider
+from outrider.core.types import Sampling
 from outrider.drafters.eagle import EagleDrafter
 from outrider.embedded import ASSETS, EMBEDDED_HEAD
-from outrider.types import Sampling
 
 MEGABYTE = 1 << 20
 PROMPT = "Once upon a time, there was a little girl named Lily. She liked to"

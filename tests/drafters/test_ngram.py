@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from outrider.core.types import InputError
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
-from outrider.types import InputError
 from tests.drafters.asking import chain, chains, running, step
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)

@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.core.types import Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
@@ -20,7 +21,6 @@ from outrider.lm.head import suited
 from outrider.lm.model import LanguageModel
 from outrider.lm.packed import PackedLinear, keeps_bits
 from outrider.trees.chain import ChainTree
-from outrider.types import Sampling
 from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import CHECKPOINTS, head
 from tests.world.zoo import VOCAB

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from outrider import catalog
-from outrider.types import InputError
+from outrider.core.types import InputError
 
 WITH_CONTEXT = [
     name for name, row in catalog.rows("drafter").items() if "max_context" in {field.name for field in fields(row.make)}

@@ -14,6 +14,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from outrider import catalog
+from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.assistant import AssistantDrafter
@@ -26,7 +27,6 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.assistant import open_assistant
 from outrider.lm.model import LanguageModel
 from outrider.lm.mtp import behind_pattern
-from outrider.types import InputError, Sampling
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
 

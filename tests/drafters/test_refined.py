@@ -9,9 +9,10 @@ import torch
 
 from outrider import catalog
 from outrider.assembly import why_not
+from outrider.core.dice import PhiloxDice
+from outrider.core.types import Draft, InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.dice import PhiloxDice
 from outrider.drafters.best_paths import best_paths
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter, Observed, Surroundings
@@ -22,7 +23,6 @@ from outrider.lm.protocol import Segment
 from outrider.trees.chain import ChainTree
 from outrider.trees.chained import is_chained
 from outrider.trees.grow import grow
-from outrider.types import Draft, InputError, Request, Running, Sampling
 from tests.world.heads import head
 from tests.world.models import llama, target
 from tests.world.own_heads import rescored, with_paths

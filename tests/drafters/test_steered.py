@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import outrider
 from outrider import catalog
+from outrider.core.types import InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -25,7 +26,6 @@ from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, rand
 from outrider.lm.taps import tapped
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
-from outrider.types import InputError, Request, Running, Sampling
 from tests.world.models import llama, target
 from tests.world.steering import steered_drafter
 from tests.world.tables import tables

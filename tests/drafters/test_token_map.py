@@ -12,6 +12,7 @@ import torch
 import outrider
 from outrider import InputError, Sampling, catalog
 from outrider.bench.texts import log_ratios, logits_along, rows_at
+from outrider.core.types import ShortList
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_map import read_token_map
@@ -21,7 +22,6 @@ from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law
-from outrider.types import ShortList
 from tests.engine.test_vocabularies import saved, tiny, width
 from tests.proof import tiny_runs as real
 from tests.world import models

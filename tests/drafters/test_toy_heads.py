@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from outrider import catalog
+from outrider.core.types import Running, Sampling, ShortList
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.head_path import HeadPath
@@ -19,7 +20,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
-from outrider.types import Running, Sampling, ShortList
 from tests.world.heads import CHECKPOINTS, LAYERS, TOYS, head, toy
 from tests.world.models import target
 from tests.world.recurrent_zoo import tiny_recurrent

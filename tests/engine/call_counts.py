@@ -10,9 +10,9 @@ from types import FrameType
 import torch
 
 import outrider
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import Segment
-from outrider.types import Sampling
 from tests.world.models import engine, target
 
 PACKAGE = str(Path(outrider.__file__).parent)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outrider import catalog
+from outrider.core.types import Request, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -17,7 +18,6 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lengths.heuristic import HeuristicLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.lm.model import LanguageModel
-from outrider.types import Request, Sampling
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.token import TokenVerifier

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Sequence
 import pytest
 
 from outrider.cli.opened import _one_line
+from outrider.core.types import Step, Timing
 from outrider.cores import Usage, affinity
 from outrider.engine.crowd import LATEST, LEAST, SLOWER, Crowd, CrowdedWarning, Pace
-from outrider.types import Step, Timing
 from tests.cli.runs import ROOT
 from tests.world.models import engine
 

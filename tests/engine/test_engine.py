@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import MinLengthLogitsProcessor, NoBadWordsLogitsProcessor
 
-from outrider import metrics
+from outrider.core import metrics
+from outrider.core.types import Request, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree
-from outrider.types import Request, Sampling
 from outrider.verifiers.recursive import RecursiveVerifier
 from tests.world.models import CONTEXT, DRAFTERS, VERIFIERS, engine, free_slots, llama, raw_logits, target
 from tests.world.zoo import VOCAB

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Request, Running, Sampling
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.token_only import TokenOnly
@@ -14,7 +15,6 @@ from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lm.model import LanguageModel
 from outrider.trees.chained import Follow
-from outrider.types import Frontier, Guess, Request, Running, Sampling
 from tests.engine.test_engine import tokens_of
 from tests.world.automaton import After
 from tests.world.models import drafter_of, engine, free_slots, target

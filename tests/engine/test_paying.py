@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import outrider
+from outrider.core.types import InputError, Request, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
 from outrider.lm.slotted import SlottedLM
-from outrider.types import InputError, Request, Sampling
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from tests.engine.test_batches import engine, requests, run

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from outrider.core.inputs import InputError
+from outrider.core.types import Sampling
 from outrider.decoding.protocol import Cycle
 from outrider.drafters.ngram import NgramDrafter
-from outrider.inputs import InputError
-from outrider.types import Sampling
 from tests.world.models import drafter_of, engine, free_slots
 
 GREEDY = Sampling(temperature=0, seed=0)

@@ -9,6 +9,7 @@ import pytest
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.core.types import InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
@@ -20,7 +21,6 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Extension, Segment
 from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree
-from outrider.types import InputError, Request, Running, Sampling
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.traversal import TraversalVerifier

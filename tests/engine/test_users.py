@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from outrider.core.types import InputError, Request, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, Update
-from outrider.types import InputError, Request, Sampling
 from tests.world.models import engine
 from tests.world.zoo import VOCAB
 

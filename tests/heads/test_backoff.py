@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from outrider.core.types import InputError
 from outrider.heads.backoff import FILE, USUAL_DISCOUNT, BackoffModel, read_backoff, write_backoff
-from outrider.types import InputError
 
 VOCAB = 7
 

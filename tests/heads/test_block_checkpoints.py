@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import outrider
 from outrider import catalog
+from outrider.core.types import Frontier, InputError, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Surroundings
@@ -20,7 +21,6 @@ from outrider.heads.block_formats import SPECULATORS
 from outrider.heads.blocks import read_block, write_block
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
-from outrider.types import Frontier, InputError, Running, Sampling
 from tests.world.block_checkpoints import (
     BLOCK,
     HIDDEN,

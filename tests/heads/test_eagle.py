@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import catalog
+from outrider.core.types import InputError
 from outrider.drafters.eagle import EaglePath
 from outrider.drafters.eagle3 import Eagle3Path
 from outrider.drafters.protocol import Surroundings
@@ -20,7 +21,6 @@ from outrider.heads.eagle3 import default_taps, usual_taps
 from outrider.heads.files import read_config
 from outrider.lm.taps import tapped
 from outrider.training.eagle import eagle3_learner, eagle_learner
-from outrider.types import InputError
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

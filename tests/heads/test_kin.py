@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider import catalog
+from outrider.core.types import Draft, InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.griffin import GriffinPath
@@ -22,7 +23,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import Segment
 from outrider.lm.taps import tapped
-from outrider.types import Draft, InputError, Sampling
 from tests.heads.naive_kin import NaiveGriffin, NaiveJakiro, NaivePoss
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

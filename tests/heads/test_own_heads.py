@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from outrider import catalog
+from outrider.core.types import InputError
 from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.parallel import ParallelPath
 from outrider.drafters.protocol import Surroundings
@@ -19,7 +20,6 @@ from outrider.heads.files import TargetShape
 from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.lm.protocol import Segment
 from outrider.lm.taps import tapped
-from outrider.types import InputError
 from tests.heads.naive_heads import NaiveEagle3, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

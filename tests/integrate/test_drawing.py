@@ -17,11 +17,11 @@ from transformers import (
 )
 
 from outrider import as_custom_generate
+from outrider.core.sampling import Prefix, to_rows
 from outrider.drafters.model import ModelDrafter
 from outrider.integrate.batch import Batch
 from outrider.integrate.refusals import padding_of
 from outrider.proof.statistics import chi_square
-from outrider.sampling import Prefix, to_rows
 from tests.integrate.test_generate import NGRAM, batch, noisy_twin
 from tests.world.zoo import VOCAB, tiny
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from outrider import remembered
+from outrider.core.types import InputError
 from outrider.lengths.costs import RECALLED, of_forwards
 from outrider.lengths.experience import ALLOWANCE, TRIAL, Choice, Experience
 from outrider.lengths.goodput import GoodputLength
-from outrider.types import InputError
 
 Cost = Callable[[int, int], float]
 pytestmark = pytest.mark.usefixtures("clocked")

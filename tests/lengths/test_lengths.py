@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.types import InputError, Step, Timing
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.heuristic import HeuristicLength
@@ -13,7 +14,6 @@ from outrider.lengths.planned import PlannedLength
 from outrider.lengths.svip import SvipLength
 from outrider.lengths.tetris import TetrisLength
 from outrider.trees.protocol import Level
-from outrider.types import InputError, Step, Timing
 
 
 def step(drafted: int, accepted: int) -> Step:

@@ -6,9 +6,9 @@ import pytest
 
 import outrider
 from outrider import InputError, Sampling, catalog
+from outrider.core.types import Step
 from outrider.engine.engine import Engine
 from outrider.lengths.goodput import GoodputLength
-from outrider.types import Step
 from tests.world.models import llama
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7, 5, 6, 7], [9, 8, 9, 8, 9, 8], [4, 4, 4, 4]]

@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 import outrider
 from outrider import catalog
 from outrider.cli.prepare import prepare
+from outrider.core.types import InputError, Request
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -30,7 +31,6 @@ from outrider.lm.package import GATHERED, Package
 from outrider.lm.protocol import Segment
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
-from outrider.types import InputError, Request
 from tests.world.heads import toy
 
 CASES = {

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.types import InputError
 from outrider.lm.cache import Layer, Shape, SlotCache, fitting_context, free_bytes, worst_bytes
 from outrider.lm.model import LanguageModel
-from outrider.types import InputError
 from tests.world.zoo import tiny
 
 LAYERS = {

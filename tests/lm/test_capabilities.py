@@ -5,11 +5,11 @@ import pytest
 import torch
 from transformers import MptConfig
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import STEPWISE, Anatomy
 from outrider.lm.capabilities import Capability, capabilities
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
-from outrider.types import InputError
 from recipes.tiny import tiny_config as tiny_config_of
 from recipes.tiny import tiny_model
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import STEPWISE, Anatomy
 from outrider.lm.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.support import refusal
-from outrider.types import InputError
 from tests.lm.oracle import Growth, Pair
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
 from tests.world.zoo import VOCAB, tiny

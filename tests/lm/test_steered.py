@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.types import InputError
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.steered import SteeredLM, steered, up_projections
-from outrider.types import InputError
 from tests.world.zoo import VOCAB, tiny
 
 GATED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "gemma3n")

@@ -24,10 +24,10 @@ from transformers import (
     xLSTMConfig,
 )
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.model import LanguageModel
 from outrider.lm.support import REFUSALS, refusal
-from outrider.types import InputError
 from tests.world.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
 
 REFUSED = [

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from outrider import catalog
+from outrider.core.sampling import pack
+from outrider.core.types import Sampling
 from outrider.drafters.ngram import NgramDrafter
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.svip import SvipLength
 from outrider.lm.tabular import random_rows
 from outrider.proof.enumerate import law
-from outrider.sampling import pack
-from outrider.types import Sampling
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Carrying
 from tests.world.automaton import After

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from outrider import catalog
+from outrider.core.types import Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Observed
@@ -13,7 +14,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_features, random_rows
 from outrider.proof.runs import law_of_runs
-from outrider.types import Request, Running, Sampling
 from tests.world.feature_tables import FeatureTable
 
 BOUND = 1e-12

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import outrider
+from outrider.core.types import Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -22,7 +23,6 @@ from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import translation
 from outrider.proof.gate import PACKAGE, gate, key
 from outrider.trees.chain import ChainTree
-from outrider.types import Sampling
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.token import TokenVerifier
 from tests.world.models import engine, llama

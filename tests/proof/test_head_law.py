@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from outrider import catalog
+from outrider.core.types import Request, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
@@ -13,7 +14,6 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
-from outrider.types import Request, Sampling
 from tests.world.heads import CHECKPOINTS, LAYERS, head
 from tests.world.models import target
 from tests.world.tables import tables

@@ -7,7 +7,8 @@ import pytest
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.dice import Dice
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, Sampling, Verdict
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
@@ -21,7 +22,6 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import law
 from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import Children, UnprunedTree
-from outrider.types import Draft, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Carrying, everyone

@@ -14,8 +14,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from outrider.core.dice import Dice
+from outrider.core.types import Draft, Request, Sampling, Verdict
 from outrider.decoding.step import StepDecoding
-from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -24,7 +25,6 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import EnumeratingDice, World, law
 from outrider.training.online import Learning
 from outrider.training.pupil import OnlineSettings
-from outrider.types import Draft, Request, Sampling, Verdict
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from outrider import as_custom_generate
+from outrider.core.dice import Dice
 from outrider.decoding.pearl import PearlDecoding
-from outrider.dice import Dice
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.engine import Engine

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.types import Request, Sampling
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
@@ -14,7 +15,6 @@ from outrider.proof.enumerate import World
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.trees.chain import ChainTree
 from outrider.trees.protocol import UnprunedTree
-from outrider.types import Request, Sampling
 from tests.proof.tiny_runs import BOUND, PROMPT, SLOTS, drafter, engine, pair, tiny, walk
 from tests.world.biased import AcceptsEverything
 

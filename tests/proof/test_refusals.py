@@ -10,6 +10,7 @@ import torch
 
 import outrider
 from outrider import catalog
+from outrider.core.types import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lm.tabular import TabularLM, random_rows
@@ -21,7 +22,6 @@ from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from outrider.trees.protocol import Children, UnprunedTree
 from outrider.trees.top_plus_one import TopPlusOneTree
-from outrider.types import InputError
 from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.recursive import RecursiveVerifier
 from outrider.verifiers.traits import CHAINS, KINDS, Kind

@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider import catalog
+from outrider.core.types import Request, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
@@ -14,7 +15,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.open import as_lm
 from outrider.proof.runs import Row, Runs, law_of_runs, plain_rows
-from outrider.types import Request, Sampling
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config
 from tests.world.zoo import attention_of, scrambled, tiny_config
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.open import open_tokenizer
 from outrider.surgery.checkpoint import write
 from outrider.surgery.experts import METHODS
-from outrider.types import InputError
 from recipes import experts
 from recipes.trained import of
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes import heads_in_vllm
 from recipes.engines.engine import Engine
 from recipes.engines.environments import CannotMake, Environment, Room

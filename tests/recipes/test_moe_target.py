@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from outrider.core.types import InputError
 from outrider.lm.open import open_model, open_tokenizer
 from outrider.surgery.experts import prune_experts
-from outrider.types import InputError
 from recipes import moe_target
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes import never_loses
 
 

@@ -5,9 +5,9 @@ import json
 import pytest
 import torch
 
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_config, open_tokenizer
-from outrider.types import InputError
 from recipes import online, online_stream
 from recipes.trained import embedded_target
 

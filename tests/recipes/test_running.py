@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from outrider.bench.trial import Setting
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes import options
 from recipes.__main__ import command, main, recipes, with_quick
 

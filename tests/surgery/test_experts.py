@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from outrider.core.types import InputError
 from outrider.surgery.checkpoint import write
 from outrider.surgery.clusters import spectral_clusters
 from outrider.surgery.experts import METHODS, prune_experts
 from outrider.surgery.merging import Expert, alignment, merged
 from outrider.surgery.mixture import find_mixtures
 from outrider.surgery.routing import watch_routing
-from outrider.types import InputError
 from recipes.tiny import tiny_config, tiny_model
 from tests.surgery.mixtures import KINDS, gap, logits, mixture_model, some_texts, twin_experts
 

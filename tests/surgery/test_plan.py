@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.open import open_config
 from outrider.surgery.family import NEAR, Sized, same_size
 from outrider.surgery.plan import LONGEST_DRAFT, Speeds, Trial, plan, prospects, random_draft, tokens_per_step
 from outrider.surgery.shape import Shape, config_of, num_parameters, shape_of
-from outrider.types import InputError
 from recipes.tiny import tiny_config, tiny_model
 
 SHALLOW = Shape(layers=1, width=32, heads=4, key_value_heads=2, feed_forward=48)

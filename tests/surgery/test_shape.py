@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from outrider.core.types import InputError
 from outrider.surgery.checkpoint import RECORD, write
 from outrider.surgery.importance import measure_importance
 from outrider.surgery.reshape import prune_shape
 from outrider.surgery.shape import Shape, shape_of, smaller_shape
-from outrider.types import InputError
 from recipes.tiny import tiny_config, tiny_model
 from tests.surgery.mixtures import gap, logits, some_texts
 
@@ -173,7 +173,7 @@ import resource, signal
 from pathlib import Path
 import torch
 from outrider.surgery.checkpoint import write
-from outrider.types import InputError
+from outrider.core.types import InputError
 from recipes.tiny import tiny_config, tiny_model
 model = tiny_model(tiny_config("llama"))
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

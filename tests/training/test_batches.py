@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.training.batches import Batches, States
 from outrider.training.documents import Corpus, Document, fingerprint_of
 from outrider.training.top_rows import TopRows
-from outrider.types import InputError
 
 
 def corpus(*lengths: int, start: int = 0) -> list[Document]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from outrider import catalog
+from outrider.core.types import InputError
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.dflash import DFlash
 from outrider.heads.dspark import DSpark
@@ -22,7 +23,6 @@ from outrider.training.loop import train
 from outrider.training.positions import slot_balanced
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
-from outrider.types import InputError
 from tests.world.block_checkpoints import checkpoints
 from tests.world.block_heads import BLOCKS, block_drafter, block_head
 from tests.world.forced import forced_guesses

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.ends import find_ends
 from outrider.lm.taps import tapped
@@ -23,7 +24,6 @@ from outrider.training.capture import Way, capture
 from outrider.training.documents import Document
 from outrider.training.shards import MANIFEST, Captured, Contents
 from outrider.training.top_rows import TopRows
-from outrider.types import InputError
 from tests.cli.runs import ROOT
 from tests.world.zoo import VOCAB, tiny
 
@@ -187,7 +187,7 @@ def test_a_disk_that_fills_up_gives_a_sentence_and_leaves_no_half_shard(tmp_path
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1
     said = done.stderr.splitlines()[-1]
-    assert said.startswith("outrider.inputs.InputError: ")
+    assert said.startswith("outrider.core.inputs.InputError: ")
     assert said.endswith("shard-00001.safetensors cannot be written: File too large"), said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["manifest.json", "shard-00000.safetensors"]
     assert len(Captured.open(tmp_path)) == 3

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import outrider
+from outrider.core.types import InputError
 from outrider.theory.estimators import expected_accepted
 from outrider.training.batches import Batch, Batches
 from outrider.training.distill import Data, Distilled, distilled
@@ -21,7 +22,6 @@ from outrider.training.on_policy import Sampler
 from outrider.training.settings import Settings
 from outrider.training.top_rows import TopRows
 from outrider.training.watch import Watch, hold_out
-from outrider.types import InputError
 from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import VOCAB, tiny
 

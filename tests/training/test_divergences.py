@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import InputError
 from outrider.training.divergences import (
     CACHED,
     NAMED,
@@ -19,7 +20,6 @@ from outrider.training.divergences import (
     over_top_rows,
 )
 from outrider.training.top_rows import TopRows
-from outrider.types import InputError
 
 NAMES = [*NAMED, "jsd:beta=0.3", "lk:decay=1"]
 

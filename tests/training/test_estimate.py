@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
 
+from outrider.core.types import InputError
 from outrider.training.estimate import Work, activations_per_token, estimate, forward_flops, num_parameters, trial
-from outrider.types import InputError
 from tests.world.zoo import tiny_config
 
 ROWS, LENGTH = 3, 40

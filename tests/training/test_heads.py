@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
+from outrider.core.types import InputError, Sampling
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
@@ -32,7 +33,6 @@ from outrider.training.positions import slot_balanced
 from outrider.training.poss import poss_learner
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
-from outrider.types import InputError, Sampling
 from tests.world.forced import forced_guesses
 from tests.world.zoo import VOCAB, tiny
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import smooth_l1_loss
 
+from outrider.core.types import InputError
 from outrider.training.batches import Batch
 from outrider.training.divergences import ForwardKl
 from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
@@ -11,7 +12,6 @@ from outrider.training.griffin import Griffin, WithLikeliest, griffin_learner
 from outrider.training.heads import Places
 from outrider.training.jakiro import jakiro_learner
 from outrider.training.poss import poss_learner
-from outrider.types import InputError
 from tests.training.test_heads import GAMMA, batch, learnt_logits, target
 from tests.world.zoo import VOCAB
 

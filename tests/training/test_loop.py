@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from outrider.core.types import InputError
 from outrider.training.journal import read
 from outrider.training.loop import FOLDER, Loss, train
 from outrider.training.settings import Settings
 from outrider.training.watch import Watch
-from outrider.types import InputError
 from tests.training.learners import Bigram, batches, documents
 
 SETTINGS = Settings(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outrider import catalog
+from outrider.core.types import InputError
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.backoff import FILE
 from outrider.lm.model import LanguageModel
@@ -18,7 +19,6 @@ from outrider.training.heads import Places
 from outrider.training.loop import train
 from outrider.training.parallel import Parallel, parallel_learner
 from outrider.training.positions import slot_balanced
-from outrider.types import InputError
 from tests.training.test_heads import GAMMA, SETTINGS, batch, documents, learner, learnt_logits, repeated, target
 from tests.world.zoo import VOCAB
 

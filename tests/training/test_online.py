@@ -9,15 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from outrider.core.inputs import InputError
+from outrider.core.types import Sampling
 from outrider.decoding.pearl import PearlDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
-from outrider.inputs import InputError
 from outrider.lm.model import LanguageModel
 from outrider.training.online import Learning, why_not
 from outrider.training.pupil import OnlineSettings
 from outrider.training.routing import Clusters
-from outrider.types import Sampling
 from tests.world.models import drafter_of, engine, llama
 
 GREEDY = Sampling(temperature=0, seed=0)

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given as for_any
 from hypothesis import strategies as st
 
+from outrider.core.types import InputError
 from outrider.training.batches import Batch, Batches
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
@@ -19,7 +20,6 @@ from outrider.training.positions import (
     positions_of,
     slot_balanced,
 )
-from outrider.types import InputError
 from tests.world.zoo import VOCAB, tiny
 
 LIMIT = 300

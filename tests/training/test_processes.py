@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from outrider.core.types import InputError
 from outrider.training import checkpoint
 from outrider.training.journal import read
 from outrider.training.loop import FOLDER, train
 from outrider.training.settings import Settings
-from outrider.types import InputError
 from tests.training import runner
 from tests.training.learners import Bigram, batches
 

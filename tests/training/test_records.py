@@ -8,10 +8,10 @@ from typing import Any
 import datasets
 import pytest
 
+from outrider.core.types import InputError
 from outrider.training.documents import Corpus
 from outrider.training.records import read_documents
 from outrider.training.sources import PIECE, Part
-from outrider.types import InputError
 from tests.world.tokenizers import byte_level
 
 TOKENIZER = byte_level(300)

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outrider.core.types import InputError, Sampling
 from outrider.training.documents import Document
 from outrider.training.records import read_documents
 from outrider.training.regenerate import Regenerated, Wish, regenerate
-from outrider.types import InputError, Sampling
 from tests.cli.runs import ROOT
 from tests.world.models import CONTEXT, engine
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.inputs import InputError
+from outrider.core.inputs import InputError
+from outrider.core.types import Request, Sampling
 from outrider.training.routing import Clusters
-from outrider.types import Request, Sampling
 from outrider.verifiers.token import TokenVerifier
 from tests.world.models import target
 from tests.world.tables import tables

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.types import Frontier, InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Observed, Surroundings
@@ -29,7 +30,6 @@ from outrider.training.settings import Settings
 from outrider.training.steer import Steered, sources, steered_learner
 from outrider.training.watch import Watch
 from outrider.trees.chain import ChainTree
-from outrider.types import Frontier, InputError, Request, Running, Sampling
 from outrider.verifiers.block import BlockVerifier
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny

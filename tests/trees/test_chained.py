@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from outrider.dice import PhiloxDice
+from outrider.core.dice import PhiloxDice
+from outrider.core.types import Draft, Request, Running, Sampling, ShortList
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter, Observed, Surroundings
 from outrider.engine.engine import Engine
@@ -26,7 +27,6 @@ from outrider.trees.chain import ChainTree
 from outrider.trees.chained import is_chained
 from outrider.trees.drawing import drafters_sampling
 from outrider.trees.grow import by_level, grow
-from outrider.types import Draft, Request, Running, Sampling, ShortList
 from outrider.verifiers.token import TokenVerifier
 from tests.lm.test_translated import WORDS
 from tests.world.heads import toy
@@ -159,7 +159,7 @@ def test_drafts_are_those_of_the_growth_loop_bit_for_bit(name, rooms):
 
 @pytest.mark.parametrize("few", [False, True], ids=["whole", "short list"])
 def test_greedy_chains_make_no_rows(few, monkeypatch):
-    monkeypatch.setattr("outrider.sampling._one_hot", lambda scores: pytest.fail("a row was made"))
+    monkeypatch.setattr("outrider.core.sampling._one_hot", lambda scores: pytest.fail("a row was made"))
     drafter = draft_model()
     if few:
         listed = ShortList.of(torch.arange(0, VOCAB, 3), VOCAB)

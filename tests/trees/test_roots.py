@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.dice import PhiloxDice
+from outrider.core.dice import PhiloxDice
+from outrider.core.types import Request, Running, Sampling
 from outrider.drafters.none import NoDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.trees.beam import BeamTree
 from outrider.trees.chain import ChainTree
 from outrider.trees.dynamic import DynamicTree
 from outrider.trees.grow import by_level, grow
-from outrider.types import Request, Running, Sampling
 
 
 @pytest.mark.parametrize("tree", [ChainTree(), DynamicTree(), BeamTree()], ids=lambda tree: type(tree).__name__)

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from outrider import catalog
-from outrider.dice import PhiloxDice
+from outrider.core.dice import PhiloxDice
+from outrider.core.types import Draft, InputError, Request, Running, Sampling
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
@@ -21,7 +22,6 @@ from outrider.trees.beam import BeamTree
 from outrider.trees.fixed import FixedTree, best_topology
 from outrider.trees.grow import grow
 from outrider.trees.protocol import Children, UnprunedTree
-from outrider.types import Draft, InputError, Request, Running, Sampling
 from tests.verifiers.beam_law import beam_trees, children
 from tests.world.tables import with_rows
 from tests.world.verifiers import verifier

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.dice import PhiloxDice
+from outrider.core.dice import PhiloxDice
 from outrider.verifiers.protocol import plain
 from tests.world.drafts import chains
 from tests.world.verifiers import CARRYING, LOSSLESS, LOSSY, verifier

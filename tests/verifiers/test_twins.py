@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import catalog
-from outrider.dice import Draws, PhiloxDice
+from outrider.core.dice import Draws, PhiloxDice
+from outrider.core.types import Draft, InputError, Request, Running, Sampling
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.refusals import kind_of
 from outrider.trees.grow import grow
-from outrider.types import Draft, InputError, Request, Running, Sampling
 from outrider.verifiers.lenient import LenientVerifier
 from outrider.verifiers.multipath import _select
 from outrider.verifiers.traits import CHAINS

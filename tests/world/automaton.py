@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from outrider.sampling import pack
+from outrider.core.sampling import pack
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.types import Draft
+from outrider.core.types import Draft
 
 
 def chains(tokens: Sequence[Sequence[int]], rows: Float[Tensor, "drawn vocab"] | None, anchor: int = 0) -> Draft:

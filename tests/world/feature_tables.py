@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.protocol import Drafter, Observed, Rows
-from outrider.types import Frontier, Guess, Request, Running
 
 
 @dataclass(kw_only=True)

@@ -7,10 +7,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.types import Frontier, Guess, Request, Running, Sampling
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
-from outrider.types import Frontier, Guess, Request, Running, Sampling
 
 
 def forced_guesses(

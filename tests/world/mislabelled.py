@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.dice import Draws
+from outrider.core.dice import Draws
 from outrider.trees.protocol import Children, UnprunedTree
 
 

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.constraint import Constraint
-from outrider.inputs import InputError as InputError
-from outrider.inputs import number, whole
-from outrider.processors import STATEFUL, Processor, is_blind
+from outrider.core.constraint import Constraint
+from outrider.core.inputs import InputError as InputError
+from outrider.core.inputs import number, whole
+from outrider.core.processors import STATEFUL, Processor, is_blind
 
 LARGEST_SEED = 2**64 - 1
 """Largest seed. The random generator takes seeds of 64 bits."""
@@ -49,7 +49,7 @@ class Sampling:
         >>> Sampling(temperature=-0.5)
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: temperature must be >= 0 (0 means greedy), got -0.5
+        outrider.core.inputs.InputError: temperature must be >= 0 (0 means greedy), got -0.5
     """
 
     temperature: float = 1.0

@@ -37,7 +37,7 @@ def whole(name: str, value: object) -> int:
         >>> whole("max_new_tokens", 4.5)
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: max_new_tokens must be a whole number, got 4.5
+        outrider.core.inputs.InputError: max_new_tokens must be a whole number, got 4.5
     """
     try:
         if not isinstance(value, bool):
@@ -54,7 +54,7 @@ def number(name: str, value: object) -> float:
         >>> number("temperature", "1")
         Traceback (most recent call last):
         ...
-        outrider.inputs.InputError: temperature must be a number, got '1'
+        outrider.core.inputs.InputError: temperature must be a number, got '1'
     """
     if isinstance(value, int | numbers.Real) and not isinstance(value, bool):
         return value if isinstance(value, int) else float(value)

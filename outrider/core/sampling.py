@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.nucleus import Spare, nucleus_floor
-from outrider.processors import Processor, is_blind
-from outrider.types import InputError, Sampling
+from outrider.core.nucleus import Spare, nucleus_floor
+from outrider.core.processors import Processor, is_blind
+from outrider.core.types import InputError, Sampling
 
 FOLDED_FROM = 0.01
 """From this temperature on, softmax alone takes the maximum off: the quotient of a logit below 1e36 cannot overflow."""

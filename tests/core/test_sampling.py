@@ -20,9 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from outrider.nucleus import FIRST_LOOK, WIDE
-from outrider.sampling import Prefix, to_rows
-from outrider.types import InputError, Sampling
+from outrider.core.nucleus import FIRST_LOOK, WIDE
+from outrider.core.sampling import Prefix, to_rows
+from outrider.core.types import InputError, Sampling
 
 PROMPT, OUTPUT = [3, 9, 9, 4], [5, 9, 5, 5]
 
@@ -276,7 +276,7 @@ def test_rows_do_not_depend_on_how_many_are_filtered_at_once(monkeypatch):
     logits = drawn_row("random", 3, WIDE, torch.float32)
     setting = Sampling(temperature=0.7, top_k=9000, top_p=0.9, min_p=1e-4)
     together = ours(logits, setting)
-    monkeypatch.setattr("outrider.sampling.AT_ONCE", {"cpu": 2 * WIDE})
+    monkeypatch.setattr("outrider.core.sampling.AT_ONCE", {"cpu": 2 * WIDE})
     assert torch.equal(ours(logits, setting), together)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from outrider import metrics
-from outrider.types import Step, Timing
+from outrider.core import metrics
+from outrider.core.types import Step, Timing
 
 
 def steps(*pairs: tuple[int, int, int]) -> list[Step]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.types import Step
+from outrider.core.types import Step
 
 
 def block_efficiency(steps: Sequence[Step]) -> float:
