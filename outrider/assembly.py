@@ -14,14 +14,14 @@ from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Surroundings, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
+from outrider.host.remembered import machine, shapes
+from outrider.host.threads import use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forward import Choice, as_forward
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
-from outrider.remembered import machine, shapes
 from outrider.setup import Setup
-from outrider.threads import use_threads
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 

@@ -20,9 +20,9 @@ from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
+from outrider.host.threads import use_threads
 from outrider.lm.open import open_model
 from outrider.surgery.experts import METHODS, prune_experts
-from outrider.threads import use_threads
 from outrider.training.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence

@@ -27,7 +27,7 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder, read_record, read_rows
 from outrider.bench.turns import Turn
 from outrider.core.types import InputError
-from outrider.threads import use_threads
+from outrider.host.threads import use_threads
 from outrider.training import loop
 from outrider.training.loop import Learner, train
 from outrider.training.shards import Captured

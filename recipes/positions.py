@@ -24,8 +24,8 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
+from outrider.host.threads import use_threads
 from outrider.lm.open import open_config, open_tokenizer
-from outrider.threads import use_threads
 from outrider.training.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence

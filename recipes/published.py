@@ -25,10 +25,10 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
+from outrider.host.threads import use_threads
 from outrider.lm.assistant import open_assistant
 from outrider.lm.mtp import behind_pattern
 from outrider.lm.open import open_model
-from outrider.threads import use_threads
 from recipes import options
 from recipes.published_pairs import NUM_ASSISTANT_TOKENS, Size, gemma4, mtp_target, muse_glimmer
 from recipes.startup import spread

@@ -28,11 +28,11 @@ from outrider.bench.turns import Turn, turns
 from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
+from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.open import open_config
 from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
-from outrider.threads import use_threads
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
 from outrider.training.loop import Learner

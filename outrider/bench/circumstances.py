@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import outrider
-from outrider.remembered import cpu_name
+from outrider.host.remembered import cpu_name
 
 ROOT = Path(outrider.__file__).parent.parent
 

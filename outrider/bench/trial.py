@@ -21,10 +21,10 @@ from outrider.core.types import InputError
 from outrider.drafters.model import ModelPath
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.engine.engine import Engine
+from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
 from outrider.load import load
 from outrider.theory.coverage import Rule
-from outrider.threads import use_threads
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 

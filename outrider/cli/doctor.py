@@ -22,10 +22,10 @@ from outrider.drafters.protocol import UnboundModel
 from outrider.embedded import ASSETS
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
+from outrider.host.threads import use_threads
 from outrider.lm.capabilities import capabilities
 from outrider.lm.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
-from outrider.threads import use_threads
 
 TEXT = ASSETS / "prompts.jsonl"
 

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from outrider.core.types import Step
-from outrider.cores import Shares, Usage, shares
+from outrider.host.cores import Shares, Usage, shares
 
 SLOWER = 5.0
 """How many times slower than before steps must be."""

@@ -27,10 +27,10 @@ from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import Prompt, encode
 from outrider.engine.requests import bound, check, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
+from outrider.host.remembered import shapes
+from outrider.host.threads import threads_are_bound
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
-from outrider.remembered import shapes
-from outrider.threads import threads_are_bound
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from outrider import remembered
-from outrider.cores import Usage, crowded, shares
+from outrider.host import remembered
+from outrider.host.cores import Usage, crowded, shares
 from outrider.lengths.costs import CAP, GAIN, RECALLED, Formula, Forwards, StepCosts, of_forwards, rough
 
 RECORD = "step-costs"

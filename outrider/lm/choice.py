@@ -8,8 +8,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider import remembered
-from outrider.cores import Usage, crowded, shares
+from outrider.host import remembered
+from outrider.host.cores import Usage, crowded, shares
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forward import BLOCK, FORWARDS, Choice, Forward
 from outrider.lm.model import LanguageModel

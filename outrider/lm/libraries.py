@@ -30,8 +30,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from outrider import remembered
 from outrider.core.types import InputError
+from outrider.host import remembered
 
 LIBRARY, KEY = "forward.so", "key.json"
 CALLED = ".wrapper.json"

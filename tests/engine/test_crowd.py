@@ -9,8 +9,8 @@ import pytest
 
 from outrider.cli.opened import _one_line
 from outrider.core.types import Step, Timing
-from outrider.cores import Usage, affinity
 from outrider.engine.crowd import LATEST, LEAST, SLOWER, Crowd, CrowdedWarning, Pace
+from outrider.host.cores import Usage, affinity
 from tests.cli.runs import ROOT
 from tests.world.models import engine
 
@@ -129,7 +129,7 @@ def step(seconds: float) -> Step:
 def test_a_process_is_warned_once():
     code = """
 import itertools, warnings
-from outrider.cores import Usage, affinity
+from outrider.host.cores import Usage, affinity
 from outrider.engine.crowd import Crowd, warn_of_crowd
 from tests.engine.test_crowd import CORES, THREADS, step, usages
 import torch

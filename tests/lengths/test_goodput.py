@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider import remembered
 from outrider.core.types import InputError
+from outrider.host import remembered
 from outrider.lengths.costs import RECALLED, of_forwards
 from outrider.lengths.experience import ALLOWANCE, TRIAL, Choice, Experience
 from outrider.lengths.goodput import GoodputLength

@@ -5,7 +5,7 @@ from math import inf
 
 import pytest
 
-from outrider.cores import Usage, affinity, quota, shares, usable_cores
+from outrider.host.cores import Usage, affinity, quota, shares, usable_cores
 
 CORES = len(affinity())
 

@@ -8,8 +8,8 @@ import torch
 
 import outrider
 from outrider import InputError
-from outrider.cores import affinity
-from outrider.threads import BINDINGS, NUMBERS, use_threads
+from outrider.host.cores import affinity
+from outrider.host.threads import BINDINGS, NUMBERS, use_threads
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import os
 import torch
 
 from outrider.core.inputs import InputError
-from outrider.cores import usable_cores
+from outrider.host.cores import usable_cores
 
 NUMBERS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Environment variables with which a user sets the number of threads."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider import remembered
+from outrider.host import remembered
 
 KEY = {"machine": {"cpu": "a", "threads": 2}, "model": {"layers": 12, "shape": (3, 4)}}
 
