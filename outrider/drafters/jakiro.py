@@ -17,7 +17,7 @@ from outrider.drafters.protocol import Surroundings
 from outrider.drafters.slotted import state_of
 from outrider.heads.eagle import EagleFile
 from outrider.heads.jakiro import JakiroFile, JakiroHead, is_jakiro
-from outrider.lm.chain import chain
+from outrider.lm.slots.chain import chain
 from outrider.lm.tabular import TabularFusion
 from outrider.trees.chained import Follow
 

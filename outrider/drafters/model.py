@@ -15,7 +15,6 @@ from outrider.drafters.head_path import check_longest
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
-from outrider.lm.chain import chain
 from outrider.lm.model import runnable
 from outrider.lm.narrow import narrowed
 from outrider.lm.open import (
@@ -28,6 +27,7 @@ from outrider.lm.open import (
     open_tokenizer,
 )
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.chain import chain
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation

@@ -12,8 +12,8 @@ from torch import Tensor
 from outrider.core.types import Frontier, Guess, Request, Running, ShortList
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
-from outrider.lm.chain import chain
 from outrider.lm.protocol import LM, Extension, Segment
+from outrider.lm.slots.chain import chain
 from outrider.trees.chained import Follow
 
 BACKLOG = 64

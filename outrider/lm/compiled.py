@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.eager import EagerForward
-from outrider.lm.slotted import Inputs, Outputs
+from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.taps import attach
 from outrider.lm.twin import twin
 

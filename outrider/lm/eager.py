@@ -6,8 +6,8 @@ from transformers import PreTrainedModel
 
 from outrider.lm import alibi, flex
 from outrider.lm.anatomy import Anatomy
-from outrider.lm.batch import upload
-from outrider.lm.slotted import Inputs, Outputs
+from outrider.lm.slots.batch import upload
+from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.taps import tapped
 
 

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from outrider.core.types import InputError
 from outrider.lm.anatomy import Span
-from outrider.lm.attention import MaskBuilder
-from outrider.lm.cache import Probe
 from outrider.lm.compiled import COMPILED, compiled_head
 from outrider.lm.forward import Forward
 from outrider.lm.head_package import KINDS, HeadPackage, Kind, PackagedHead
 from outrider.lm.packed import fits_packed, keeps_bits, packed
 from outrider.lm.protocol import Segment
-from outrider.lm.slots import Slots
-from outrider.lm.slotted import Inputs, Outputs, SlottedLM
+from outrider.lm.slots.cache import Probe
+from outrider.lm.slots.masks import MaskBuilder
+from outrider.lm.slots.slots import Slots
+from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
 
 _TOLERANCE = 0.1
 """How far a library may be from the head, of the range of what the head says: half precision rounds coarsely."""

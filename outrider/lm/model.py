@@ -15,9 +15,6 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.lm import alibi, flex
 from outrider.lm.anatomy import Anatomy, Span
-from outrider.lm.attention import look, mask_builder
-from outrider.lm.batch import upload
-from outrider.lm.cache import Probe
 from outrider.lm.compiled import ReplayedForward
 from outrider.lm.eager import EagerForward
 from outrider.lm.ends import Ends, find_ends, output_layer
@@ -27,8 +24,11 @@ from outrider.lm.mtp import load_mtp
 from outrider.lm.package import Package, PackagedForward
 from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Segment
-from outrider.lm.slots import Pending, Slots
-from outrider.lm.slotted import Inputs, Outputs, SlottedLM
+from outrider.lm.slots.batch import upload
+from outrider.lm.slots.cache import Probe
+from outrider.lm.slots.masks import look, mask_builder
+from outrider.lm.slots.slots import Pending, Slots
+from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
 from outrider.lm.support import refusal
 from outrider.lm.weights import check_logits
 

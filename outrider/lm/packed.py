@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
-from outrider.lm.cache import free_bytes
+from outrider.lm.slots.cache import free_bytes
 from outrider.lm.twin import Module, twin
 
 

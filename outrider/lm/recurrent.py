@@ -14,16 +14,16 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
-from outrider.lm.attention import MaskBuilder, mask_builder
-from outrider.lm.batch import joined, upload
-from outrider.lm.cache import Probe, SlotCache, fitting_context, free_bytes
 from outrider.lm.ends import Ends, find_ends
 from outrider.lm.model import check_context, check_devices, checked_width
 from outrider.lm.mtp import load_mtp
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.replay import BORDERS, Job, StatefulSlot, pieces
-from outrider.lm.slots import SlotTable
-from outrider.lm.slotted import OverSlots
+from outrider.lm.slots.batch import joined, upload
+from outrider.lm.slots.cache import Probe, SlotCache, fitting_context, free_bytes
+from outrider.lm.slots.masks import MaskBuilder, mask_builder
+from outrider.lm.slots.replay import BORDERS, Job, StatefulSlot, pieces
+from outrider.lm.slots.slots import SlotTable
+from outrider.lm.slots.slotted import OverSlots
 from outrider.lm.states import State, StateCache
 from outrider.lm.support import refusal
 from outrider.lm.taps import tapped

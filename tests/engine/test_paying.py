@@ -12,7 +12,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
-from outrider.lm.slotted import SlottedLM
+from outrider.lm.slots.slotted import SlottedLM
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.match import MatchVerifier
 from tests.engine.test_batches import engine, requests, run

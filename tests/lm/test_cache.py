@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from outrider.core.types import InputError
-from outrider.lm.cache import Layer, Shape, SlotCache, fitting_context, free_bytes, worst_bytes
 from outrider.lm.model import LanguageModel
+from outrider.lm.slots.cache import Layer, Shape, SlotCache, fitting_context, free_bytes, worst_bytes
 from tests.world.zoo import tiny
 
 LAYERS = {

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.lm.anatomy import Anatomy, Span
-from outrider.lm.attention import MaskBuilder, look
-from outrider.lm.slots import Pending
+from outrider.lm.slots.masks import MaskBuilder, look
+from outrider.lm.slots.slots import Pending
 from tests.world.zoo import tiny
 
 

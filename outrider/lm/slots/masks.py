@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from outrider.lm import alibi, flex
 from outrider.lm.anatomy import Anatomy, Span, Spans
-from outrider.lm.batch import upload
-from outrider.lm.slots import Pending
+from outrider.lm.slots.batch import upload
+from outrider.lm.slots.slots import Pending
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,12 +10,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.lm.attention import MaskBuilder, look
-from outrider.lm.batch import Batch, OneEach, padded_width, upload
-from outrider.lm.cache import SlotCache
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.slots import Content, Pending, Slot, Slots, SlotTable
-from outrider.lm.window import Window
+from outrider.lm.slots.batch import Batch, OneEach, padded_width, upload
+from outrider.lm.slots.cache import SlotCache
+from outrider.lm.slots.masks import MaskBuilder, look
+from outrider.lm.slots.slots import Content, Pending, Slot, Slots, SlotTable
+from outrider.lm.slots.window import Window
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from outrider.lm.cache import Layer, SlotCache, fitting_context, free_bytes
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.cache import Layer, SlotCache, fitting_context, free_bytes
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.lm.window import Window
+from outrider.lm.slots.window import Window
 
 _STEP = 64
 _FIRST = 256
