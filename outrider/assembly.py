@@ -17,7 +17,7 @@ from outrider.engine.engine import Engine
 from outrider.host.remembered import machine, shapes
 from outrider.host.threads import use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
-from outrider.lm.forward import Choice, as_forward
+from outrider.lm.forwards.forward import Choice, as_forward
 from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal

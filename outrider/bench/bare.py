@@ -8,8 +8,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from outrider.lm.forwards.packed import packed
 from outrider.lm.model import LanguageModel
-from outrider.lm.packed import packed
 from outrider.lm.protocol import Segment
 
 

@@ -10,7 +10,7 @@ from outrider.cli.forwards import heads, models
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.core.inputs import InputError
-from outrider.lm.choice import choose
+from outrider.lm.forwards.choice import choose
 from outrider.setup import Setup
 
 

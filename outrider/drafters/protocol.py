@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.lm.ends import Ends
-from outrider.lm.forward import Forward
+from outrider.lm.forwards.forward import Forward
 from outrider.lm.protocol import LM, Readable
 
 Rows = Literal["sampled", "point", "marginal"]

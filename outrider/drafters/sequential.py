@@ -15,8 +15,8 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.protocol import Rows, Surroundings
 from outrider.heads.sequential import SequentialHead
+from outrider.lm.forwards.packed import packed
 from outrider.lm.head import suited
-from outrider.lm.packed import packed
 from outrider.trees.chained import Follow
 
 Own = TypeVar("Own", bound="SequentialDrafter")

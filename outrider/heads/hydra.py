@@ -17,8 +17,8 @@ from outrider.heads.files import made, read_config, read_tensors, size
 from outrider.heads.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.ends import Ends
+from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import Keeper
-from outrider.lm.head_package import Kind
 from outrider.lm.open import open_config
 
 PREFIX = "prefix_embeding_layer."

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from outrider.lm.forward import BLOCK
+from outrider.lm.forwards.forward import BLOCK
 
 RECENT = 9
 """Steps that say how slow the machine is now."""

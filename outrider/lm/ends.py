@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
+from outrider.lm.forwards.packed import packed
 from outrider.lm.narrow import LEAVE, cut
-from outrider.lm.packed import packed
 
 _TOLERANCE = 1e-2
 

@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm import alibi, flex
+from outrider.lm import alibi
 from outrider.lm.anatomy import Anatomy, Span
-from outrider.lm.compiled import ReplayedForward
-from outrider.lm.eager import EagerForward
 from outrider.lm.ends import Ends, find_ends, output_layer
 from outrider.lm.fingerprint import shape_of
-from outrider.lm.forward import Choice, Forward
+from outrider.lm.forwards import flex
+from outrider.lm.forwards.compiled import ReplayedForward
+from outrider.lm.forwards.eager import EagerForward
+from outrider.lm.forwards.forward import Choice, Forward
+from outrider.lm.forwards.package import Package, PackagedForward
+from outrider.lm.forwards.packed import packable, packed
 from outrider.lm.mtp import load_mtp
-from outrider.lm.package import Package, PackagedForward
-from outrider.lm.packed import packable, packed
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.cache import Probe

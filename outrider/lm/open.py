@@ -18,8 +18,8 @@ from transformers import (
 
 from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
-from outrider.lm.choice import choose
-from outrider.lm.forward import Forward
+from outrider.lm.forwards.choice import choose
+from outrider.lm.forwards.forward import Forward
 from outrider.lm.model import LanguageModel
 from outrider.lm.mtp import behind_pattern
 from outrider.lm.recurrent import RecurrentModel

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.lm.anatomy import Anatomy
-from outrider.lm.forward import Choice, Forward
+from outrider.lm.forwards.forward import Choice, Forward
 from outrider.lm.model import LanguageModel
 from outrider.lm.slots.slotted import Inputs, Outputs
 

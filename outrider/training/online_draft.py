@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.drafters.model import ModelDrafter
+from outrider.lm.forwards.packed import packable
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
-from outrider.lm.packed import packable
 from outrider.lm.recurrent import RecurrentModel
 from outrider.training.corrections import Lesson
 from outrider.training.divergences import Divergence

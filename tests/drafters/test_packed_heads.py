@@ -16,10 +16,10 @@ from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.forward import Forward
+from outrider.lm.forwards.forward import Forward
+from outrider.lm.forwards.packed import PackedLinear, keeps_bits
 from outrider.lm.head import suited
 from outrider.lm.model import LanguageModel
-from outrider.lm.packed import PackedLinear, keeps_bits
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import CHECKPOINTS, head

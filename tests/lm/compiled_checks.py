@@ -24,10 +24,10 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.choice import at_hand
+from outrider.lm.forwards.choice import at_hand
+from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.head import beside
 from outrider.lm.model import LanguageModel
-from outrider.lm.package import GATHERED, Package
 from outrider.lm.protocol import Segment
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
@@ -247,7 +247,7 @@ def experts() -> dict[str, object]:
 def prepared(model: LlamaForCausalLM) -> dict[str, object]:
     """What `outrider prepare` says of the same weights in a folder, and what a later engine takes."""
     # What is measured beside other tests is remembered too.
-    with tempfile.TemporaryDirectory() as folder, mock.patch("outrider.lm.choice.crowded", return_value=False):
+    with tempfile.TemporaryDirectory() as folder, mock.patch("outrider.lm.forwards.choice.crowded", return_value=False):
         model.save_pretrained(folder)
         said = io.StringIO()
         with contextlib.redirect_stdout(said):

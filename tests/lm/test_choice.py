@@ -2,8 +2,8 @@
 
 import pytest
 
-from outrider.lm import choice
-from outrider.lm.choice import BLOCK, CONTEXT, WIDE
+from outrider.lm.forwards import choice
+from outrider.lm.forwards.choice import BLOCK, CONTEXT, WIDE
 from outrider.lm.model import LanguageModel
 
 

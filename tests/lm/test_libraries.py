@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from outrider.lm.libraries import KEY, delete_unused
+from outrider.lm.forwards.libraries import KEY, delete_unused
 
 DAY = 86400
 

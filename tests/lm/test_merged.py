@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from outrider.lm import merged
-from outrider.lm.merged import merge
-from outrider.lm.twin import twin
+from outrider.lm.forwards import merged
+from outrider.lm.forwards.merged import merge
+from outrider.lm.forwards.twin import twin
 from tests.world.models import llama
 
 

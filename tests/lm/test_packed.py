@@ -6,8 +6,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider import InputError, load
+from outrider.lm.forwards.packed import PackedLinear, packable, packed, worth_packing
 from outrider.lm.model import LanguageModel
-from outrider.lm.packed import PackedLinear, packable, packed, worth_packing
 from outrider.lm.protocol import Segment
 
 pytestmark = pytest.mark.skipif(

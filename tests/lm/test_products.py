@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outrider.lm.libraries import _options
+from outrider.lm.forwards.libraries import _options
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 

@@ -23,9 +23,9 @@ from outrider.engine.engine import Engine
 from outrider.integrate.kept import borrowed
 from outrider.lengths.adaedl import AdaedlLength
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.forwards.packed import packable
 from outrider.lm.model import LanguageModel
 from outrider.lm.open import as_lm
-from outrider.lm.packed import packable
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation

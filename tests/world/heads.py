@@ -18,8 +18,8 @@ from outrider.drafters.mtp import MtpPath
 from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.layers import Attention, GatedMLP, Rotary
+from outrider.lm.forwards.head_package import KINDS, Kind
 from outrider.lm.head import HeadLM
-from outrider.lm.head_package import KINDS, Kind
 from tests.world.block_checkpoints import checkpoints
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator

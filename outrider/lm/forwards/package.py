@@ -12,15 +12,15 @@ from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
 from outrider.lm.fingerprint import shape_of, weights_of
-from outrider.lm.grouped import group
-from outrider.lm.libraries import MANY, Library
-from outrider.lm.merged import merge
+from outrider.lm.forwards.grouped import group
+from outrider.lm.forwards.libraries import MANY, Library
+from outrider.lm.forwards.merged import merge
+from outrider.lm.forwards.twin import twin
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.slots.window import Window
 from outrider.lm.taps import attach
-from outrider.lm.twin import twin
 
 SOURCES = ("attention.py", "grouped.py", "merged.py", "package.py", "taps.py", "window.py")
 """The files of this folder that decide what a library computes."""

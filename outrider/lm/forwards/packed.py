@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.lm.anatomy import Anatomy
+from outrider.lm.forwards.twin import Module, twin
 from outrider.lm.slots.cache import free_bytes
-from outrider.lm.twin import Module, twin
 
 
 class PackedLinear(nn.Module):

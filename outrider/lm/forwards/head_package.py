@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 from outrider.lm.ends import Ends
 from outrider.lm.fingerprint import fingerprint
-from outrider.lm.libraries import MANY, Library
-from outrider.lm.merged import merge
-from outrider.lm.package import CAPACITY, ROWS, VIEW, WIDTH
+from outrider.lm.forwards.libraries import MANY, Library
+from outrider.lm.forwards.merged import merge
+from outrider.lm.forwards.package import CAPACITY, ROWS, VIEW, WIDTH
+from outrider.lm.forwards.twin import twin
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.slots.window import Window
-from outrider.lm.twin import twin
 
 
 class Kind(NamedTuple):

@@ -11,9 +11,9 @@ from torch import Tensor
 from outrider.host import remembered
 from outrider.host.cores import Usage, crowded, shares
 from outrider.lm.fingerprint import shape_of
-from outrider.lm.forward import BLOCK, FORWARDS, Choice, Forward
+from outrider.lm.forwards.forward import BLOCK, FORWARDS, Choice, Forward
+from outrider.lm.forwards.packed import worth_packing
 from outrider.lm.model import LanguageModel
-from outrider.lm.packed import worth_packing
 from outrider.lm.protocol import Segment
 
 CONTEXT = 64

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from outrider.lm import alibi, flex
+from outrider.lm import alibi
 from outrider.lm.anatomy import Anatomy
+from outrider.lm.forwards import flex
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.taps import tapped
