@@ -18,7 +18,7 @@ from outrider.host.remembered import machine, shapes
 from outrider.host.threads import use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.forward import Choice, as_forward
-from outrider.lm.open import as_lm, logit_width, open_model, open_tokenizer
+from outrider.lm.hf.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup

@@ -18,7 +18,7 @@ from outrider.bench.evidence import Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings
 from outrider.host.threads import use_threads
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
 from outrider.training.documents import Document

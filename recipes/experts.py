@@ -21,7 +21,7 @@ from outrider.bench.evidence import Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.host.threads import use_threads
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 from outrider.surgery.experts import METHODS, prune_experts
 from outrider.training.batches import Batches
 from outrider.training.distill import Distilled

@@ -15,7 +15,7 @@ from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import Question
 from outrider.lm.forwards.packed import worth_packing
-from outrider.lm.open import DTYPES, open_model, open_tokenizer
+from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from recipes.head_texts import Wanted
 from recipes.head_ways import CHAIN, Head
 from recipes.stand_in import stand_in

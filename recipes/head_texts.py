@@ -12,7 +12,7 @@ import outrider
 from outrider.bench.workload import Question, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.hf.open import open_model, open_tokenizer
 from outrider.training.capture import capture
 from outrider.training.documents import Document
 from outrider.training.records import read_documents

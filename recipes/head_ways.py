@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.heads.dflash import Method
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.open import open_tokenizer
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.open import open_tokenizer
 from outrider.training.block_loss import BlockLoss, usual_gamma
 from outrider.training.blocks import BlockLearner
 from outrider.training.blockwise import blockwise_learner

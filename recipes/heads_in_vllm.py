@@ -30,7 +30,7 @@ from outrider.bench.workload import PROMPTS, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.dflash import Method as Block
-from outrider.lm.open import open_tokenizer
+from outrider.lm.hf.open import open_tokenizer
 from outrider.training.batches import Batches
 from outrider.training.block_loss import BlockLoss, usual_gamma
 from outrider.training.blocks import BlockLearner

@@ -28,7 +28,7 @@ from outrider.bench.turns import Turn, turns
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.hf.open import open_model, open_tokenizer
 from recipes import options
 from recipes.online_stream import ARMS, DEPTH, FROZEN, LEARNING, Stream, openings, outsider
 from recipes.trained import PROMPT, TEMPERATURES, Seed

@@ -19,7 +19,7 @@ from outrider.core.types import InputError, Sampling, Step
 from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.forwards.forward import as_forward
-from outrider.lm.open import DTYPES, open_model, open_tokenizer
+from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from recipes.stand_in import PARAMETERS, stand_in
 
 GAMMA = 5

@@ -13,7 +13,7 @@ from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 from recipes.engines.agreement import agreement
 from recipes.engines.engine import ENGINES, Engine, converted, digest
 from recipes.engines.environments import CannotMake

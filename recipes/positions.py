@@ -25,7 +25,7 @@ from outrider.bench.turns import Turn, turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
-from outrider.lm.open import open_config, open_tokenizer
+from outrider.lm.hf.open import open_config, open_tokenizer
 from outrider.training.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence

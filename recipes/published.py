@@ -26,9 +26,9 @@ from outrider.bench.turns import Turn, turns
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
-from outrider.lm.assistant import open_assistant
-from outrider.lm.mtp import behind_pattern
-from outrider.lm.open import open_model
+from outrider.lm.hf.assistant import open_assistant
+from outrider.lm.hf.mtp import behind_pattern
+from outrider.lm.hf.open import open_model
 from recipes import options
 from recipes.published_pairs import NUM_ASSISTANT_TOKENS, Size, gemma4, mtp_target, muse_glimmer
 from recipes.startup import spread

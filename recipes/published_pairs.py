@@ -27,7 +27,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from outrider.lm.assistant import layers_that_share
+from outrider.lm.hf.assistant import layers_that_share
 from recipes.tiny import scrambled
 
 TINY_VOCAB = 64

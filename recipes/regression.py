@@ -28,7 +28,7 @@ from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.output import Output
 from outrider.engine.prompts import encode
-from outrider.lm.open import open_tokenizer
+from outrider.lm.hf.open import open_tokenizer
 
 TEMPERATURES = (0.0, 1.0)
 SLOTS = 8

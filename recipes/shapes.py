@@ -30,7 +30,7 @@ from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.open import open_config
+from outrider.lm.hf.open import open_config
 from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled

@@ -17,7 +17,7 @@ from outrider.bench.speedup import rate
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.hf.open import open_model, open_tokenizer
 
 PLAIN = ("plain pad_to=1", "plain pad_to=2", "transformers")
 SPECULATIVE = "speculative"

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 
 PARAMETERS = 110_000_000
 QUICK = {"parameters": 20_000_000}

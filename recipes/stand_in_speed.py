@@ -32,7 +32,7 @@ from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.packed import worth_packing
-from outrider.lm.open import DTYPES, open_model, open_tokenizer
+from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from outrider.proof.gate import gate
 from recipes import options
 from recipes.stand_in import PARAMETERS, num_parameters, stand_in

@@ -15,9 +15,9 @@ TOKENIZERS, MODELS, PREPARED, FIRST = "open tokenizers", "open models", "caches 
 REST = "other work"
 PARTS = (START, TORCH, TRANSFORMERS, OWN, TOKENIZERS, MODELS, PREPARED, FIRST, REST)
 WRAPPED = (
-    ("outrider.lm.open", "open_model", MODELS),
-    ("outrider.lm.open", "open_tokenizer", TOKENIZERS),
-    ("outrider.lm.open", "as_lm", PREPARED),
+    ("outrider.lm.hf.open", "open_model", MODELS),
+    ("outrider.lm.hf.open", "open_tokenizer", TOKENIZERS),
+    ("outrider.lm.hf.open", "as_lm", PREPARED),
     ("outrider.engine.engine", "Engine.add", FIRST),
     ("outrider.engine.engine", "Engine.step", FIRST),
 )

@@ -17,7 +17,7 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings
 from outrider.heads.steering import usual_taps
 from outrider.host.threads import use_threads
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 from outrider.training.capture import capture
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence

@@ -22,7 +22,7 @@ from outrider.bench.report import Table
 from outrider.bench.turns import turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_config, open_model, open_tokenizer
+from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.theory.coverage import Coverage, expected
 from outrider.training.batches import Batches
 from outrider.training.capture import capture

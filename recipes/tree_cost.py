@@ -30,8 +30,8 @@ from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.embedded import EMBEDDED_TARGET
+from outrider.lm.hf.open import open_model
 from outrider.lm.model import LanguageModel
-from outrider.lm.open import open_model
 from outrider.lm.protocol import Segment
 from recipes import options
 

@@ -33,9 +33,9 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.open import as_lm
-from outrider.lm.support import refusal
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.open import as_lm
+from outrider.lm.hf.support import refusal
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 from recipes.tiny import MODEL_TYPES, VOCAB, Float64, noisy, tiny_config, tiny_model

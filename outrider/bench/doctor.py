@@ -11,7 +11,7 @@ from outrider.bench.costs import Costs, measure_costs
 from outrider.core.types import InputError
 from outrider.drafters.model import LEAST_SHARE
 from outrider.engine.engine import Engine
-from outrider.lm.capabilities import Capability
+from outrider.lm.hf.capabilities import Capability
 from outrider.lm.vocabulary import translation
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16)

@@ -23,8 +23,8 @@ from outrider.embedded import ASSETS
 from outrider.engine.engine import Engine
 from outrider.engine.prompts import Prompt
 from outrider.host.threads import use_threads
-from outrider.lm.capabilities import capabilities
-from outrider.lm.open import as_device, as_dtype, open_config
+from outrider.lm.hf.capabilities import capabilities
+from outrider.lm.hf.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
 
 TEXT = ASSETS / "prompts.jsonl"

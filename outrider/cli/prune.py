@@ -17,7 +17,7 @@ from transformers.utils import logging
 from outrider.cli.printed import print_json
 from outrider.core.inputs import InputError, text_of
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.hf.open import open_model, open_tokenizer
 from outrider.surgery import experts, reshape
 from outrider.surgery import plan as planning
 from outrider.surgery.checkpoint import check_free, write

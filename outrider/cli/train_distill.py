@@ -16,8 +16,8 @@ from transformers.utils import logging
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.core.types import InputError, Sampling
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.open import open_config, open_model, open_tokenizer
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
 from outrider.training import processes
 from outrider.training.batches import Batches

@@ -15,7 +15,7 @@ from outrider.cli.train_distill import More, run_with
 from outrider.cli.train_distill import Task as DistillTask
 from outrider.core.types import InputError
 from outrider.heads.files import read_tensors
-from outrider.lm.open import logit_width
+from outrider.lm.hf.open import logit_width
 from outrider.training.distill import HARD
 from outrider.training.divergences import Divergence, divergence
 from outrider.training.documents import Document

@@ -18,7 +18,7 @@ from outrider.drafters.protocol import Rows, Surroundings
 from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssistant
 from outrider.heads.block_formats import ASSISTANTS
 from outrider.heads.files import read_config
-from outrider.lm.assistant import open_assistant
+from outrider.lm.hf.assistant import open_assistant
 
 SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types of assistants that read the target's keys and values."""

@@ -12,7 +12,7 @@ from outrider.core.types import InputError
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.heads.files import TargetShape
 from outrider.lm.head import HeadLM, beside
-from outrider.lm.open import as_device, as_dtype
+from outrider.lm.hf.open import as_device, as_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

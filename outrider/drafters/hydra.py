@@ -16,8 +16,8 @@ from outrider.drafters.sequential import SequentialDrafter, SequentialState, pla
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.hydra import HydraConfig, HydraHeads, is_hydra, read_hydra
 from outrider.heads.sequential import randomise
-from outrider.lm.ends import Ends
 from outrider.lm.head import HeadLM
+from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TABLE_FEATURES
 

@@ -15,9 +15,8 @@ from outrider.drafters.head_path import check_longest
 from outrider.drafters.protocol import Observed, Rows, Surroundings
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
-from outrider.lm.model import runnable
-from outrider.lm.narrow import narrowed
-from outrider.lm.open import (
+from outrider.lm.hf.narrow import narrowed
+from outrider.lm.hf.open import (
     as_device,
     as_lm,
     holds_files_of,
@@ -26,6 +25,7 @@ from outrider.lm.open import (
     open_model,
     open_tokenizer,
 )
+from outrider.lm.model import runnable
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.chain import chain
 from outrider.lm.tabular import TabularLM, random_rows

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
-from outrider.lm.ends import Ends
 from outrider.lm.forwards.forward import Forward
+from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.protocol import LM, Readable
 
 Rows = Literal["sampled", "point", "marginal"]

@@ -16,7 +16,7 @@ from outrider.drafters.model import ModelDrafter, shared_words
 from outrider.drafters.protocol import Observed, Surroundings
 from outrider.drafters.slotted import TreeState, state_of
 from outrider.heads.steering import Steering, SteeringConfig, read_steering
-from outrider.lm.open import logit_width, open_config, open_model, open_tokenizer
+from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.lm.steered import SteeredLM
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_rows
 

@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.tabular import TABLE_FEATURES
 
 KeysValues = tuple[Tensor, Tensor]

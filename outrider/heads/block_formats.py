@@ -13,7 +13,7 @@ from outrider.core.types import InputError
 from outrider.heads.dflash import BlockConfig, Method, Sight
 from outrider.heads.feature_head import made_config
 from outrider.heads.files import MOST_COUNT, factor, nested, size, whole_numbers
-from outrider.lm.open import reason_of
+from outrider.lm.hf.open import reason_of
 
 SPECULATORS = {"dflash": "DFlashSpeculator", "dflare": "DFlareSpeculator", "dspark": "DSparkSpeculator"}
 """The architectures of the `speculators` layout."""

@@ -14,9 +14,9 @@ from outrider.heads.dflare import DFlare
 from outrider.heads.dflash import BlockConfig, Confidence, DFlash
 from outrider.heads.dspark import DSpark
 from outrider.heads.files import TARGET, TargetShape, made, read_config, read_tensors, write_head
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import Ends
-from outrider.lm.open import logit_width
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.open import logit_width
 
 HEADS: Mapping[str, type[DFlash]] = {kind.method: kind for kind in (DFlash, DFlare, DSpark)}
 """The heads by name."""

@@ -23,7 +23,7 @@ from outrider.heads.files import (
     write_head,
 )
 from outrider.heads.state_heads import StateHeads
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 
 NAME = "blockwise"
 """The value of the key `KIND`."""

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider.core.types import InputError
 from outrider.heads.layers import Attention, GatedMLP, Rotary
-from outrider.lm.ends import Ends
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import Keeper
+from outrider.lm.hf.embedding_and_head import Ends
 
 Method = Literal["dflash", "dflare", "dspark"]
 """The heads that share this trunk."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outrider.core.inputs import unknown
 from outrider.core.types import InputError
 from outrider.heads.dflash import BlockConfig, DFlash, Method
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 
 
 class MarkovHead(nn.Module):

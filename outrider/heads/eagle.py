@@ -14,8 +14,8 @@ from outrider.core.types import InputError
 from outrider.heads.feature_head import LEFT_OUT, FeatureHead, described, layer_config, qkv_bias_of
 from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, write_head
 from outrider.heads.layers import DecoderLayer
-from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.hf.embedding_and_head import Ends
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 """The names that vLLM and SGLang give such a checkpoint. Its authors' have the name of a plain model."""

@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig
 from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.layers import DecoderLayer, norm_of
-from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.hf.embedding_and_head import Ends
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.core.types import InputError
 from outrider.heads.files import MOST_COUNT, size
 from outrider.heads.layers import Rotary
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
-from outrider.lm.open import reason_of
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.open import reason_of
 
 KNOWN = ("llama", "qwen3", "qwen2", "mistral", "mixtral")
 """The types of decoder layers that heads are made of. A head of a Mixtral has a plain layer, without experts."""

@@ -16,10 +16,10 @@ from outrider.heads.feature_head import layer_config, qkv_bias_of
 from outrider.heads.files import made, read_config, read_tensors, size
 from outrider.heads.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.sequential import SequentialHead
-from outrider.lm.ends import Ends
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import Keeper
-from outrider.lm.open import open_config
+from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.open import open_config
 
 PREFIX = "prefix_embeding_layer."
 """What the names of a prefix layer begin with, as its authors spell it."""

@@ -16,8 +16,8 @@ from outrider.core.types import InputError
 from outrider.heads.eagle import EagleFile, EagleHead
 from outrider.heads.files import KIND
 from outrider.heads.layers import DecoderLayer, GatedMLP
-from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.hf.embedding_and_head import Ends
 
 MIXTURES = ("features", "gate", "half")
 """What is mixed: the experts' outputs, or their distributions by the gate's weights or by halves."""

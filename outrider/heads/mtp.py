@@ -8,9 +8,9 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.lm.anatomy import Span
-from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.hf.anatomy import Span
+from outrider.lm.hf.embedding_and_head import Ends
 
 
 class MtpHead(nn.Module):

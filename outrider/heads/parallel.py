@@ -25,8 +25,8 @@ from outrider.heads.files import (
     write_head,
 )
 from outrider.heads.layers import DecoderLayer
-from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.hf.embedding_and_head import Ends
 
 NAME = "parallel"
 """The value of the key `KIND`."""

@@ -13,8 +13,8 @@ from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import MASK, SPECULATORS, Answers, Eagle3File
 from outrider.heads.files import KIND as OURS
 from outrider.heads.files import MOST_COUNT, size
-from outrider.lm.ends import Ends
 from outrider.lm.head import Keeper
+from outrider.lm.hf.embedding_and_head import Ends
 
 KIND = "peagle"
 """Its `speculators_model_type`."""

@@ -18,7 +18,7 @@ from outrider.heads.eagle import EagleFile, EagleHead, eagle_config, has_special
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import Answers, Eagle3File, eagle3_record
 from outrider.heads.files import KIND, MOST_COUNT, TargetShape, load_into, size, write_head
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 
 NAME, STRIDE = "poss", "steps_per_specialist"
 """The value of `KIND`, and the key of a config that says how many draft steps each specialist takes."""

@@ -22,7 +22,7 @@ from outrider.integrate.batch import Batch
 from outrider.integrate.draw import draw, result
 from outrider.integrate.kept import borrowed, evaluating
 from outrider.integrate.refusals import check, check_call, check_padding, check_processors, padding_of
-from outrider.lm.open import logit_width
+from outrider.lm.hf.open import logit_width
 from outrider.setup import Setup
 
 MOST_SLOTS = 64

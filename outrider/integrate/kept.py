@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from outrider.assembly import assemble
 from outrider.engine.engine import Engine
+from outrider.lm.hf.open import logit_width
 from outrider.lm.model import LanguageModel
-from outrider.lm.open import logit_width
 from outrider.lm.recurrent import RecurrentModel
 from outrider.setup import Setup
 

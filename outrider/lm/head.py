@@ -11,11 +11,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Span
 from outrider.lm.forwards.compiled import COMPILED, compiled_head
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.head_package import KINDS, HeadPackage, Kind, PackagedHead
 from outrider.lm.forwards.packed import fits_packed, keeps_bits, packed
+from outrider.lm.hf.anatomy import Span
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.masks import MaskBuilder

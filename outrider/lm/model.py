@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm import alibi
-from outrider.lm.anatomy import Anatomy, Span
-from outrider.lm.ends import Ends, find_ends, output_layer
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forwards import flex
 from outrider.lm.forwards.compiled import ReplayedForward
@@ -23,14 +20,17 @@ from outrider.lm.forwards.eager import EagerForward
 from outrider.lm.forwards.forward import Choice, Forward
 from outrider.lm.forwards.package import Package, PackagedForward
 from outrider.lm.forwards.packed import packable, packed
-from outrider.lm.mtp import load_mtp
+from outrider.lm.hf import alibi
+from outrider.lm.hf.anatomy import Anatomy, Span
+from outrider.lm.hf.embedding_and_head import Ends, find_ends, output_layer
+from outrider.lm.hf.mtp import load_mtp
+from outrider.lm.hf.support import refusal
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.masks import look, mask_builder
 from outrider.lm.slots.slots import Pending, Slots
 from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
-from outrider.lm.support import refusal
 from outrider.lm.weights import check_logits
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1

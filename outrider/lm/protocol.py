@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 
 
 @dataclass(frozen=True, kw_only=True)

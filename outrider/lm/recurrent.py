@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import Ends, find_ends
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.mtp import load_mtp
+from outrider.lm.hf.states import State, StateCache
+from outrider.lm.hf.support import refusal
+from outrider.lm.hf.taps import tapped
 from outrider.lm.model import check_context, check_devices, checked_width
-from outrider.lm.mtp import load_mtp
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import joined, upload
 from outrider.lm.slots.cache import Probe, SlotCache, fitting_context, free_bytes
@@ -24,9 +27,6 @@ from outrider.lm.slots.masks import MaskBuilder, mask_builder
 from outrider.lm.slots.replay import BORDERS, Job, StatefulSlot, pieces
 from outrider.lm.slots.slots import SlotTable
 from outrider.lm.slots.slotted import OverSlots
-from outrider.lm.states import State, StateCache
-from outrider.lm.support import refusal
-from outrider.lm.taps import tapped
 from outrider.lm.weights import check_logits
 
 CHAINS_ONLY = "has recurrent layers, whose state follows one text and cannot read a branching tree; use tree 'chain'"

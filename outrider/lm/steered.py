@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
 from outrider.lm.forwards.forward import Choice, Forward
+from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.model import LanguageModel
 from outrider.lm.slots.slotted import Inputs, Outputs
 

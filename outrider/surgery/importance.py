@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.anatomy import Anatomy
 from outrider.surgery.texts import Progress, Texts, read
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.anatomy import Anatomy
 
 _PROBED = 16
 

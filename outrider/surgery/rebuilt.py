@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.open import reason_of
+from outrider.lm.hf.open import reason_of
 
 
 def rebuilt(model: PreTrainedModel, config: PreTrainedConfig, weights: Mapping[str, Tensor]) -> PreTrainedModel:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.anatomy import Anatomy
 from outrider.surgery.importance import Importance, head_size, measure_importance, stream_norms
 from outrider.surgery.rebuilt import rebuilt
 from outrider.surgery.shape import Shape, config_of, shape_of

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.anatomy import Anatomy
 
 Texts = Sequence[Sequence[int]]
 """Texts as token ids."""

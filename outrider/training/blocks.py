@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.heads.blocks import write_block
 from outrider.heads.dflash import DFlash
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.taps import tapped
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.taps import tapped
 from outrider.training.attention import GroupKeys
 from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss

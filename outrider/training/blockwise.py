@@ -14,9 +14,9 @@ from outrider.core.types import InputError
 from outrider.heads.backoff import FILE, BackoffModel, read_backoff, write_backoff
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads, read_blockwise, write_blockwise
 from outrider.heads.files import local_file
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import find_ends
-from outrider.lm.open import logit_width
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.open import logit_width
 from outrider.training.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.documents import Document

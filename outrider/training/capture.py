@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import Ends, find_ends
-from outrider.lm.open import logit_width
-from outrider.lm.taps import tapped
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.open import logit_width
+from outrider.lm.hf.taps import tapped
 from outrider.training.batches import PADDING
 from outrider.training.documents import Document, fingerprint_of
 from outrider.training.shards import (

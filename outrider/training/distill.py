@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import Ends, find_ends
-from outrider.lm.open import logit_width, open_config, open_model, open_tokenizer
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.training.batches import Batch
 from outrider.training.divergences import (
     CHUNK,

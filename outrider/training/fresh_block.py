@@ -11,9 +11,9 @@ from outrider.core.types import InputError
 from outrider.heads.blocks import HEADS, read_block
 from outrider.heads.dflash import BlockConfig, DFlash, Method, spread_taps
 from outrider.heads.dspark import MarkovHead
-from outrider.lm.anatomy import Anatomy, rotary_parameters
-from outrider.lm.ends import find_ends
-from outrider.lm.open import logit_width
+from outrider.lm.hf.anatomy import Anatomy, rotary_parameters
+from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.open import logit_width
 
 LAYERS: dict[str, int] = {"dflash": 5, "dflare": 7, "dspark": 5}
 """Layers of the published heads."""

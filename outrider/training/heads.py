@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.files import TargetShape
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import Ends, find_ends
-from outrider.lm.open import logit_width
-from outrider.lm.taps import tapped
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.open import logit_width
+from outrider.lm.hf.taps import tapped
 from outrider.training.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence, among_likeliest, chunked, cross_entropy
 from outrider.training.documents import Document

@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.open import logit_width
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.open import logit_width
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.state_heads import DECAY, StateHeadsLearner
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from outrider.drafters.model import ModelDrafter
 from outrider.lm.forwards.packed import packable
+from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
-from outrider.lm.open import as_lm
 from outrider.lm.recurrent import RecurrentModel
 from outrider.training.corrections import Lesson
 from outrider.training.divergences import Divergence

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.heads.feature_head import usual_layer
 from outrider.heads.parallel import ParallelFile, ParallelHead, write_parallel
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import find_ends
-from outrider.lm.open import logit_width
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.open import logit_width
 from outrider.training.attention import GroupKeys
 from outrider.training.batches import PADDING, Batch
 from outrider.training.divergences import Divergence

@@ -16,15 +16,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.ends import Ends
 from outrider.lm.fingerprint import shape_of, weights_of
+from outrider.lm.hf.embedding_and_head import Ends
 from outrider.training.batches import States
 from outrider.training.documents import Document, fingerprint_of
 from outrider.training.replaced import replaced
 from outrider.training.top_rows import TopRows
 
 CONVENTION = "tap k enters layer k; tap num_layers leaves the last layer, before the final norm"
-"""How taps are numbered, as in `outrider/lm/taps.py`. A manifest holds this text."""
+"""How taps are numbered, as in `outrider/lm/hf/taps.py`. A manifest holds this text."""
 MANIFEST = "manifest.json"
 VERSION = 1
 """Of the layout of manifest and shards."""

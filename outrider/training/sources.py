@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 
 from outrider.core.types import InputError
-from outrider.lm.open import reason_of
+from outrider.lm.hf.open import reason_of
 
 LINES = (".jsonl", ".ndjson")
 """Suffixes of JSON lines."""

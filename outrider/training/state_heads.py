@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.heads.state_heads import StateHeads
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.anatomy import Anatomy
 from outrider.training.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.heads import HeadLearner, Places

@@ -6,7 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 from outrider.training.batches import Batch
 from outrider.training.divergences import worth_keeping
 

@@ -24,9 +24,9 @@ from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.assistant import open_assistant
+from outrider.lm.hf.assistant import open_assistant
+from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.model import LanguageModel
-from outrider.lm.mtp import behind_pattern
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
 

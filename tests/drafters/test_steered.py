@@ -20,10 +20,10 @@ from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
 from outrider.heads.steering import Steering, write_steering
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.steered import SteeredLM, steered
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
-from outrider.lm.taps import tapped
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from tests.world.models import llama, target

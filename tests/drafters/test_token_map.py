@@ -16,8 +16,8 @@ from outrider.core.types import ShortList
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_map import read_token_map
+from outrider.lm.hf.narrow import narrowed
 from outrider.lm.model import LanguageModel
-from outrider.lm.narrow import narrowed
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated

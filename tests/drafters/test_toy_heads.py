@@ -18,8 +18,8 @@ from outrider.drafters.protocol import Drafter, Observed, Surroundings
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
-from outrider.lm.open import as_lm
 from tests.world.heads import CHECKPOINTS, LAYERS, TOYS, head, toy
 from tests.world.models import target
 from tests.world.recurrent_zoo import tiny_recurrent

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 
 Tensors = Mapping[str, Tensor]
 

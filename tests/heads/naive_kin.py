@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.lm.ends import Ends
+from outrider.lm.hf.embedding_and_head import Ends
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3, Tensors, attention, feed_forward, normed
 
 Step = tuple[Tensor, Tensor]

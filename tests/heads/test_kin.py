@@ -21,8 +21,8 @@ from outrider.drafters.poss import PossDrafter, PossPath
 from outrider.drafters.protocol import Drafter, Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
-from outrider.lm.taps import tapped
 from tests.heads.naive_kin import NaiveGriffin, NaiveJakiro, NaivePoss
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

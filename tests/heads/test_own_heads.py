@@ -18,8 +18,8 @@ from outrider.heads.backoff import FILE
 from outrider.heads.blockwise import read_blockwise, write_blockwise
 from outrider.heads.files import TargetShape
 from outrider.heads.parallel import ParallelFile, write_parallel
+from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
-from outrider.lm.taps import tapped
 from tests.heads.naive_heads import NaiveEagle3, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outrider.lm.anatomy import Anatomy, Span
+from outrider.lm.hf.anatomy import Anatomy, Span
 from outrider.lm.slots.masks import MaskBuilder, look
 from outrider.lm.slots.slots import Pending
 from tests.world.zoo import tiny

@@ -13,7 +13,7 @@ from torch import Tensor
 import outrider
 from outrider import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.hf.open import open_model, open_tokenizer
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import ARCHITECTURES, tiny
 

@@ -6,7 +6,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 import outrider
-from outrider.lm.open import as_lm, logit_width
+from outrider.lm.hf.open import as_lm, logit_width
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import VOCAB, tiny
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import STEPWISE, Anatomy
-from outrider.lm.open import as_lm
+from outrider.lm.hf.anatomy import STEPWISE, Anatomy
+from outrider.lm.hf.open import as_lm
+from outrider.lm.hf.support import refusal
 from outrider.lm.protocol import Segment
 from outrider.lm.recurrent import RecurrentModel
-from outrider.lm.support import refusal
 from tests.lm.oracle import Growth, Pair
 from tests.world.recurrent_zoo import RECURRENT, recurrent_config, tiny_recurrent
 from tests.world.zoo import VOCAB, tiny
@@ -167,7 +167,7 @@ def test_branching_segments_and_wrong_calls_raise_and_change_nothing() -> None:
 
 
 def test_a_model_that_forgets_its_state_in_blocks_is_found_out_and_fed_token_by_token(monkeypatch) -> None:
-    monkeypatch.setattr("outrider.lm.anatomy.STEPWISE", ())
+    monkeypatch.setattr("outrider.lm.hf.anatomy.STEPWISE", ())
     for name in ("mamba", "jamba", "qwen3_next"):
         assert RecurrentModel(tiny_recurrent(name), max_slots=1).stepwise == (name in STEPWISE)
 

@@ -25,9 +25,9 @@ from transformers import (
 )
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.support import REFUSALS, refusal
 from outrider.lm.model import LanguageModel
-from outrider.lm.support import REFUSALS, refusal
 from tests.world.zoo import ARCHITECTURES, scrambled, tiny, tiny_config
 
 REFUSED = [

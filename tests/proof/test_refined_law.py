@@ -5,7 +5,7 @@ import pytest
 from outrider import catalog
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.protocol import Surroundings
-from outrider.lm.open import as_lm
+from outrider.lm.hf.open import as_lm
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, drafter, engine, pair, tiny, walk
 from tests.world.models import target

@@ -8,7 +8,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from outrider.lm.open import open_tokenizer
+from outrider.lm.hf.open import open_tokenizer
 from outrider.surgery.checkpoint import write
 from outrider.surgery.experts import METHODS
 from recipes import experts

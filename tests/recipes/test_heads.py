@@ -8,7 +8,7 @@ import torch
 
 from outrider import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 from recipes import heads
 from recipes.__main__ import main
 from recipes.head_claims import claims

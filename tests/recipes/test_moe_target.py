@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.core.types import InputError
-from outrider.lm.open import open_model, open_tokenizer
+from outrider.lm.hf.open import open_model, open_tokenizer
 from outrider.surgery.experts import prune_experts
 from recipes import moe_target
 

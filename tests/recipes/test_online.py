@@ -7,7 +7,7 @@ import torch
 
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_config, open_tokenizer
+from outrider.lm.hf.open import open_config, open_tokenizer
 from recipes import online, online_stream
 from recipes.trained import embedded_target
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider import InputError
 from outrider.embedded import EMBEDDED_DRAFT
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 from recipes import peers, peers_runs
 from recipes.engines.agreement import agreement
 from recipes.engines.engine import ENGINES, Engine, converted

@@ -11,7 +11,7 @@ from outrider import InputError, Sampling, catalog
 from outrider.bench.costs import Costs
 from outrider.bench.trial import Setting
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from outrider.lm.open import open_model
+from outrider.lm.hf.open import open_model
 from recipes import overhead, overhead_runs, stand_in, stand_in_speed
 
 TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from outrider.bench.folder import read_rows
-from outrider.lm.support import refusal
+from outrider.lm.hf.support import refusal
 from recipes import zoo
 from recipes.tiny import MODEL_TYPES, Float64, tiny_config
 

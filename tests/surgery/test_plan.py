@@ -8,7 +8,7 @@ from torch import nn
 
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.open import open_config
+from outrider.lm.hf.open import open_config
 from outrider.surgery.family import NEAR, Sized, same_size
 from outrider.surgery.plan import LONGEST_DRAFT, Speeds, Trial, plan, prospects, random_draft, tokens_per_step
 from outrider.surgery.shape import Shape, config_of, num_parameters, shape_of

@@ -16,9 +16,9 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
-from outrider.lm.ends import find_ends
-from outrider.lm.taps import tapped
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.taps import tapped
 from outrider.training.batches import Batches
 from outrider.training.capture import Way, capture
 from outrider.training.documents import Document

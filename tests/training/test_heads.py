@@ -14,8 +14,8 @@ from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
+from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
-from outrider.lm.taps import tapped
 from outrider.proof.gate import in_float32
 from outrider.training import divergences
 from outrider.training.batches import Batch, Batches

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.drafters.model import ModelDrafter
-from outrider.lm.open import as_lm
+from outrider.lm.hf.open import as_lm
 from outrider.lm.protocol import Segment
 from outrider.training.corrections import Lesson
 from outrider.training.divergences import divergence

@@ -16,11 +16,11 @@ from outrider.drafters.steered import SteeredDrafter, SteeredPath
 from outrider.engine.engine import Engine
 from outrider.heads.steering import CONFIG, Steering, SteeringConfig, usual_taps
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.steered import SteeredLM, up_projections
-from outrider.lm.taps import tapped
 from outrider.training.batches import Batch, Batches
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence

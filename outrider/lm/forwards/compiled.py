@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.lm.anatomy import Anatomy
 from outrider.lm.forwards.eager import EagerForward
 from outrider.lm.forwards.twin import twin
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.taps import attach
 from outrider.lm.slots.slotted import Inputs, Outputs
-from outrider.lm.taps import attach
 
 COMPILED = 64
 """Most columns of a compiled forward. Longer forwards prefill prompts; they have many shapes and are rare."""

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
-from outrider.lm import alibi
-from outrider.lm.anatomy import Anatomy
 from outrider.lm.forwards import flex
+from outrider.lm.hf import alibi
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.taps import tapped
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.slotted import Inputs, Outputs
-from outrider.lm.taps import tapped
 
 
 class EagerForward:

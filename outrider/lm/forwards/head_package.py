@@ -12,12 +12,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.lm.ends import Ends
 from outrider.lm.fingerprint import fingerprint
 from outrider.lm.forwards.libraries import MANY, Library
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.package import CAPACITY, ROWS, VIEW, WIDTH
 from outrider.lm.forwards.twin import twin
+from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.lm.anatomy import Anatomy
 from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.forwards.grouped import group
 from outrider.lm.forwards.libraries import MANY, Library
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.twin import twin
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.taps import attach
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs
 from outrider.lm.slots.window import Window
-from outrider.lm.taps import attach
 
 SOURCES = ("attention.py", "grouped.py", "merged.py", "package.py", "taps.py", "window.py")
 """The files of this folder that decide what a library computes."""

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from outrider.lm.anatomy import Anatomy
 from outrider.lm.forwards.twin import Module, twin
+from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.slots.cache import free_bytes
 
 

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import PreTrainedModel
 
-from outrider.lm import alibi
-from outrider.lm.anatomy import Anatomy, Span, Spans
 from outrider.lm.forwards import flex
+from outrider.lm.hf import alibi
+from outrider.lm.hf.anatomy import Anatomy, Span, Spans
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.slots import Pending
 

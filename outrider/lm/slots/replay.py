@@ -7,7 +7,7 @@ from itertools import pairwise
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.lm.states import State
+from outrider.lm.hf.states import State
 
 CHUNK = 512
 """Most tokens that are fed again in one forward."""

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
 from outrider.lm.forwards.packed import packed
-from outrider.lm.narrow import LEAVE, cut
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.narrow import LEAVE, cut
 
 _TOLERANCE = 1e-2
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.lm import alibi
-from outrider.lm.anatomy import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES, Anatomy, rotary_parameters, rotary_type
+from outrider.lm.hf import alibi
+from outrider.lm.hf.anatomy import LAYER_TYPES, NO_ATTENTION, RECURRENT_TYPES, Anatomy, rotary_parameters, rotary_type
 
 _UNKNOWN_STATES = {
     "rwkv": "keeps its states in a way of its own",

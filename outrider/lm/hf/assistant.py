@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.lm.open import open_config, open_model
+from outrider.lm.hf.open import open_config, open_model
 
 
 def open_assistant(

@@ -17,13 +17,13 @@ from transformers import (
 )
 
 from outrider.core.types import InputError
-from outrider.lm.anatomy import Anatomy
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import Forward
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.mtp import behind_pattern
+from outrider.lm.hf.support import refusal
 from outrider.lm.model import LanguageModel
-from outrider.lm.mtp import behind_pattern
 from outrider.lm.recurrent import RecurrentModel
-from outrider.lm.support import refusal
 
 DTYPES = {
     "float32": torch.float32,

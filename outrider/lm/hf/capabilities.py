@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.lm.alibi import MODELS as ALIBI
-from outrider.lm.anatomy import Anatomy
+from outrider.lm.hf.alibi import MODELS as ALIBI
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.support import refusal
 from outrider.lm.recurrent import CHAINS_ONLY
-from outrider.lm.support import refusal
 
 
 @dataclass(frozen=True, kw_only=True)
