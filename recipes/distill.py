@@ -19,11 +19,11 @@ from outrider.bench.folder import folder
 from outrider.bench.report import Findings
 from outrider.host.threads import use_threads
 from outrider.lm.hf.open import open_model
+from outrider.training.data.documents import Document
+from outrider.training.data.shards import Captured
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
-from outrider.training.documents import Document
 from outrider.training.on_policy import Sampler
-from outrider.training.shards import Captured
 from recipes import options
 from recipes.trained import (
     TEMPERATURES,

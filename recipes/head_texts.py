@@ -13,11 +13,11 @@ from outrider.bench.workload import Question, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model, open_tokenizer
-from outrider.training.capture import capture
-from outrider.training.documents import Document
-from outrider.training.records import read_documents
-from outrider.training.regenerate import Regenerated, Wish, regenerate
-from outrider.training.shards import Captured, Contents
+from outrider.training.data.capture import capture
+from outrider.training.data.documents import Document
+from outrider.training.data.records import read_documents
+from outrider.training.data.regenerate import Regenerated, Wish, regenerate
+from outrider.training.data.shards import Captured, Contents
 from recipes.trained import PROMPT, SLOTS, TEMPERATURES, Texts, long_texts
 
 

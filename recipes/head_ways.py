@@ -20,7 +20,7 @@ from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
 from outrider.training.griffin import griffin_learner
 from outrider.training.jakiro import jakiro_learner
-from outrider.training.loop import Learner
+from outrider.training.loop.steps import Learner
 from outrider.training.medusa import medusa_learner
 from outrider.training.parallel import parallel_learner
 from outrider.training.poss import poss_learner

@@ -28,9 +28,9 @@ from outrider.bench.folder import Folder, folder, read_record, read_rows
 from outrider.bench.turns import Turn
 from outrider.core.types import InputError
 from outrider.host.threads import use_threads
-from outrider.training import loop
-from outrider.training.loop import Learner, train
-from outrider.training.shards import Captured
+from outrider.training.data.shards import Captured
+from outrider.training.loop import steps as loop
+from outrider.training.loop.steps import Learner, train
 from recipes import options
 from recipes.head_findings import findings
 from recipes.head_runs import Decoder, Timing, decode

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 import outrider
 from outrider.bench.evidence import Row
 from outrider.core.types import InputError, Sampling
-from outrider.training.online import Learning
-from outrider.training.online_draft import model_of
-from outrider.training.pupil import OnlineSettings
-from outrider.training.records import read_documents
-from outrider.training.sources import records
+from outrider.training.data.records import read_documents
+from outrider.training.data.sources import records
+from outrider.training.online.learning import Learning
+from outrider.training.online.pupil import OnlineSettings
+from outrider.training.online.weights import model_of
 from recipes.trained import PROMPT, covered, draft_of_text, short_run
 
 DEPTH = 4

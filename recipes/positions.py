@@ -26,14 +26,14 @@ from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
 from outrider.lm.hf.open import open_config, open_tokenizer
-from outrider.training.batches import Batches
+from outrider.training.data.batches import Batches
+from outrider.training.data.documents import Document
+from outrider.training.data.records import read_documents
+from outrider.training.data.regenerate import Wish, regenerate
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
-from outrider.training.documents import Document
-from outrider.training.loop import train
+from outrider.training.loop.steps import train
 from outrider.training.positions import acceptance_by_position, positions_of
-from outrider.training.records import read_documents
-from outrider.training.regenerate import Wish, regenerate
 from recipes import options
 from recipes.distill import SHAPE
 from recipes.trained import (

@@ -35,7 +35,7 @@ from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
-from outrider.training.loop import Learner
+from outrider.training.loop.steps import Learner
 from recipes import options
 from recipes.trained import (
     DEPTH,

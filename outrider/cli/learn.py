@@ -10,8 +10,8 @@ from outrider.core.inputs import InputError
 if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.engine.output import Output
-    from outrider.training.online import Learning
-    from outrider.training.pupil import OnlineSettings
+    from outrider.training.online.learning import Learning
+    from outrider.training.online.pupil import OnlineSettings
 else:
     Engine = Output = Learning = OnlineSettings = object
 
@@ -44,7 +44,7 @@ class LearnOptions:
 
     def settings(self) -> OnlineSettings:
         """The same for Python. Raises InputError for a wrong value."""
-        from outrider.training.pupil import OnlineSettings
+        from outrider.training.online.pupil import OnlineSettings
 
         given: dict[str, Any] = {
             "interval": self.learn_interval,
@@ -59,8 +59,8 @@ class LearnOptions:
         """Let an engine's draft model learn; None if it shall not."""
         if not self.learn:
             return None
-        from outrider.training.online import Learning
-        from outrider.training.routing import Clusters
+        from outrider.training.online.learning import Learning
+        from outrider.training.online.routing import Clusters
 
         count = 1 if self.learn_drafts is None else self.learn_drafts
         route = Clusters.of(engine.parts.target, count) if count > 1 else None

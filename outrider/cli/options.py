@@ -17,7 +17,7 @@ from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
 from outrider.cli.request import RequestOptions
 from outrider.setup import Setup, documentation
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 

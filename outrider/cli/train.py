@@ -9,7 +9,7 @@ from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
 from outrider.core.inputs import InputError
 from outrider.setup import Setup
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
 
 train = typer.Typer(
     name="train", help="Train drafters, and make the data for it.", no_args_is_help=True, pretty_exceptions_enable=False

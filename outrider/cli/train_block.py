@@ -14,9 +14,9 @@ from outrider.core.types import InputError
 from outrider.heads.dflash import Method
 from outrider.training.block_loss import BlockLoss, usual_gamma
 from outrider.training.blocks import BlockLearner
+from outrider.training.data.documents import Document
 from outrider.training.distill import HARD
 from outrider.training.divergences import divergence
-from outrider.training.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head, known_head
 from outrider.training.positions import slot_balanced
 

@@ -7,7 +7,7 @@ from outrider.cli.head_options import HeadOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.train import Data
 from outrider.cli.train_heads import Out, Target, app, from_extra
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
 
 __all__ = ["app"]
 OTHERS = ("decay", "draft_vocab")

@@ -18,7 +18,7 @@ from outrider.core.inputs import InputError
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
-    from outrider.training.sources import Part
+    from outrider.training.data.sources import Part
 else:
     Part = object
 
@@ -44,7 +44,7 @@ class DataPart:
 
     def part(self) -> "Part":
         """The same for `read_documents`. Raises InputError for a name without `=`."""
-        from outrider.training.sources import Part
+        from outrider.training.data.sources import Part
 
         for each in self.columns:
             if not all(each.partition("=")):
@@ -81,8 +81,8 @@ class Task:
 def run(task: Task) -> None:
     """Answer the prompts, and print what was done."""
     try:
-        from outrider.training.records import read_documents
-        from outrider.training.regenerate import Regenerated, Wish, regenerate
+        from outrider.training.data.records import read_documents
+        from outrider.training.data.regenerate import Regenerated, Wish, regenerate
     except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
 

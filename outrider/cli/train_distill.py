@@ -19,23 +19,23 @@ from outrider.core.types import InputError, Sampling
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
-from outrider.training import processes
-from outrider.training.batches import Batches
-from outrider.training.capture import capture
-from outrider.training.checkpoint import make_folder, newest
+from outrider.training.data.batches import Batches
+from outrider.training.data.capture import capture
+from outrider.training.data.documents import Document, fingerprint_of
+from outrider.training.data.records import read_documents
+from outrider.training.data.regenerate import Wish, regenerate
+from outrider.training.data.shards import Captured, Contents
+from outrider.training.data.sources import Part
 from outrider.training.distill import HARD, Data, Distilled, distilled
 from outrider.training.divergences import CHUNK, divergence
-from outrider.training.documents import Document, fingerprint_of
 from outrider.training.estimate import Work, estimate, trial
-from outrider.training.journal import read
-from outrider.training.loop import FOLDER, Learner, Progress, Trained, place, train
+from outrider.training.loop import processes
+from outrider.training.loop.checkpoint import make_folder, newest
+from outrider.training.loop.journal import read
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import FOLDER, Learner, Progress, Trained, place, train
+from outrider.training.loop.watch import Watch, hold_out
 from outrider.training.positions import positions_of
-from outrider.training.records import read_documents
-from outrider.training.regenerate import Wish, regenerate
-from outrider.training.settings import Settings
-from outrider.training.shards import Captured, Contents
-from outrider.training.sources import Part
-from outrider.training.watch import Watch, hold_out
 
 ANSWERS = "answers.jsonl"
 """The file of the target's answers, in the folder of the run."""

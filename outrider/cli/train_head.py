@@ -16,17 +16,17 @@ from outrider.cli.train_distill import Task as DistillTask
 from outrider.core.types import InputError
 from outrider.heads.files import read_tensors
 from outrider.lm.hf.open import logit_width
+from outrider.training.data.documents import Document
 from outrider.training.distill import HARD
 from outrider.training.divergences import Divergence, divergence
-from outrider.training.documents import Document
 from outrider.training.eagle import Eagle, Eagle3, eagle3_learner, eagle_learner
 from outrider.training.heads import HeadLearner, frequent_tokens
-from outrider.training.loop import Learner, Trained
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import Learner, Trained
+from outrider.training.loop.watch import Watch
 from outrider.training.medusa import Medusa, medusa_learner
 from outrider.training.positions import slot_balanced
-from outrider.training.settings import Settings
 from outrider.training.state_heads import StateHeadsLearner
-from outrider.training.watch import Watch
 from outrider.trees.fixed import likeliest_topology
 
 KEPT = ("begin", "decay", "draft_vocab", "slot_balanced")

@@ -9,7 +9,7 @@ from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, 
 from outrider.cli.options import Json, with_options
 from outrider.cli.train import Data, train
 from outrider.core.inputs import InputError
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
 
 app = train
 """The commands below `outrider train`, these included."""
@@ -86,6 +86,6 @@ def eagle3(
 def from_extra() -> None:
     """Raise InputError if the libraries of training are not there."""
     try:
-        import outrider.training.loop  # noqa: F401
+        import outrider.training.loop.steps  # noqa: F401
     except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error

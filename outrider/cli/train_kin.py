@@ -6,7 +6,7 @@ from outrider.cli.options import Json, with_options
 from outrider.cli.train import Data
 from outrider.cli.train_blocks import app
 from outrider.cli.train_heads import Out, Target, from_extra
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
 
 __all__ = ["app"]
 

@@ -20,14 +20,14 @@ from outrider.heads.dflash import DFlash
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
 from outrider.training.attention import GroupKeys
-from outrider.training.batches import Batch
 from outrider.training.block_loss import BlockLoss
+from outrider.training.data.batches import Batch
+from outrider.training.data.documents import Document
 from outrider.training.divergences import CHUNK, among_likeliest, chunked, cross_entropy, divergence
-from outrider.training.documents import Document
-from outrider.training.loop import Learner, Loss
+from outrider.training.loop.steps import Learner, Loss
+from outrider.training.loop.watch import Judged
 from outrider.training.target_rows import rows_at, with_rows
 from outrider.training.top_rows import TopRows
-from outrider.training.watch import Judged
 
 ANCHOR_DRAW = 40
 """What the draw of a row decides, beside its seed, its step and its number."""

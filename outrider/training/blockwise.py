@@ -17,9 +17,9 @@ from outrider.heads.files import local_file
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.open import logit_width
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
+from outrider.training.data.documents import Document
 from outrider.training.divergences import CHUNK, Divergence
-from outrider.training.documents import Document
 from outrider.training.state_heads import DECAY, StateHeadsLearner
 
 HEAD_DRAW = 50

@@ -19,7 +19,7 @@ from outrider.heads.files import read_config, read_tensors
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.open import logit_width
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
 from outrider.training.divergences import Divergence
 from outrider.training.heads import Places
 from outrider.training.unrolled import Unrolled

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.griffin import GriffinFile, GriffinHead
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
 from outrider.training.divergences import Divergence, among_likeliest
 from outrider.training.eagle import Eagle, eagle_head
 

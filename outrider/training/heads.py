@@ -17,12 +17,12 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import Ends, find_ends
 from outrider.lm.hf.open import logit_width
 from outrider.lm.hf.taps import tapped
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
+from outrider.training.data.documents import Document
 from outrider.training.divergences import CHUNK, Divergence, among_likeliest, chunked, cross_entropy
-from outrider.training.documents import Document
-from outrider.training.loop import Learner, Loss
+from outrider.training.loop.steps import Learner, Loss
+from outrider.training.loop.watch import Judged
 from outrider.training.target_rows import rows_at, with_rows
-from outrider.training.watch import Judged
 
 
 class HeadLearner(Learner):

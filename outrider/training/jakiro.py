@@ -13,7 +13,7 @@ from outrider.core.types import InputError
 from outrider.heads.eagle import eagle_config
 from outrider.heads.files import write_head
 from outrider.heads.jakiro import JakiroFile, JakiroHead, jakiro_tensors
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
 from outrider.training.divergences import Divergence
 from outrider.training.eagle import Eagle, eagle_head
 from outrider.training.heads import Places

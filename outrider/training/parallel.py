@@ -21,9 +21,9 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.open import logit_width
 from outrider.training.attention import GroupKeys
-from outrider.training.batches import PADDING, Batch
+from outrider.training.data.batches import PADDING, Batch
+from outrider.training.data.documents import Document
 from outrider.training.divergences import Divergence
-from outrider.training.documents import Document
 from outrider.training.heads import Places
 from outrider.training.unrolled import Unrolled
 

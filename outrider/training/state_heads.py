@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from outrider.heads.state_heads import StateHeads
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.heads import HeadLearner, Places
 

@@ -19,12 +19,12 @@ from outrider.heads.steering import CONFIG, Steering, SteeringConfig, read_steer
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
 from outrider.lm.steered import steered, up_projections
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
 from outrider.training.distill import Data, Distilled, States, distilled, guessing
 from outrider.training.divergences import CHUNK, Divergence
-from outrider.training.loop import Loss
+from outrider.training.loop.steps import Loss
+from outrider.training.loop.watch import Judged
 from outrider.training.positions import Positions
-from outrider.training.watch import Judged
 
 OFFSET_DRAW = 30
 """What the draw of a step decides, beside its seed and its number."""

@@ -7,7 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.lm.hf.embedding_and_head import Ends
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
 from outrider.training.divergences import worth_keeping
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
 from outrider.training.attention import GroupKeys
-from outrider.training.batches import PADDING, Batch
+from outrider.training.data.batches import PADDING, Batch
 from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.heads import HeadLearner
 

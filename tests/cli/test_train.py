@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
-from outrider.training.journal import read
+from outrider.training.loop.journal import read
 from tests.cli.runs import run, run_apart
 from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import tiny

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from outrider.training.records import read_documents
+from outrider.training.data.records import read_documents
 from tests.cli.runs import run, run_apart
 
 SHORT = ("--max-new-tokens", "4", "--temperature", "0")

@@ -23,8 +23,8 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import EnumeratingDice, World, law
-from outrider.training.online import Learning
-from outrider.training.pupil import OnlineSettings
+from outrider.training.online.learning import Learning
+from outrider.training.online.pupil import OnlineSettings
 from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier

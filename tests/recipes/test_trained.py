@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.training.batches import Batches
+from outrider.training.data.batches import Batches
+from outrider.training.data.documents import Document
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
-from outrider.training.documents import Document
-from outrider.training.watch import Watch
+from outrider.training.loop.watch import Watch
 from recipes.__main__ import main
 from recipes.trained import covered, embedded_target, fresh_draft, judged, kept_states
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from outrider.training.batches import Batch, Batches
-from outrider.training.documents import Document
-from outrider.training.loop import Learner, Loss
-from outrider.training.watch import Judged, windows
+from outrider.training.data.batches import Batch, Batches
+from outrider.training.data.documents import Document
+from outrider.training.loop.steps import Learner, Loss
+from outrider.training.loop.watch import Judged, windows
 
 VOCAB = 16
 

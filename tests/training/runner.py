@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from threading import Thread
 
-from outrider.training.loop import Progress, train
-from outrider.training.settings import Settings
-from outrider.training.watch import Watch
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import Progress, train
+from outrider.training.loop.watch import Watch
 from tests.training.learners import Bigram, batches, documents
 
 

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.training.batches import Batches, States
-from outrider.training.documents import Corpus, Document, fingerprint_of
+from outrider.training.data.batches import Batches, States
+from outrider.training.data.documents import Corpus, Document, fingerprint_of
 from outrider.training.top_rows import TopRows
 
 

@@ -13,16 +13,16 @@ from outrider.drafters.protocol import Surroundings
 from outrider.heads.dflash import DFlash
 from outrider.heads.dspark import DSpark
 from outrider.lm.model import LanguageModel
-from outrider.training.batches import Batch, Batches
 from outrider.training.block_loss import BlockLoss
 from outrider.training.blocks import Anchors, BlockLearner, _misjudged, blocks
+from outrider.training.data.batches import Batch, Batches
+from outrider.training.data.documents import Document
 from outrider.training.divergences import divergence
-from outrider.training.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
-from outrider.training.loop import train
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import train
+from outrider.training.loop.watch import Watch
 from outrider.training.positions import slot_balanced
-from outrider.training.settings import Settings
-from outrider.training.watch import Watch
 from tests.world.block_checkpoints import checkpoints
 from tests.world.block_heads import BLOCKS, block_drafter, block_head
 from tests.world.forced import forced_guesses

@@ -19,10 +19,10 @@ from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.taps import tapped
-from outrider.training.batches import Batches
-from outrider.training.capture import Way, capture
-from outrider.training.documents import Document
-from outrider.training.shards import MANIFEST, Captured, Contents
+from outrider.training.data.batches import Batches
+from outrider.training.data.capture import Way, capture
+from outrider.training.data.documents import Document
+from outrider.training.data.shards import MANIFEST, Captured, Contents
 from outrider.training.top_rows import TopRows
 from tests.cli.runs import ROOT
 from tests.world.zoo import VOCAB, tiny

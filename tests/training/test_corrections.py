@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from outrider.core.types import Sampling
-from outrider.training.corrections import Buffer, Correction, corrections
+from outrider.training.online.corrections import Buffer, Correction, corrections
 from tests.world.models import engine, raw_logits
 
 PROMPTS = [[5, 6, 7, 5, 6], [9, 8, 9], [11, 12, 13, 14]]

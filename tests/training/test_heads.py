@@ -18,21 +18,21 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.proof.gate import in_float32
 from outrider.training import divergences
-from outrider.training.batches import Batch, Batches
 from outrider.training.blockwise import blockwise_learner
+from outrider.training.data.batches import Batch, Batches
+from outrider.training.data.documents import Document
 from outrider.training.divergences import divergence
-from outrider.training.documents import Document
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.griffin import griffin_learner
 from outrider.training.heads import HeadLearner, Places, frequent_tokens
 from outrider.training.jakiro import jakiro_learner
-from outrider.training.loop import train
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import train
+from outrider.training.loop.watch import Watch
 from outrider.training.medusa import medusa_learner
 from outrider.training.parallel import parallel_learner
 from outrider.training.positions import slot_balanced
 from outrider.training.poss import poss_learner
-from outrider.training.settings import Settings
-from outrider.training.watch import Watch
 from tests.world.forced import forced_guesses
 from tests.world.zoo import VOCAB, tiny
 

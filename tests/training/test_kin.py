@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from outrider.core.types import InputError
-from outrider.training.batches import Batch
+from outrider.training.data.batches import Batch
 from outrider.training.divergences import ForwardKl
 from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
 from outrider.training.griffin import Griffin, WithLikeliest, griffin_learner

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from outrider.core.types import InputError
-from outrider.training.journal import read
-from outrider.training.loop import FOLDER, Loss, train
-from outrider.training.settings import Settings
-from outrider.training.watch import Watch
+from outrider.training.loop.journal import read
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import FOLDER, Loss, train
+from outrider.training.loop.watch import Watch
 from tests.training.learners import Bigram, batches, documents
 
 SETTINGS = Settings(

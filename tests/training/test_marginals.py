@@ -11,12 +11,12 @@ from outrider.core.types import InputError
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.backoff import FILE
 from outrider.lm.model import LanguageModel
-from outrider.training.batches import Batches
 from outrider.training.blockwise import Blockwise, blockwise_learner
+from outrider.training.data.batches import Batches
 from outrider.training.divergences import divergence
 from outrider.training.eagle import eagle_learner
 from outrider.training.heads import Places
-from outrider.training.loop import train
+from outrider.training.loop.steps import train
 from outrider.training.parallel import Parallel, parallel_learner
 from outrider.training.positions import slot_balanced
 from tests.training.test_heads import GAMMA, SETTINGS, batch, documents, learner, learnt_logits, repeated, target

@@ -15,9 +15,9 @@ from outrider.decoding.pearl import PearlDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
-from outrider.training.online import Learning, why_not
-from outrider.training.pupil import OnlineSettings
-from outrider.training.routing import Clusters
+from outrider.training.online.learning import Learning, why_not
+from outrider.training.online.pupil import OnlineSettings
+from outrider.training.online.routing import Clusters
 from tests.world.models import drafter_of, engine, llama
 
 GREEDY = Sampling(temperature=0, seed=0)

@@ -6,9 +6,9 @@ import torch
 from outrider.drafters.model import ModelDrafter
 from outrider.lm.hf.open import as_lm
 from outrider.lm.protocol import Segment
-from outrider.training.corrections import Lesson
 from outrider.training.divergences import divergence
-from outrider.training.online_draft import OnlineDraft
+from outrider.training.online.corrections import Lesson
+from outrider.training.online.weights import OnlineDraft
 from tests.world.recurrent_zoo import tiny_recurrent
 from tests.world.zoo import VOCAB, tiny
 

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 from outrider.core.types import InputError
-from outrider.training import checkpoint
-from outrider.training.journal import read
-from outrider.training.loop import FOLDER, train
-from outrider.training.settings import Settings
+from outrider.training.loop import checkpoint
+from outrider.training.loop.journal import read
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import FOLDER, train
 from tests.training import runner
 from tests.training.learners import Bigram, batches
 

@@ -9,9 +9,9 @@ import datasets
 import pytest
 
 from outrider.core.types import InputError
-from outrider.training.documents import Corpus
-from outrider.training.records import read_documents
-from outrider.training.sources import PIECE, Part
+from outrider.training.data.documents import Corpus
+from outrider.training.data.records import read_documents
+from outrider.training.data.sources import PIECE, Part
 from tests.world.tokenizers import byte_level
 
 TOKENIZER = byte_level(300)

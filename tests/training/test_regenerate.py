@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from outrider.core.types import InputError, Sampling
-from outrider.training.documents import Document
-from outrider.training.records import read_documents
-from outrider.training.regenerate import Regenerated, Wish, regenerate
+from outrider.training.data.documents import Document
+from outrider.training.data.records import read_documents
+from outrider.training.data.regenerate import Regenerated, Wish, regenerate
 from tests.cli.runs import ROOT
 from tests.world.models import CONTEXT, engine
 

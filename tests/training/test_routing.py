@@ -6,7 +6,7 @@ import torch
 
 from outrider.core.inputs import InputError
 from outrider.core.types import Request, Sampling
-from outrider.training.routing import Clusters
+from outrider.training.online.routing import Clusters
 from outrider.verifiers.token import TokenVerifier
 from tests.world.models import target
 from tests.world.tables import tables

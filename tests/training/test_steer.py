@@ -21,14 +21,14 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.steered import SteeredLM, up_projections
-from outrider.training.batches import Batch, Batches
+from outrider.training.data.batches import Batch, Batches
+from outrider.training.data.documents import Document
 from outrider.training.distill import Distilled
 from outrider.training.divergences import divergence
-from outrider.training.documents import Document
-from outrider.training.loop import train
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import train
+from outrider.training.loop.watch import Watch
 from outrider.training.steer import Steered, sources, steered_learner
-from outrider.training.watch import Watch
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from tests.world.tokenizers import letters

@@ -14,9 +14,9 @@ from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
 from outrider.lm.translated import Translated
-from outrider.training.corrections import corrections
-from outrider.training.pupil import OnlineSettings, Pupil
-from outrider.training.snapshots import Snapshots
+from outrider.training.online.corrections import corrections
+from outrider.training.online.pupil import OnlineSettings, Pupil
+from outrider.training.online.snapshots import Snapshots
 
 Router = Callable[[Request], int]
 """Returns the number of the draft model that drafts for a request, from 0. Called once per request."""

@@ -18,9 +18,9 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.hf.embedding_and_head import Ends
-from outrider.training.batches import States
-from outrider.training.documents import Document, fingerprint_of
-from outrider.training.replaced import replaced
+from outrider.training.data.batches import States
+from outrider.training.data.documents import Document, fingerprint_of
+from outrider.training.data.replaced import replaced
 from outrider.training.top_rows import TopRows
 
 CONVENTION = "tap k enters layer k; tap num_layers leaves the last layer, before the final norm"

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from outrider.core.types import InputError
-from outrider.training import checkpoint, processes
-from outrider.training.batches import Batch, Batches
-from outrider.training.journal import Journal
-from outrider.training.optimizer import adamw
-from outrider.training.settings import Settings, check_same
-from outrider.training.watch import Judging, Watch, Watched
+from outrider.training.data.batches import Batch, Batches
+from outrider.training.loop import checkpoint, processes
+from outrider.training.loop.journal import Journal
+from outrider.training.loop.optimizer import adamw
+from outrider.training.loop.settings import Settings, check_same
+from outrider.training.loop.watch import Judging, Watch, Watched
 
 FOLDER = "training"
 """Folder beside the drafter in which a run keeps its log and its checkpoints."""

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
 from outrider.engine.prompts import NO_TOKENIZER, encode
-from outrider.training.documents import Corpus, Document
-from outrider.training.sources import Part, Record, records
+from outrider.training.data.documents import Corpus, Document
+from outrider.training.data.sources import Part, Record, records
 
 ANSWERS = ("response", "completion", "text")
 """Fields that may hold the answer to `prompt`."""

@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.training.batches import Batch, Batches
-from outrider.training.documents import Document
+from outrider.training.data.batches import Batch, Batches
+from outrider.training.data.documents import Document
 
 
 @dataclass(frozen=True, kw_only=True)

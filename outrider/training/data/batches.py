@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.training.documents import Document
+from outrider.training.data.documents import Document
 from outrider.training.top_rows import TopRows
 
 PADDING = 0

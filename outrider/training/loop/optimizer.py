@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from outrider.core.types import InputError
-from outrider.training.settings import Settings
+from outrider.training.loop.settings import Settings
 
 
 def adamw(learner: nn.Module, settings: Settings) -> AdamW:

@@ -16,9 +16,9 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import Ends, find_ends
 from outrider.lm.hf.open import logit_width
 from outrider.lm.hf.taps import tapped
-from outrider.training.batches import PADDING
-from outrider.training.documents import Document, fingerprint_of
-from outrider.training.shards import (
+from outrider.training.data.batches import PADDING
+from outrider.training.data.documents import Document, fingerprint_of
+from outrider.training.data.shards import (
     MANIFEST,
     Captured,
     Contents,

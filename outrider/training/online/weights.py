@@ -13,8 +13,8 @@ from outrider.lm.forwards.packed import packable
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
-from outrider.training.corrections import Lesson
 from outrider.training.divergences import Divergence
+from outrider.training.online.corrections import Lesson
 
 REPLICAS = 2
 """Most copies of a draft model that draft: one for new requests, and one for requests that began before it."""

@@ -14,8 +14,8 @@ from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.lm.fingerprint import fingerprint, weights_of
-from outrider.training.documents import TOKEN, Document
-from outrider.training.replaced import replaced, written
+from outrider.training.data.documents import TOKEN, Document
+from outrider.training.data.replaced import replaced, written
 
 AHEAD = 2
 """Requests that wait or run at once, for each slot of the engine."""
