@@ -21,11 +21,11 @@ from outrider.bench.evidence import Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
 from outrider.host.threads import use_threads
+from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_model
 from outrider.surgery.experts import METHODS, prune_experts
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
-from outrider.training.divergences import divergence
 from outrider.training.loop.settings import Settings
 from recipes import options
 from recipes.trained import TEMPERATURES, Texts, Way, against, efficiencies, kept_states, made, short_run

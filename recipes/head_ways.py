@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.heads.dflash import Method
+from outrider.learning.block_loss import BlockLoss, usual_gamma
+from outrider.learning.divergences import divergence
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_tokenizer
-from outrider.training.block_loss import BlockLoss, usual_gamma
 from outrider.training.blocks import BlockLearner
 from outrider.training.blockwise import blockwise_learner
-from outrider.training.divergences import divergence
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
 from outrider.training.griffin import griffin_learner

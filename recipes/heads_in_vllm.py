@@ -30,12 +30,12 @@ from outrider.bench.workload import PROMPTS, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.dflash import Method as Block
+from outrider.learning.block_loss import BlockLoss, usual_gamma
+from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_tokenizer
-from outrider.training.block_loss import BlockLoss, usual_gamma
 from outrider.training.blocks import BlockLearner
 from outrider.training.data.batches import Batches
 from outrider.training.data.documents import Document
-from outrider.training.divergences import divergence
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
 from outrider.training.loop.steps import Learner, train

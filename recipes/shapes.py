@@ -29,12 +29,12 @@ from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
+from outrider.learning.divergences import divergence
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import open_config
 from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
-from outrider.training.divergences import divergence
 from outrider.training.loop.steps import Learner
 from recipes import options
 from recipes.trained import (

@@ -16,6 +16,7 @@ from transformers.utils import logging
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.core.types import InputError, Sampling
+from outrider.learning.divergences import CHUNK, divergence
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
@@ -27,7 +28,6 @@ from outrider.training.data.regenerate import Wish, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.data.sources import Part
 from outrider.training.distill import HARD, Data, Distilled, distilled
-from outrider.training.divergences import CHUNK, divergence
 from outrider.training.estimate import Work, estimate, trial
 from outrider.training.loop import processes
 from outrider.training.loop.checkpoint import make_folder, newest

@@ -17,17 +17,17 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.heads.blocks import write_block
 from outrider.heads.dflash import DFlash
+from outrider.learning.attention import GroupKeys
+from outrider.learning.block_loss import BlockLoss
+from outrider.learning.divergences import CHUNK, among_likeliest, chunked, cross_entropy, divergence
+from outrider.learning.target_rows import rows_at, with_rows
+from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
-from outrider.training.attention import GroupKeys
-from outrider.training.block_loss import BlockLoss
 from outrider.training.data.batches import Batch
 from outrider.training.data.documents import Document
-from outrider.training.divergences import CHUNK, among_likeliest, chunked, cross_entropy, divergence
 from outrider.training.loop.steps import Learner, Loss
 from outrider.training.loop.watch import Judged
-from outrider.training.target_rows import rows_at, with_rows
-from outrider.training.top_rows import TopRows
 
 ANCHOR_DRAW = 40
 """What the draw of a row decides, beside its seed, its step and its number."""

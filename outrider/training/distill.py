@@ -14,11 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import Ends, find_ends
-from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
-from outrider.training.data.batches import Batch
-from outrider.training.divergences import (
+from outrider.learning.divergences import (
     CHUNK,
     Divergence,
     among_likeliest,
@@ -27,11 +23,15 @@ from outrider.training.divergences import (
     divergence,
     over_top_rows,
 )
+from outrider.learning.top_rows import TopRows
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
+from outrider.training.data.batches import Batch
 from outrider.training.loop.steps import Learner, Loss
 from outrider.training.loop.watch import Judged, windows
 from outrider.training.on_policy import Sampler
 from outrider.training.positions import Positions, positions_of
-from outrider.training.top_rows import TopRows
 
 HARD = "ce"
 """The name of training on the tokens of the text, without the target's rows."""

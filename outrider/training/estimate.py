@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.training.divergences import worth_keeping
+from outrider.learning.divergences import worth_keeping
 
 MASTER = 4
 """Bytes of a trained weight, of its gradient, and of each of AdamW's two moments."""

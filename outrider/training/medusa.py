@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
+from outrider.learning.divergences import CHUNK, Divergence
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import logit_width
-from outrider.training.divergences import CHUNK, Divergence
 from outrider.training.state_heads import DECAY, StateHeadsLearner
 
 

@@ -14,10 +14,10 @@ from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import Answers, is_eagle3
 from outrider.heads.files import read_config, read_names, read_tensors
 from outrider.heads.poss import PossFile, is_poss, write_poss
+from outrider.learning.divergences import Divergence
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.open import logit_width
-from outrider.training.divergences import Divergence
 from outrider.training.eagle import Eagle, Eagle3, check_head, eagle3_head, eagle_head, freeze_embedding
 
 

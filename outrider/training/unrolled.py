@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
-from outrider.training.attention import GroupKeys
+from outrider.learning.attention import GroupKeys
+from outrider.learning.divergences import CHUNK, Divergence
+from outrider.learning.objective import HeadLearner
 from outrider.training.data.batches import PADDING, Batch
-from outrider.training.divergences import CHUNK, Divergence
-from outrider.training.heads import HeadLearner
 
 NOISE_DRAW = 31
 """What the draw of a row's noise decides, beside its seed, its step and its number."""

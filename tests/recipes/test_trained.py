@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outrider.learning.divergences import divergence
 from outrider.training.data.batches import Batches
 from outrider.training.data.documents import Document
 from outrider.training.distill import Distilled
-from outrider.training.divergences import divergence
 from outrider.training.loop.watch import Watch
 from recipes.__main__ import main
 from recipes.trained import covered, embedded_target, fresh_draft, judged, kept_states

@@ -11,17 +11,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import outrider
 from outrider.core.types import InputError
+from outrider.learning.divergences import divergence
+from outrider.learning.top_rows import TopRows
 from outrider.theory.estimators import expected_accepted
 from outrider.training.data.batches import Batch, Batches
 from outrider.training.data.documents import Document
 from outrider.training.distill import Data, Distilled, distilled
-from outrider.training.divergences import divergence
 from outrider.training.loop.journal import read
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch, hold_out
 from outrider.training.on_policy import Sampler
-from outrider.training.top_rows import TopRows
 from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import VOCAB, tiny
 

@@ -5,11 +5,11 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from outrider.core.types import InputError
+from outrider.learning.divergences import ForwardKl
+from outrider.learning.objective import Places
 from outrider.training.data.batches import Batch
-from outrider.training.divergences import ForwardKl
 from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
 from outrider.training.griffin import Griffin, WithLikeliest, griffin_learner
-from outrider.training.heads import Places
 from outrider.training.jakiro import jakiro_learner
 from outrider.training.poss import poss_learner
 from tests.training.test_heads import GAMMA, batch, learnt_logits, target

@@ -10,12 +10,12 @@ from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.protocol import Surroundings
 from outrider.heads.backoff import FILE
+from outrider.learning.divergences import divergence
+from outrider.learning.objective import Places
 from outrider.lm.model import LanguageModel
 from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.data.batches import Batches
-from outrider.training.divergences import divergence
 from outrider.training.eagle import eagle_learner
-from outrider.training.heads import Places
 from outrider.training.loop.steps import train
 from outrider.training.parallel import Parallel, parallel_learner
 from outrider.training.positions import slot_balanced

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from outrider.drafters.model import ModelDrafter
+from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import as_lm
 from outrider.lm.protocol import Segment
-from outrider.training.divergences import divergence
 from outrider.training.online.corrections import Lesson
 from outrider.training.online.weights import OnlineDraft
 from tests.world.recurrent_zoo import tiny_recurrent

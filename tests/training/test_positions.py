@@ -9,10 +9,10 @@ from hypothesis import given as for_any
 from hypothesis import strategies as st
 
 from outrider.core.types import InputError
+from outrider.learning.divergences import divergence
 from outrider.training.data.batches import Batch, Batches
 from outrider.training.data.documents import Document
 from outrider.training.distill import Distilled
-from outrider.training.divergences import divergence
 from outrider.training.positions import (
     RandomGaps,
     RandomPadding,

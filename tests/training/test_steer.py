@@ -15,6 +15,7 @@ from outrider.drafters.protocol import Observed, Surroundings
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
 from outrider.engine.engine import Engine
 from outrider.heads.steering import CONFIG, Steering, SteeringConfig, usual_taps
+from outrider.learning.divergences import divergence
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
@@ -24,7 +25,6 @@ from outrider.lm.steered import SteeredLM, up_projections
 from outrider.training.data.batches import Batch, Batches
 from outrider.training.data.documents import Document
 from outrider.training.distill import Distilled
-from outrider.training.divergences import divergence
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch

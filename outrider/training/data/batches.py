@@ -11,8 +11,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.core.types import InputError
+from outrider.learning.top_rows import TopRows
 from outrider.training.data.documents import Document
-from outrider.training.top_rows import TopRows
 
 PADDING = 0
 """The token id behind the end of a row. No token of the row sees it."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import Ends, find_ends
 from outrider.lm.hf.open import logit_width
@@ -30,7 +31,6 @@ from outrider.training.data.shards import (
     save,
     target_of,
 )
-from outrider.training.top_rows import TopRows
 
 ROWS = 512
 """Rows of logits that are computed at once."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter
-from outrider.training.divergences import divergence
+from outrider.learning.divergences import divergence
 from outrider.training.online.corrections import Buffer
 from outrider.training.online.snapshots import Snapshots
 from outrider.training.online.weights import OnlineDraft

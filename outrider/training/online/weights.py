@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from outrider.drafters.model import ModelDrafter
+from outrider.learning.divergences import Divergence
 from outrider.lm.forwards.packed import packable
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
 from outrider.lm.recurrent import RecurrentModel
-from outrider.training.divergences import Divergence
 from outrider.training.online.corrections import Lesson
 
 REPLICAS = 2

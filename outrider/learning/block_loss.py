@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.training.divergences import Divergence
+from outrider.learning.divergences import Divergence
 
 Weighting = Literal["decay", "survival"]
 """How much a guess counts: less with its depth, or by how likely the guesses before it are accepted."""

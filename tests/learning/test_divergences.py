@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.training.divergences import (
+from outrider.learning.divergences import (
     CACHED,
     NAMED,
     among_likeliest,
@@ -19,7 +19,7 @@ from outrider.training.divergences import (
     divergence,
     over_top_rows,
 )
-from outrider.training.top_rows import TopRows
+from outrider.learning.top_rows import TopRows
 
 NAMES = [*NAMED, "jsd:beta=0.3", "lk:decay=1"]
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from outrider.core.inputs import unknown
 from outrider.core.types import InputError
-from outrider.training.top_rows import TopRows
+from outrider.learning.top_rows import TopRows
 
 Divergence = Callable[[Float[Tensor, "n vocab"], Float[Tensor, "n vocab"]], Float[Tensor, " n"]]
 """The divergence of each row, from the target's logits and the drafter's."""

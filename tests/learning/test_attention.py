@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from outrider.heads.layers import attend
-from outrider.training import attention
-from outrider.training.attention import among_own
+from outrider.learning import attention
+from outrider.learning.attention import among_own
 
 
 def example(groups: int, size: int, own: int, *, scattered: bool, shared: int = 2) -> list[Tensor]:
