@@ -11,7 +11,7 @@ from outrider import catalog
 from outrider.core.row import Family
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Decoding, Parts, Settling
-from outrider.drafters.protocol import Drafter, Surroundings, Unbound
+from outrider.drafters.protocol import Drafter, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.host.remembered import machine, shapes
@@ -20,6 +20,7 @@ from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.forward import Choice, as_forward
 from outrider.lm.hf.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
+from outrider.lm.surroundings import Surroundings
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
 from outrider.trees.protocol import Tree

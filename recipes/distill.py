@@ -18,9 +18,9 @@ from outrider.bench.evidence import Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings
 from outrider.host.threads import use_threads
+from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_model
-from outrider.training.data.documents import Document
 from outrider.training.data.shards import Captured
 from outrider.training.distill import Distilled
 from outrider.training.on_policy import Sampler

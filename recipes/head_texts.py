@@ -12,9 +12,9 @@ import outrider
 from outrider.bench.workload import Question, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
+from outrider.learning.batch import Document
 from outrider.lm.hf.open import open_model, open_tokenizer
 from outrider.training.data.capture import capture
-from outrider.training.data.documents import Document
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import Regenerated, Wish, regenerate
 from outrider.training.data.shards import Captured, Contents

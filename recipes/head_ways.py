@@ -12,6 +12,7 @@ from outrider.embedded import EMBEDDED_DRAFT
 from outrider.heads.dflash import Method
 from outrider.learning.block_loss import BlockLoss, usual_gamma
 from outrider.learning.divergences import divergence
+from outrider.learning.learner import Learner
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_tokenizer
 from outrider.training.blocks import BlockLearner
@@ -20,7 +21,6 @@ from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
 from outrider.training.griffin import griffin_learner
 from outrider.training.jakiro import jakiro_learner
-from outrider.training.loop.steps import Learner
 from outrider.training.medusa import medusa_learner
 from outrider.training.parallel import parallel_learner
 from outrider.training.poss import poss_learner

@@ -28,9 +28,10 @@ from outrider.bench.folder import Folder, folder, read_record, read_rows
 from outrider.bench.turns import Turn
 from outrider.core.types import InputError
 from outrider.host.threads import use_threads
+from outrider.learning.learner import Learner
 from outrider.training.data.shards import Captured
 from outrider.training.loop import steps as loop
-from outrider.training.loop.steps import Learner, train
+from outrider.training.loop.steps import train
 from recipes import options
 from recipes.head_findings import findings
 from recipes.head_runs import Decoder, Timing, decode

@@ -30,15 +30,16 @@ from outrider.bench.workload import PROMPTS, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.dflash import Method as Block
+from outrider.learning.batch import Document
 from outrider.learning.block_loss import BlockLoss, usual_gamma
 from outrider.learning.divergences import divergence
+from outrider.learning.learner import Learner
 from outrider.lm.hf.open import open_tokenizer
 from outrider.training.blocks import BlockLearner
 from outrider.training.data.batches import Batches
-from outrider.training.data.documents import Document
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
-from outrider.training.loop.steps import Learner, train
+from outrider.training.loop.steps import train
 from outrider.training.medusa import medusa_learner
 from recipes import options
 from recipes.engines.engine import ENGINES, Engine

@@ -25,10 +25,10 @@ from outrider.bench.turns import Turn, turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
+from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_config, open_tokenizer
 from outrider.training.data.batches import Batches
-from outrider.training.data.documents import Document
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import Wish, regenerate
 from outrider.training.distill import Distilled

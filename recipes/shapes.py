@@ -30,12 +30,12 @@ from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
 from outrider.learning.divergences import divergence
+from outrider.learning.learner import Learner
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import open_config
 from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
-from outrider.training.loop.steps import Learner
 from recipes import options
 from recipes.trained import (
     DEPTH,

@@ -15,14 +15,14 @@ from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Row, Sums
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings
-from outrider.heads.steering import usual_taps
+from outrider.drafters.steering import usual_taps
 from outrider.host.threads import use_threads
 from outrider.learning.divergences import divergence
+from outrider.learning.learner import Learner
 from outrider.lm.hf.open import open_model
 from outrider.training.data.capture import capture
 from outrider.training.data.shards import Contents
 from outrider.training.distill import Distilled
-from outrider.training.loop.steps import Learner
 from outrider.training.steer import steered_learner
 from recipes import options
 from recipes.distill import SHAPE

@@ -22,18 +22,18 @@ from outrider.bench.report import Table
 from outrider.bench.turns import turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
+from outrider.learning.batch import Document
+from outrider.learning.learner import Judging, Learner
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.theory.coverage import Coverage, expected
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
-from outrider.training.data.documents import Document
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import Wish, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings
-from outrider.training.loop.steps import Learner, train
-from outrider.training.loop.watch import Judging
+from outrider.training.loop.steps import train
 
 SLOTS = 32
 """Answers that the target writes at once."""

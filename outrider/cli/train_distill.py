@@ -16,13 +16,15 @@ from transformers.utils import logging
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.core.types import InputError, Sampling
+from outrider.learning.batch import Document
 from outrider.learning.divergences import CHUNK, divergence
+from outrider.learning.learner import Learner
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
-from outrider.training.data.documents import Document, fingerprint_of
+from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import Wish, regenerate
 from outrider.training.data.shards import Captured, Contents
@@ -33,7 +35,7 @@ from outrider.training.loop import processes
 from outrider.training.loop.checkpoint import make_folder, newest
 from outrider.training.loop.journal import read
 from outrider.training.loop.settings import Settings
-from outrider.training.loop.steps import FOLDER, Learner, Progress, Trained, place, train
+from outrider.training.loop.steps import FOLDER, Progress, Trained, place, train
 from outrider.training.loop.watch import Watch, hold_out
 from outrider.training.positions import positions_of
 

@@ -15,14 +15,15 @@ from outrider.cli.train_distill import More, run_with
 from outrider.cli.train_distill import Task as DistillTask
 from outrider.core.types import InputError
 from outrider.heads.files import read_tensors
+from outrider.learning.batch import Document
 from outrider.learning.divergences import Divergence, divergence
+from outrider.learning.learner import Learner
 from outrider.learning.objective import HeadLearner, frequent_tokens
 from outrider.lm.hf.open import logit_width
-from outrider.training.data.documents import Document
 from outrider.training.distill import HARD
 from outrider.training.eagle import Eagle, Eagle3, eagle3_learner, eagle_learner
 from outrider.training.loop.settings import Settings
-from outrider.training.loop.steps import Learner, Trained
+from outrider.training.loop.steps import Trained
 from outrider.training.loop.watch import Watch
 from outrider.training.medusa import Medusa, medusa_learner
 from outrider.training.positions import slot_balanced

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.cli.train_distill import Task as DistillTask
 from outrider.cli.train_distill import run_with
-from outrider.training.data.documents import Document
+from outrider.learning.batch import Document
 from outrider.training.steer import Steered, steered_learner
 
 

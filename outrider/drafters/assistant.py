@@ -14,11 +14,12 @@ from outrider.core.types import Frontier, Guess, InputError, Running
 from outrider.drafters.dflash import DFlashDrafter, DFlashPath
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
-from outrider.drafters.protocol import Rows, Surroundings
+from outrider.drafters.protocol import Rows
 from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssistant
 from outrider.heads.block_formats import ASSISTANTS
 from outrider.heads.files import read_config
 from outrider.lm.hf.assistant import open_assistant
+from outrider.lm.surroundings import Surroundings
 
 SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types of assistants that read the target's keys and values."""

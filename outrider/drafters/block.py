@@ -10,10 +10,11 @@ from torch import Tensor
 
 from outrider.core.types import Guess, Request, Running
 from outrider.drafters.marginal import MarginalDrafter
-from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import SlotState, SlottedDrafter, state_of
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Extension, Segment
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM
 
 

@@ -6,10 +6,10 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.state_heads import StateHeadsDrafter, randomise
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads
 from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES
 
 

@@ -9,12 +9,12 @@ from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.blockwise_paths import PathsDrafter
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.model import ModelPath
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.rescored import RescoredDrafter
 from outrider.drafters.state_heads import running
 from outrider.heads.backoff import FILE, BackoffModel, read_backoff
 from outrider.heads.blockwise import is_blockwise, read_blockwise
 from outrider.heads.files import TargetShape, local_file, read_config
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from torch import Tensor
 from outrider.core.types import InputError, ShortList
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.head_path import HeadPath, running_head
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.block_formats import Answers, method_of
 from outrider.heads.blocks import guessed_ids, read_block
 from outrider.heads.dflash import DFlash, Method
 from outrider.heads.files import TargetShape, read_config
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
 
 TABLE_BLOCK = 5

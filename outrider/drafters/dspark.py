@@ -12,11 +12,12 @@ from torch import Tensor
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.block import BlockState
 from outrider.drafters.dflash import TABLE_BLOCK, BlockPath, DFlashDrafter
-from outrider.drafters.protocol import Rows, Surroundings
+from outrider.drafters.protocol import Rows
 from outrider.drafters.slotted import state_of
 from outrider.heads.dflash import Method
 from outrider.heads.dspark import ConfidenceHead, DSpark, MarkovHead
 from outrider.lm.head import HeadLM
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.trees.chained import Follow
 

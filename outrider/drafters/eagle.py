@@ -9,11 +9,11 @@ import torch
 from outrider.core.types import ShortList
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.head_path import HeadPath
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.heads.eagle import EagleFile, is_eagle
 from outrider.heads.feature_head import without_copies
 from outrider.heads.files import TargetShape, read_config, read_tensors
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

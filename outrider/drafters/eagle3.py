@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from outrider.core.types import ShortList
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.head_path import HeadPath
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.eagle3_files import Answers, Eagle3File, is_eagle3
 from outrider.heads.feature_head import without_copies
 from outrider.heads.files import read_config, read_tensors
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

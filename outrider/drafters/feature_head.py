@@ -11,10 +11,10 @@ from torch import Tensor
 
 from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.own_features import OwnFeatures
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.mtp import MtpHead
 from outrider.lm.head import HeadLM
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularFusion, TabularHead
 
 

@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from outrider.drafters.eagle import EagleKinPath
 from outrider.drafters.feature_head import FeatureHeadDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.eagle import EagleFile
 from outrider.heads.griffin import GriffinFile, is_griffin
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from outrider.core.types import InputError
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.heads.files import TargetShape
 from outrider.lm.head import HeadLM, beside
 from outrider.lm.hf.open import as_device, as_dtype
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

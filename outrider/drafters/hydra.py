@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from outrider.core.types import InputError, Request, Running
 from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.last_state import last_state
-from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.protocol import Observed
 from outrider.drafters.sequential import SequentialDrafter, SequentialState, placed
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.hydra import HydraConfig, HydraHeads, is_hydra, read_hydra
@@ -19,6 +19,7 @@ from outrider.heads.sequential import randomise
 from outrider.lm.head import HeadLM
 from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES
 
 

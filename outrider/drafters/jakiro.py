@@ -13,11 +13,11 @@ from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.eagle import EagleKinPath
 from outrider.drafters.feature_head import FeatureHeadDrafter
 from outrider.drafters.own_features import HeadState
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.slotted import state_of
 from outrider.heads.eagle import EagleFile
 from outrider.heads.jakiro import JakiroFile, JakiroHead, is_jakiro
 from outrider.lm.slots.chain import chain
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularFusion
 from outrider.trees.chained import Follow
 

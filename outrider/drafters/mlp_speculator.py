@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.drafters.head_path import HeadPath
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.sequential import SequentialDrafter, placed
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.mlp_speculator import (
@@ -18,6 +17,7 @@ from outrider.heads.mlp_speculator import (
     read_mlp_speculator,
 )
 from outrider.heads.sequential import randomise
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES
 
 

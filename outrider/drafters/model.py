@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
 from outrider.drafters.head_path import check_longest
-from outrider.drafters.protocol import Observed, Rows, Surroundings
+from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.lm.hf.narrow import narrowed
@@ -28,6 +28,7 @@ from outrider.lm.hf.open import (
 from outrider.lm.model import runnable
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.chain import chain
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from outrider.drafters.feature_head import FeatureHeadDrafter
 from outrider.drafters.head_path import check_longest, running_head
 from outrider.drafters.mtp_layers import MtpLayersDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.mtp import MtpHead
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.feature_head import FeatureHeadDrafter
 from outrider.drafters.own_features import BACKLOG, HeadState, output_features
-from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import state_of
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Extension, Segment
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularHead
 from outrider.trees.chained import Follow
 

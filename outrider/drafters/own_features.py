@@ -10,10 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.types import Frontier, Guess, Request, Running, ShortList
-from outrider.drafters.protocol import Observed, Rows, Surroundings
+from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.slots.chain import chain
+from outrider.lm.surroundings import Surroundings
 from outrider.trees.chained import Follow
 
 BACKLOG = 64

@@ -13,12 +13,12 @@ from outrider.drafters.eagle3 import AskingPath
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.own_features import HeadState
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.slotted import state_of
 from outrider.heads.files import MOST_COUNT, TargetShape, read_config, read_names, read_tensors
 from outrider.heads.parallel import ParallelFile, is_parallel
 from outrider.heads.peagle import PEagleFile, is_peagle
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(kw_only=True)

@@ -14,7 +14,7 @@ from outrider.core.types import Frontier, Guess, Request, Running, ShortList
 from outrider.drafters.eagle3 import AskingPath
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.own_features import HeadState, needed, take_in, unread_of
-from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import state_of
 from outrider.heads.eagle import EagleHead
 from outrider.heads.feature_head import FeatureHead, without_copies
@@ -22,6 +22,7 @@ from outrider.heads.files import TargetShape, read_config, read_tensors
 from outrider.heads.poss import PossFile, is_poss
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularHead
 from outrider.trees.chained import Follow
 

@@ -1,9 +1,9 @@
 """The interface of drafters: guess after the root, guess after new nodes, learn what was accepted."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -11,10 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from outrider.core.types import Frontier, Guess, InputError, Request, Running
-from outrider.lm.forwards.forward import Forward
-from outrider.lm.hf.embedding_and_head import Ends
-from outrider.lm.protocol import LM, Readable
+from outrider.core.types import Frontier, Guess, Request, Running
+from outrider.lm.surroundings import Surroundings
 
 Rows = Literal["sampled", "point", "marginal"]
 """The kind of a drafter's guesses: `sampled` is a distribution after each prefix, `point` one token, `marginal` a
@@ -40,20 +38,6 @@ class Observed:
     def counts(self) -> list[int]:
         """Number of positions of each request."""
         return np.diff(self.offsets).tolist()
-
-
-def _no_ends() -> Ends:
-    raise InputError(
-        "this drafter needs the target's embedding, final norm and output layer, and this target does not offer them"
-    )
-
-
-def _no_mtp(path: str | None) -> Any:
-    raise InputError("this target is no transformers model, so it has no multi-token-prediction layers")
-
-
-def _no_keys_values(slot: int, layer: int) -> tuple[Tensor, Tensor]:
-    raise InputError("this drafter reads the target's keys and values, and this target keeps none that can be read")
 
 
 @runtime_checkable
@@ -170,92 +154,6 @@ class Drafter(Protocol):
         its weights.
         """
         return self
-
-
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What a drafter may know of the target when the engine is built. It never holds the target itself.
-
-    Attributes:
-        tokenizer: The target's tokenizer; None if there is none.
-        vocab_size: Width of the target's logits.
-        device: Where the target is.
-        dtype: The dtype that the target computes in.
-        max_slots: Most slots in use at once, warm slots of ended requests included.
-        max_context: The target's longest context.
-        num_layers: The target's decoder layers; 0 if its hidden states cannot be read.
-        hidden_size: Width of its hidden states; 0 if they cannot be read.
-        ends: Its input embedding, final norm and output layer; raises InputError if a drafter cannot use them.
-        keys_values: A slot's committed keys and values in a layer, `[length, heads, dim]` each: views that are valid
-            until the target's next call.
-        mtp: Its multi-token-prediction layers, as transformers loads them from a checkpoint, by default its own.
-        config: The config of the part of it that generates text; None if it has none.
-        forward: How forwards run, if that was said; otherwise each model's are chosen by measurement.
-        target_forward: How the target's forwards run.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None
-    vocab_size: int
-    device: torch.device
-    dtype: torch.dtype
-    max_slots: int
-    max_context: int
-    num_layers: int = 0
-    hidden_size: int = 0
-    ends: Callable[[], Ends] = _no_ends
-    keys_values: Callable[[int, int], tuple[Tensor, Tensor]] = _no_keys_values
-    mtp: Callable[[str | None], Any] = _no_mtp
-    config: PreTrainedConfig | None = None
-    forward: Forward | None = "eager"
-    target_forward: Forward = "eager"
-
-    @classmethod
-    def of(
-        cls,
-        target: LM,
-        tokenizer: PreTrainedTokenizerBase | None,
-        *,
-        max_slots: int | None = None,
-        forward: Forward | None = "eager",
-    ) -> "Surroundings":
-        """The surroundings that a target offers.
-
-        Args:
-            max_slots: Most requests at once; by default as many as the target's slots.
-        """
-        known = cls(
-            tokenizer=tokenizer,
-            vocab_size=target.vocab_size,
-            device=target.device,
-            dtype=target.dtype,
-            max_slots=max_slots or target.max_slots,
-            max_context=target.max_context,
-            forward=forward,
-            target_forward=getattr(target, "forward", "eager"),
-        )
-        if not isinstance(target, Readable):
-            return known
-        return replace(
-            known,
-            num_layers=target.num_layers,
-            hidden_size=target.hidden_size,
-            ends=target.ends,
-            keys_values=target.keys_values,
-            mtp=getattr(target, "mtp", _no_mtp),
-            config=getattr(getattr(target, "anatomy", None), "text", None),
-        )
-
-    def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
-        """The target's input embeddings of tokens."""
-        return self.ends().embed(tokens)
-
-    def norm(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
-        """The target's final norm of the output of its last layer."""
-        return self.ends().norm(hidden)
-
-    def head(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """The target's logits of normed states."""
-        return self.ends().head(hidden)
 
 
 @runtime_checkable

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Observed, Rows, Surroundings
+from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.state_heads import HeadsState, heads_state
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(kw_only=True)

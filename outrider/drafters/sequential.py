@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
-from outrider.drafters.protocol import Rows, Surroundings
+from outrider.drafters.protocol import Rows
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.forwards.packed import packed
 from outrider.lm.head import suited
+from outrider.lm.surroundings import Surroundings
 from outrider.trees.chained import Follow
 
 Own = TypeVar("Own", bound="SequentialDrafter")

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from outrider.core.types import Guess, Running
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.marginal import MarginalDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.state_heads import StateHeads
 from outrider.lm.forwards.packed import packed
 from outrider.lm.head import suited
+from outrider.lm.surroundings import Surroundings
 
 Heads = TypeVar("Heads", bound=StateHeads)
 

@@ -13,11 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from outrider.core.types import Guess, InputError, Request, Running
 from outrider.drafters.head_path import check_longest
 from outrider.drafters.model import ModelDrafter, shared_words
-from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import TreeState, state_of
-from outrider.heads.steering import Steering, SteeringConfig, read_steering
+from outrider.drafters.steering import Steering, SteeringConfig, read_steering
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.lm.steered import SteeredLM
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_rows
 
 

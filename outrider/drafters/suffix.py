@@ -9,8 +9,8 @@ import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_only import TokenOnly
+from outrider.lm.surroundings import Surroundings
 
 
 @dataclass(frozen=True, kw_only=True)

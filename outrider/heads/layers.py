@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from outrider.lm.head import Keeper
+from outrider.lm.head import Keeper, attend
 
 
 class Rotary(nn.Module):
@@ -37,16 +37,6 @@ class Rotary(nn.Module):
             if moved.dtype.itemsize < exact.dtype.itemsize <= 4:
                 setattr(self.table, name, exact.to(moved.device))
         return self
-
-
-def attend(
-    queries: Float[Tensor, "rows heads width dim"],
-    keys: Float[Tensor, "rows shared keys dim"],
-    values: Float[Tensor, "rows shared keys dim"],
-    mask: Bool[Tensor, "rows 1 width keys"],
-) -> Float[Tensor, "rows heads width dim"]:
-    """What queries read from the keys that they see. `shared` is the number of key heads; it divides `heads`."""
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 class Attention(nn.Module):

@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from outrider.heads.layers import attend
+from outrider.lm.head import attend
 
 MOST_SCORES = 1 << 24
 """Scores that stay until the backward, at most: 64 MB in float32. Where there are more, all keys are attended to, by a
@@ -48,7 +48,7 @@ class GroupKeys:
         values: Float[Tensor, "rows shared keys dim"],
         mask: Bool[Tensor, "rows 1 width keys"],
     ) -> Float[Tensor, "rows heads width dim"]:
-        """What `outrider.heads.layers.attend` returns; no group sees the keys of another one."""
+        """What `outrider.lm.head.attend` returns; no group sees the keys of another one."""
         groups = queries.shape[2] // (self._block_size or 1)
         alone = self._block_size is None
         return among_own(queries, keys, values, mask, context=self._context, groups=groups, scattered=alone)

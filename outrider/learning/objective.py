@@ -13,16 +13,14 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.files import TargetShape
+from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import CHUNK, Divergence, among_likeliest, chunked, cross_entropy
+from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import Ends, find_ends
 from outrider.lm.hf.open import logit_width
 from outrider.lm.hf.taps import tapped
-from outrider.training.data.batches import Batch
-from outrider.training.data.documents import Document
-from outrider.training.loop.steps import Learner, Loss
-from outrider.training.loop.watch import Judged
 
 
 class HeadLearner(Learner):

@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import worth_keeping
 from outrider.lm.hf.embedding_and_head import Ends
-from outrider.training.data.batches import Batch
 
 
 def with_rows(batch: Batch, ends: Ends, last: int, width: int) -> Batch:

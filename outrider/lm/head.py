@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.core.types import InputError
 from outrider.lm.forwards.compiled import COMPILED, compiled_head
@@ -36,6 +37,16 @@ class Keeper(Protocol):
     ) -> tuple[Float[Tensor, "rows heads keys dim"], Float[Tensor, "rows heads keys dim"]]:
         """Store the new keys and values of a layer. Returns all keys and values that its queries may see."""
         ...
+
+
+def attend(
+    queries: Float[Tensor, "rows heads width dim"],
+    keys: Float[Tensor, "rows shared keys dim"],
+    values: Float[Tensor, "rows shared keys dim"],
+    mask: Bool[Tensor, "rows 1 width keys"],
+) -> Float[Tensor, "rows heads width dim"]:
+    """What queries read from the keys that they see. `shared` is the number of key heads; it divides `heads`."""
+    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
 
 @runtime_checkable

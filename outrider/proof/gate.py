@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from outrider.core.types import InputError
-from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.identity import Difference, Identity, identity
 
 NUM_TOKENS = 32

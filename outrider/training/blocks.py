@@ -18,16 +18,14 @@ from outrider.core.types import InputError
 from outrider.heads.blocks import write_block
 from outrider.heads.dflash import DFlash
 from outrider.learning.attention import GroupKeys
+from outrider.learning.batch import Batch, Document
 from outrider.learning.block_loss import BlockLoss
 from outrider.learning.divergences import CHUNK, among_likeliest, chunked, cross_entropy, divergence
+from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
-from outrider.training.data.batches import Batch
-from outrider.training.data.documents import Document
-from outrider.training.loop.steps import Learner, Loss
-from outrider.training.loop.watch import Judged
 
 ANCHOR_DRAW = 40
 """What the draw of a row decides, beside its seed, its step and its number."""

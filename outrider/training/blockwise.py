@@ -14,12 +14,11 @@ from outrider.core.types import InputError
 from outrider.heads.backoff import FILE, BackoffModel, read_backoff, write_backoff
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads, read_blockwise, write_blockwise
 from outrider.heads.files import local_file
+from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import CHUNK, Divergence
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.open import logit_width
-from outrider.training.data.batches import Batch
-from outrider.training.data.documents import Document
 from outrider.training.state_heads import DECAY, StateHeadsLearner
 
 HEAD_DRAW = 50

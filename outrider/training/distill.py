@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import (
     CHUNK,
     Divergence,
@@ -23,13 +24,12 @@ from outrider.learning.divergences import (
     divergence,
     over_top_rows,
 )
+from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import Ends, find_ends
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
-from outrider.training.data.batches import Batch
-from outrider.training.loop.steps import Learner, Loss
-from outrider.training.loop.watch import Judged, windows
+from outrider.training.loop.watch import windows
 from outrider.training.on_policy import Sampler
 from outrider.training.positions import Positions, positions_of
 

@@ -16,12 +16,12 @@ from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, usual_taps
 from outrider.heads.eagle3_files import Answers, Eagle3File, write_eagle3
 from outrider.heads.feature_head import usual_layer
 from outrider.heads.files import read_config, read_tensors
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import Divergence
 from outrider.learning.objective import Places
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.open import logit_width
-from outrider.training.data.batches import Batch
 from outrider.training.unrolled import Unrolled
 
 

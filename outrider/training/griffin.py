@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.griffin import GriffinFile, GriffinHead
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import Divergence, among_likeliest
-from outrider.training.data.batches import Batch
 from outrider.training.eagle import Eagle, eagle_head
 
 

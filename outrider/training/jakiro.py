@@ -13,9 +13,9 @@ from outrider.core.types import InputError
 from outrider.heads.eagle import eagle_config
 from outrider.heads.files import write_head
 from outrider.heads.jakiro import JakiroFile, JakiroHead, jakiro_tensors
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import Divergence
 from outrider.learning.objective import Places
-from outrider.training.data.batches import Batch
 from outrider.training.eagle import Eagle, eagle_head
 
 

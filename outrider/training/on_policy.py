@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from outrider.core.dice import Draws, PhiloxDice
-from outrider.training.data.batches import PADDING, Batch
+from outrider.learning.batch import PADDING, Batch
 
 CUT, COIN, TOKENS = range(3)
 """What the draws of a row decide: where a text without a prompt is cut, whether a row is continued, the tokens."""

@@ -18,13 +18,12 @@ from outrider.core.types import InputError
 from outrider.heads.feature_head import usual_layer
 from outrider.heads.parallel import ParallelFile, ParallelHead, write_parallel
 from outrider.learning.attention import GroupKeys
+from outrider.learning.batch import PADDING, Batch, Document
 from outrider.learning.divergences import Divergence
 from outrider.learning.objective import Places
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.open import logit_width
-from outrider.training.data.batches import PADDING, Batch
-from outrider.training.data.documents import Document
 from outrider.training.unrolled import Unrolled
 
 GROUP_DRAW = 51

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.training.data.batches import Batch
+from outrider.learning.batch import Batch
 
 PADDING_DRAW, GAP_DRAW = 40, 41
 """What a row's draws decide, beside its seed, step and number."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.heads.state_heads import StateHeads
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import CHUNK, Divergence
 from outrider.learning.objective import HeadLearner, Places
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.training.data.batches import Batch
 
 DECAY = 0.8
 """Medusa's weight of a head, as a share of the weight of the head before it."""

@@ -15,15 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.heads.steering import CONFIG, Steering, SteeringConfig, read_steering, usual_taps, write_steering
+from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, read_steering, usual_taps, write_steering
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import CHUNK, Divergence
+from outrider.learning.learner import Judged, Loss
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
 from outrider.lm.steered import steered, up_projections
-from outrider.training.data.batches import Batch
 from outrider.training.distill import Data, Distilled, States, distilled, guessing
-from outrider.training.loop.steps import Loss
-from outrider.training.loop.watch import Judged
 from outrider.training.positions import Positions
 
 OFFSET_DRAW = 30

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
 from outrider.learning.attention import GroupKeys
+from outrider.learning.batch import PADDING, Batch
 from outrider.learning.divergences import CHUNK, Divergence
 from outrider.learning.objective import HeadLearner
-from outrider.training.data.batches import PADDING, Batch
 
 NOISE_DRAW = 31
 """What the draw of a row's noise decides, beside its seed, its step and its number."""

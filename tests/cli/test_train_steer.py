@@ -5,7 +5,7 @@ import json
 import pytest
 
 import outrider
-from outrider.heads.steering import read_steering
+from outrider.drafters.steering import read_steering
 from tests.cli.runs import run
 from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
 

@@ -10,18 +10,18 @@ from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
+from outrider.learning.batch import Document
 from outrider.learning.block_loss import BlockLoss
 from outrider.learning.divergences import divergence
 from outrider.lengths.confident import ConfidentLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from outrider.refusals import Cell, refusal
 from outrider.training.blocks import BlockLearner
 from outrider.training.data.batches import Batches
-from outrider.training.data.documents import Document
 from outrider.training.fresh_block import Shape, fresh_head
 from outrider.verifiers.token import TokenVerifier
 from tests.world.block_checkpoints import BLOCK, RANK, block_logits, checkpoints

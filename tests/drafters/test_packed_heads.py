@@ -13,13 +13,14 @@ from outrider.core.types import Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.packed import PackedLinear, keeps_bits
 from outrider.lm.head import suited
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import CHECKPOINTS, head

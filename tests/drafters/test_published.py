@@ -21,12 +21,13 @@ from outrider.drafters.assistant import AssistantDrafter
 from outrider.drafters.dflash import DFlashDrafter
 from outrider.drafters.mtp import MtpDrafter, MtpPath
 from outrider.drafters.mtp_layers import MtpLayersDrafter
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
 

@@ -15,11 +15,12 @@ from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.best_paths import best_paths
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Drafter, Observed, Surroundings
+from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from outrider.trees.chain import ChainTree
 from outrider.trees.chained import is_chained
 from outrider.trees.grow import grow

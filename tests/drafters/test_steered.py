@@ -14,15 +14,16 @@ from outrider.core.types import InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Drafter, Observed, Surroundings
+from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
+from outrider.drafters.steering import Steering, write_steering
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
-from outrider.heads.steering import Steering, write_steering
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.steered import SteeredLM, steered
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from outrider.core.types import InputError
 from outrider.drafters.automaton import SuffixAutomaton
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.suffix import SuffixDrafter, SuffixState
+from outrider.lm.surroundings import Surroundings
 from tests.drafters.asking import chain, chains, running, step
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=50)

@@ -14,11 +14,11 @@ from outrider import InputError, Sampling, catalog
 from outrider.bench.texts import log_ratios, logits_along, rows_at
 from outrider.core.types import ShortList
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.token_map import read_token_map
 from outrider.lm.hf.narrow import narrowed
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law

@@ -14,12 +14,13 @@ from outrider.core.types import Running, Sampling, ShortList
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.head_path import HeadPath
-from outrider.drafters.protocol import Drafter, Observed, Surroundings
+from outrider.drafters.protocol import Drafter, Observed
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from tests.world.heads import CHECKPOINTS, LAYERS, TOYS, head, toy
 from tests.world.models import target
 from tests.world.recurrent_zoo import tiny_recurrent

@@ -15,12 +15,13 @@ from outrider import catalog
 from outrider.core.types import Frontier, InputError, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.block_formats import SPECULATORS
 from outrider.heads.blocks import read_block, write_block
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from tests.world.block_checkpoints import (
     BLOCK,
     HIDDEN,

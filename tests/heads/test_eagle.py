@@ -16,10 +16,10 @@ from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.eagle import EaglePath
 from outrider.drafters.eagle3 import Eagle3Path
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.eagle3 import default_taps, usual_taps
 from outrider.heads.files import read_config
 from outrider.lm.hf.taps import tapped
+from outrider.lm.surroundings import Surroundings
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3
 from tests.world.forced import forced_guesses

@@ -9,9 +9,9 @@ from huggingface_hub import save_torch_state_dict
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.files import INDICES, READ, read_names, read_tensors
 from outrider.heads.medusa import read_medusa
+from outrider.lm.surroundings import Surroundings
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target
 from tests.world.published import drawn, medusa_of_its_authors, written

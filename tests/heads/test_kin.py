@@ -18,11 +18,12 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.griffin import GriffinPath
 from outrider.drafters.jakiro import JakiroPath
 from outrider.drafters.poss import PossDrafter, PossPath
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from tests.heads.naive_kin import NaiveGriffin, NaiveJakiro, NaivePoss
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

@@ -11,9 +11,9 @@ from torch import Tensor
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.medusa import MedusaPath
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
+from outrider.lm.surroundings import Surroundings
 from tests.world.models import target
 from tests.world.published import medusa_of_its_authors, medusa_of_vllm, medusa_with_fewer_tokens
 

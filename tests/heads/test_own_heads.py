@@ -13,13 +13,13 @@ from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.parallel import ParallelPath
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.backoff import FILE
 from outrider.heads.blockwise import read_blockwise, write_blockwise
 from outrider.heads.files import TargetShape
 from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from tests.heads.naive_heads import NaiveEagle3, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

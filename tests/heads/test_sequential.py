@@ -11,10 +11,10 @@ from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.hydra import HydraPath
 from outrider.drafters.mlp_speculator import MLPSpeculatorPath
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.hydra import read_hydra
 from outrider.heads.mlp_speculator import read_mlp_speculator
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from tests.heads.naive_heads import normed, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

@@ -7,7 +7,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.core.types import InputError
-from outrider.heads.steering import CONFIG, WEIGHTS, Steering, SteeringConfig, read_steering, usual_taps, write_steering
+from outrider.drafters.steering import (
+    CONFIG,
+    WEIGHTS,
+    Steering,
+    SteeringConfig,
+    read_steering,
+    usual_taps,
+    write_steering,
+)
 
 SIZES = SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3))
 

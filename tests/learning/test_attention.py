@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.heads.layers import attend
 from outrider.learning import attention
 from outrider.learning.attention import among_own
+from outrider.lm.head import attend
 
 
 def example(groups: int, size: int, own: int, *, scattered: bool, shared: int = 2) -> list[Tensor]:

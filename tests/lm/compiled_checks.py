@@ -21,7 +21,6 @@ from outrider.core.types import InputError, Request
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.choice import at_hand
@@ -29,6 +28,7 @@ from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.head import beside
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
 from tests.world.heads import toy

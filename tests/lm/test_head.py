@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.drafters.protocol import Surroundings
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Segment
+from outrider.lm.surroundings import Surroundings
 from tests.world.heads import ToyModule, toy
 from tests.world.models import target
 

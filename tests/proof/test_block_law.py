@@ -5,8 +5,8 @@ tables is in test_head_law.
 import pytest
 
 from outrider import catalog
-from outrider.drafters.protocol import Surroundings
 from outrider.lm.hf.open import as_lm
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
 from tests.world.block_heads import BLOCKS, block_drafter

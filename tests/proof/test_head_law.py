@@ -8,9 +8,10 @@ import pytest
 from outrider import catalog
 from outrider.core.types import Request, Sampling
 from outrider.decoding.protocol import Parts
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs

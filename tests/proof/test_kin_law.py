@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from outrider import catalog
-from outrider.drafters.protocol import Surroundings
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
+from outrider.lm.surroundings import Surroundings
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
 from tests.world.published_kin import griffin, jakiro, poss
 

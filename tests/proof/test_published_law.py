@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM
 from outrider import catalog
 from outrider.drafters.assistant import AssistantDrafter
 from outrider.drafters.mtp import MtpPath
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.assistant import TabularAssistant
 from outrider.lm.hf.open import as_lm
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from recipes.published_pairs import Size, gemma4, mtp_target

@@ -4,8 +4,8 @@ import pytest
 
 from outrider import catalog
 from outrider.drafters.blockwise import BlockwiseDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.lm.hf.open import as_lm
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, drafter, engine, pair, tiny, walk
 from tests.world.models import target

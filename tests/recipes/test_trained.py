@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
 from outrider.training.data.batches import Batches
-from outrider.training.data.documents import Document
 from outrider.training.distill import Distilled
 from outrider.training.loop.watch import Watch
 from recipes.__main__ import main

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
 
-from outrider.training.data.batches import Batch, Batches
-from outrider.training.data.documents import Document
-from outrider.training.loop.steps import Learner, Loss
-from outrider.training.loop.watch import Judged, windows
+from outrider.learning.batch import Batch, Document
+from outrider.learning.learner import Judged, Learner, Loss
+from outrider.training.data.batches import Batches
+from outrider.training.loop.watch import windows
 
 VOCAB = 16
 

@@ -9,9 +9,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.types import InputError
+from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
 from outrider.training.data.batches import Batches, States
-from outrider.training.data.documents import Corpus, Document, fingerprint_of
+from outrider.training.data.documents import Corpus, fingerprint_of
 
 
 def corpus(*lengths: int, start: int = 0) -> list[Document]:

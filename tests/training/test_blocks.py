@@ -9,15 +9,15 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.dflash import DFlash
 from outrider.heads.dspark import DSpark
+from outrider.learning.batch import Batch, Document
 from outrider.learning.block_loss import BlockLoss
 from outrider.learning.divergences import divergence
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from outrider.training.blocks import Anchors, BlockLearner, _misjudged, blocks
-from outrider.training.data.batches import Batch, Batches
-from outrider.training.data.documents import Document
+from outrider.training.data.batches import Batches
 from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train

@@ -16,13 +16,13 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_ends
 from outrider.lm.hf.taps import tapped
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import Way, capture
-from outrider.training.data.documents import Document
 from outrider.training.data.shards import MANIFEST, Captured, Contents
 from tests.cli.runs import ROOT
 from tests.world.zoo import VOCAB, tiny

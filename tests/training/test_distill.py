@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import outrider
 from outrider.core.types import InputError
+from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import divergence
 from outrider.learning.top_rows import TopRows
 from outrider.theory.estimators import expected_accepted
-from outrider.training.data.batches import Batch, Batches
-from outrider.training.data.documents import Document
+from outrider.training.data.batches import Batches
 from outrider.training.distill import Data, Distilled, distilled
 from outrider.training.loop.journal import read
 from outrider.training.loop.settings import Settings

@@ -12,17 +12,17 @@ from transformers import PreTrainedModel
 import outrider
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
-from outrider.drafters.protocol import Surroundings
 from outrider.engine.engine import Engine
 from outrider.learning import divergences
+from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import divergence
 from outrider.learning.objective import HeadLearner, Places, frequent_tokens
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from outrider.proof.gate import in_float32
 from outrider.training.blockwise import blockwise_learner
-from outrider.training.data.batches import Batch, Batches
-from outrider.training.data.documents import Document
+from outrider.training.data.batches import Batches
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.griffin import griffin_learner
 from outrider.training.jakiro import jakiro_learner

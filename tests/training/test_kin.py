@@ -5,9 +5,9 @@ import torch
 from torch.nn.functional import smooth_l1_loss
 
 from outrider.core.types import InputError
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import ForwardKl
 from outrider.learning.objective import Places
-from outrider.training.data.batches import Batch
 from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
 from outrider.training.griffin import Griffin, WithLikeliest, griffin_learner
 from outrider.training.jakiro import jakiro_learner

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from outrider.core.types import InputError
+from outrider.learning.learner import Loss
 from outrider.training.loop.journal import read
 from outrider.training.loop.settings import Settings
-from outrider.training.loop.steps import FOLDER, Loss, train
+from outrider.training.loop.steps import FOLDER, train
 from outrider.training.loop.watch import Watch
 from tests.training.learners import Bigram, batches, documents
 

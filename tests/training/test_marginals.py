@@ -8,11 +8,11 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.backoff import FILE
 from outrider.learning.divergences import divergence
 from outrider.learning.objective import Places
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.data.batches import Batches
 from outrider.training.eagle import eagle_learner

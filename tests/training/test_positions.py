@@ -9,9 +9,9 @@ from hypothesis import given as for_any
 from hypothesis import strategies as st
 
 from outrider.core.types import InputError
+from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import divergence
-from outrider.training.data.batches import Batch, Batches
-from outrider.training.data.documents import Document
+from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.positions import (
     RandomGaps,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from outrider.core.types import InputError, Sampling
-from outrider.training.data.documents import Document
+from outrider.learning.batch import Document
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import Regenerated, Wish, regenerate
 from tests.cli.runs import ROOT

@@ -11,10 +11,11 @@ import torch
 from outrider.core.types import Frontier, InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.protocol import Observed, Surroundings
+from outrider.drafters.protocol import Observed
 from outrider.drafters.steered import SteeredDrafter, SteeredPath
+from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, usual_taps
 from outrider.engine.engine import Engine
-from outrider.heads.steering import CONFIG, Steering, SteeringConfig, usual_taps
+from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import divergence
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.anatomy import Anatomy
@@ -22,8 +23,8 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.steered import SteeredLM, up_projections
-from outrider.training.data.batches import Batch, Batches
-from outrider.training.data.documents import Document
+from outrider.lm.surroundings import Surroundings
+from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train

@@ -14,12 +14,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from outrider.core.dice import PhiloxDice
 from outrider.core.types import Draft, Request, Running, Sampling, ShortList
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Drafter, Observed, Surroundings
+from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.heuristic import HeuristicLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law

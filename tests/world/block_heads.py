@@ -5,10 +5,10 @@ from transformers import Qwen3Config
 
 from outrider.drafters.dflash import DFlareDrafter, DFlashDrafter
 from outrider.drafters.dspark import DSparkDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.heads.blocks import HEADS
 from outrider.heads.dflash import BlockConfig, DFlash, Sight
 from outrider.lm.head import HeadLM
+from outrider.lm.surroundings import Surroundings
 
 BLOCKS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter, "dflare": DFlareDrafter, "dspark": DSparkDrafter}
 """The drafters of the catalog that guess blocks."""

@@ -16,10 +16,11 @@ from outrider import catalog
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.mtp import MtpPath
 from outrider.drafters.own_features import OwnFeatures
-from outrider.drafters.protocol import Drafter, Surroundings
+from outrider.drafters.protocol import Drafter
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.forwards.head_package import KINDS, Kind
 from outrider.lm.head import HeadLM
+from outrider.lm.surroundings import Surroundings
 from tests.world.block_checkpoints import checkpoints
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator

@@ -10,9 +10,9 @@ import numpy as np
 from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.blockwise_paths import PathsDrafter
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.protocol import Surroundings
 from outrider.drafters.rescored import RescoredDrafter
 from outrider.heads.backoff import BackoffModel, write_backoff
+from outrider.lm.surroundings import Surroundings
 from tests.world.published import Tensors, drawn, eagle3, layer_of, layer_shapes, written
 
 

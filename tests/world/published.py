@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from outrider.drafters.protocol import Surroundings
+from outrider.lm.surroundings import Surroundings
 
 Tensors = dict[str, Tensor]
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from outrider.drafters.protocol import Surroundings
+from outrider.lm.surroundings import Surroundings
 from tests.world.published import Tensors, drawn, layer_of, layer_shapes, written
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from outrider.drafters.steered import SteeredDrafter
-from outrider.heads.steering import Steering, SteeringConfig
+from outrider.drafters.steering import Steering, SteeringConfig
 from outrider.lm.model import LanguageModel
 from outrider.lm.steered import SteeredLM
 from tests.world.models import llama

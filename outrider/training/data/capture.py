@@ -12,13 +12,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.learning.batch import PADDING, Document
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import Ends, find_ends
 from outrider.lm.hf.open import logit_width
 from outrider.lm.hf.taps import tapped
-from outrider.training.data.batches import PADDING
-from outrider.training.data.documents import Document, fingerprint_of
+from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.shards import (
     MANIFEST,
     Captured,

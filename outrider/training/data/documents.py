@@ -3,41 +3,15 @@
 import hashlib
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import overload
 
 import numpy as np
-from jaxtyping import Int
 
 from outrider.core.types import InputError
+from outrider.learning.batch import Document
 
 TOKEN = np.dtype(np.int32)
 """How a token id is kept."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Document:
-    """A text as token ids.
-
-    Attributes:
-        tokens: The token ids.
-        start: Index of the first token that a drafter learns to guess. The tokens before it are a prompt. 0: there is
-            no prompt. The number of tokens: there is only a prompt.
-        domain: The kind of text, where the corpus names one.
-    """
-
-    tokens: Int[np.ndarray, " length"]
-    start: int
-    domain: str | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.start <= len(self.tokens):
-            raise InputError(f"start must be in 0..{len(self.tokens)}, the number of tokens, got {self.start}")
-
-    @property
-    def prompt(self) -> Int[np.ndarray, " prompt"]:
-        """The tokens before `start`."""
-        return self.tokens[: self.start]
 
 
 class Corpus(Sequence[Document]):

@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
 from outrider.engine.prompts import NO_TOKENIZER, encode
-from outrider.training.data.documents import Corpus, Document
+from outrider.learning.batch import Document
+from outrider.training.data.documents import Corpus
 from outrider.training.data.sources import Part, Record, records
 
 ANSWERS = ("response", "completion", "text")

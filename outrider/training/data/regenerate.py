@@ -13,8 +13,9 @@ from jaxtyping import Int
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
+from outrider.learning.batch import Document
 from outrider.lm.fingerprint import fingerprint, weights_of
-from outrider.training.data.documents import TOKEN, Document
+from outrider.training.data.documents import TOKEN
 from outrider.training.data.replaced import replaced, written
 
 AHEAD = 2

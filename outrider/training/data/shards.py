@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
 from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.hf.embedding_and_head import Ends
 from outrider.training.data.batches import States
-from outrider.training.data.documents import Document, fingerprint_of
+from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.replaced import replaced
 
 CONVENTION = "tap k enters layer k; tap num_layers leaves the last layer, before the final norm"

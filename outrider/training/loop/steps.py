@@ -7,10 +7,9 @@ processes, apart from rounding.
 
 import math
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,56 +18,21 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list
-from jaxtyping import Float, Real
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 from outrider.core.types import InputError
-from outrider.training.data.batches import Batch, Batches
+from outrider.learning.batch import Batch
+from outrider.learning.learner import Judging, Learner, Loss
+from outrider.training.data.batches import Batches
 from outrider.training.loop import checkpoint, processes
 from outrider.training.loop.journal import Journal
 from outrider.training.loop.optimizer import adamw
 from outrider.training.loop.settings import Settings, check_same
-from outrider.training.loop.watch import Judging, Watch, Watched
+from outrider.training.loop.watch import Watch, Watched
 
 FOLDER = "training"
 """Folder beside the drafter in which a run keeps its log and its checkpoints."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss:
-    """The loss of some rows, as sums.
-
-    The loop divides by the weight of the whole step, over all processes and micro-batches.
-
-    Attributes:
-        total: Sum over the learnt tokens, times their weights.
-        weight: Sum of the weights.
-        parts: Other sums for the log. They are divided by the same weight.
-    """
-
-    total: Float[Tensor, ""]
-    weight: Real[Tensor, ""]
-    parts: Mapping[str, Real[Tensor, ""]] = field(default_factory=dict)
-
-
-class Learner(nn.Module):
-    """What is trained: all its parameters that require a gradient. Every one of them takes part in every loss.
-
-    What is not trained, such as the target, is no submodule, so that it is neither saved nor divided among processes;
-    a tuple hides it from torch. A learner that is watched also has the method of `Judging`.
-    """
-
-    captured_taps: tuple[int, ...] = ()
-    """The hidden states of the target that spare it the target's forwards, if they come with its batches."""
-
-    @abstractmethod
-    def forward(self, batch: Batch) -> Loss:
-        """The loss of rows. A random draw for a row is keyed by the seed, the step and the number of the row."""
-
-    @abstractmethod
-    def write(self, folder: Path) -> None:
-        """Write the drafter into an empty folder, as a user loads it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Literal, overload
 
 import numpy as np
 import torch
@@ -10,30 +10,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from outrider.core.types import InputError
-from outrider.training.data.batches import Batch, Batches
-from outrider.training.data.documents import Document
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    r"""Drafts along given texts. A row is a step of the decoding loop that begins at a place of a text.
-
-    Attributes:
-        log_ratios: $\log q(y) / p(y)$ of the text's tokens, at temperature 1.
-        agrees: Whether the drafter's likeliest token is the target's, after the text's own tokens.
-    """
-
-    log_ratios: Float[np.ndarray, "steps depth"]
-    agrees: Bool[np.ndarray, "steps depth"]
-
-
-@runtime_checkable
-class Judging(Protocol):
-    """A learner whose drafts can be judged along texts."""
-
-    def judged(self, batch: Batch, depth: int) -> Judged:
-        """The drafts of this many tokens that begin at every place of the batch where so many tokens are learnt."""
-        ...
+from outrider.learning.batch import Batch, Document
+from outrider.learning.learner import Judged, Judging
+from outrider.training.data.batches import Batches
 
 
 @dataclass(frozen=True, kw_only=True)

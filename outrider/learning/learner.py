@@ -1,0 +1,71 @@
+"""What is trained: a torch module with a loss, which can write the drafter and say how good its drafts are."""
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Bool, Float, Real
+from torch import Tensor, nn
+
+from outrider.learning.batch import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The loss of some rows, as sums.
+
+    The loop divides by the weight of the whole step, over all processes and micro-batches.
+
+    Attributes:
+        total: Sum over the learnt tokens, times their weights.
+        weight: Sum of the weights.
+        parts: Other sums for the log. They are divided by the same weight.
+    """
+
+    total: Float[Tensor, ""]
+    weight: Real[Tensor, ""]
+    parts: Mapping[str, Real[Tensor, ""]] = field(default_factory=dict)
+
+
+class Learner(nn.Module):
+    """What is trained: all its parameters that require a gradient. Every one of them takes part in every loss.
+
+    What is not trained, such as the target, is no submodule, so that it is neither saved nor divided among processes;
+    a tuple hides it from torch. A learner that is watched also has the method of `Judging`.
+    """
+
+    captured_taps: tuple[int, ...] = ()
+    """The hidden states of the target that spare it the target's forwards, if they come with its batches."""
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> Loss:
+        """The loss of rows. A random draw for a row is keyed by the seed, the step and the number of the row."""
+
+    @abstractmethod
+    def write(self, folder: Path) -> None:
+        """Write the drafter into an empty folder, as a user loads it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    r"""Drafts along given texts. A row is a step of the decoding loop that begins at a place of a text.
+
+    Attributes:
+        log_ratios: $\log q(y) / p(y)$ of the text's tokens, at temperature 1.
+        agrees: Whether the drafter's likeliest token is the target's, after the text's own tokens.
+    """
+
+    log_ratios: Float[np.ndarray, "steps depth"]
+    agrees: Bool[np.ndarray, "steps depth"]
+
+
+@runtime_checkable
+class Judging(Protocol):
+    """A learner whose drafts can be judged along texts."""
+
+    def judged(self, batch: Batch, depth: int) -> Judged:
+        """The drafts of this many tokens that begin at every place of the batch where so many tokens are learnt."""
+        ...
