@@ -20,7 +20,7 @@ from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.forward import Choice, as_forward
 from outrider.lm.hf.open import as_lm, logit_width, open_model, open_tokenizer
 from outrider.lm.protocol import LM
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
 from outrider.trees.protocol import Tree
@@ -205,9 +205,9 @@ def _target(setup: Setup, model: PreTrainedModel) -> LM:
     )
 
 
-def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> Surroundings:
+def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> TargetInfo:
     """What the drafter may know of the target."""
-    return Surroundings.of(target, tokenizer, max_slots=setup.max_slots, forward=as_forward(setup.forward))
+    return TargetInfo.of(target, tokenizer, max_slots=setup.max_slots, forward=as_forward(setup.forward))
 
 
 def _circumstances(setup: Setup, parts: Parts) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssista
 from outrider.heads.block_formats import ASSISTANTS
 from outrider.heads.files import read_config
 from outrider.lm.hf.assistant import open_assistant
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")
 """The model types of assistants that read the target's keys and values."""
@@ -121,11 +121,11 @@ class AssistantDrafter(LastStateDrafter):
             own = _own(state)
             own.seen, own.handed_on = None, {}
 
-    def cast(self, surroundings: Surroundings) -> "AssistantDrafter":
+    def cast(self, target_info: TargetInfo) -> "AssistantDrafter":
         if isinstance(self.head, TabularAssistant):
             return self
-        head = self.head.cast(surroundings.ends(), surroundings.dtype)
-        return replace(self, head=head, norm=surroundings.norm, keys_values=surroundings.keys_values)
+        head = self.head.cast(target_info.ends(), target_info.dtype)
+        return replace(self, head=head, norm=target_info.norm, keys_values=target_info.keys_values)
 
     def on_tables(self, vocab_size: int, seed: int) -> "AssistantDrafter":
         return AssistantDrafter(head=TabularAssistant(vocab_size, seed), tap=0)
@@ -142,12 +142,12 @@ class AssistantPath(HeadPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return config.get("model_type") in (*SINGLE_POSITION, *ASSISTANTS)
 
-    def bind(self, surroundings: Surroundings) -> AssistantDrafter | DFlashDrafter:
+    def bind(self, target_info: TargetInfo) -> AssistantDrafter | DFlashDrafter:
         """Load the assistant."""
         kind = read_config(self.path, revision=self.revision).get("model_type")
         if kind in ASSISTANTS:
-            drafter = DFlashPath(**vars(self)).bind(surroundings)
-            if surroundings.num_layers in drafter.tapped:
+            drafter = DFlashPath(**vars(self)).bind(target_info)
+            if target_info.num_layers in drafter.tapped:
                 raise InputError(
                     f"the assistant in {self.path} reads what leaves the target's last layer, and its config does not "
                     "say whether before or after the final norm; give the target that it was published with"
@@ -156,16 +156,16 @@ class AssistantPath(HeadPath):
         if kind not in SINGLE_POSITION:
             known = ", ".join((*SINGLE_POSITION, *ASSISTANTS))
             raise InputError(f"{self.path} holds no assistant but {kind!r}; known are {known}")
-        device, dtype = self.place(surroundings)
+        device, dtype = self.place(target_info)
         model = open_assistant(self.path, dtype=dtype, device=device, revision=self.revision)
-        self.check_target(None, int(model.config.backbone_hidden_size), surroundings)
-        self.check_vocabulary(int(model.config.get_text_config().vocab_size), surroundings)
-        layers = self._layers(model.config.get_text_config(), surroundings.config)
+        self.check_target(None, int(model.config.backbone_hidden_size), target_info)
+        self.check_vocabulary(int(model.config.get_text_config().vocab_size), target_info)
+        layers = self._layers(model.config.get_text_config(), target_info.config)
         return AssistantDrafter(
-            head=Assistant(model, layers, surroundings.ends(), surroundings.vocab_size),
-            tap=surroundings.num_layers,
-            norm=surroundings.norm,
-            keys_values=surroundings.keys_values,
+            head=Assistant(model, layers, target_info.ends(), target_info.vocab_size),
+            tap=target_info.num_layers,
+            norm=target_info.norm,
+            keys_values=target_info.keys_values,
         )
 
     def _layers(self, own: PreTrainedConfig, target: PreTrainedConfig | None) -> dict[str, int]:

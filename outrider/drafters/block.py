@@ -14,8 +14,8 @@ from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import SlotState, SlottedDrafter, state_of
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(kw_only=True)
@@ -119,8 +119,8 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter):
     def fork(self, state: object, request: Request, length: int) -> BlockState:
         return BlockState(slot=self.lm.copy(state_of(BlockState, state).slot, self.needs(state, length)))
 
-    def cast(self, surroundings: Surroundings) -> "BlockDrafter":
-        return replace(self, lm=self.lm.cast(surroundings.dtype))
+    def cast(self, target_info: TargetInfo) -> "BlockDrafter":
+        return replace(self, lm=self.lm.cast(target_info.dtype))
 
 
 def _own(state: Running) -> BlockState:

@@ -9,8 +9,8 @@ from torch import nn
 from outrider.drafters.state_heads import StateHeadsDrafter, randomise
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads
 from outrider.lm.hf.embedding_and_head import Ends
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +25,9 @@ class BlockwiseDrafter(StateHeadsDrafter):
 
     heads: BlockwiseHeads
 
-    def cast(self, surroundings: Surroundings) -> "BlockwiseDrafter":
-        made = cast(BlockwiseDrafter, super().cast(surroundings))
-        made.heads.ends = surroundings.ends()
+    def cast(self, target_info: TargetInfo) -> "BlockwiseDrafter":
+        made = cast(BlockwiseDrafter, super().cast(target_info))
+        made.heads.ends = target_info.ends()
         return made
 
     def on_tables(self, vocab_size: int, seed: int) -> "BlockwiseDrafter":

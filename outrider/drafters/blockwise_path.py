@@ -14,7 +14,7 @@ from outrider.drafters.state_heads import running
 from outrider.heads.backoff import FILE, BackoffModel, read_backoff
 from outrider.heads.blockwise import is_blockwise, read_blockwise
 from outrider.heads.files import TargetShape, local_file, read_config
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,23 +60,23 @@ class BlockwisePath(HeadPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_blockwise(config)
 
-    def bind(self, surroundings: Surroundings) -> BlockwiseDrafter:
+    def bind(self, target_info: TargetInfo) -> BlockwiseDrafter:
         """Load the heads, and what refines their drafts."""
         config = read_config(self.path, revision=self.revision)
-        heads = read_blockwise(self.path, surroundings.ends(), revision=self.revision)
-        self.check_target(TargetShape.of(config, self.path), heads.config.hidden_size, surroundings)
-        self.check_vocabulary(heads.config.vocab_size, surroundings)
-        heads = heads.to(*self.place(surroundings)).requires_grad_(False)
+        heads = read_blockwise(self.path, target_info.ends(), revision=self.revision)
+        self.check_target(TargetShape.of(config, self.path), heads.config.hidden_size, target_info)
+        self.check_vocabulary(heads.config.vocab_size, target_info)
+        heads = heads.to(*self.place(target_info)).requires_grad_(False)
         given: dict[str, Any] = {
             "heads": heads,
-            "running": running(heads, surroundings),
-            "tap": surroundings.num_layers,
-            "vocab_size": surroundings.vocab_size,
-            "norm": surroundings.norm,
+            "running": running(heads, target_info),
+            "tap": target_info.num_layers,
+            "vocab_size": target_info.vocab_size,
+            "norm": target_info.norm,
         }
         if self.rescorer is not None:
             model = ModelPath(path=self.rescorer, device=self.device, dtype=self.dtype, max_context=self.max_context)
-            return RescoredDrafter(**given, rescorer=model.bind(surroundings), lam=self.lam, top_k=self.top_k)
+            return RescoredDrafter(**given, rescorer=model.bind(target_info), lam=self.lam, top_k=self.top_k)
         if self.paths is not None:
             return PathsDrafter(
                 **given,

@@ -15,8 +15,8 @@ from outrider.heads.block_formats import Answers, method_of
 from outrider.heads.blocks import guessed_ids, read_block
 from outrider.heads.dflash import DFlash, Method
 from outrider.heads.files import TargetShape, read_config
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
 
 TABLE_BLOCK = 5
 """Positions of a block in proofs on tables."""
@@ -93,50 +93,48 @@ class BlockPath(HeadPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return method_of(config) == cls.method
 
-    def read(self, surroundings: Surroundings) -> dict[str, Any]:
+    def read(self, target_info: TargetInfo) -> dict[str, Any]:
         """Load the head. Returns the fields of its drafter.
 
         Raises:
             InputError: There is none, it is another one, or it was not made for this target.
         """
         shape = TargetShape.of(read_config(self.path, revision=self.revision), self.path)
-        self.check_target(shape, surroundings.hidden_size if shape is None else shape.hidden_size, surroundings)
+        self.check_target(shape, target_info.hidden_size if shape is None else shape.hidden_size, target_info)
         answers = Answers(
             mask_token_id=self.mask_token_id, sample_from_anchor=self.sample_from_anchor, causal=self.causal
         )
-        head = read_block(
-            self.path, surroundings.ends, surroundings.vocab_size, revision=self.revision, answers=answers
-        )
-        self._check(head, surroundings)
-        device, dtype = self.place(surroundings)
+        head = read_block(self.path, target_info.ends, target_info.vocab_size, revision=self.revision, answers=answers)
+        self._check(head, target_info)
+        device, dtype = self.place(target_info)
         config, ids = head.config, guessed_ids(head)
         placed = head.to(device, dtype).requires_grad_(False)
-        lm = running_head(placed, surroundings, max_context=self.longest(surroundings) + config.block_size)
+        lm = running_head(placed, target_info, max_context=self.longest(target_info) + config.block_size)
         return {
             "lm": lm,
             "block_size": config.block_size,
             "mask_id": config.mask_id,
             "from_anchor": config.from_anchor,
             "tapped": config.taps,
-            "short_list": None if ids is None else ShortList.of(ids.to(surroundings.device), surroundings.vocab_size),
+            "short_list": None if ids is None else ShortList.of(ids.to(target_info.device), target_info.vocab_size),
         }
 
-    def _check(self, head: DFlash, surroundings: Surroundings) -> None:
+    def _check(self, head: DFlash, target_info: TargetInfo) -> None:
         """Raise InputError if the head is another one, or was not made for this target."""
         if head.method != self.method:
             raise InputError(f"the head in {self.path} is a {head.method} head; use drafter {head.method}")
         config = head.config
-        self.check_target(None, config.target_size, surroundings)
-        if max(config.taps) > surroundings.num_layers:
+        self.check_target(None, config.target_size, target_info)
+        if max(config.taps) > target_info.num_layers:
             raise InputError(
                 f"the head in {self.path} reads the hidden states {list(config.taps)}, and this target has "
-                f"{surroundings.num_layers} layers; give a head that was trained for this target"
+                f"{target_info.num_layers} layers; give a head that was trained for this target"
             )
         borrowed = config.num_embeddings is None or config.num_outputs is None
-        if borrowed and config.layers.hidden_size != surroundings.hidden_size:
+        if borrowed and config.layers.hidden_size != target_info.hidden_size:
             raise InputError(
                 f"the head in {self.path} is {config.layers.hidden_size} wide and uses the embedding or the output "
-                f"layer of its target, and this target's are {surroundings.hidden_size} wide"
+                f"layer of its target, and this target's are {target_info.hidden_size} wide"
             )
 
 
@@ -146,9 +144,9 @@ class DFlashPath(BlockPath):
 
     method: ClassVar[Method] = "dflash"
 
-    def bind(self, surroundings: Surroundings) -> DFlashDrafter:
+    def bind(self, target_info: TargetInfo) -> DFlashDrafter:
         """Load the head."""
-        return DFlashDrafter(**self.read(surroundings))
+        return DFlashDrafter(**self.read(target_info))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +155,6 @@ class DFlarePath(BlockPath):
 
     method: ClassVar[Method] = "dflare"
 
-    def bind(self, surroundings: Surroundings) -> DFlareDrafter:
+    def bind(self, target_info: TargetInfo) -> DFlareDrafter:
         """Load the head."""
-        return DFlareDrafter(**self.read(surroundings))
+        return DFlareDrafter(**self.read(target_info))

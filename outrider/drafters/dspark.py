@@ -17,8 +17,8 @@ from outrider.drafters.slotted import state_of
 from outrider.heads.dflash import Method
 from outrider.heads.dspark import ConfidenceHead, DSpark, MarkovHead
 from outrider.lm.head import HeadLM
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
 
@@ -200,9 +200,9 @@ class DSparkPath(BlockPath):
 
     method: ClassVar[Method] = "dspark"
 
-    def bind(self, surroundings: Surroundings) -> DSparkDrafter:
+    def bind(self, target_info: TargetInfo) -> DSparkDrafter:
         """Load the head."""
-        return DSparkDrafter(**self.read(surroundings))
+        return DSparkDrafter(**self.read(target_info))
 
 
 def _at(rows: Float[Tensor, "depth width"] | None, depth: int) -> Float[Tensor, " width"]:

@@ -13,7 +13,7 @@ from outrider.drafters.token_map import check_listed, checked_ids, read_token_ma
 from outrider.heads.eagle import EagleFile, is_eagle
 from outrider.heads.feature_head import without_copies
 from outrider.heads.files import TargetShape, read_config, read_tensors
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +51,20 @@ class EagleKinPath(HeadPath):
         super().__post_init__()
         check_listed(self.token_map, self.vocabulary)
 
-    def read(self, surroundings: Surroundings) -> dict[str, Any]:
+    def read(self, target_info: TargetInfo) -> dict[str, Any]:
         """Load the head. Returns the fields of its drafter."""
         config = read_config(self.path, revision=self.revision)
         file = self.file.of(self.path, config, read_tensors(self.path, revision=self.revision))
-        self.check_target(TargetShape.of(config, self.path), file.config.hidden_size, surroundings)
-        self.check_vocabulary(file.config.vocab_size, surroundings)
-        tensors = without_copies(dict(file.tensors), surroundings.embed, surroundings.device)
-        ends, width, few = surroundings.ends(), surroundings.vocab_size, None
+        self.check_target(TargetShape.of(config, self.path), file.config.hidden_size, target_info)
+        self.check_vocabulary(file.config.vocab_size, target_info)
+        tensors = without_copies(dict(file.tensors), target_info.embed, target_info.device)
+        ends, width, few = target_info.ends(), target_info.vocab_size, None
         if self.token_map is not None:
             ids = checked_ids(read_token_map(self.token_map, self.vocabulary), width, self.token_map)
-            few = ShortList.of(torch.tensor(ids, device=surroundings.device), width)
+            few = ShortList.of(torch.tensor(ids, device=target_info.device), width)
             ends, width = ends.cut(ids), len(ids)
-        lm = head_lm(self, replace(file, tensors=tensors).head(ends, width), surroundings)
-        return {"lm": lm, "reads": (surroundings.num_layers,), "short_list": few}
+        lm = head_lm(self, replace(file, tensors=tensors).head(ends, width), target_info)
+        return {"lm": lm, "reads": (target_info.num_layers,), "short_list": few}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,6 @@ class EaglePath(EagleKinPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_eagle(config, names)
 
-    def bind(self, surroundings: Surroundings) -> EagleDrafter:
+    def bind(self, target_info: TargetInfo) -> EagleDrafter:
         """Load the head."""
-        return EagleDrafter(**self.read(surroundings))
+        return EagleDrafter(**self.read(target_info))

@@ -10,7 +10,7 @@ from outrider.drafters.head_path import HeadPath
 from outrider.heads.eagle3_files import Answers, Eagle3File, is_eagle3
 from outrider.heads.feature_head import without_copies
 from outrider.heads.files import read_config, read_tensors
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +55,19 @@ class Eagle3Path(AskingPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_eagle3(config, names)
 
-    def bind(self, surroundings: Surroundings) -> Eagle3Drafter:
+    def bind(self, target_info: TargetInfo) -> Eagle3Drafter:
         """Load the head."""
         config = read_config(self.path, revision=self.revision)
         file = Eagle3File.of(self.path, config, read_tensors(self.path, revision=self.revision))
-        self.check_target(file.target, file.target_hidden_size, surroundings)
-        self.check_vocabulary(int(file.layer.vocab_size), surroundings)
-        file = replace(file, tensors=without_copies(dict(file.tensors), surroundings.embed, surroundings.device))
+        self.check_target(file.target, file.target_hidden_size, target_info)
+        self.check_vocabulary(int(file.layer.vocab_size), target_info)
+        file = replace(file, tensors=without_copies(dict(file.tensors), target_info.embed, target_info.device))
         head = file.head(
-            surroundings.ends(),
-            num_layers=surroundings.num_layers,
-            vocab_size=surroundings.vocab_size,
+            target_info.ends(),
+            num_layers=target_info.num_layers,
+            vocab_size=target_info.vocab_size,
             answers=self.answers,
         )
-        lm = head_lm(self, head, surroundings)
-        ids = None if head.ids is None else ShortList.of(head.ids.to(lm.device), surroundings.vocab_size)
+        lm = head_lm(self, head, target_info)
+        ids = None if head.ids is None else ShortList.of(head.ids.to(lm.device), target_info.vocab_size)
         return Eagle3Drafter(lm=lm, reads=head.sizes.taps, short_list=ids)

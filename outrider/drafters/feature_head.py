@@ -14,8 +14,8 @@ from outrider.drafters.own_features import OwnFeatures
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.mtp import MtpHead
 from outrider.lm.head import HeadLM
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularFusion, TabularHead
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +47,12 @@ class FeatureHeadDrafter(OwnFeatures):
     def fed_back(self, handed_on: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
         return self.module.fed_back(handed_on)
 
-    def cast(self, surroundings: Surroundings) -> "FeatureHeadDrafter":
+    def cast(self, target_info: TargetInfo) -> "FeatureHeadDrafter":
         if isinstance(self.lm, TabularHead):
             return self
-        module = copy.deepcopy(cast(FeatureHead | MtpHead, self.lm.module)).to(surroundings.dtype)
+        module = copy.deepcopy(cast(FeatureHead | MtpHead, self.lm.module)).to(target_info.dtype)
         ids = module.ends.ids
-        module.ends = surroundings.ends() if ids is None else surroundings.ends().cut(ids)
+        module.ends = target_info.ends() if ids is None else target_info.ends().cut(ids)
         lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
         return replace(self, lm=lm)
 
@@ -60,8 +60,8 @@ class FeatureHeadDrafter(OwnFeatures):
         return replace(self, lm=TabularHead(vocab_size, seed), reads=(0,), short_list=None)
 
 
-def head_lm(path: HeadPath, module: FeatureHead, surroundings: Surroundings) -> HeadLM:
+def head_lm(path: HeadPath, module: FeatureHead, target_info: TargetInfo) -> HeadLM:
     """A head's module as a language model, where its path says."""
-    device, dtype = path.place(surroundings)
+    device, dtype = path.place(target_info)
     placed = module.to(device, dtype).eval().requires_grad_(False)
-    return running_head(placed, surroundings, max_context=path.longest(surroundings))
+    return running_head(placed, target_info, max_context=path.longest(target_info))

@@ -8,7 +8,7 @@ from outrider.drafters.eagle import EagleKinPath
 from outrider.drafters.feature_head import FeatureHeadDrafter
 from outrider.heads.eagle import EagleFile
 from outrider.heads.griffin import GriffinFile, is_griffin
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,6 @@ class GriffinPath(EagleKinPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_griffin(config, names)
 
-    def bind(self, surroundings: Surroundings) -> GriffinDrafter:
+    def bind(self, target_info: TargetInfo) -> GriffinDrafter:
         """Load the head."""
-        return GriffinDrafter(**self.read(surroundings))
+        return GriffinDrafter(**self.read(target_info))

@@ -13,7 +13,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.heads.files import TargetShape
 from outrider.lm.head import HeadLM, beside
 from outrider.lm.hf.open import as_device, as_dtype
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +48,20 @@ class HeadPath:
         return False
 
     @abstractmethod
-    def bind(self, surroundings: Surroundings) -> Drafter:
+    def bind(self, target_info: TargetInfo) -> Drafter:
         """Load the head."""
 
-    def place(self, surroundings: Surroundings) -> tuple[torch.device, torch.dtype]:
+    def place(self, target_info: TargetInfo) -> tuple[torch.device, torch.dtype]:
         """The device and the dtype of the head."""
-        kind = surroundings.dtype if self.dtype is None else as_dtype(self.dtype)
-        device = surroundings.device if self.device is None else as_device(self.device)
-        return device, surroundings.dtype if isinstance(kind, str) else kind
+        kind = target_info.dtype if self.dtype is None else as_dtype(self.dtype)
+        device = target_info.device if self.device is None else as_device(self.device)
+        return device, target_info.dtype if isinstance(kind, str) else kind
 
-    def longest(self, surroundings: Surroundings) -> int:
+    def longest(self, target_info: TargetInfo) -> int:
         """The longest context of the head, at most the target's."""
-        return min(self.max_context or surroundings.max_context, surroundings.max_context)
+        return min(self.max_context or target_info.max_context, target_info.max_context)
 
-    def check_target(self, shape: TargetShape | None, hidden_size: int, surroundings: Surroundings) -> None:
+    def check_target(self, shape: TargetShape | None, hidden_size: int, target_info: TargetInfo) -> None:
         """Check that a head was trained for such a target.
 
         Args:
@@ -71,28 +71,28 @@ class HeadPath:
         Raises:
             InputError: The target shows no hidden states, or is of another shape.
         """
-        if not surroundings.num_layers:
+        if not target_info.num_layers:
             raise InputError(f"the head in {self.path} reads the target's hidden states, and this target shows none")
-        if hidden_size != surroundings.hidden_size:
+        if hidden_size != target_info.hidden_size:
             raise InputError(
                 f"the head in {self.path} reads hidden states of width {hidden_size}, and this target's have width "
-                f"{surroundings.hidden_size}; give a head that was trained for this target"
+                f"{target_info.hidden_size}; give a head that was trained for this target"
             )
-        if shape is not None and (shape.num_layers, shape.hidden_size) != (surroundings.num_layers, hidden_size):
+        if shape is not None and (shape.num_layers, shape.hidden_size) != (target_info.num_layers, hidden_size):
             raise InputError(
                 f"the head in {self.path} was trained for a target with {shape.num_layers} layers of width "
-                f"{shape.hidden_size}, and this target has {surroundings.num_layers} layers of width "
-                f"{surroundings.hidden_size}"
+                f"{shape.hidden_size}, and this target has {target_info.num_layers} layers of width "
+                f"{target_info.hidden_size}"
             )
 
-    def check_vocabulary(self, vocab_size: int, surroundings: Surroundings) -> None:
+    def check_vocabulary(self, vocab_size: int, target_info: TargetInfo) -> None:
         """Raise InputError if a head knows another number of tokens than the target.
 
         The target's output layer may be wider than its logits, which leave out the padding behind the last token.
         """
-        here = surroundings.vocab_size
-        widest = surroundings.head(
-            torch.zeros(1, surroundings.hidden_size, device=surroundings.device, dtype=surroundings.dtype)
+        here = target_info.vocab_size
+        widest = target_info.head(
+            torch.zeros(1, target_info.hidden_size, device=target_info.device, dtype=target_info.dtype)
         ).shape[-1]
         if not here <= vocab_size <= max(here, widest):
             raise InputError(
@@ -107,12 +107,12 @@ def check_longest(max_context: int | None) -> None:
         raise InputError(f"max_context must be >= 1, got {max_context}")
 
 
-def running_head(module: nn.Module, surroundings: Surroundings, *, max_context: int) -> HeadLM:
+def running_head(module: nn.Module, target_info: TargetInfo, *, max_context: int) -> HeadLM:
     """A head's module as a language model whose forwards run as the target's do, where they can."""
     return beside(
-        surroundings.target_forward,
-        surroundings.forward,
+        target_info.target_forward,
+        target_info.forward,
         module,
-        max_slots=surroundings.max_slots,
+        max_slots=target_info.max_slots,
         max_context=max_context,
     )

@@ -19,8 +19,8 @@ from outrider.heads.sequential import randomise
 from outrider.lm.head import HeadLM
 from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(kw_only=True)
@@ -102,10 +102,10 @@ class HydraDrafter(SequentialDrafter):
         if self.prefix is not None:
             self.prefix.release(_slot(_own(state)))
 
-    def cast(self, surroundings: Surroundings) -> "HydraDrafter":
-        prefix = None if self.prefix is None else self.prefix.cast(surroundings.dtype)
-        norm = self.norm if isinstance(self.norm, nn.Identity) else surroundings.norm
-        return replace(super().cast(surroundings), norm=norm, prefix=prefix)
+    def cast(self, target_info: TargetInfo) -> "HydraDrafter":
+        prefix = None if self.prefix is None else self.prefix.cast(target_info.dtype)
+        norm = self.norm if isinstance(self.norm, nn.Identity) else target_info.norm
+        return replace(super().cast(target_info), norm=norm, prefix=prefix)
 
     def on_tables(self, vocab_size: int, seed: int) -> "HydraDrafter":
         table, same = nn.Embedding(vocab_size, TABLE_FEATURES).double().requires_grad_(False), nn.Identity()
@@ -135,29 +135,29 @@ class HydraPath(HeadPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_hydra(config)
 
-    def bind(self, surroundings: Surroundings) -> HydraDrafter:
+    def bind(self, target_info: TargetInfo) -> HydraDrafter:
         """Load the heads."""
         config = read_config(self.path, revision=self.revision)
-        read, layer = read_hydra(self.path, surroundings.ends(), base=self.base, revision=self.revision)
-        self.check_target(TargetShape.of(config, self.path), read.hidden_size, surroundings)
-        self.check_vocabulary(read.config.vocab_size, surroundings)
+        read, layer = read_hydra(self.path, target_info.ends(), base=self.base, revision=self.revision)
+        self.check_target(TargetShape.of(config, self.path), read.hidden_size, target_info)
+        self.check_vocabulary(read.config.vocab_size, target_info)
         offset = read.config.offset
-        if not 0 <= offset <= surroundings.num_layers:
+        if not 0 <= offset <= target_info.num_layers:
             raise InputError(
                 f"the heads in {self.path} read the state {offset} layers before the end, and this target has "
-                f"{surroundings.num_layers} layers"
+                f"{target_info.num_layers} layers"
             )
-        head, running = placed(self, read, surroundings)
+        head, running = placed(self, read, target_info)
         prefix = None
         if layer is not None:
             layer = layer.to(head.weight.device, head.weight.dtype).requires_grad_(False)
-            prefix = running_head(layer, surroundings, max_context=self.longest(surroundings))
+            prefix = running_head(layer, target_info, max_context=self.longest(target_info))
         return HydraDrafter(
             head=head,
             running=running,
-            tap=surroundings.num_layers - offset,
-            vocab_size=surroundings.vocab_size,
-            norm=nn.Identity() if offset else surroundings.norm,
+            tap=target_info.num_layers - offset,
+            vocab_size=target_info.vocab_size,
+            norm=nn.Identity() if offset else target_info.norm,
             prefix=prefix,
         )
 

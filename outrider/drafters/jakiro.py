@@ -17,8 +17,8 @@ from outrider.drafters.slotted import state_of
 from outrider.heads.eagle import EagleFile
 from outrider.heads.jakiro import JakiroFile, JakiroHead, is_jakiro
 from outrider.lm.slots.chain import chain
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularFusion
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
 
@@ -105,9 +105,9 @@ class JakiroPath(EagleKinPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_jakiro(config, names)
 
-    def bind(self, surroundings: Surroundings) -> JakiroDrafter:
+    def bind(self, target_info: TargetInfo) -> JakiroDrafter:
         """Load the head."""
-        drafter = JakiroDrafter(**self.read(surroundings))
+        drafter = JakiroDrafter(**self.read(target_info))
         if self.mixture != "config":
             cast(JakiroHead, drafter.module).mixture = self.mixture
         return drafter

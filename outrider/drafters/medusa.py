@@ -9,8 +9,8 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.state_heads import StateHeadsDrafter, randomise, running
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,25 +41,25 @@ class MedusaPath(HeadPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_medusa(config)
 
-    def bind(self, surroundings: Surroundings) -> MedusaDrafter:
+    def bind(self, target_info: TargetInfo) -> MedusaDrafter:
         """Load the heads."""
         config = read_config(self.path, revision=self.revision)
-        heads = read_medusa(self.path, vocab_size=surroundings.vocab_size, revision=self.revision)
+        heads = read_medusa(self.path, vocab_size=target_info.vocab_size, revision=self.revision)
         sizes = heads.config
-        self.check_target(TargetShape.of(config, self.path), sizes.hidden_size, surroundings)
-        self.check_vocabulary(sizes.vocab_size, surroundings)
+        self.check_target(TargetShape.of(config, self.path), sizes.hidden_size, target_info)
+        self.check_vocabulary(sizes.vocab_size, target_info)
         if heads.token_map is None:
-            self.check_vocabulary(sizes.width, surroundings)
-        device, dtype = self.place(surroundings)
+            self.check_vocabulary(sizes.width, target_info)
+        device, dtype = self.place(target_info)
         heads = heads.to(device, dtype).requires_grad_(False)
         chosen = heads.token_map
-        if chosen is not None and int(chosen.max()) >= surroundings.vocab_size:
+        if chosen is not None and int(chosen.max()) >= target_info.vocab_size:
             raise InputError(f"token_map in {self.path} names tokens that this target does not have")
         return MedusaDrafter(
             heads=heads,
-            running=running(heads, surroundings),
-            tap=surroundings.num_layers,
-            vocab_size=surroundings.vocab_size,
-            norm=surroundings.norm,
-            short_list=None if chosen is None else ShortList.of(chosen, surroundings.vocab_size),
+            running=running(heads, target_info),
+            tap=target_info.num_layers,
+            vocab_size=target_info.vocab_size,
+            norm=target_info.norm,
+            short_list=None if chosen is None else ShortList.of(chosen, target_info.vocab_size),
         )

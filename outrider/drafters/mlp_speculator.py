@@ -17,8 +17,8 @@ from outrider.heads.mlp_speculator import (
     read_mlp_speculator,
 )
 from outrider.heads.sequential import randomise
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class MLPSpeculatorDrafter(SequentialDrafter):
     def features(self, hidden: Float[Tensor, "n hidden"]) -> Float[Tensor, "n hidden"]:
         return self.norm(hidden)
 
-    def cast(self, surroundings: Surroundings) -> "MLPSpeculatorDrafter":
-        return replace(super().cast(surroundings), norm=surroundings.norm)
+    def cast(self, target_info: TargetInfo) -> "MLPSpeculatorDrafter":
+        return replace(super().cast(target_info), norm=target_info.norm)
 
     def on_tables(self, vocab_size: int, seed: int) -> "MLPSpeculatorDrafter":
         config = MLPSpeculatorConfig(
@@ -57,17 +57,17 @@ class MLPSpeculatorPath(HeadPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_mlp_speculator(config)
 
-    def bind(self, surroundings: Surroundings) -> MLPSpeculatorDrafter:
+    def bind(self, target_info: TargetInfo) -> MLPSpeculatorDrafter:
         """Load the head."""
         config = read_config(self.path, revision=self.revision)
         read = read_mlp_speculator(self.path, revision=self.revision)
-        self.check_target(TargetShape.of(config, self.path), read.hidden_size, surroundings)
-        self.check_vocabulary(read.config.vocab_size, surroundings)
-        head, running = placed(self, read, surroundings)
+        self.check_target(TargetShape.of(config, self.path), read.hidden_size, target_info)
+        self.check_vocabulary(read.config.vocab_size, target_info)
+        head, running = placed(self, read, target_info)
         return MLPSpeculatorDrafter(
             head=head,
             running=running,
-            tap=surroundings.num_layers,
-            vocab_size=surroundings.vocab_size,
-            norm=surroundings.norm,
+            tap=target_info.num_layers,
+            vocab_size=target_info.vocab_size,
+            norm=target_info.norm,
         )

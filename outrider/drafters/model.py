@@ -28,8 +28,8 @@ from outrider.lm.hf.open import (
 from outrider.lm.model import runnable
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.chain import chain
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated
 from outrider.lm.vocabulary import Translation, translation
 from outrider.trees.chained import Follow
@@ -143,8 +143,8 @@ class ModelDrafter(SlottedDrafter):
         own = state_of(TreeState, state)
         return TreeState(slot=self.lm.copy(own.slot, min(length, self.lm.length(own.slot))))
 
-    def cast(self, surroundings: Surroundings) -> "ModelDrafter":
-        return replace(self, lm=self.lm.cast(surroundings.dtype))
+    def cast(self, target_info: TargetInfo) -> "ModelDrafter":
+        return replace(self, lm=self.lm.cast(target_info.dtype))
 
     def on_tables(self, vocab_size: int, seed: int) -> "ModelDrafter":
         if self.short_list is None:
@@ -224,25 +224,25 @@ class ModelPath:
     def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
         return open_tokenizer(self.path, revision=self.revision)
 
-    def bind(self, surroundings: Surroundings) -> ModelDrafter:
+    def bind(self, target_info: TargetInfo) -> ModelDrafter:
         """Load the draft model. If its vocabulary differs from the target's, it proposes the tokens that both have."""
         listed = None if self.token_map is None else read_token_map(self.token_map, self.vocabulary)
-        if listed is not None and self.device is not None and not _same(as_device(self.device), surroundings.device):
+        if listed is not None and self.device is not None and not _same(as_device(self.device), target_info.device):
             raise InputError(
-                f"token_map needs the draft model on the target's device {surroundings.device}, got {self.device}; "
+                f"token_map needs the draft model on the target's device {target_info.device}, got {self.device}; "
                 "leave out device or token_map"
             )
         model = open_model(
             self.path,
-            dtype=self.dtype or surroundings.dtype,
-            device=self.device or surroundings.device,
+            dtype=self.dtype or target_info.dtype,
+            device=self.device or target_info.device,
             revision=self.revision,
         )
         width, few = logit_width(model), None
-        ours = surroundings.tokenizer
+        ours = target_info.tokenizer
         shares = ours is not None and holds_files_of(self.path, ours)
-        words = None if shares else shared_words(self.path, self.read_tokenizer(), width, surroundings)
-        shared = min(width, surroundings.vocab_size)
+        words = None if shares else shared_words(self.path, self.read_tokenizer(), width, target_info)
+        shared = min(width, target_info.vocab_size)
         if listed is not None and words is not None:
             words = self._restricted(words, listed)
             model = narrowed(model, words.theirs.tolist())
@@ -250,20 +250,20 @@ class ModelPath:
         elif listed is not None:
             ids = checked_ids(listed, shared, str(self.token_map))
             model = narrowed(model, ids)
-            few = ShortList.of(torch.tensor(ids, device=surroundings.device), surroundings.vocab_size)
+            few = ShortList.of(torch.tensor(ids, device=target_info.device), target_info.vocab_size)
         lm = as_lm(
             model,
-            max_slots=surroundings.max_slots,
+            max_slots=target_info.max_slots,
             max_context=self.max_context,
             vocab_size=shared if words is None and few is None else None,
-            forward=runnable(model, surroundings.forward),
+            forward=runnable(model, target_info.forward),
         )
         if few is not None and lm.vocab_size != len(few.ids):
             raise InputError(
                 f"the draft model {self.path} computes all logits whatever its output layer is; leave out token_map"
             )
         return ModelDrafter(
-            lm=lm if words is None else Translated(lm, words), vocab_size=surroundings.vocab_size, short_list=few
+            lm=lm if words is None else Translated(lm, words), vocab_size=target_info.vocab_size, short_list=few
         )
 
     def _restricted(self, words: Translation, listed: Sequence[int]) -> Translation:
@@ -284,24 +284,24 @@ def _same(one: torch.device, other: torch.device) -> bool:
 
 
 def shared_words(
-    path: str, tokenizer: PreTrainedTokenizerBase | None, width: int, surroundings: Surroundings
+    path: str, tokenizer: PreTrainedTokenizerBase | None, width: int, target_info: TargetInfo
 ) -> Translation | None:
     """The map from the target's tokens to a draft model's. None if both have the same ids, apart from padding.
 
     Raises:
         InputError: The vocabularies have too little in common, or cannot be compared.
     """
-    ours = surroundings.tokenizer
+    ours = target_info.tokenizer
     if ours is None or tokenizer is None:
-        if width != surroundings.vocab_size:
+        if width != target_info.vocab_size:
             raise InputError(
-                f"the draft model {path} has {width} token ids and the target {surroundings.vocab_size}, and without "
+                f"the draft model {path} has {width} token ids and the target {target_info.vocab_size}, and without "
                 "both tokenizers the two cannot be matched; put the tokenizer's files beside both models"
             )
         return None
     if tokenizer.get_vocab() == ours.get_vocab():
         return None
-    words = translation(ours, tokenizer, surroundings.vocab_size, width)
+    words = translation(ours, tokenizer, target_info.vocab_size, width)
     if words.share < LEAST_SHARE:
         raise InputError(
             f"the draft model {path} has another vocabulary, with {len(words.ours)} of the target's "

@@ -6,7 +6,7 @@ from outrider.drafters.feature_head import FeatureHeadDrafter
 from outrider.drafters.head_path import check_longest, running_head
 from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.heads.mtp import MtpHead
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,13 @@ class MtpPath:
     def __post_init__(self) -> None:
         check_longest(self.max_context)
 
-    def bind(self, surroundings: Surroundings) -> MtpDrafter | MtpLayersDrafter:
+    def bind(self, target_info: TargetInfo) -> MtpDrafter | MtpLayersDrafter:
         """Load the layers."""
-        model, ends, reads = surroundings.mtp(self.path), surroundings.ends(), (surroundings.num_layers,)
-        longest = min(self.max_context or surroundings.max_context, surroundings.max_context)
-        heads = [MtpHead(model, number, ends, surroundings.vocab_size) for number in range(len(model.layers))]
-        placed = [head.to(surroundings.device, surroundings.dtype).requires_grad_(False) for head in heads]
-        first, *deeper = (running_head(head, surroundings, max_context=longest) for head in placed)
+        model, ends, reads = target_info.mtp(self.path), target_info.ends(), (target_info.num_layers,)
+        longest = min(self.max_context or target_info.max_context, target_info.max_context)
+        heads = [MtpHead(model, number, ends, target_info.vocab_size) for number in range(len(model.layers))]
+        placed = [head.to(target_info.device, target_info.dtype).requires_grad_(False) for head in heads]
+        first, *deeper = (running_head(head, target_info, max_context=longest) for head in placed)
         if deeper:
             return MtpLayersDrafter(lm=first, deeper=tuple(deeper), reads=reads)
         return MtpDrafter(lm=first, reads=reads)

@@ -17,8 +17,8 @@ from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import state_of
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularHead
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
 
@@ -178,8 +178,8 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         ]
         return LayersState(slot=states[0].slot, unread=states[0].unread, deeper=states[1:])
 
-    def cast(self, surroundings: Surroundings) -> "MtpLayersDrafter":
-        lms = [FeatureHeadDrafter(lm=lm, reads=self.reads).cast(surroundings).lm for lm in self.lms]
+    def cast(self, target_info: TargetInfo) -> "MtpLayersDrafter":
+        lms = [FeatureHeadDrafter(lm=lm, reads=self.reads).cast(target_info).lm for lm in self.lms]
         return replace(self, lm=lms[0], deeper=tuple(lms[1:]))
 
     def on_tables(self, vocab_size: int, seed: int) -> "MtpLayersDrafter":

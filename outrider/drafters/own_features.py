@@ -14,7 +14,7 @@ from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.slots.chain import chain
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
 BACKLOG = 64
@@ -158,8 +158,8 @@ class OwnFeatures(SlottedDrafter):
         slot = self.lm.copy(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
         return self.state(slot=slot, unread=unread_of(self.lm, own, length))
 
-    def cast(self, surroundings: Surroundings) -> "OwnFeatures":
-        return replace(self, lm=self.lm.cast(surroundings.dtype))
+    def cast(self, target_info: TargetInfo) -> "OwnFeatures":
+        return replace(self, lm=self.lm.cast(target_info.dtype))
 
     def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
         """The next `count` pairs that a request's slot lacks."""

@@ -18,7 +18,7 @@ from outrider.heads.files import MOST_COUNT, TargetShape, read_config, read_name
 from outrider.heads.parallel import ParallelFile, is_parallel
 from outrider.heads.peagle import PEagleFile, is_peagle
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(kw_only=True)
@@ -102,29 +102,29 @@ class ParallelPath(AskingPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_parallel(config) or is_peagle(config, names)
 
-    def bind(self, surroundings: Surroundings) -> ParallelDrafter:
+    def bind(self, target_info: TargetInfo) -> ParallelDrafter:
         """Load the head."""
         config = read_config(self.path, revision=self.revision)
         if is_peagle(config, read_names(self.path, revision=self.revision)):
-            return self._peagle(config, surroundings)
+            return self._peagle(config, target_info)
         file = ParallelFile.read(self.path, revision=self.revision)
         if self.slots is not None and self.slots > file.num_slots:
             raise InputError(f"the head in {self.path} has {file.num_slots} mask slots, got slots={self.slots}")
-        self.check_target(TargetShape.of(config, self.path), file.layer.hidden_size, surroundings)
-        self.check_vocabulary(file.layer.vocab_size, surroundings)
-        head = file.head(surroundings.ends(), surroundings.vocab_size)
+        self.check_target(TargetShape.of(config, self.path), file.layer.hidden_size, target_info)
+        self.check_vocabulary(file.layer.vocab_size, target_info)
+        head = file.head(target_info.ends(), target_info.vocab_size)
         return ParallelDrafter(
-            lm=head_lm(self, head, surroundings),
-            reads=(surroundings.num_layers,),
+            lm=head_lm(self, head, target_info),
+            reads=(target_info.num_layers,),
             slots=_slots(file.num_slots if self.slots is None else self.slots),
         )
 
-    def _peagle(self, config: Mapping[str, Any], surroundings: Surroundings) -> ParallelDrafter:
+    def _peagle(self, config: Mapping[str, Any], target_info: TargetInfo) -> ParallelDrafter:
         """Load a P-EAGLE head."""
         tensors = read_tensors(self.path, revision=self.revision)
         file = PEagleFile.of(self.path, config, tensors, mask_id=self.mask_token_id)
-        self.check_target(file.eagle3.target, file.eagle3.target_hidden_size, surroundings)
-        self.check_vocabulary(int(file.eagle3.layer.vocab_size), surroundings)
+        self.check_target(file.eagle3.target, file.eagle3.target_hidden_size, target_info)
+        self.check_vocabulary(int(file.eagle3.layer.vocab_size), target_info)
         num_slots = file.num_slots if self.slots is None else self.slots
         if num_slots is None:
             raise InputError(
@@ -132,17 +132,17 @@ class ParallelPath(AskingPath):
                 "behind the path, one less than the tokens of a draft"
             )
         head = file.head(
-            surroundings.ends(),
-            num_layers=surroundings.num_layers,
-            vocab_size=surroundings.vocab_size,
+            target_info.ends(),
+            num_layers=target_info.num_layers,
+            vocab_size=target_info.vocab_size,
             answers=self.answers,
         )
-        lm, ids = head_lm(self, head, surroundings), head.ids
+        lm, ids = head_lm(self, head, target_info), head.ids
         return ParallelDrafter(
             lm=lm,
             reads=head.sizes.taps,
             slots=_slots(num_slots),
-            short_list=None if ids is None else ShortList.of(ids.to(lm.device), surroundings.vocab_size),
+            short_list=None if ids is None else ShortList.of(ids.to(lm.device), target_info.vocab_size),
         )
 
 

@@ -22,8 +22,8 @@ from outrider.heads.files import TargetShape, read_config, read_tensors
 from outrider.heads.poss import PossFile, is_poss
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularHead
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
 
@@ -147,11 +147,11 @@ class PossDrafter(FeatureHeadDrafter):
             kept.append(HeadState(slot=slot, unread=unread_of(lm, each, first)))
         return PossState(slot=kept[0].slot, unread=kept[0].unread, further=kept[1:])
 
-    def cast(self, surroundings: Surroundings) -> "PossDrafter":
+    def cast(self, target_info: TargetInfo) -> "PossDrafter":
         if isinstance(self.lm, TabularHead):
             return self
-        head = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(surroundings.dtype)
-        head.ends = surroundings.ends()
+        head = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(target_info.dtype)
+        head.ends = target_info.ends()
         slots, longest = self.lm.max_slots, self.lm.max_context
         readers = map(head.reader, range(len(self.lms)))
         lms = [HeadLM(reader, max_slots=slots, max_context=longest) for reader in readers]
@@ -204,28 +204,28 @@ class PossPath(AskingPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return is_poss(config, names)
 
-    def bind(self, surroundings: Surroundings) -> PossDrafter:
+    def bind(self, target_info: TargetInfo) -> PossDrafter:
         """Load the head."""
         config = read_config(self.path, revision=self.revision)
         tensors = read_tensors(self.path, revision=self.revision)
         file = PossFile.of(self.path, config, tensors, stride=self.stride)
-        self.check_target(TargetShape.of(config, self.path), file.target_hidden_size, surroundings)
-        self.check_vocabulary(file.vocab_size, surroundings)
-        own = without_copies(dict(file.trunk.tensors), surroundings.embed, surroundings.device)
+        self.check_target(TargetShape.of(config, self.path), file.target_hidden_size, target_info)
+        self.check_vocabulary(file.vocab_size, target_info)
+        own = without_copies(dict(file.trunk.tensors), target_info.embed, target_info.device)
         file = replace(file, trunk=replace(file.trunk, tensors=own))
         head = file.head(
-            surroundings.ends(),
-            num_layers=surroundings.num_layers,
-            vocab_size=surroundings.vocab_size,
+            target_info.ends(),
+            num_layers=target_info.num_layers,
+            vocab_size=target_info.vocab_size,
             answers=self.answers,
         )
-        lms = [head_lm(self, head.reader(number), surroundings) for number in range(1 + len(head.specialists))]
+        lms = [head_lm(self, head.reader(number), target_info) for number in range(1 + len(head.specialists))]
         few = None
         if isinstance(head, EagleHead):
-            reads: tuple[int, ...] = (surroundings.num_layers,)
+            reads: tuple[int, ...] = (target_info.num_layers,)
         else:
             reads = head.sizes.taps
-            few = None if head.ids is None else ShortList.of(head.ids.to(lms[0].device), surroundings.vocab_size)
+            few = None if head.ids is None else ShortList.of(head.ids.to(lms[0].device), target_info.vocab_size)
         return PossDrafter(lm=lms[0], further=tuple(lms[1:]), stride=head.stride, reads=reads, short_list=few)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Frontier, Guess, Request, Running
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 Rows = Literal["sampled", "point", "marginal"]
 """The kind of a drafter's guesses: `sampled` is a distribution after each prefix, `point` one token, `marginal` a
@@ -145,7 +145,7 @@ class Drafter(Protocol):
         """Release what `open` allocated."""
         return
 
-    def cast(self, surroundings: "Surroundings") -> "Drafter":
+    def cast(self, target_info: "TargetInfo") -> "Drafter":
         """The same drafter for a target of another dtype. It shares no request states with this one."""
         return self
 
@@ -160,7 +160,7 @@ class Drafter(Protocol):
 class Unbound(Protocol):
     """A drafter before it is bound to a target: the options that a user gave."""
 
-    def bind(self, surroundings: Surroundings) -> Drafter:
+    def bind(self, target_info: TargetInfo) -> Drafter:
         """The drafter itself. Raises InputError if it does not fit the target."""
         ...
 

@@ -14,7 +14,7 @@ from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.state_heads import HeadsState, heads_state
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(kw_only=True)
@@ -95,9 +95,9 @@ class RescoredDrafter(BlockwiseDrafter):
     def close(self, state: object) -> None:
         self.rescorer.close(_state(state).rescorer)
 
-    def cast(self, surroundings: Surroundings) -> "RescoredDrafter":
-        made = super().cast(surroundings)
-        return replace(self, heads=made.heads, running=None, norm=made.norm, rescorer=self.rescorer.cast(surroundings))
+    def cast(self, target_info: TargetInfo) -> "RescoredDrafter":
+        made = super().cast(target_info)
+        return replace(self, heads=made.heads, running=None, norm=made.norm, rescorer=self.rescorer.cast(target_info))
 
     def on_tables(self, vocab_size: int, seed: int) -> "RescoredDrafter":
         made, theirs = super().on_tables(vocab_size, seed), self.rescorer.on_tables(vocab_size, seed + 1)

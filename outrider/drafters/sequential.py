@@ -17,7 +17,7 @@ from outrider.drafters.protocol import Rows
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.forwards.packed import packed
 from outrider.lm.head import suited
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
 Own = TypeVar("Own", bound="SequentialDrafter")
@@ -102,8 +102,8 @@ class SequentialDrafter(LastStateDrafter):
 
         return step
 
-    def cast(self: Own, surroundings: Surroundings) -> Own:
-        return replace(self, head=copy.deepcopy(self.head).to(surroundings.dtype), running=None)
+    def cast(self: Own, target_info: TargetInfo) -> Own:
+        return replace(self, head=copy.deepcopy(self.head).to(target_info.dtype), running=None)
 
     @property
     def _computing(self) -> SequentialHead:
@@ -125,12 +125,12 @@ class SequentialDrafter(LastStateDrafter):
 
 
 def placed(
-    path: HeadPath, head: SequentialHead, surroundings: Surroundings
+    path: HeadPath, head: SequentialHead, target_info: TargetInfo
 ) -> tuple[SequentialHead, SequentialHead | None]:
     """A head where its path says, and its packed twin where that is of use."""
-    device, dtype = path.place(surroundings)
+    device, dtype = path.place(target_info)
     found = head.to(device, dtype).eval().requires_grad_(False)
-    return found, packed(found) if suited(surroundings.target_forward, found) == "packed" else None
+    return found, packed(found) if suited(target_info.target_forward, found) == "packed" else None
 
 
 def _own(state: Running) -> SequentialState:

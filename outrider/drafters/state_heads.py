@@ -15,7 +15,7 @@ from outrider.drafters.marginal import MarginalDrafter
 from outrider.heads.state_heads import StateHeads
 from outrider.lm.forwards.packed import packed
 from outrider.lm.head import suited
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 Heads = TypeVar("Heads", bound=StateHeads)
 
@@ -78,14 +78,14 @@ class StateHeadsDrafter(MarginalDrafter, LastStateDrafter):
     def guessed(self, state: Running) -> Float[Tensor, "depth width"] | None:
         return heads_state(state.drafter_state).rows
 
-    def cast(self, surroundings: Surroundings) -> "StateHeadsDrafter":
-        heads = copy.deepcopy(self.heads).to(surroundings.dtype)
-        return replace(self, heads=heads, running=None, norm=surroundings.norm)
+    def cast(self, target_info: TargetInfo) -> "StateHeadsDrafter":
+        heads = copy.deepcopy(self.heads).to(target_info.dtype)
+        return replace(self, heads=heads, running=None, norm=target_info.norm)
 
 
-def running(heads: Heads, surroundings: Surroundings) -> Heads | None:
+def running(heads: Heads, target_info: TargetInfo) -> Heads | None:
     """The packed twin of heads, where the target's forwards are packed or compiled; None elsewhere."""
-    return packed(heads) if suited(surroundings.target_forward, heads) == "packed" else None
+    return packed(heads) if suited(target_info.target_forward, heads) == "packed" else None
 
 
 def randomise(heads: nn.Module, seed: int) -> None:

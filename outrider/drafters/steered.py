@@ -18,8 +18,8 @@ from outrider.drafters.slotted import TreeState, state_of
 from outrider.drafters.steering import Steering, SteeringConfig, read_steering
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.lm.steered import SteeredLM
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(kw_only=True)
@@ -105,8 +105,8 @@ class SteeredDrafter(ModelDrafter):
         slot = self.lm.copy(own.slot, self._kept(own, request, length))
         return self._shortened(own, slot, request, length)
 
-    def cast(self, surroundings: Surroundings) -> "SteeredDrafter":
-        lm = self.lm.cast(surroundings.dtype)
+    def cast(self, target_info: TargetInfo) -> "SteeredDrafter":
+        lm = self.lm.cast(target_info.dtype)
         return replace(self, lm=lm, steering=copy.deepcopy(self.steering).to(lm.device, lm.dtype))
 
     def on_tables(self, vocab_size: int, seed: int) -> "SteeredDrafter":
@@ -183,27 +183,27 @@ class SteeredPath:
     def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
         return open_tokenizer(self.path, revision=self.revision)
 
-    def bind(self, surroundings: Surroundings) -> SteeredDrafter:
+    def bind(self, target_info: TargetInfo) -> SteeredDrafter:
         """Load the draft model and its steering."""
         steering = read_steering(self.path, revision=self.revision)
-        self._check_target(steering.config, surroundings)
+        self._check_target(steering.config, target_info)
         model = open_model(
             self.path,
-            dtype=self.dtype or surroundings.dtype,
-            device=self.device or surroundings.device,
+            dtype=self.dtype or target_info.dtype,
+            device=self.device or target_info.device,
             revision=self.revision,
         )
         width = logit_width(model)
-        if shared_words(self.path, self.read_tokenizer(), width, surroundings) is not None:
+        if shared_words(self.path, self.read_tokenizer(), width, target_info) is not None:
             raise InputError(
                 f"the draft model {self.path} has another vocabulary than the target, and a steered draft model needs "
                 "the same one; use drafter model"
             )
         lm = SteeredLM(
             model,
-            max_slots=surroundings.max_slots,
+            max_slots=target_info.max_slots,
             max_context=self.max_context,
-            vocab_size=min(width, surroundings.vocab_size),
+            vocab_size=min(width, target_info.vocab_size),
         )
         widths = tuple(part.width for part in lm.parts)
         if widths != steering.config.widths:
@@ -211,15 +211,15 @@ class SteeredPath:
                 f"the steering in {self.path} was made for feed-forward layers of widths "
                 f"{list(steering.config.widths)}, and the draft model beside it has {list(widths)}; train it again"
             )
-        return SteeredDrafter(lm=lm, vocab_size=surroundings.vocab_size, steering=steering.to(lm.device, lm.dtype))
+        return SteeredDrafter(lm=lm, vocab_size=target_info.vocab_size, steering=steering.to(lm.device, lm.dtype))
 
-    def _check_target(self, config: SteeringConfig, surroundings: Surroundings) -> None:
+    def _check_target(self, config: SteeringConfig, target_info: TargetInfo) -> None:
         """Raise InputError if the steering was made for another kind of target."""
-        if not surroundings.num_layers:
+        if not target_info.num_layers:
             raise InputError("a steered draft model reads the target's hidden states, and this target shows none")
         made, here = (
             (config.target_layers, config.target_size),
-            (surroundings.num_layers, surroundings.hidden_size),
+            (target_info.num_layers, target_info.hidden_size),
         )
         if made != here:
             raise InputError(

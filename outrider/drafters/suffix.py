@@ -10,7 +10,7 @@ import numpy as np
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
 from outrider.drafters.token_only import TokenOnly
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,9 @@ class SuffixDrafter(TokenOnly):
         if self.min_match < 1:
             raise InputError(f"min_match must be >= 1, got {self.min_match}")
 
-    def bind(self, surroundings: Surroundings) -> "SuffixDrafter":
+    def bind(self, target_info: TargetInfo) -> "SuffixDrafter":
         """Read the corpus, if there is one."""
-        return self if self.corpus is None else replace(self, _shared=_read(Path(self.corpus), surroundings))
+        return self if self.corpus is None else replace(self, _shared=_read(Path(self.corpus), target_info))
 
     def open(self, request: Request) -> SuffixState:
         return SuffixState(shared=None if self._shared is None else SuffixMatch(automaton=self._shared))
@@ -116,14 +116,14 @@ class SuffixDrafter(TokenOnly):
         return best.automaton.likeliest(best.state) if best.length >= self.min_match else -1
 
 
-def _read(path: Path, surroundings: Surroundings) -> SuffixAutomaton:
+def _read(path: Path, target_info: TargetInfo) -> SuffixAutomaton:
     if not path.is_file():
         raise InputError(f"there is no corpus file {path}; give JSON lines with `text` or `tokens`")
     automaton = SuffixAutomaton()
     try:
         with path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, 1):
-                for token in _entry(line, f"line {number} of {path}", surroundings):
+                for token in _entry(line, f"line {number} of {path}", target_info):
                     automaton.append(token)
                 automaton.append(SEPARATOR)
     except UnicodeDecodeError as error:
@@ -131,7 +131,7 @@ def _read(path: Path, surroundings: Surroundings) -> SuffixAutomaton:
     return automaton
 
 
-def _entry(line: str, place: str, surroundings: Surroundings) -> list[int]:
+def _entry(line: str, place: str, target_info: TargetInfo) -> list[int]:
     """Token ids of one entry of a corpus. They are checked, because a drafted id that the target lacks would fail."""
     if not line.strip():
         return []
@@ -141,13 +141,13 @@ def _entry(line: str, place: str, surroundings: Surroundings) -> list[int]:
         entry = None
     tokens, text = (entry.get("tokens"), entry.get("text")) if isinstance(entry, dict) else (None, None)
     if tokens is None and isinstance(text, str):
-        if surroundings.tokenizer is None:
+        if target_info.tokenizer is None:
             raise InputError(f"{place} holds text and there is no tokenizer; give `tokens` instead")
-        tokens = surroundings.tokenizer(text, add_special_tokens=False)["input_ids"]
+        tokens = target_info.tokenizer(text, add_special_tokens=False)["input_ids"]
     if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise InputError(f"{place} is not a JSON object with `text`, a string, or `tokens`, a list of token ids")
-    if wrong := [token for token in tokens if not 0 <= token < surroundings.vocab_size]:
-        raise InputError(f"{place}: token id {wrong[0]} is not in 0 .. {surroundings.vocab_size - 1}")
+    if wrong := [token for token in tokens if not 0 <= token < target_info.vocab_size]:
+        raise InputError(f"{place}: token id {wrong[0]} is not in 0 .. {target_info.vocab_size - 1}")
     return tokens
 
 

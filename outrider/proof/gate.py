@@ -14,7 +14,7 @@ from outrider.core.types import InputError
 from outrider.engine.engine import Engine
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.identity import Difference, Identity, identity
 
 NUM_TOKENS = 32
@@ -73,7 +73,7 @@ def in_float32(engine: Engine) -> Engine:
     """The same engine in float32. Models in float32 or float64 and quantised models are used unchanged."""
     parts = engine.parts
     target = parts.target.cast(torch.float32)
-    drafter = parts.drafter.cast(Surroundings.of(target, engine.tokenizer))
+    drafter = parts.drafter.cast(TargetInfo.of(target, engine.tokenizer))
     return Engine(
         replace(parts, target=target, drafter=drafter, experience=Experience()),
         tokenizer=engine.tokenizer,

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
@@ -17,7 +18,6 @@ from outrider.learning.divergences import divergence
 from outrider.lengths.confident import ConfidentLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from outrider.refusals import Cell, refusal
 from outrider.training.blocks import BlockLearner
@@ -38,7 +38,7 @@ PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8]]
 def bound(kind, tmp_path, lm, drop=()):
     made = checkpoints(VOCAB)[kind]
     made.tensors = {name: tensor for name, tensor in made.tensors.items() if name not in drop}
-    return made, catalog.make("drafter", f"dspark:path={made.save(tmp_path / kind)}").bind(Surroundings.of(lm, None))
+    return made, catalog.make("drafter", f"dspark:path={made.save(tmp_path / kind)}").bind(TargetInfo.of(lm, None))
 
 
 def engine(drafter, lm, length):
@@ -63,7 +63,7 @@ def test_the_survival_is_the_product_of_what_its_description_says(tmp_path, monk
     if narrow:
         weight = made.tensors["confidence_head.proj.weight"][:, :-RANK]
         made.tensors["confidence_head.proj.weight"] = weight
-        drafter = catalog.make("drafter", f"dspark:path={made.save(tmp_path / kind)}").bind(Surroundings.of(lm, None))
+        drafter = catalog.make("drafter", f"dspark:path={made.save(tmp_path / kind)}").bind(TargetInfo.of(lm, None))
     seen = []
     reach = ConfidentLength.reach
 
@@ -94,7 +94,7 @@ def test_the_survival_is_the_product_of_what_its_description_says(tmp_path, monk
 
 @pytest.mark.parametrize("rule", ["token", "block", "match"])
 def test_stopping_by_confidence_keeps_the_law(monkeypatch, rule):
-    drafter = head("dspark", Surroundings.of(target(1), None)).on_tables(2, seed=1)
+    drafter = head("dspark", TargetInfo.of(target(1), None)).on_tables(2, seed=1)
     with torch.no_grad():
         chances = drafter.judge(None, drafter.markov.markov_w1.weight).sigmoid()
     # Between the survivals of the tokens at depth 2.

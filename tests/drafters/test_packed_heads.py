@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,6 @@ from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.packed import PackedLinear, keeps_bits
 from outrider.lm.head import suited
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import CHECKPOINTS, head
@@ -89,7 +89,7 @@ def linear_weights(module: nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_no_step_reads_a_weight_that_was_packed_or_packs_one(model, kind):
     lm = beside(model, "packed")
-    drafter = head(kind, Surroundings.of(lm, None))
+    drafter = head(kind, TargetInfo.of(lm, None))
     busy = engine(lm, drafter)
     own = nn.ModuleList(drafter.modules.values())
     reads = Reads(linear_weights(model) + linear_weights(own))
@@ -107,7 +107,7 @@ def test_packed_heads_guess_what_they_guess_unpacked(model, kind):
     accepted, modules = [], []
     for forward in ("eager", "packed"):
         lm = beside(model, forward)
-        drafter = head(kind, Surroundings.of(lm, None))
+        drafter = head(kind, TargetInfo.of(lm, None))
         made = engine(lm, drafter).generate(PROMPTS, max_new_tokens=24, sampling=GREEDY)
         accepted.append([(out.num_draft_tokens, out.num_accepted_tokens, out.tokens) for out in made])
         modules.append(nn.ModuleList(drafter.modules.values()))

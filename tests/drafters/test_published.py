@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import (
     DFlashTokenCandidateGenerator,
@@ -27,7 +28,6 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
 
@@ -41,7 +41,7 @@ CELLS = (("chain", "block"), ("gumbel:branching=2x2x1", "traversal"), ("dynamic:
 
 def engine(
     model: PreTrainedModel,
-    drafter: Callable[[Surroundings], Drafter],
+    drafter: Callable[[TargetInfo], Drafter],
     *,
     gamma: int = 3,
     tree: str = "chain",
@@ -50,7 +50,7 @@ def engine(
     lm = LanguageModel(model, max_slots=4, max_context=256)
     parts = Parts(
         target=lm,
-        drafter=drafter(Surroundings.of(lm, None)),
+        drafter=drafter(TargetInfo.of(lm, None)),
         tree=catalog.make("tree", tree),
         verifier=catalog.make("verifier", verifier),
         length=FixedLength(num_speculative_tokens=gamma),
@@ -153,11 +153,11 @@ def test_mtp_beyond_its_layers_and_in_trees_changes_no_output(mtp_targets, famil
 
 
 def test_mtp_is_refused_where_there_is_none(mtp_targets, tmp_path):
-    around = Surroundings.of(LanguageModel(llama(), max_slots=1), None)
+    around = TargetInfo.of(LanguageModel(llama(), max_slots=1), None)
     with pytest.raises(InputError, match="llama has no multi-token-prediction layers"):
         MtpPath().bind(around)
     model = opened(mtp_targets("glm4_moe", 1))
-    around = Surroundings.of(LanguageModel(model, max_slots=1), None)
+    around = TargetInfo.of(LanguageModel(model, max_slots=1), None)
     with pytest.raises(InputError, match="transformers cannot load the multi-token-prediction layers of glm4_moe"):
         MtpPath(path=str(tmp_path)).bind(around)
     before = model.config.name_or_path
@@ -250,13 +250,13 @@ def test_an_assistant_in_a_batch_drafts_what_it_drafts_alone(ordered):
 def test_an_assistant_of_another_target_is_refused(gemma, tmp_path):
     other = LanguageModel(llama(), max_slots=1)
     with pytest.raises(InputError, match="keys and values of a Gemma 4 target"):
-        catalog.make("drafter", f"assistant:path={gemma[1]}").bind(Surroundings.of(other, None))
+        catalog.make("drafter", f"assistant:path={gemma[1]}").bind(TargetInfo.of(other, None))
     wide = opened(gemma4(Size(hidden=64), tmp_path / "wide")[0])
     with pytest.raises(InputError, match="hidden states of width 32, and this target's have width 64"):
-        catalog.make("drafter", str(gemma[1])).bind(Surroundings.of(LanguageModel(wide, max_slots=1), None))
+        catalog.make("drafter", str(gemma[1])).bind(TargetInfo.of(LanguageModel(wide, max_slots=1), None))
     many = opened(gemma4(Size(vocab=96), tmp_path / "many")[0])
     with pytest.raises(InputError, match="knows 64 tokens, and this target has 96"):
-        catalog.make("drafter", str(gemma[1])).bind(Surroundings.of(LanguageModel(many, max_slots=1), None))
+        catalog.make("drafter", str(gemma[1])).bind(TargetInfo.of(LanguageModel(many, max_slots=1), None))
 
 
 def test_the_assistant_of_muse_glimmer_drafts_what_transformers_drafts(tmp_path):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.assembly import why_not
@@ -20,7 +21,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from outrider.trees.chain import ChainTree
 from outrider.trees.chained import is_chained
 from outrider.trees.grow import grow
@@ -44,7 +44,7 @@ def rescorer(slots: int) -> ModelDrafter:
     return ModelDrafter(lm=LanguageModel(llama(num_layers=1), max_slots=slots))
 
 
-def drafter_of(kind: str, around: Surroundings, **fields: object) -> Drafter:
+def drafter_of(kind: str, around: TargetInfo, **fields: object) -> Drafter:
     if kind == "rescored":
         return rescored(around, rescorer(around.max_slots), **fields)
     return with_paths(around, **fields)
@@ -54,7 +54,7 @@ def engine(kind: str, *, slots: int = 4, lm: LanguageModel | None = None, drafte
     model, (tree, rule) = lm or target(slots), CELLS[kind]
     parts = Parts(
         target=model,
-        drafter=drafter or drafter_of(kind, Surroundings.of(model, None)),
+        drafter=drafter or drafter_of(kind, TargetInfo.of(model, None)),
         tree=catalog.make("tree", tree),
         verifier=catalog.make("verifier", rule),
         length=FixedLength(num_speculative_tokens=3),
@@ -163,7 +163,7 @@ def test_a_step_taken_back_changes_no_output(kind):
     these, calm = prompts(30, 50), engine(kind)
     expected = [out.tokens for out in calm.generate(these, max_new_tokens=12, sampling=DRAWN)]
     calm.rest()
-    inner = drafter_of(kind, Surroundings.of(calm.parts.target, None))
+    inner = drafter_of(kind, TargetInfo.of(calm.parts.target, None))
     broken = engine(kind, lm=calm.parts.target, drafter=Breaks(inner=inner))
     assert [out.tokens for out in broken.generate(these, max_new_tokens=12, sampling=DRAWN)] == expected
     assert broken.parts.drafter.left[0] < 0
@@ -211,12 +211,12 @@ def chains(draft: Draft) -> list[tuple[int, ...]]:
 
 def raw(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The heads' own greedy drafts."""
-    return chains(drafted(head("blockwise", Surroundings.of(lm, None)), lm, texts, ChainTree()))
+    return chains(drafted(head("blockwise", TargetInfo.of(lm, None)), lm, texts, ChainTree()))
 
 
 def test_a_rescorer_that_does_not_count_leaves_the_heads_draft():
     lm, texts = target(8), prompts(9, 30, 14, 21, 6)
-    around = Surroundings.of(lm, None)
+    around = TargetInfo.of(lm, None)
     expected = raw(lm, texts)
     assert chains(drafted(rescored(around, rescorer(8), lam=0.0), lm, texts, ChainTree())) == expected
     assert chains(drafted(rescored(around, rescorer(8), top_k=1), lm, texts, ChainTree())) == expected
@@ -225,13 +225,13 @@ def test_a_rescorer_that_does_not_count_leaves_the_heads_draft():
 
 def test_a_rescorer_that_counts_alone_drafts_what_it_would_draft():
     lm, texts = target(8), prompts(9, 30, 14)
-    drafter = rescored(Surroundings.of(lm, None), rescorer(8), lam=1.0, top_k=VOCAB)
+    drafter = rescored(TargetInfo.of(lm, None), rescorer(8), lam=1.0, top_k=VOCAB)
     assert chains(drafted(drafter, lm, texts, ChainTree())) == chains(drafted(rescorer(8), lm, texts, ChainTree()))
 
 
 def test_each_token_is_the_best_of_the_heads_likeliest_by_the_mixed_logits():
     lm, [text], lam, few = target(2), prompts(20), 0.6, 3
-    around = Surroundings.of(lm, None)
+    around = TargetInfo.of(lm, None)
     [chain] = chains(drafted(rescored(around, rescorer(2), lam=lam, top_k=few), lm, [text], ChainTree()))
     model = llama(num_layers=1)
     [rows] = head_rows(lm, [text])
@@ -245,7 +245,7 @@ def test_each_token_is_the_best_of_the_heads_likeliest_by_the_mixed_logits():
 
 def head_rows(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The logits of all heads behind some texts."""
-    heads = head("blockwise", Surroundings.of(lm, None)).heads
+    heads = head("blockwise", TargetInfo.of(lm, None)).heads
     found = []
     for text in texts:
         with torch.no_grad():
@@ -256,7 +256,7 @@ def head_rows(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> list[torch.T
 
 def test_one_path_without_an_ngram_model_is_the_heads_draft():
     lm, texts = target(8), prompts(9, 30, 14, 21, 6)
-    around = Surroundings.of(lm, None)
+    around = TargetInfo.of(lm, None)
     for tree in (ChainTree(), catalog.make("tree", "dynamic:width=1,num_nodes=9")):
         found = drafted(with_paths(around, paths=1, mu=0.0), lm, texts, tree)
         assert chains(found) == raw(lm, texts)
@@ -271,7 +271,7 @@ def test_one_path_without_an_ngram_model_is_the_heads_draft():
 
 def test_a_wide_tree_of_chosen_tokens_is_all_paths_and_nothing_else():
     lm, [text] = target(2), prompts(20)
-    drafter = with_paths(Surroundings.of(lm, None), paths=6, mu=0.7, top_k=4)
+    drafter = with_paths(TargetInfo.of(lm, None), paths=6, mu=0.7, top_k=4)
     found = drafted(drafter, lm, [text], catalog.make("tree", "dynamic:width=6,num_nodes=99"))
     [rows] = head_rows(lm, [text])
     best = rows.log_softmax(-1).topk(4, -1)
@@ -280,7 +280,7 @@ def test_a_wide_tree_of_chosen_tokens_is_all_paths_and_nothing_else():
     )
     assert paths_of(found) == {tuple(path) for path in expected.tokens.tolist()}
     fewer = drafted(
-        with_paths(Surroundings.of(lm, None), paths=6, mu=0.0, top_k=4),
+        with_paths(TargetInfo.of(lm, None), paths=6, mu=0.0, top_k=4),
         lm,
         [text],
         catalog.make("tree", "dynamic:width=6,num_nodes=99"),
@@ -290,7 +290,7 @@ def test_a_wide_tree_of_chosen_tokens_is_all_paths_and_nothing_else():
 
 def test_chains_in_one_go_are_those_of_the_growth_loop():
     lm, texts = target(8), prompts(9, 30, 14)
-    around = Surroundings.of(lm, None)
+    around = TargetInfo.of(lm, None)
     made = with_paths(around, paths=8)
     assert is_chained(made, ChainTree(), FixedLength(), [])
     assert not is_chained(rescored(around, rescorer(8)), ChainTree(), FixedLength(), [])

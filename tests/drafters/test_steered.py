@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from transformers import AutoModelForCausalLM
 
 import outrider
@@ -23,7 +24,6 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.steered import SteeredLM, steered
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
@@ -289,7 +289,7 @@ def test_a_folder_is_loaded_as_it_was_written_and_as_a_plain_draft_model(tmp_pat
     model = target(4)
     drafter = steered_drafter(model)
     place = written(tmp_path, drafter)
-    around = Surroundings.of(model, None)
+    around = TargetInfo.of(model, None)
     loaded = SteeredPath(path=place).bind(around)
     these = prompts(9, 30)
     assert difference(guesses(engine(drafter, lm=model), these), guesses(engine(loaded, lm=model), these)) < 1e-12
@@ -302,7 +302,7 @@ def test_a_copy_in_another_dtype_is_steered_too(monkeypatch):
     monkeypatch.undo()
     half = LanguageModel(llama().to(torch.bfloat16), max_slots=4)
     drafter = steered_drafter(half)
-    wide = drafter.cast(replace(Surroundings.of(half, None), dtype=torch.float32))
+    wide = drafter.cast(replace(TargetInfo.of(half, None), dtype=torch.float32))
     assert isinstance(wide.lm, SteeredLM)
     assert wide.lm.dtype == torch.float32
     assert {weight.dtype for weight in wide.steering.parameters()} == {torch.float32}
@@ -312,7 +312,7 @@ def test_a_copy_in_another_dtype_is_steered_too(monkeypatch):
 def test_a_steering_of_another_target_is_refused(tmp_path):
     model = target(1)
     place = written(tmp_path, steered_drafter(model))
-    around = Surroundings.of(model, None)
+    around = TargetInfo.of(model, None)
     with pytest.raises(InputError, match="2 layers of width 32, and this target has 3 layers"):
         SteeredPath(path=place).bind(replace(around, num_layers=3))
     with pytest.raises(InputError, match="shows none"):
@@ -325,7 +325,7 @@ def test_a_steering_beside_another_draft_model_is_refused(tmp_path):
     llama(2).save_pretrained(tmp_path)
     write_steering(drafter.steering, tmp_path, torch.float64)
     with pytest.raises(InputError, match=r"widths \[48\], and the draft model beside it has \[48, 48\]"):
-        SteeredPath(path=str(tmp_path)).bind(Surroundings.of(model, None))
+        SteeredPath(path=str(tmp_path)).bind(TargetInfo.of(model, None))
 
 
 def test_a_low_rank_steering_drafts_too():

@@ -8,16 +8,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from outrider.lm.target_info import TargetInfo
 
 from outrider.core.types import InputError
 from outrider.drafters.automaton import SuffixAutomaton
 from outrider.drafters.suffix import SuffixDrafter, SuffixState
-from outrider.lm.surroundings import Surroundings
 from tests.drafters.asking import chain, chains, running, step
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=50)
 chunks = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
-BESIDE = Surroundings(
+BESIDE = TargetInfo(
     tokenizer=None, vocab_size=9, device=torch.device("cpu"), dtype=torch.float32, max_slots=4, max_context=99
 )
 

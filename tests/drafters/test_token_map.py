@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 
 import outrider
 from outrider import InputError, Sampling, catalog
@@ -18,7 +19,6 @@ from outrider.drafters.token_map import read_token_map
 from outrider.lm.hf.narrow import narrowed
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law
@@ -120,7 +120,7 @@ def test_an_output_layer_that_cannot_be_cut_is_refused():
 @pytest.mark.usefixtures("float64_stays_float64")
 def test_a_head_with_a_list_guesses_what_it_guesses_without_it_among_fewer_tokens(name, write, tmp_path):
     lm, ids = models.target(1), [*range(20, 50), 3, 4]
-    around, text = Surroundings.of(lm, None), [5, 9, 33, 7, 12, 40, 3, 22, 51, 6, 17]
+    around, text = TargetInfo.of(lm, None), [5, 9, 33, 7, 12, 40, 3, 22, 51, 6, 17]
     write(tmp_path, around)
     listed = save(tmp_path, "list.json", ids)
     plain = catalog.make("drafter", f"{name}:path={tmp_path}").bind(around)
@@ -139,7 +139,7 @@ def test_a_head_with_a_list_guesses_what_it_guesses_without_it_among_fewer_token
 @pytest.mark.usefixtures("float64_stays_float64")
 def test_runs_of_a_head_with_a_list_keep_the_law(name, write, tree, verifier, tmp_path):
     model = real.tiny("llama", 3)
-    around = Surroundings.of(LanguageModel(model, max_slots=real.SLOTS), None)
+    around = TargetInfo.of(LanguageModel(model, max_slots=real.SLOTS), None)
     write(tmp_path, around)
     listed = save(tmp_path, "list.json", [0, 2])
     drafter = catalog.make("drafter", f"{name}:path={tmp_path},token_map={listed}").bind(around)
@@ -148,7 +148,7 @@ def test_runs_of_a_head_with_a_list_keep_the_law(name, write, tree, verifier, tm
 
 
 def test_a_head_with_ids_that_the_target_lacks_or_a_number_without_a_file_is_refused(tmp_path):
-    around = Surroundings.of(models.target(1), None)
+    around = TargetInfo.of(models.target(1), None)
     eagle(tmp_path, around)
     listed = save(tmp_path, "list.json", [3, VOCAB])
     with pytest.raises(InputError, match=f"holds token id {VOCAB}, .* have ids 0..{VOCAB - 1} in common"):
@@ -244,7 +244,7 @@ def test_ids_that_the_models_lack_and_another_device_are_refused(tmp_path):
     listed = save(tmp_path, "list.json", [3, VOCAB])
     with pytest.raises(InputError, match=f"holds token id {VOCAB}, .* have ids 0..{VOCAB - 1} in common"):
         load(drafter=f"model:path={draft},token_map={listed}")
-    around = replace(Surroundings.of(models.target(), None), device=torch.device("cuda:1"))
+    around = replace(TargetInfo.of(models.target(), None), device=torch.device("cuda:1"))
     with pytest.raises(InputError, match="token_map needs the draft model on the target's device cuda:1, got cpu"):
         catalog.make("drafter", f"model:path={draft},token_map={listed},device=cpu").bind(around)
 

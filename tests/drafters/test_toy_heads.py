@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import Running, Sampling, ShortList
@@ -20,7 +21,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from tests.world.heads import CHECKPOINTS, LAYERS, TOYS, head, toy
 from tests.world.models import target
 from tests.world.recurrent_zoo import tiny_recurrent
@@ -58,7 +58,7 @@ def engine(
     kind: str, tree: str = "chain", verifier: str = "block", *, slots: int = 4, drafter: Drafter | None = None, lm=None
 ) -> Engine:
     model = lm or target(slots)
-    own = drafter or head(kind, Surroundings.of(model, None))
+    own = drafter or head(kind, TargetInfo.of(model, None))
     parts = Parts(
         target=model,
         drafter=own,
@@ -181,7 +181,7 @@ def test_a_step_taken_back_shows_the_head_no_more_than_it_lacks(kind):
     these = prompts(30, 50)
     calm = engine(kind)
     expected = [out.tokens for out in calm.generate(these, max_new_tokens=12, sampling=DRAWN)]
-    drafter = head(kind, Surroundings.of(calm.parts.target, None))
+    drafter = head(kind, TargetInfo.of(calm.parts.target, None))
     broken = engine(kind, lm=calm.parts.target, drafter=Breaks(inner=drafter))
     calm.rest()
     before, shown = calm.parts.target.num_forwards, []
@@ -198,7 +198,7 @@ def test_a_drafter_is_swapped_for_new_requests_while_others_keep_theirs(kind):
     these = prompts(9, 14)
     one = engine(kind)
     expected = [one.generate([prompt], max_new_tokens=16, sampling=DRAWN)[0] for prompt in these]
-    other = toy("block" if kind == "own features" else "own features", Surroundings.of(one.parts.target, None))
+    other = toy("block" if kind == "own features" else "own features", TargetInfo.of(one.parts.target, None))
     one.rest()
     ids = [one.add(these[0], max_new_tokens=16, sampling=DRAWN)]
     one.step()
@@ -218,7 +218,7 @@ def test_a_drafter_is_swapped_for_new_requests_while_others_keep_theirs(kind):
 def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
     model = target(4)
     few = ShortList.of(torch.arange(3, VOCAB, 2), VOCAB)
-    own = toy(kind, Surroundings.of(model, None))
+    own = toy(kind, TargetInfo.of(model, None))
     own.lm.module.vocab_size = len(few.ids)
     own.lm.vocab_size = len(few.ids)
     whole = own.lm.module.logits
@@ -238,7 +238,7 @@ def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_states_what_it_reads_and_keeps(kind):
-    traits = Traits.of(type(head(kind, Surroundings.of(target(1), None))))
+    traits = Traits.of(type(head(kind, TargetInfo.of(target(1), None))))
     assert traits.reads_hidden_states
     assert traits.keeps_cache == (kind not in ("blockwise", "medusa", "mlp_speculator"))
     assert not traits.context_pure

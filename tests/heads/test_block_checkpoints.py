@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file
 
 import outrider
@@ -21,7 +22,6 @@ from outrider.heads.block_formats import SPECULATORS
 from outrider.heads.blocks import read_block, write_block
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from tests.world.block_checkpoints import (
     BLOCK,
     HIDDEN,
@@ -99,7 +99,7 @@ def bound(place: str, lm: LanguageModel, **answers: object) -> Drafter:
     return (
         catalog.make("drafter", f"{kind_in(place)}:path={place}")
         .__class__(path=place, **answers)
-        .bind(Surroundings.of(lm, None))
+        .bind(TargetInfo.of(lm, None))
     )
 
 
@@ -156,7 +156,7 @@ def test_a_head_in_half_precision_keeps_its_frequencies_exact(monkeypatch, tmp_p
     monkeypatch.undo()
     lm = LanguageModel(tiny("llama").to(torch.bfloat16), max_slots=1)
     drafter = bound(checkpoints(VOCAB)["dflash"].save(tmp_path / "dflash"), lm)
-    wide = drafter.cast(replace(Surroundings.of(lm, None), dtype=torch.float32))
+    wide = drafter.cast(replace(TargetInfo.of(lm, None), dtype=torch.float32))
     assert (drafter.lm.dtype, wide.lm.dtype) == (torch.bfloat16, torch.float32)
     far = torch.tensor([[100_000]])
     turned = [each.lm.module.rotary(torch.zeros(1, 1, 1), far) for each in (drafter, wide)]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +20,6 @@ from outrider.drafters.eagle3 import Eagle3Path
 from outrider.heads.eagle3 import default_taps, usual_taps
 from outrider.heads.files import read_config
 from outrider.lm.hf.taps import tapped
-from outrider.lm.surroundings import Surroundings
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3
 from tests.world.forced import forced_guesses
@@ -29,7 +29,7 @@ from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
-Form = Callable[[Path, Surroundings], dict[str, Tensor]]
+Form = Callable[[Path, TargetInfo], dict[str, Tensor]]
 QWEN = {"model_type": "qwen3", "head_dim": 16}
 EAGLES: dict[str, dict[str, Any]] = {
     "of its authors": {},
@@ -50,14 +50,14 @@ EAGLE3S: dict[str, dict[str, Any]] = {
 }
 
 
-def around() -> Surroundings:
-    return Surroundings.of(target(1), None)
+def around() -> TargetInfo:
+    return TargetInfo.of(target(1), None)
 
 
 def check(spec: str, naive: NaiveEagle, taps: tuple[int, ...]) -> None:
     """Every guess of real drafting along a text is what the naive reading says. Rotary tables are in float32."""
     text, gamma, lm = np.random.default_rng(0).integers(3, VOCAB, size=14).tolist(), 3, target(1)
-    found = forced_guesses(catalog.make("drafter", spec).bind(Surroundings.of(lm, None)), lm, text, 5, gamma)
+    found = forced_guesses(catalog.make("drafter", spec).bind(TargetInfo.of(lm, None)), lm, text, 5, gamma)
     model = llama()
     with torch.no_grad(), tapped(model.model.layers, taps) as seen:
         model(torch.tensor([text]), use_cache=False)

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.heads.files import INDICES, READ, read_names, read_tensors
 from outrider.heads.medusa import read_medusa
-from outrider.lm.surroundings import Surroundings
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target
 from tests.world.published import drawn, medusa_of_its_authors, written
@@ -31,7 +31,7 @@ def split(folder: Path, *, safe: bool = True) -> Path:
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickled"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 def test_a_head_in_several_files_is_the_head_in_one(tmp_path, kind, safe):
-    around = Surroundings.of(target(1), None)
+    around = TargetInfo.of(target(1), None)
     CHECKPOINTS[kind](tmp_path, around)
     path = catalog.make("drafter", f"{kind}:path={tmp_path}")
     whole, names = path.bind(around), read_names(str(tmp_path))
@@ -48,7 +48,7 @@ def test_a_head_in_several_files_is_the_head_in_one(tmp_path, kind, safe):
 
 
 def test_of_a_model_with_heads_only_the_files_of_heads_are_read(tmp_path):
-    around = Surroundings.of(target(1), None)
+    around = TargetInfo.of(target(1), None)
     heads = medusa_of_its_authors(tmp_path, around, prefix="medusa_head.")
     alone = read_medusa(str(tmp_path)).state_dict()
     (tmp_path / "medusa_lm_head.pt").unlink()
@@ -65,7 +65,7 @@ def test_of_a_model_with_heads_only_the_files_of_heads_are_read(tmp_path):
 
 
 def test_damaged_indices_and_missing_files_get_one_sentence(tmp_path):
-    around = Surroundings.of(target(1), None)
+    around = TargetInfo.of(target(1), None)
     CHECKPOINTS["medusa"](tmp_path, around)
     index = split(tmp_path)
     whole = index.read_text()

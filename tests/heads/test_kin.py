@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file, save_file
 
 from outrider import catalog
@@ -23,7 +24,6 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from tests.heads.naive_kin import NaiveGriffin, NaiveJakiro, NaivePoss
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
 
 
-def around() -> Surroundings:
-    return Surroundings.of(target(1), None)
+def around() -> TargetInfo:
+    return TargetInfo.of(target(1), None)
 
 
 def text(size: int = 15) -> list[int]:
@@ -134,8 +134,8 @@ def assert_same(one: Drafter, other: Drafter) -> None:
         assert mine.parents.tolist() == theirs.parents.tolist()
 
 
-def around4() -> Surroundings:
-    return Surroundings.of(target(3), None)
+def around4() -> TargetInfo:
+    return TargetInfo.of(target(3), None)
 
 
 @pytest.mark.parametrize("fused", [False, True])

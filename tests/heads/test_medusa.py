@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -13,7 +14,6 @@ from outrider.core.types import InputError
 from outrider.drafters.medusa import MedusaPath
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
-from outrider.lm.surroundings import Surroundings
 from tests.world.models import target
 from tests.world.published import medusa_of_its_authors, medusa_of_vllm, medusa_with_fewer_tokens
 
@@ -32,8 +32,8 @@ FORMS = {
 }
 
 
-def around() -> Surroundings:
-    return Surroundings.of(target(1), None)
+def around() -> TargetInfo:
+    return TargetInfo.of(target(1), None)
 
 
 def naive(tensors: dict[str, Tensor], hidden: Tensor, head: int, vocab: int) -> Tensor:

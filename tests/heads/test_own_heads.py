@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file
 
 from outrider import catalog
@@ -19,7 +20,6 @@ from outrider.heads.files import TargetShape
 from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from tests.heads.naive_heads import NaiveEagle3, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 SHAPE = TargetShape(num_layers=2, hidden_size=32, vocab_size=64, taps=(2,))
 
 
-def around() -> Surroundings:
-    return Surroundings.of(target(1), None)
+def around() -> TargetInfo:
+    return TargetInfo.of(target(1), None)
 
 
 @torch.no_grad()
@@ -179,7 +179,7 @@ def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
 @torch.no_grad()
 def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_path, more):
     lm = target(1)
-    known = Surroundings.of(lm, None)
+    known = TargetInfo.of(lm, None)
     tensors = peagle(tmp_path, known, **more)
     path = catalog.make("drafter", str(tmp_path))
     assert path == ParallelPath(path=str(tmp_path))

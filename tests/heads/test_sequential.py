@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from torch import Tensor
 
 from outrider import catalog
@@ -14,7 +15,6 @@ from outrider.drafters.mlp_speculator import MLPSpeculatorPath
 from outrider.heads.hydra import read_hydra
 from outrider.heads.mlp_speculator import read_mlp_speculator
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from tests.heads.naive_heads import normed, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target
@@ -34,8 +34,8 @@ HYDRAS = {
 SPECULATORS = {"plain": {}, "tied": {"tied": True}, "scaled": {"scaled": True}, "both": {"tied": True, "scaled": True}}
 
 
-def around() -> Surroundings:
-    return Surroundings.of(target(1), None)
+def around() -> TargetInfo:
+    return TargetInfo.of(target(1), None)
 
 
 def silu(states: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def test_published_hydra_heads_are_recognised_and_guess_what_their_description_s
     path = catalog.make("drafter", str(tmp_path))
     assert path == HydraPath(path=str(tmp_path))
     lm = LanguageModel(llama(), max_slots=1)
-    found = forced_guesses(path.bind(Surroundings.of(lm, None)), lm, TEXT, 5, GAMMA)
+    found = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
     assert {number for _, number in found} == set(range(GAMMA))
     seen, embedding = states_of(TEXT)
     for (place, number), logits in found.items():
@@ -121,7 +121,7 @@ def test_a_published_mlp_speculator_is_recognised_and_guesses_what_its_descripti
     path = catalog.make("drafter", str(tmp_path))
     assert path == MLPSpeculatorPath(path=str(tmp_path))
     lm = LanguageModel(llama(), max_slots=1)
-    found = forced_guesses(path.bind(Surroundings.of(lm, None)), lm, TEXT, 5, GAMMA)
+    found = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
     seen, _ = states_of(TEXT)
     for (place, number), logits in found.items():
         anchor, tokens = pieces(place, number)

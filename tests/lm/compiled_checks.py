@@ -12,6 +12,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from outrider.lm.target_info import TargetInfo
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import outrider
@@ -28,7 +29,6 @@ from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.head import beside
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
 from tests.world.heads import toy
@@ -116,7 +116,7 @@ def heads(model: LlamaForCausalLM) -> dict[str, object]:
         texts, accepted = [], []
         for compile in (False, True):
             target = LanguageModel(model, max_slots=3)
-            drafter = toy(kind, Surroundings.of(target, None), compile=compile)
+            drafter = toy(kind, TargetInfo.of(target, None), compile=compile)
             for tree, verifier in (("chain", "block"), ("dynamic:width=2,num_nodes=6", "match")):
                 parts = Parts(
                     target=target,
@@ -142,7 +142,7 @@ def heads(model: LlamaForCausalLM) -> dict[str, object]:
 def kept_heads(model: LlamaForCausalLM, kind: str) -> dict[str, bool]:
     """Who finds a head's libraries: the same head beside the same target, and nobody else."""
     other = llama(2, seed=1)
-    around = [Surroundings.of(LanguageModel(target, max_slots=3), None) for target in (model, other)]
+    around = [TargetInfo.of(LanguageModel(target, max_slots=3), None) for target in (model, other)]
     lms = [toy(kind, each).lm for each in around]
     changed = toy(kind, around[0]).lm
     with torch.no_grad():

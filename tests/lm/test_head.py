@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from jaxtyping import Float
+from outrider.lm.target_info import TargetInfo
 from torch import Tensor
 
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Segment
-from outrider.lm.surroundings import Surroundings
 from tests.world.heads import ToyModule, toy
 from tests.world.models import target
 
@@ -31,7 +31,7 @@ class Everything:
 
 
 def head(kind: str = "own features") -> HeadLM:
-    return toy(kind, Surroundings.of(target(4), None)).lm
+    return toy(kind, TargetInfo.of(target(4), None)).lm
 
 
 def recomputed(

@@ -3,10 +3,10 @@ tables is in test_head_law.
 """
 
 import pytest
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.lm.hf.open import as_lm
-from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
 from tests.world.block_heads import BLOCKS, block_drafter
@@ -18,14 +18,14 @@ pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_the_gate_enumerates_lattices(kind):
-    drafter = block_drafter(kind, Surroundings.of(target(1), None)).on_tables(3, seed=1)
+    drafter = block_drafter(kind, TargetInfo.of(target(1), None)).on_tables(3, seed=1)
     tree = catalog.make("tree", "lattice:num_nodes=4")
     assert law_error(tables(3, catalog.make("verifier", "match"), drafter=drafter, tree=tree)) < 1e-12
 
 
 def over_a_llama(kind: str, rule: str = "block", tree: str = "chain", **more: object):
     lm = as_lm(tiny("llama", 2), max_slots=SLOTS)
-    return engine(lm, block_drafter(kind, Surroundings.of(lm, None), **more), rule, tree)
+    return engine(lm, block_drafter(kind, TargetInfo.of(lm, None), **more), rule, tree)
 
 
 @pytest.mark.parametrize(

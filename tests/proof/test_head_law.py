@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import Request, Sampling
@@ -11,7 +12,6 @@ from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
@@ -26,7 +26,7 @@ ROWS = random_rows(2, seed=3)
 
 
 def on_tables(kind: str, vocab: int = 2) -> Drafter:
-    return head(kind, Surroundings.of(target(1), None)).on_tables(vocab, seed=1)
+    return head(kind, TargetInfo.of(target(1), None)).on_tables(vocab, seed=1)
 
 
 def small(kind: str | Drafter, tree: str, rule: str, gamma: int = 2) -> Parts:

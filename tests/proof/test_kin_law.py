@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
-from outrider.lm.surroundings import Surroundings
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
 from tests.world.published_kin import griffin, jakiro, poss
 
@@ -26,7 +26,7 @@ HEADS = {
 
 def over_a_llama(folder: Path, kind: str, rule: str = "block", tree: str = "chain", depth: int = 2):
     lm = as_lm(tiny("llama", 2), max_slots=SLOTS)
-    known = Surroundings.of(lm, None)
+    known = TargetInfo.of(lm, None)
     HEADS[kind](folder, known)
     drafter = catalog.make("drafter", f"{kind.split(',')[0]}:path={folder}").bind(known)
     return engine(lm, drafter, rule, tree, length=FixedLength(num_speculative_tokens=depth))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from transformers import AutoModelForCausalLM
 
 from outrider import catalog
@@ -13,7 +14,6 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.assistant import TabularAssistant
 from outrider.lm.hf.open import as_lm
-from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from recipes.published_pairs import Size, gemma4, mtp_target
@@ -46,9 +46,9 @@ def test_the_gate_enumerates_an_assistant(rule, error):
 @pytest.fixture(scope="module")
 def over(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], Engine]:
     """Engines over tiny targets with two tokens."""
-    made: dict[str, tuple[object, Callable[[Surroundings], Drafter]]] = {}
+    made: dict[str, tuple[object, Callable[[TargetInfo], Drafter]]] = {}
 
-    def place(kind: str) -> tuple[object, Callable[[Surroundings], Drafter]]:
+    def place(kind: str) -> tuple[object, Callable[[TargetInfo], Drafter]]:
         folder = tmp_path_factory.mktemp("published")
         if kind.startswith("mtp"):
             target = mtp_target("glm4_moe", SIZE, folder, num_mtp_layers=2 if "layers" in kind else 1)
@@ -65,7 +65,7 @@ def over(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, str], 
             # Flatter rows, so that no token is sure to come.
             model.model.norm.weight.data.mul_(0.3)
         lm = as_lm(model, max_slots=SLOTS, max_context=64)
-        return engine(lm, bind(Surroundings.of(lm, None)), rule, tree)
+        return engine(lm, bind(TargetInfo.of(lm, None)), rule, tree)
 
     return build
 

@@ -1,11 +1,11 @@
 """The law of blockwise heads whose drafts are refined: on tables, and whole runs over real models."""
 
 import pytest
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.lm.hf.open import as_lm
-from outrider.lm.surroundings import Surroundings
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, drafter, engine, pair, tiny, walk
 from tests.world.models import target
@@ -23,7 +23,7 @@ CELLS = [
 ]
 
 
-def refined(kind: str, around: Surroundings, vocab: int) -> BlockwiseDrafter:
+def refined(kind: str, around: TargetInfo, vocab: int) -> BlockwiseDrafter:
     if kind == "rescored":
         return rescored(around, drafter("llama", vocab), top_k=2)
     return with_paths(around, paths=2, top_k=2)
@@ -31,18 +31,18 @@ def refined(kind: str, around: Surroundings, vocab: int) -> BlockwiseDrafter:
 
 @pytest.mark.parametrize(("kind", "rule", "tree"), CELLS)
 def test_the_gate_enumerates_a_refined_draft(kind, rule, tree):
-    made = refined(kind, Surroundings.of(target(1), None), 64).on_tables(2, seed=1)
+    made = refined(kind, TargetInfo.of(target(1), None), 64).on_tables(2, seed=1)
     assert law_error(tables(2, verifier(rule), drafter=made, tree=catalog.make("tree", tree))) < BOUND
 
 
 @pytest.mark.parametrize(("kind", "rule", "tree"), CELLS)
 def test_whole_runs_over_a_real_model_keep_the_law(kind, rule, tree):
     lm = as_lm(tiny("llama", 3), max_slots=SLOTS)
-    assert_lossless(walk(engine(lm, refined(kind, Surroundings.of(lm, None), 3), rule, tree), most=3))
+    assert_lossless(walk(engine(lm, refined(kind, TargetInfo.of(lm, None), 3), rule, tree), most=3))
 
 
 @pytest.mark.parametrize("kind", ["rescored", "paths"])
 def test_two_requests_of_a_batch_keep_the_law_together(kind):
     lm = as_lm(tiny("llama", 2), max_slots=SLOTS)
-    made = engine(lm, refined(kind, Surroundings.of(lm, None), 2))
+    made = engine(lm, refined(kind, TargetInfo.of(lm, None), 2))
     assert pair(made, [(1, 0, 1, 1, 0), (0, 1)], most=3).error < BOUND

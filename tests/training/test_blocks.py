@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError
@@ -15,7 +16,6 @@ from outrider.learning.batch import Batch, Document
 from outrider.learning.block_loss import BlockLoss
 from outrider.learning.divergences import divergence
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from outrider.training.blocks import Anchors, BlockLearner, _misjudged, blocks
 from outrider.training.data.batches import Batches
 from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
@@ -46,14 +46,14 @@ def batch(step: int = 0) -> Batch:
     return Batches(documents(), num_rows=3, max_length=24, seed=0).batch(step)
 
 
-def surroundings(dtype: torch.dtype = torch.float32) -> Surroundings:
-    return Surroundings.of(LanguageModel(tiny("llama").to(dtype), max_slots=2), None)
+def target_info(dtype: torch.dtype = torch.float32) -> TargetInfo:
+    return TargetInfo.of(LanguageModel(tiny("llama").to(dtype), max_slots=2), None)
 
 
 def learner(kind: str = "dflash", **named: object) -> BlockLearner:
     """A head with random weights and its target."""
     sizes = {name: named.pop(name) for name in ("windows", "markov", "from_anchor", "block_size") if name in named}
-    around = surroundings()
+    around = target_info()
     given = {"loss": BlockLoss(of=divergence("fkl"))} | named
     return BlockLearner(block_head(kind, around, **sizes), tiny("llama").float(), **given)
 
@@ -85,7 +85,7 @@ def test_a_block_in_training_is_the_block_that_is_drafted_behind_the_same_anchor
     method = {"windows": "dflash"}.get(kind, kind.split("-")[0])
     made, text = learner(method, **VARIANTS[kind]), documents()[0].tokens.tolist()
     given = Batches([documents()[0]], num_rows=1, max_length=24, seed=0).batch(0)
-    drafter, depth = block_drafter(method, surroundings(), made.head), made.head.config.max_depth
+    drafter, depth = block_drafter(method, target_info(), made.head), made.head.config.max_depth
     found = forced_guesses(drafter, LanguageModel(tiny("llama").float(), max_slots=1), text, 3, depth)
     assert len(found) > 20
     for (place, number), logits in found.items():
@@ -238,7 +238,7 @@ def with_weights_of(child: DFlash, parent: DFlash) -> DFlash:
 
 
 def test_a_sequential_head_that_adds_nothing_leaves_dflash_that_samples_from_the_anchor():
-    around = surroundings()
+    around = target_info()
     parent = block_head("dflash", around, from_anchor=True)
     for markov in ("vanilla", "gated", "rnn"):
         child = with_weights_of(block_head("dspark", around, markov=markov, seed=8), parent)
@@ -253,7 +253,7 @@ def test_a_sequential_head_that_adds_nothing_leaves_dflash_that_samples_from_the
 
 
 def test_a_mixture_of_one_layer_with_the_same_projections_leaves_dflash():
-    around = surroundings()
+    around = target_info()
     parent = block_head("dflash", around)
     child = with_weights_of(block_head("dflare", around, seed=8), parent)
     size = around.hidden_size
@@ -301,7 +301,7 @@ def test_a_new_head_learns_and_all_of_it_moves(tmp_path, kind):
     assert [name for name, weight in made.state_dict().items() if torch.equal(weight, before[name])] == []
     assert all(torch.equal(weight, still[name]) for name, weight in target.state_dict().items())
     lm = LanguageModel(target, max_slots=2)
-    drafter = catalog.rows("drafter")[kind].make(path=str(done.out)).bind(Surroundings.of(lm, None))
+    drafter = catalog.rows("drafter")[kind].make(path=str(done.out)).bind(TargetInfo.of(lm, None))
     assert (drafter.taps, drafter.mask_id, drafter.block_size) == (head.config.taps, head.config.mask_id, 4)
     assert drafter.from_anchor is (kind == "dspark")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from transformers import PreTrainedModel
 
 import outrider
@@ -19,7 +20,6 @@ from outrider.learning.divergences import divergence
 from outrider.learning.objective import HeadLearner, Places, frequent_tokens
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from outrider.proof.gate import in_float32
 from outrider.training.blockwise import blockwise_learner
 from outrider.training.data.batches import Batches
@@ -116,7 +116,7 @@ def drafter_of(made: HeadLearner, folder: Path, lm: LanguageModel):
     """The drafter of what a learner writes."""
     made.dtype = torch.float32
     made.write(folder)
-    return catalog.make("drafter", str(folder)).bind(Surroundings.of(lm, None))
+    return catalog.make("drafter", str(folder)).bind(TargetInfo.of(lm, None))
 
 
 @pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError
@@ -12,7 +13,6 @@ from outrider.heads.backoff import FILE
 from outrider.learning.divergences import divergence
 from outrider.learning.objective import Places
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.data.batches import Batches
 from outrider.training.eagle import eagle_learner
@@ -166,7 +166,7 @@ def test_the_ngram_model_of_the_texts_is_written_beside_the_heads(tmp_path):
     made = blockwise_learner(target(), loss=None, num_heads=2, documents=documents(), least=1)
     made.write(tmp_path)
     lm = LanguageModel(target(), max_slots=1)
-    drafter = catalog.make("drafter", f"blockwise:path={tmp_path},paths=2").bind(Surroundings.of(lm, None))
+    drafter = catalog.make("drafter", f"blockwise:path={tmp_path},paths=2").bind(TargetInfo.of(lm, None))
     assert drafter.model.order == 3
     text = documents()[0].tokens
     score = drafter.model.score(text[None, :2], np.arange(VOCAB)[None])[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 
 from outrider.core.types import Frontier, InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
@@ -23,7 +24,6 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.steered import SteeredLM, up_projections
-from outrider.lm.surroundings import Surroundings
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings
@@ -254,7 +254,7 @@ def test_the_result_loads_as_a_steered_drafter_and_drafts_losslessly(tmp_path):
     made, target = learner(), tiny("llama").float()
     train(made, repeated(batch()), SETTINGS, tmp_path, Watch(documents(), depth=2, max_length=24))
     lm = LanguageModel(target, max_slots=2)
-    drafter = SteeredPath(path=str(tmp_path)).bind(Surroundings.of(lm, None))
+    drafter = SteeredPath(path=str(tmp_path)).bind(TargetInfo.of(lm, None))
     assert drafter.taps == made.steering.config.taps
     engine = Engine(
         Parts(

@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from outrider.lm.target_info import TargetInfo
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.dice import PhiloxDice
@@ -20,7 +21,6 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lengths.heuristic import HeuristicLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
-from outrider.lm.surroundings import Surroundings
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law
@@ -243,7 +243,7 @@ MIXES = {
 @pytest.mark.parametrize("kind", ["own features", "block"])
 @pytest.mark.usefixtures("float64_stays_float64")
 def test_heads_draft_the_same_in_one_go(kind, few, mix):
-    around = Surroundings.of(target(), None)
+    around = TargetInfo.of(target(), None)
     listed = ShortList.of(torch.arange(0, VOCAB, 3), VOCAB)
     made = []
     for grower in (in_one_go, level_by_level):

@@ -1,6 +1,7 @@
 """Tiny heads that guess blocks, with random weights, and drafters with them."""
 
 import torch
+from outrider.lm.target_info import TargetInfo
 from transformers import Qwen3Config
 
 from outrider.drafters.dflash import DFlareDrafter, DFlashDrafter
@@ -8,7 +9,6 @@ from outrider.drafters.dspark import DSparkDrafter
 from outrider.heads.blocks import HEADS
 from outrider.heads.dflash import BlockConfig, DFlash, Sight
 from outrider.lm.head import HeadLM
-from outrider.lm.surroundings import Surroundings
 
 BLOCKS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter, "dflare": DFlareDrafter, "dspark": DSparkDrafter}
 """The drafters of the catalog that guess blocks."""
@@ -16,7 +16,7 @@ BLOCKS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter, "dflare": DFl
 
 def block_head(
     kind: str,
-    around: Surroundings,
+    around: TargetInfo,
     *,
     block_size: int = 4,
     markov: str = "rnn",
@@ -59,7 +59,7 @@ def block_head(
     return head.to(around.device, around.dtype).eval()
 
 
-def block_drafter(kind: str, around: Surroundings, head: DFlash | None = None, **more: object) -> DFlashDrafter:
+def block_drafter(kind: str, around: TargetInfo, head: DFlash | None = None, **more: object) -> DFlashDrafter:
     """A drafter with such a head."""
     head = block_head(kind, around, **more) if head is None else head
     config = head.config

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from outrider.lm.target_info import TargetInfo
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_layers import MtpModel
@@ -20,7 +21,6 @@ from outrider.drafters.protocol import Drafter
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.forwards.head_package import KINDS, Kind
 from outrider.lm.head import HeadLM
-from outrider.lm.surroundings import Surroundings
 from tests.world.block_checkpoints import checkpoints
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
@@ -31,7 +31,7 @@ from tests.world.zoo import scrambled
 class ToyModule(nn.Module):
     """One decoder layer over a token's embedding beside a feature; with `masked`, tokens without features too."""
 
-    def __init__(self, around: Surroundings, *, masked: bool = False) -> None:
+    def __init__(self, around: TargetInfo, *, masked: bool = False) -> None:
         super().__init__()
         size = around.hidden_size
         config = LlamaConfig(
@@ -78,7 +78,7 @@ class ToyBlock(BlockDrafter):
         return taps[2]
 
 
-def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: object) -> OwnFeatures | BlockDrafter:
+def toy(kind: str, around: TargetInfo, *, compile: bool = False, **more: object) -> OwnFeatures | BlockDrafter:
     """A toy drafter, `own features` or `block`, whose random weights are always the same."""
     torch.manual_seed(5)
     module = ToyModule(around, masked=kind == "block").to(around.device, around.dtype)
@@ -90,7 +90,7 @@ def toy(kind: str, around: Surroundings, *, compile: bool = False, **more: objec
     return ToyOwnFeatures(lm=lm, **more)
 
 
-def head(kind: str, around: Surroundings, **more: object) -> Drafter:
+def head(kind: str, around: TargetInfo, **more: object) -> Drafter:
     """A toy, or a head of the catalog that was read from a random checkpoint; the weights are always the same."""
     if kind in TOYS:
         return toy(kind, around, **more)
@@ -101,7 +101,7 @@ def head(kind: str, around: Surroundings, **more: object) -> Drafter:
         return catalog.make("drafter", f"{kind}:path={folder}").bind(around)
 
 
-def _mtp(around: Surroundings, count: int) -> MtpModel:
+def _mtp(around: TargetInfo, count: int) -> MtpModel:
     """Multi-token-prediction layers with random weights for a target that was published without any."""
     target = around.mtp.__self__.model
     target.config.num_mtp_layers = count
@@ -113,7 +113,7 @@ def _mtp(around: Surroundings, count: int) -> MtpModel:
 TOYS = ("own features", "block")
 LAYERS = {"mtp": 3}
 """Drafters with multi-token-prediction layers, and how many."""
-CHECKPOINTS: dict[str, Callable[[Path, Surroundings], object]] = {
+CHECKPOINTS: dict[str, Callable[[Path, TargetInfo], object]] = {
     "blockwise": blockwise,
     "medusa": medusa_of_vllm,
     "hydra": hydra,

@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from outrider.lm.target_info import TargetInfo
 
 from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.blockwise_paths import PathsDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.rescored import RescoredDrafter
 from outrider.heads.backoff import BackoffModel, write_backoff
-from outrider.lm.surroundings import Surroundings
 from tests.world.published import Tensors, drawn, eagle3, layer_of, layer_shapes, written
 
 
-def blockwise(folder: Path, around: Surroundings, *, heads: int = 4, seed: int = 0) -> Tensors:
+def blockwise(folder: Path, around: TargetInfo, *, heads: int = 4, seed: int = 0) -> Tensors:
     """Blockwise heads, and an n-gram model beside them."""
     size, inner, vocab = around.hidden_size, around.hidden_size + 8, around.vocab_size
     shapes: dict[str, tuple[int, ...]] = {}
@@ -43,7 +43,7 @@ def grams(vocab: int, *, order: int = 3) -> BackoffModel:
 
 
 def parallel(
-    folder: Path, around: Surroundings, *, form: str = "eagle", slots: int = 3, layers: int = 1, seed: int = 0
+    folder: Path, around: TargetInfo, *, form: str = "eagle", slots: int = 3, layers: int = 1, seed: int = 0
 ) -> Tensors:
     """A parallel head."""
     size, layer = around.hidden_size, layer_of(around, num_hidden_layers=layers)
@@ -63,7 +63,7 @@ def parallel(
     return tensors
 
 
-def peagle(folder: Path, around: Surroundings, *, tokens: int | None = 4, mask_id: int = 5, **more: Any) -> Tensors:
+def peagle(folder: Path, around: TargetInfo, *, tokens: int | None = 4, mask_id: int = 5, **more: Any) -> Tensors:
     """P-EAGLE in the layout of speculators: EAGLE-3 with a mask token and its states.
 
     Args:
@@ -80,7 +80,7 @@ def peagle(folder: Path, around: Surroundings, *, tokens: int | None = 4, mask_i
     return tensors
 
 
-def rescored(around: Surroundings, rescorer: ModelDrafter, *, lam: float = 0.5, top_k: int = 4) -> RescoredDrafter:
+def rescored(around: TargetInfo, rescorer: ModelDrafter, *, lam: float = 0.5, top_k: int = 4) -> RescoredDrafter:
     """Blockwise heads with a language model that chooses among their guesses."""
     plain = _plain(around)
     return RescoredDrafter(
@@ -94,14 +94,14 @@ def rescored(around: Surroundings, rescorer: ModelDrafter, *, lam: float = 0.5, 
     )
 
 
-def with_paths(around: Surroundings, **fields: object) -> PathsDrafter:
+def with_paths(around: TargetInfo, **fields: object) -> PathsDrafter:
     """Blockwise heads that draft the best paths; the fields are those of `BlockwisePath`."""
     drafter = _plain(around, **({"paths": 3, "top_k": 4} | fields))
     assert isinstance(drafter, PathsDrafter)
     return drafter
 
 
-def _plain(around: Surroundings, **fields: object):
+def _plain(around: TargetInfo, **fields: object):
     with tempfile.TemporaryDirectory() as folder:
         blockwise(Path(folder), around)
         return BlockwisePath(path=folder, **fields).bind(around)

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from outrider.lm.target_info import TargetInfo
 from safetensors.torch import save_file
 from torch import Tensor
-
-from outrider.lm.surroundings import Surroundings
 
 Tensors = dict[str, Tensor]
 
@@ -34,7 +33,7 @@ def written(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tenso
 
 
 def medusa_of_vllm(
-    folder: Path, around: Surroundings, *, heads: int = 4, layers: int = 1, bias: bool = False, seed: int = 0
+    folder: Path, around: TargetInfo, *, heads: int = 4, layers: int = 1, bias: bool = False, seed: int = 0
 ) -> Tensors:
     """vLLM's form of Medusa heads."""
     size, vocab = around.hidden_size, around.vocab_size
@@ -59,7 +58,7 @@ def medusa_of_vllm(
     return tensors
 
 
-def medusa_with_fewer_tokens(folder: Path, around: Surroundings, *, shared: bool, whole: bool = False) -> Tensors:
+def medusa_with_fewer_tokens(folder: Path, around: TargetInfo, *, shared: bool, whole: bool = False) -> Tensors:
     """vLLM's form with a list of tokens, in no order, and one output layer for all heads or one each.
 
     Args:
@@ -84,7 +83,7 @@ def medusa_with_fewer_tokens(folder: Path, around: Surroundings, *, shared: bool
     return tensors
 
 
-def medusa_of_its_authors(folder: Path, around: Surroundings, *, prefix: str = "", layers: int = 2) -> Tensors:
+def medusa_of_its_authors(folder: Path, around: TargetInfo, *, prefix: str = "", layers: int = 2) -> Tensors:
     """The original form: a pickled file, no sizes that can be trusted in the config, biases."""
     size, vocab = around.hidden_size, around.vocab_size
     shapes: dict[str, tuple[int, ...]] = {}
@@ -98,7 +97,7 @@ def medusa_of_its_authors(folder: Path, around: Surroundings, *, prefix: str = "
     return tensors
 
 
-def layer_of(around: Surroundings, **more: Any) -> dict[str, Any]:
+def layer_of(around: TargetInfo, **more: Any) -> dict[str, Any]:
     """The sizes of a decoder layer, as configs of version 4 of transformers name them."""
     return {
         "model_type": "llama",
@@ -140,7 +139,7 @@ def layer_shapes(layer: Mapping[str, Any], name: str, width: int) -> dict[str, t
 
 def eagle(
     folder: Path,
-    around: Surroundings,
+    around: TargetInfo,
     *,
     vllm: bool = False,
     layers: int = 1,
@@ -179,7 +178,7 @@ def eagle(
 
 def eagle3(
     folder: Path,
-    around: Surroundings,
+    around: TargetInfo,
     *,
     native: bool = False,
     taps: tuple[int, ...] | None = (0, 1, 2),
@@ -232,9 +231,7 @@ def eagle3(
     return tensors
 
 
-def hydra(
-    folder: Path, around: Surroundings, *, prefix: bool = True, layers: int = 1, grounded: bool = True
-) -> Tensors:
+def hydra(folder: Path, around: TargetInfo, *, prefix: bool = True, layers: int = 1, grounded: bool = True) -> Tensors:
     """Hydra heads as their authors publish them: with dropout between the layers and a prefix layer, or with neither.
 
     The target's config lies in the folder `base` beside them.
@@ -272,7 +269,7 @@ def hydra(
     return tensors
 
 
-def mlp_speculator(folder: Path, around: Surroundings, *, tied: bool = False, scaled: bool = False) -> Tensors:
+def mlp_speculator(folder: Path, around: TargetInfo, *, tied: bool = False, scaled: bool = False) -> Tensors:
     """An MLP speculator. If its weights are tied, the file has those of the first depths alone."""
     size, vocab, inner = around.hidden_size, around.vocab_size, 20
     shapes: dict[str, tuple[int, ...]] = {}

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from outrider.lm.surroundings import Surroundings
+from outrider.lm.target_info import TargetInfo
+
 from tests.world.published import Tensors, drawn, layer_of, layer_shapes, written
 
 
-def griffin(folder: Path, around: Surroundings, *, ours: bool = True) -> Tensors:
+def griffin(folder: Path, around: TargetInfo, *, ours: bool = True) -> Tensors:
     """GRIFFIN, with a bias; that of its authors has an embedding of its own."""
     layer, size = layer_of(around), around.hidden_size
     inner = layer["intermediate_size"]
@@ -23,7 +24,7 @@ def griffin(folder: Path, around: Surroundings, *, ours: bool = True) -> Tensors
 
 
 def jakiro(
-    folder: Path, around: Surroundings, *, ours: bool = True, mixture: str = "features", expert_size: int = 12
+    folder: Path, around: TargetInfo, *, ours: bool = True, mixture: str = "features", expert_size: int = 12
 ) -> Tensors:
     """Jakiro, with a bias; that of its authors has an embedding of its own."""
     layer, size = layer_of(around), around.hidden_size
@@ -39,7 +40,7 @@ def jakiro(
 
 def poss(
     folder: Path,
-    around: Surroundings,
+    around: TargetInfo,
     *,
     ours: bool = True,
     fused: bool = False,
@@ -64,7 +65,7 @@ def poss(
 
 def _written(
     folder: Path,
-    around: Surroundings,
+    around: TargetInfo,
     layer: dict[str, object],
     shapes: dict[str, tuple[int, ...]],
     ours: dict[str, object] | None,

@@ -30,7 +30,7 @@ def _no_keys_values(slot: int, layer: int) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class TargetInfo:
     """What a drafter may know of the target when the engine is built. It never holds the target itself.
 
     Attributes:
@@ -74,8 +74,8 @@ class Surroundings:
         *,
         max_slots: int | None = None,
         forward: Forward | None = "eager",
-    ) -> "Surroundings":
-        """The surroundings that a target offers.
+    ) -> "TargetInfo":
+        """What a drafter may know of a target.
 
         Args:
             max_slots: Most requests at once; by default as many as the target's slots.
