@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from outrider.core.types import InputError
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.forwards.head_package import Kind
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import Ends
 
 Method = Literal["dflash", "dflare", "dspark"]
@@ -134,7 +134,7 @@ class BlockAttention(Attention):
             self.v_proj_target = nn.Linear(config.hidden_size, self.v_proj.out_features, bias=bias)
 
     def remember(
-        self, context: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], cache: Keeper
+        self, context: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], cache: KVCache
     ) -> None:
         """Store keys and values of context positions."""
         to_keys, to_values = (self.k_proj_target, self.v_proj_target) if self.apart else (self.k_proj, self.v_proj)
@@ -158,7 +158,7 @@ class BlockLayer(nn.Module):
         states: Float[Tensor, "rows width hidden"],
         rotary: Float[Tensor, "2 rows width dim"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         states = states + self.self_attn(self.input_layernorm(states), rotary, mask, cache)
         return states + self.mlp(self.post_attention_layernorm(states))
@@ -222,7 +222,7 @@ class DFlash(nn.Module):
         features: Float[Tensor, "rows width dim"] | None,
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         """Features of context positions are remembered, whatever the tokens there. Without features, the nodes are a
         block: its output features are those below the output layer.
@@ -240,7 +240,7 @@ class DFlash(nn.Module):
         tokens: Int[Tensor, "rows width"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
         places: Int[Tensor, "rows keys"] | None = None,
     ) -> Float[Tensor, "rows width hidden"]:
         """Output features of blocks.

@@ -14,7 +14,7 @@ from outrider.core.types import InputError
 from outrider.heads.feature_head import LEFT_OUT, FeatureHead, described, layer_config, qkv_bias_of
 from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, write_head
 from outrider.heads.layers import DecoderLayer
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import Ends
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
@@ -83,7 +83,7 @@ class EagleHead(FeatureHead):
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         hidden = self._fused(tokens, features)
         rotary = self.rotary(hidden, positions)
@@ -96,7 +96,7 @@ class EagleHead(FeatureHead):
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> None:
         hidden, layer = self._fused(tokens, features), cast(DecoderLayer, self.layers[0])
         layer.self_attn.keep(layer.input_layernorm(hidden), self.rotary(hidden, positions), cache)

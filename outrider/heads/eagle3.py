@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig
 from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.layers import DecoderLayer, norm_of
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import Ends
 
 
@@ -97,7 +97,7 @@ class FusedLayer(DecoderLayer):
         features: Float[Tensor, "rows width hidden"],
         rotary: Float[Tensor, "2 rows width dim"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         """The layer's output."""
         residual = self.hidden_norm(features) if self.norm_before_residual else features
@@ -159,7 +159,7 @@ class Eagle3Head(FeatureHead):
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         rotary = self.rotary(features, positions)
         first = cast(FusedLayer, self.layers[0])
@@ -173,7 +173,7 @@ class Eagle3Head(FeatureHead):
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> None:
         first = cast(FusedLayer, self.layers[0])
         both = first.pair(self.embed(tokens, features), features)

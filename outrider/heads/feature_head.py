@@ -15,7 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from outrider.core.types import InputError
 from outrider.heads.files import MOST_COUNT, size
 from outrider.heads.layers import Rotary
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.hf.open import reason_of
@@ -72,7 +72,7 @@ class FeatureHead(nn.Module):
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         """What is handed on at each pair."""
 
@@ -89,7 +89,7 @@ class FeatureHead(nn.Module):
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> None:
         """Store the keys and values of pairs whose outputs nobody needs. The head has one layer."""
         raise NotImplementedError(f"{type(self).__name__} cannot have specialists")

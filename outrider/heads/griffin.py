@@ -17,7 +17,7 @@ from outrider.core.types import InputError
 from outrider.heads.eagle import EagleFile, EagleHead
 from outrider.heads.files import KIND
 from outrider.heads.layers import DecoderLayer, GatedMLP, norm_of
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 
 NAME = "griffin"
 
@@ -73,7 +73,7 @@ class TokenEnhancedLayer(DecoderLayer):
         hidden: Float[Tensor, "rows width hidden"],
         rotary: Float[Tensor, "2 rows width dim"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width both"]:
         hidden = hidden + self.self_attn(hidden, rotary, mask, cache)
         return torch.cat([hidden, hidden], -1) + self.mlp(self.post_attention_layernorm(hidden))

@@ -17,7 +17,7 @@ from outrider.heads.files import made, read_config, read_tensors, size
 from outrider.heads.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.forwards.head_package import Kind
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import Ends
 from outrider.lm.hf.open import open_config
 
@@ -138,7 +138,7 @@ class PrefixLayer(nn.Module):
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         """What the heads read at each position."""
         hidden: Tensor = self.layers[0](features, self.rotary(features, positions), mask, cache)

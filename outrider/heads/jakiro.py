@@ -16,7 +16,7 @@ from outrider.core.types import InputError
 from outrider.heads.eagle import EagleFile, EagleHead
 from outrider.heads.files import KIND
 from outrider.heads.layers import DecoderLayer, GatedMLP
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import Ends
 
 MIXTURES = ("features", "gate", "half")
@@ -58,7 +58,7 @@ class ExpertLayer(DecoderLayer):
         hidden: Float[Tensor, "rows width hidden"],
         rotary: Float[Tensor, "2 rows width dim"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width parts"]:
         hidden = hidden + self.self_attn(hidden, rotary, mask, cache)
         return torch.cat([hidden, self.mlp(self.post_attention_layernorm(hidden))], -1)

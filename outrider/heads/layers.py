@@ -13,7 +13,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from outrider.lm.head import Keeper, attend
+from outrider.lm.head import KVCache, attend
 
 
 class Rotary(nn.Module):
@@ -78,18 +78,18 @@ class Attention(nn.Module):
         states: Float[Tensor, "rows width features"],
         rotary: Float[Tensor, "2 rows width dim"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         queries, keys = self._heads(self.q_proj(states), self.q_norm), self._heads(self.k_proj(states), self.k_norm)
         queries, keys = apply_rotary_pos_emb(queries, keys, rotary[0], rotary[1])
         all_keys, all_values = cache.update(keys, self._heads(self.v_proj(states)), self.layer)
-        # A keeper may attend itself, because it knows which keys no query sees.
+        # A KV cache may attend itself, because it knows which keys no query sees.
         read = getattr(cache, "attend", attend)
         found = read(queries, all_keys, all_values, mask)
         return self.o_proj(found.transpose(1, 2).flatten(2))
 
     def keep(
-        self, states: Float[Tensor, "rows width features"], rotary: Float[Tensor, "2 rows width dim"], cache: Keeper
+        self, states: Float[Tensor, "rows width features"], rotary: Float[Tensor, "2 rows width dim"], cache: KVCache
     ) -> None:
         """Store the keys and values of states that ask for nothing themselves."""
         keys = self._heads(self.k_proj(states), self.k_norm)
@@ -148,7 +148,7 @@ class DecoderLayer(nn.Module):
         hidden: Float[Tensor, "rows width hidden"],
         rotary: Float[Tensor, "2 rows width dim"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -8,7 +8,7 @@ from typing import Any
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.embedding_and_head import Ends
 
@@ -60,7 +60,7 @@ class MtpHead(nn.Module):
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         places = positions + self.number + 1
         embedded = self.ends.embed(tokens).to(features.dtype)

@@ -25,7 +25,7 @@ from outrider.heads.files import (
     write_head,
 )
 from outrider.heads.layers import DecoderLayer
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import Ends
 
 NAME = "parallel"
@@ -85,7 +85,7 @@ class ParallelHead(FeatureHead):
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         given = features
         if self.form == "eagle":

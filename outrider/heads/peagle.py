@@ -13,7 +13,7 @@ from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import MASK, SPECULATORS, Answers, Eagle3File
 from outrider.heads.files import KIND as OURS
 from outrider.heads.files import MOST_COUNT, size
-from outrider.lm.head import Keeper
+from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import Ends
 
 KIND = "peagle"
@@ -52,7 +52,7 @@ class PEagleHead(Eagle3Head):
         features: Float[Tensor, "rows width dim"],
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         slots = tokens < 0
         given = torch.where(slots[..., None], self.fuse(self.mask_hidden), features)

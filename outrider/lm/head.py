@@ -29,7 +29,7 @@ log = logging.getLogger("outrider")
 
 
 @runtime_checkable
-class Keeper(Protocol):
+class KVCache(Protocol):
     """Stores keys and values of a head's attention layers. Drafting uses a slot cache; training uses another."""
 
     def update(
@@ -67,7 +67,7 @@ class HeadModule(Protocol):
         features: Float[Tensor, "rows width dim"] | None,
         positions: Int[Tensor, "rows width"],
         mask: Bool[Tensor, "rows 1 width keys"],
-        cache: Keeper,
+        cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
         """The head's output features of each node.
 

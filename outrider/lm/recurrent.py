@@ -329,7 +329,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         numbers = np.asarray(used)[:, None] - width + np.arange(width)
         written, positions = upload([places, numbers], self.device)
         view = self.cache.view(max(used))
-        self._states.keeper = self.cache.window(slots, written, view)
+        self._states.kv_cache = self.cache.window(slots, written, view)
         return {"position_ids": positions, "attention_mask": masks.masks(None, positions, view)}
 
     def _nothing(self, width: int) -> Float[Tensor, "none width"]:

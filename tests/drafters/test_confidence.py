@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
@@ -18,6 +17,7 @@ from outrider.learning.divergences import divergence
 from outrider.lengths.confident import ConfidentLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.refusals import Cell, refusal
 from outrider.training.blocks import BlockLearner

@@ -4,7 +4,6 @@ from collections import Counter
 
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,6 +20,7 @@ from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.packed import PackedLinear, keeps_bits
 from outrider.lm.head import suited
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import CHECKPOINTS, head

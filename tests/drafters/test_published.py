@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.generation.candidate_generator import (
     DFlashTokenCandidateGenerator,
@@ -28,6 +27,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.mtp import behind_pattern
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from recipes.published_pairs import Size, gemma4, mtp_target, muse_glimmer
 from tests.world.models import llama
 

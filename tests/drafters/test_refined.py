@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.assembly import why_not
@@ -21,6 +20,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
+from outrider.lm.target_info import TargetInfo
 from outrider.trees.chain import ChainTree
 from outrider.trees.chained import is_chained
 from outrider.trees.grow import grow

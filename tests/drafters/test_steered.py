@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from transformers import AutoModelForCausalLM
 
 import outrider
@@ -25,6 +24,7 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.steered import SteeredLM, steered
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from tests.world.models import llama, target

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from outrider.lm.target_info import TargetInfo
 
 from outrider.core.types import InputError
 from outrider.drafters.automaton import SuffixAutomaton
 from outrider.drafters.suffix import SuffixDrafter, SuffixState
+from outrider.lm.target_info import TargetInfo
 from tests.drafters.asking import chain, chains, running, step
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=50)

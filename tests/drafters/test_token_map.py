@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 
 import outrider
 from outrider import InputError, Sampling, catalog
@@ -20,6 +19,7 @@ from outrider.lm.hf.narrow import narrowed
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law
 from tests.engine.test_vocabularies import saved, tiny, width

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import Running, Sampling, ShortList
@@ -21,6 +20,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from tests.world.heads import CHECKPOINTS, LAYERS, TOYS, head, toy
 from tests.world.models import target
 from tests.world.recurrent_zoo import tiny_recurrent

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file
 
 import outrider
@@ -22,6 +21,7 @@ from outrider.heads.block_formats import SPECULATORS
 from outrider.heads.blocks import read_block, write_block
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import (
     BLOCK,
     HIDDEN,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from outrider.drafters.eagle3 import Eagle3Path
 from outrider.heads.eagle3 import default_taps, usual_taps
 from outrider.heads.files import read_config
 from outrider.lm.hf.taps import tapped
+from outrider.lm.target_info import TargetInfo
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3
 from tests.world.forced import forced_guesses

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.heads.files import INDICES, READ, read_names, read_tensors
 from outrider.heads.medusa import read_medusa
+from outrider.lm.target_info import TargetInfo
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target
 from tests.world.published import drawn, medusa_of_its_authors, written

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file, save_file
 
 from outrider import catalog
@@ -24,6 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
+from outrider.lm.target_info import TargetInfo
 from tests.heads.naive_kin import NaiveGriffin, NaiveJakiro, NaivePoss
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,6 +13,7 @@ from outrider.core.types import InputError
 from outrider.drafters.medusa import MedusaPath
 from outrider.heads.files import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
+from outrider.lm.target_info import TargetInfo
 from tests.world.models import target
 from tests.world.published import medusa_of_its_authors, medusa_of_vllm, medusa_with_fewer_tokens
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from safetensors.torch import load_file
 
 from outrider import catalog
@@ -20,6 +19,7 @@ from outrider.heads.files import TargetShape
 from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
+from outrider.lm.target_info import TargetInfo
 from tests.heads.naive_heads import NaiveEagle3, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

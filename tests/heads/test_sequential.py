@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from torch import Tensor
 
 from outrider import catalog
@@ -15,6 +14,7 @@ from outrider.drafters.mlp_speculator import MLPSpeculatorPath
 from outrider.heads.hydra import read_hydra
 from outrider.heads.mlp_speculator import read_mlp_speculator
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from tests.heads.naive_heads import normed, plain_layer
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

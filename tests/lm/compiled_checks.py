@@ -12,7 +12,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from outrider.lm.target_info import TargetInfo
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import outrider
@@ -29,6 +28,7 @@ from outrider.lm.forwards.package import GATHERED, Package
 from outrider.lm.head import beside
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.runs import law_of_runs, plain_rows
 from outrider.setup import Setup
 from tests.world.heads import toy

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from jaxtyping import Float
-from outrider.lm.target_info import TargetInfo
 from torch import Tensor
 
 from outrider.lm.head import HeadLM, sees_all
 from outrider.lm.protocol import Segment
+from outrider.lm.target_info import TargetInfo
 from tests.world.heads import ToyModule, toy
 from tests.world.models import target
 

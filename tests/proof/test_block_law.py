@@ -3,10 +3,10 @@ tables is in test_head_law.
 """
 
 import pytest
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.lm.hf.open import as_lm
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
 from tests.world.block_heads import BLOCKS, block_drafter

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import Request, Sampling
@@ -13,6 +12,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, random_rows
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from tests.world.heads import CHECKPOINTS, LAYERS, head

@@ -6,11 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
+from outrider.lm.target_info import TargetInfo
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
 from tests.world.published_kin import griffin, jakiro, poss
 

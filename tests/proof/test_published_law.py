@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from transformers import AutoModelForCausalLM
 
 from outrider import catalog
@@ -14,6 +13,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.assistant import TabularAssistant
 from outrider.lm.hf.open import as_lm
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
 from recipes.published_pairs import Size, gemma4, mtp_target

@@ -1,11 +1,11 @@
 """The law of blockwise heads whose drafts are refined: on tables, and whole runs over real models."""
 
 import pytest
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.lm.hf.open import as_lm
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, drafter, engine, pair, tiny, walk
 from tests.world.models import target

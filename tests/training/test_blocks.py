@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError
@@ -16,6 +15,7 @@ from outrider.learning.batch import Batch, Document
 from outrider.learning.block_loss import BlockLoss
 from outrider.learning.divergences import divergence
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from outrider.training.blocks import Anchors, BlockLearner, _misjudged, blocks
 from outrider.training.data.batches import Batches
 from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token

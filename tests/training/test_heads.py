@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from transformers import PreTrainedModel
 
 import outrider
@@ -20,6 +19,7 @@ from outrider.learning.divergences import divergence
 from outrider.learning.objective import HeadLearner, Places, frequent_tokens
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from outrider.proof.gate import in_float32
 from outrider.training.blockwise import blockwise_learner
 from outrider.training.data.batches import Batches

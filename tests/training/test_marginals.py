@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 
 from outrider import catalog
 from outrider.core.types import InputError
@@ -13,6 +12,7 @@ from outrider.heads.backoff import FILE
 from outrider.learning.divergences import divergence
 from outrider.learning.objective import Places
 from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
 from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.data.batches import Batches
 from outrider.training.eagle import eagle_learner

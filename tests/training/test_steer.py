@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 
 from outrider.core.types import Frontier, InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
@@ -24,6 +23,7 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.steered import SteeredLM, up_projections
+from outrider.lm.target_info import TargetInfo
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings

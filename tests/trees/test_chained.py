@@ -9,7 +9,6 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from outrider.lm.target_info import TargetInfo
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from outrider.core.dice import PhiloxDice
@@ -22,6 +21,7 @@ from outrider.lengths.heuristic import HeuristicLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel
 from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated
 from outrider.proof.enumerate import law
 from outrider.trees.chain import ChainTree

@@ -1,7 +1,6 @@
 """Tiny heads that guess blocks, with random weights, and drafters with them."""
 
 import torch
-from outrider.lm.target_info import TargetInfo
 from transformers import Qwen3Config
 
 from outrider.drafters.dflash import DFlareDrafter, DFlashDrafter
@@ -9,6 +8,7 @@ from outrider.drafters.dspark import DSparkDrafter
 from outrider.heads.blocks import HEADS
 from outrider.heads.dflash import BlockConfig, DFlash, Sight
 from outrider.lm.head import HeadLM
+from outrider.lm.target_info import TargetInfo
 
 BLOCKS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter, "dflare": DFlareDrafter, "dspark": DSparkDrafter}
 """The drafters of the catalog that guess blocks."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from outrider.lm.target_info import TargetInfo
 from torch import nn
 from transformers import LlamaConfig
 from transformers.modeling_layers import MtpModel
@@ -21,6 +20,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.forwards.head_package import KINDS, Kind
 from outrider.lm.head import HeadLM
+from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import checkpoints
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator

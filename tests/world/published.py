@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from outrider.lm.target_info import TargetInfo
 from safetensors.torch import save_file
 from torch import Tensor
+
+from outrider.lm.target_info import TargetInfo
 
 Tensors = dict[str, Tensor]
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from outrider.lm.target_info import TargetInfo
-
 from tests.world.published import Tensors, drawn, layer_of, layer_shapes, written
 
 

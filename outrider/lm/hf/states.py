@@ -19,7 +19,7 @@ State = tuple[Tensor, ...]
 
 
 @runtime_checkable
-class Keeper(Protocol):
+class KVCache(Protocol):
     """Keeps keys and values of attention layers."""
 
     def update(
@@ -28,19 +28,19 @@ class Keeper(Protocol):
 
 
 class StateCache(DynamicCache):  # type: ignore[misc]
-    """transformers' own cache for a model, except that keys and values go to a keeper of our own.
+    """transformers' own cache for a model, except that keys and values go to a cache of our own.
 
     Before a forward `put` gives every row its state, afterwards `take` fetches the new ones. States that were put are
     copied into the batch, so they may be kept as they are for as long as they are wanted.
 
     Args:
         model: The model whose layers are served.
-        keeper: Where keys and values go; it may be replaced.
+        kv_cache: Where keys and values go; it may be replaced.
     """
 
-    def __init__(self, model: PreTrainedModel, keeper: Keeper) -> None:
+    def __init__(self, model: PreTrainedModel, kv_cache: KVCache) -> None:
         super().__init__(config=model.config)
-        self.keeper = keeper
+        self.kv_cache = kv_cache
         self._linear = [layer for layer in self.layers if hasattr(layer, "recurrent_states")]
         self._places: list[tuple[MutableMapping[Any, Any], Any]] = []
         for layer in self._linear:
@@ -53,7 +53,7 @@ class StateCache(DynamicCache):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> Any:
         """Called by transformers: keys and values of an attention layer."""
-        return self.keeper.update(key_states, value_states, layer_idx)
+        return self.kv_cache.update(key_states, value_states, layer_idx)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Called by transformers; lengths differ by row, and with explicit positions the answer is not used."""
