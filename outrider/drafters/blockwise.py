@@ -8,7 +8,7 @@ from torch import nn
 
 from outrider.drafters.state_heads import StateHeadsDrafter, randomise
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 
@@ -39,7 +39,7 @@ class BlockwiseDrafter(StateHeadsDrafter):
             num_heads=self.max_depth,
             intermediate_size=TABLE_FEATURES,
         )
-        ends = Ends(embed=nn.Identity(), norm=nn.Identity(), head=lambda hidden: hidden @ output)
+        ends = EmbeddingAndHead(embed=nn.Identity(), norm=nn.Identity(), head=lambda hidden: hidden @ output)
         heads = BlockwiseHeads(config, ends).double().eval()
         randomise(heads, seed)
         return replace(self, heads=heads, running=None, tap=0, vocab_size=vocab_size, norm=nn.Identity())

@@ -17,7 +17,7 @@ from outrider.heads.files import TargetShape, read_config
 from outrider.heads.hydra import HydraConfig, HydraHeads, is_hydra, read_hydra
 from outrider.heads.sequential import randomise
 from outrider.lm.head import HeadLM
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
@@ -111,7 +111,7 @@ class HydraDrafter(SequentialDrafter):
         table, same = nn.Embedding(vocab_size, TABLE_FEATURES).double().requires_grad_(False), nn.Identity()
         randomise(table, seed)
         config = HydraConfig(hidden_size=TABLE_FEATURES, vocab_size=vocab_size, num_heads=self.max_depth)
-        head = HydraHeads(config, Ends(embed=table, norm=same, head=same)).double().eval()
+        head = HydraHeads(config, EmbeddingAndHead(embed=table, norm=same, head=same)).double().eval()
         randomise(head, seed)
         return HydraDrafter(head=head, tap=0, vocab_size=vocab_size)
 

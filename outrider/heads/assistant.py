@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.tabular import TABLE_FEATURES
 
 KeysValues = tuple[Tensor, Tensor]
@@ -66,7 +66,7 @@ class Assistant:
         vocab_size: Width of the target's logits.
     """
 
-    def __init__(self, model: Any, layers: Mapping[str, int], ends: Ends, vocab_size: int) -> None:
+    def __init__(self, model: Any, layers: Mapping[str, int], ends: EmbeddingAndHead, vocab_size: int) -> None:
         self.model, self.layers = model, layers
         self._ends, self._vocab_size = ends, vocab_size
         self._window = int(model.config.get_text_config().sliding_window)
@@ -87,7 +87,7 @@ class Assistant:
         """Its modules by name."""
         return {"assistant": self.model}
 
-    def cast(self, ends: Ends, dtype: torch.dtype) -> "Assistant":
+    def cast(self, ends: EmbeddingAndHead, dtype: torch.dtype) -> "Assistant":
         """A copy in another dtype, beside another target."""
         return Assistant(copy.deepcopy(self.model).to(dtype), self.layers, ends, self._vocab_size)
 

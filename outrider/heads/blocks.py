@@ -15,7 +15,7 @@ from outrider.heads.dflash import BlockConfig, Confidence, DFlash
 from outrider.heads.dspark import DSpark
 from outrider.heads.files import TARGET, TargetShape, made, read_config, read_tensors, write_head
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import logit_width
 
 HEADS: Mapping[str, type[DFlash]] = {kind.method: kind for kind in (DFlash, DFlare, DSpark)}
@@ -27,7 +27,12 @@ CONFIDENCE = "confidence_head.proj."
 
 
 def read_block(
-    path: str, ends: Callable[[], Ends], vocab_size: int, *, revision: str | None = None, answers: Answers | None = None
+    path: str,
+    ends: Callable[[], EmbeddingAndHead],
+    vocab_size: int,
+    *,
+    revision: str | None = None,
+    answers: Answers | None = None,
 ) -> DFlash:
     """The head in a directory or at a hub id.
 

@@ -23,7 +23,7 @@ from outrider.heads.files import (
     write_head,
 )
 from outrider.heads.state_heads import StateHeads
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 NAME = "blockwise"
 """The value of the key `KIND`."""
@@ -81,7 +81,7 @@ class BlockwiseHeads(StateHeads):
         Stern et al. 2018. https://arxiv.org/abs/1811.03115
     """
 
-    def __init__(self, config: BlockwiseConfig, ends: Ends) -> None:
+    def __init__(self, config: BlockwiseConfig, ends: EmbeddingAndHead) -> None:
         super().__init__(config.num_heads)
         self.config, self.ends = config, ends
         self.heads = nn.ModuleList(
@@ -120,7 +120,7 @@ def is_blockwise(config: Mapping[str, Any]) -> bool:
     return config.get(KIND) == NAME
 
 
-def read_blockwise(path: str, ends: Ends, *, revision: str | None = None) -> BlockwiseHeads:
+def read_blockwise(path: str, ends: EmbeddingAndHead, *, revision: str | None = None) -> BlockwiseHeads:
     """The heads in a directory or at a hub id.
 
     Args:

@@ -18,7 +18,7 @@ from outrider.core.types import InputError
 from outrider.heads.layers import Attention, GatedMLP, Rotary
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import KVCache
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 Method = Literal["dflash", "dflare", "dspark"]
 """The heads that share this trunk."""
@@ -191,7 +191,7 @@ class DFlash(nn.Module):
     method: ClassVar[Method] = "dflash"
     kinds: ClassVar[Sequence[Kind]] = (Kind(logits=False), Kind(features=False))
 
-    def __init__(self, config: BlockConfig, ends: Ends, vocab_size: int) -> None:
+    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__()
         size, eps = config.layers.hidden_size, config.layers.rms_norm_eps
         self.config, self.ends = config, ends
@@ -315,7 +315,7 @@ def _within(
     return seen if sight.window is None else seen & (ahead.abs() < sight.window)
 
 
-def _table(ends: Ends) -> Tensor | None:
+def _table(ends: EmbeddingAndHead) -> Tensor | None:
     """The weights of the target's embedding; None where it has no such table."""
     found = getattr(ends.embed, "weight", None)
     return found if isinstance(found, Tensor) and found.is_floating_point() else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from outrider.core.inputs import unknown
 from outrider.core.types import InputError
 from outrider.heads.dflash import BlockConfig, DFlash, Method
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 
 class MarkovHead(nn.Module):
@@ -141,7 +141,7 @@ class DSpark(DFlash):
 
     method: ClassVar[Method] = "dspark"
 
-    def __init__(self, config: BlockConfig, ends: Ends, vocab_size: int) -> None:
+    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__(config, ends, vocab_size)
         if config.markov_rank < 1:
             raise InputError(f"markov_rank must be >= 1, got {config.markov_rank}; without it the head is dflash")

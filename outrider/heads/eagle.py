@@ -15,7 +15,7 @@ from outrider.heads.feature_head import LEFT_OUT, FeatureHead, described, layer_
 from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, write_head
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.head import KVCache
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 """The names that vLLM and SGLang give such a checkpoint. Its authors' have the name of a plain model."""
@@ -45,7 +45,7 @@ class EagleHead(FeatureHead):
     def __init__(
         self,
         config: PreTrainedConfig,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         *,
         vocab_size: int,
         bias: bool = False,
@@ -149,7 +149,7 @@ class EagleFile:
         """What the head is made with beside its layers' sizes."""
         return {}
 
-    def head(self, ends: Ends, vocab_size: int) -> EagleHead:
+    def head(self, ends: EmbeddingAndHead, vocab_size: int) -> EagleHead:
         """The head. Raises InputError if the tensors are not those of such a head."""
 
         def head() -> EagleHead:

@@ -12,7 +12,7 @@ from outrider.core.types import InputError
 from outrider.heads.feature_head import FeatureHead
 from outrider.heads.layers import DecoderLayer, norm_of
 from outrider.lm.head import KVCache
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ class Eagle3Head(FeatureHead):
         Li et al. 2025. https://arxiv.org/abs/2503.01840
     """
 
-    def __init__(self, config: Eagle3Config, ends: Ends, ids: Int[Tensor, " width"] | None = None) -> None:
+    def __init__(self, config: Eagle3Config, ends: EmbeddingAndHead, ids: Int[Tensor, " width"] | None = None) -> None:
         layer = config.layer
         super().__init__(layer, ends, vocab_size=config.draft_vocab_size, own_embedding=config.own_embedding)
         self.sizes = config

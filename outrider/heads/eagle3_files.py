@@ -13,7 +13,7 @@ from outrider.core.types import InputError
 from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from outrider.heads.feature_head import LEFT_OUT, described, layer_config, qkv_bias_of
 from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, size, whole_numbers, write_head
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 SPECULATORS = "eagle3"
 """The `speculators_model_type` of the first layout."""
@@ -81,7 +81,7 @@ class Eagle3File:
         """Width of the target's hidden states."""
         return size(self.given, "target_hidden_size", self.path, default=self.layer.hidden_size)
 
-    def head(self, ends: Ends, *, num_layers: int, vocab_size: int, answers: Answers) -> Eagle3Head:
+    def head(self, ends: EmbeddingAndHead, *, num_layers: int, vocab_size: int, answers: Answers) -> Eagle3Head:
         """The head.
 
         Args:

@@ -17,7 +17,7 @@ from outrider.heads.files import MOST_COUNT, size
 from outrider.heads.layers import Rotary
 from outrider.lm.head import KVCache
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import reason_of
 
 KNOWN = ("llama", "qwen3", "qwen2", "mistral", "mixtral")
@@ -51,7 +51,9 @@ class FeatureHead(nn.Module):
 
     layers: nn.ModuleList
 
-    def __init__(self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, own_embedding: bool) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, ends: EmbeddingAndHead, *, vocab_size: int, own_embedding: bool
+    ) -> None:
         super().__init__()
         if (act := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
             raise InputError(f"heads with the activation {act!r} are not known; known is silu")

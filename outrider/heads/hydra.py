@@ -18,7 +18,7 @@ from outrider.heads.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import KVCache
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import open_config
 
 PREFIX = "prefix_embeding_layer."
@@ -81,7 +81,7 @@ class HydraHeads(SequentialHead):
         Ankner et al. 2024. https://arxiv.org/abs/2402.05109
     """
 
-    def __init__(self, config: HydraConfig, ends: Ends) -> None:
+    def __init__(self, config: HydraConfig, ends: EmbeddingAndHead) -> None:
         super().__init__()
         self.config, self.ends = config, ends
         self.hidden_size, self.max_depth = config.hidden_size, config.num_heads
@@ -155,7 +155,7 @@ def is_hydra(config: Mapping[str, Any]) -> bool:
 
 
 def read_hydra(
-    path: str, ends: Ends, *, base: str | None = None, revision: str | None = None
+    path: str, ends: EmbeddingAndHead, *, base: str | None = None, revision: str | None = None
 ) -> tuple[HydraHeads, PrefixLayer | None]:
     """The heads in a directory or at a hub id, and their prefix layer if they have one.
 

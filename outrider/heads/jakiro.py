@@ -17,7 +17,7 @@ from outrider.heads.eagle import EagleFile, EagleHead
 from outrider.heads.files import KIND
 from outrider.heads.layers import DecoderLayer, GatedMLP
 from outrider.lm.head import KVCache
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 MIXTURES = ("features", "gate", "half")
 """What is mixed: the experts' outputs, or their distributions by the gate's weights or by halves."""
@@ -89,7 +89,7 @@ class JakiroHead(EagleHead):
     def __init__(
         self,
         config: PreTrainedConfig,
-        ends: Ends,
+        ends: EmbeddingAndHead,
         *,
         vocab_size: int,
         bias: bool = False,

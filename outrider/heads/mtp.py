@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from outrider.lm.head import KVCache
 from outrider.lm.hf.anatomy import Span
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 
 class MtpHead(nn.Module):
@@ -33,7 +33,7 @@ class MtpHead(nn.Module):
         vocab_size: Width of the target's logits.
     """
 
-    def __init__(self, model: Any, number: int, ends: Ends, vocab_size: int) -> None:
+    def __init__(self, model: Any, number: int, ends: EmbeddingAndHead, vocab_size: int) -> None:
         super().__init__()
         config = model.config
         self.layer = model.layers[number]

@@ -26,7 +26,7 @@ from outrider.heads.files import (
 )
 from outrider.heads.layers import DecoderLayer
 from outrider.lm.head import KVCache
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 NAME = "parallel"
 """The value of the key `KIND`."""
@@ -60,7 +60,13 @@ class ParallelHead(FeatureHead):
     """
 
     def __init__(
-        self, config: PreTrainedConfig, ends: Ends, *, vocab_size: int, form: str = "eagle", num_slots: int = 4
+        self,
+        config: PreTrainedConfig,
+        ends: EmbeddingAndHead,
+        *,
+        vocab_size: int,
+        form: str = "eagle",
+        num_slots: int = 4,
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=False)
         if form not in FORMS:
@@ -134,7 +140,7 @@ class ParallelFile:
             tensors=read_tensors(path, revision=revision),
         )
 
-    def head(self, ends: Ends, vocab_size: int) -> ParallelHead:
+    def head(self, ends: EmbeddingAndHead, vocab_size: int) -> ParallelHead:
         """The head. Raises InputError if the tensors are not those of such a head."""
 
         def head() -> ParallelHead:

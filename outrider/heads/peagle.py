@@ -14,7 +14,7 @@ from outrider.heads.eagle3_files import MASK, SPECULATORS, Answers, Eagle3File
 from outrider.heads.files import KIND as OURS
 from outrider.heads.files import MOST_COUNT, size
 from outrider.lm.head import KVCache
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 KIND = "peagle"
 """Its `speculators_model_type`."""
@@ -106,7 +106,9 @@ class PEagleFile:
             num_slots=_num_slots(config, path),
         )
 
-    def head(self, ends: Ends, *, num_layers: int, vocab_size: int, answers: Answers | None = None) -> PEagleHead:
+    def head(
+        self, ends: EmbeddingAndHead, *, num_layers: int, vocab_size: int, answers: Answers | None = None
+    ) -> PEagleHead:
         """The head, as `Eagle3File.head` makes it. Raises InputError if the tensors are not those of such a head, or a
         question is open.
         """

@@ -18,7 +18,7 @@ from outrider.heads.eagle import EagleFile, EagleHead, eagle_config, has_special
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import Answers, Eagle3File, eagle3_record
 from outrider.heads.files import KIND, MOST_COUNT, TargetShape, load_into, size, write_head
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 NAME, STRIDE = "poss", "steps_per_specialist"
 """The value of `KIND`, and the key of a config that says how many draft steps each specialist takes."""
@@ -87,7 +87,7 @@ class PossFile:
         return int(self.trunk.config.vocab_size if isinstance(self.trunk, EagleFile) else self.trunk.layer.vocab_size)
 
     def head(
-        self, ends: Ends, *, num_layers: int, vocab_size: int, answers: Answers | None = None
+        self, ends: EmbeddingAndHead, *, num_layers: int, vocab_size: int, answers: Answers | None = None
     ) -> EagleHead | Eagle3Head:
         """The head, as `Eagle3File.head` makes it. Raises InputError if the tensors are not those of such a head."""
         head: EagleHead | Eagle3Head

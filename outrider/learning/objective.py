@@ -18,7 +18,7 @@ from outrider.learning.divergences import CHUNK, Divergence, among_likeliest, ch
 from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.lm.hf.taps import tapped
 
@@ -68,7 +68,7 @@ class HeadLearner(Learner):
             raise InputError(
                 f"taps must be in 0..{anatomy.num_layers}, the number of the target's layers, got {wrong[0]}"
             )
-        ends = find_ends(target, anatomy)
+        ends = find_embedding_and_head(target, anatomy)
         self.taps, self.num_guesses, self.decay = tuple(taps), num_guesses, decay
         self.divergence, self.chunk, self.dtype = loss, chunk, dtype or target.dtype
         self.captured_taps = tuple(sorted({*taps, anatomy.num_layers}))
@@ -198,7 +198,7 @@ class HeadLearner(Learner):
         return replace(batch, hidden=dict(seen))
 
     @property
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         """The target's ends."""
         return self._ends[0]
 

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import worth_keeping
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 
-def with_rows(batch: Batch, ends: Ends, last: int, width: int) -> Batch:
+def with_rows(batch: Batch, ends: EmbeddingAndHead, last: int, width: int) -> Batch:
     """The batch with the target's logits, if they are few; otherwise the batch as it is.
 
     Args:

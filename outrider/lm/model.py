@@ -22,7 +22,7 @@ from outrider.lm.forwards.package import Package, PackagedForward
 from outrider.lm.forwards.packed import packable, packed
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy, Span
-from outrider.lm.hf.embedding_and_head import Ends, find_ends, output_layer
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head, output_layer
 from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.support import refusal
 from outrider.lm.protocol import Segment
@@ -108,7 +108,7 @@ class LanguageModel(SlottedLM):
         self.device, self.dtype = model.device, model.dtype
         self.num_layers, self.hidden_size = self.anatomy.num_layers, self.anatomy.hidden_size
         self.num_taps, self.num_forwards = self.num_layers + 1, 0
-        self._ends: Ends | None = None
+        self._ends: EmbeddingAndHead | None = None
         self.pad_to = pad_to
         self._builder = mask_builder(model, self.anatomy, self.anatomy.spans or Span())
         probe = Probe()
@@ -208,7 +208,7 @@ class LanguageModel(SlottedLM):
         if isinstance(eager := self._forwards["eager"], EagerForward):
             eager.model = self.model
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         """Its embedding, final norm and output layer. The weights of the output layer are packed where its own forwards
         are packed or compiled.
 
@@ -216,7 +216,7 @@ class LanguageModel(SlottedLM):
             InputError: A drafter cannot use them.
         """
         if self._ends is None:
-            self._ends = replace(find_ends(self.model, self.anatomy), target=shape_of(self.model))
+            self._ends = replace(find_embedding_and_head(self.model, self.anatomy), target=shape_of(self.model))
             if self.forward != "eager" and packable(self.model):
                 self._ends = replace(self._ends, head=self._packed_output(), unpacked=self._ends.head)
         return self._ends

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class Readable(Protocol):
     @property
     def hidden_size(self) -> int: ...
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         ...
 

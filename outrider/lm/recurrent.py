@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.states import State, StateCache
 from outrider.lm.hf.support import refusal
@@ -110,7 +110,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         self.device, self.dtype = model.device, model.dtype
         self.num_layers, self.hidden_size = self.anatomy.num_layers, self.anatomy.hidden_size
         self.pad_to, self.crops = 1, False
-        self._ends: Ends | None = None
+        self._ends: EmbeddingAndHead | None = None
         self.stepwise, self.least = self.anatomy.stepwise, 2 if self.anatomy.clamps else 1
         spans = self.anatomy.spans
         self._masks = None if spans is None else mask_builder(model, self.anatomy, spans)
@@ -145,10 +145,10 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         """The model."""
         return {"model": self.model}
 
-    def ends(self) -> Ends:
+    def ends(self) -> EmbeddingAndHead:
         """Its embedding, final norm and output layer. Raises InputError if a drafter cannot use them."""
         if self._ends is None:
-            self._ends = find_ends(self.model, self.anatomy)
+            self._ends = find_embedding_and_head(self.model, self.anatomy)
         return self._ends
 
     def mtp(self, path: str | None) -> Any:

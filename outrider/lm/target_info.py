@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
 from outrider.lm.forwards.forward import Forward
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import LM, Readable
 
 
-def _no_ends() -> Ends:
+def _no_embedding_and_head() -> EmbeddingAndHead:
     raise InputError(
         "this drafter needs the target's embedding, final norm and output layer, and this target does not offer them"
     )
@@ -59,7 +59,7 @@ class TargetInfo:
     max_context: int
     num_layers: int = 0
     hidden_size: int = 0
-    ends: Callable[[], Ends] = _no_ends
+    ends: Callable[[], EmbeddingAndHead] = _no_embedding_and_head
     keys_values: Callable[[int, int], tuple[Tensor, Tensor]] = _no_keys_values
     mtp: Callable[[str | None], Any] = _no_mtp
     config: PreTrainedConfig | None = None

@@ -17,7 +17,7 @@ from outrider.heads.files import local_file
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import CHUNK, Divergence
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.training.state_heads import DECAY, StateHeadsLearner
 
@@ -112,7 +112,7 @@ def blockwise_learner(
     Raises:
         InputError: A size makes no sense, or the heads on disk do not fit the target.
     """
-    ends, width = find_ends(target, Anatomy.of(target)), logit_width(target)
+    ends, width = find_embedding_and_head(target, Anatomy.of(target)), logit_width(target)
     if begin is not None:
         heads = read_blockwise(begin, ends).float()
     else:

@@ -27,7 +27,7 @@ from outrider.learning.divergences import (
 from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.training.loop.watch import windows
 from outrider.training.on_policy import Sampler
@@ -86,7 +86,7 @@ class States:
 
     of: Callable[[Int[Tensor, "rows length"], Int[Tensor, "rows length"] | None], Float[Tensor, "rows length hidden"]]
     head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
-    ends: Ends | None = None
+    ends: EmbeddingAndHead | None = None
 
     @classmethod
     def find(cls, model: PreTrainedModel) -> "States":
@@ -94,7 +94,7 @@ class States:
         below = model.base_model
         whole = cls(of=lambda tokens, at: model(**_inputs(tokens, at)).logits, head=lambda logits: logits)
         try:
-            ends = find_ends(model, Anatomy.of(model))
+            ends = find_embedding_and_head(model, Anatomy.of(model))
         except InputError:
             return whole
         parts = cls(of=lambda tokens, at: below(**_inputs(tokens, at))[0], head=ends.head, ends=ends)

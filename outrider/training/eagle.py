@@ -20,7 +20,7 @@ from outrider.learning.batch import Batch
 from outrider.learning.divergences import Divergence
 from outrider.learning.objective import Places
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.training.unrolled import Unrolled
 
@@ -150,7 +150,7 @@ def eagle_head(
         **more: Sizes of a new head of that kind.
     """
     anatomy, width = Anatomy.of(target), logit_width(target)
-    ends = find_ends(target, anatomy)
+    ends = find_embedding_and_head(target, anatomy)
     if begin is None:
         torch.manual_seed(seed)
         layer = usual_layer(anatomy, vocab_size=width, intermediate_size=intermediate_size)
@@ -233,7 +233,7 @@ def eagle3_head(
 ) -> Eagle3Head:
     """A new EAGLE-3 head, or one on disk, in float32. Arguments and errors are those of `eagle3_learner`."""
     anatomy, width = Anatomy.of(target), logit_width(target)
-    ends = find_ends(target, anatomy)
+    ends = find_embedding_and_head(target, anatomy)
     if begin is None:
         torch.manual_seed(seed)
         config = Eagle3Config(

@@ -12,7 +12,7 @@ from outrider.heads.blocks import HEADS, read_block
 from outrider.heads.dflash import BlockConfig, DFlash, Method, spread_taps
 from outrider.heads.dspark import MarkovHead
 from outrider.lm.hf.anatomy import Anatomy, rotary_parameters
-from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 
 LAYERS: dict[str, int] = {"dflash": 5, "dflare": 7, "dspark": 5}
@@ -58,7 +58,7 @@ def fresh_head(
         InputError: A size does not fit, or the target is of a kind whose hidden states or ends cannot be read.
     """
     anatomy = Anatomy.of(target)
-    ends = find_ends(target, anatomy)
+    ends = find_embedding_and_head(target, anatomy)
     taps = spread_taps(anatomy.num_layers, NUM_TAPS[shape.method]) if shape.taps is None else shape.taps
     if max(taps) > anatomy.num_layers:
         raise InputError(
@@ -102,7 +102,7 @@ def known_head(path: str, target: PreTrainedModel, method: Method) -> DFlash:
     Raises:
         InputError: There is none, or it is another one, or of another target, or has an output layer of its own.
     """
-    ends = find_ends(target, Anatomy.of(target))
+    ends = find_embedding_and_head(target, Anatomy.of(target))
     head = read_block(path, lambda: ends, logit_width(target))
     if head.method != method:
         raise InputError(f"the head in {path} is a {head.method} head; use outrider train {head.method}")

@@ -22,7 +22,7 @@ from outrider.learning.batch import PADDING, Batch, Document
 from outrider.learning.divergences import Divergence
 from outrider.learning.objective import Places
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.training.unrolled import Unrolled
 
@@ -191,7 +191,7 @@ def parallel_learner(
         InputError: A size makes no sense, or the head on disk does not fit the target.
     """
     anatomy, width = Anatomy.of(target), logit_width(target)
-    ends = find_ends(target, anatomy)
+    ends = find_embedding_and_head(target, anatomy)
     if begin is None:
         if layers < 1:
             raise InputError(f"a parallel head must have a layer, got {layers}")

@@ -16,7 +16,7 @@ from outrider.heads.files import read_config, read_names, read_tensors
 from outrider.heads.poss import PossFile, is_poss, write_poss
 from outrider.learning.divergences import Divergence
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.training.eagle import Eagle, Eagle3, check_head, eagle3_head, eagle_head, freeze_embedding
 
@@ -153,6 +153,8 @@ def _with_specialists(target: PreTrainedModel, path: str, stride: int) -> EagleH
     anatomy, width = Anatomy.of(target), logit_width(target)
     file = PossFile.of(path, config, read_tensors(path), stride=stride)
     check_head(path, file.target_hidden_size, file.vocab_size, anatomy, width)
-    head = file.head(find_ends(target, anatomy), num_layers=anatomy.num_layers, vocab_size=width, answers=Answers())
+    head = file.head(
+        find_embedding_and_head(target, anatomy), num_layers=anatomy.num_layers, vocab_size=width, answers=Answers()
+    )
     freeze_embedding(head)
     return head.float()

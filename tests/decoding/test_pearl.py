@@ -176,7 +176,7 @@ def test_logprobs_are_those_of_a_teacher_forced_run():
         assert output.logprobs == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-# Ends.
+# EmbeddingAndHead.
 
 
 @exactly

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 Tensors = Mapping[str, Tensor]
 
@@ -64,7 +64,7 @@ class NaiveEagle:
 
     tensors: Tensors
     layer: Mapping[str, Any]
-    ends: Ends
+    ends: EmbeddingAndHead
 
     def embedded(self, tokens: Tensor) -> Tensor:
         own = self.tensors.get("embed_tokens.weight")

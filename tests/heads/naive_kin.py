@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3, Tensors, attention, feed_forward, normed
 
 Step = tuple[Tensor, Tensor]
@@ -65,7 +65,7 @@ class NaivePoss:
 
     tensors: Tensors
     layer: Mapping[str, Any]
-    ends: Ends
+    ends: EmbeddingAndHead
     count: int
     steps: int
 

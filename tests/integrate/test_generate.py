@@ -138,7 +138,7 @@ def test_rows_end_at_end_tokens_and_are_padded_as_by_generate():
 
 
 class Until(StoppingCriteria):
-    """Ends a row whose newest tokens add up to a multiple of a number."""
+    """EmbeddingAndHead a row whose newest tokens add up to a multiple of a number."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -158,7 +158,7 @@ def test_stopping_criteria_of_the_callers_own_end_rows_where_plain_decoding_ends
 
 
 class Nth(StoppingCriteria):
-    """Ends all rows but the first the n-th time that it is asked, and the first three times later."""
+    """EmbeddingAndHead all rows but the first the n-th time that it is asked, and the first three times later."""
 
     def __init__(self, number: int) -> None:
         self.left = number

@@ -19,7 +19,7 @@ from outrider.core.types import InputError
 from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import find_ends
+from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.taps import tapped
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import Way, capture
@@ -67,7 +67,7 @@ def test_states_are_those_of_each_document_alone(name: str, tmp_path: Path) -> N
 @pytest.mark.usefixtures("float64_stays_float64")
 def test_logits_can_be_computed_from_the_last_tap(tmp_path: Path) -> None:
     model, documents = tiny("gemma2"), corpus()
-    ends, last = find_ends(model, Anatomy.of(model)), Anatomy.of(model).num_layers
+    ends, last = find_embedding_and_head(model, Anatomy.of(model)), Anatomy.of(model).num_layers
     captured = capture(model, documents, Contents(taps=(1, last)), out=tmp_path).with_logits(ends)
     for number, document in enumerate(documents):
         found, (_, logits) = captured.states(number, 1), alone(model, document)

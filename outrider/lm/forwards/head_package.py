@@ -17,7 +17,7 @@ from outrider.lm.forwards.libraries import MANY, Library
 from outrider.lm.forwards.merged import merge
 from outrider.lm.forwards.package import CAPACITY, ROWS, VIEW, WIDTH
 from outrider.lm.forwards.twin import twin
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slotted import Inputs, Outputs
@@ -79,7 +79,7 @@ class HeadPackage(Library):
     def sources(self) -> Collection[Path]:
         kinds = {kind for part in self.head.modules() for kind in type(part).__mro__}
         own = {kind.__module__ for kind in kinds if kind.__module__.startswith("outrider.")}
-        others = {__name__, Window.__module__, Ends.__module__, merge.__module__}
+        others = {__name__, Window.__module__, EmbeddingAndHead.__module__, merge.__module__}
         files = (sys.modules[name].__file__ for name in sorted(own | others))
         return [Path(file) for file in files if file is not None]
 
@@ -88,7 +88,7 @@ class HeadPackage(Library):
         return {"kind": self.kind, "entries": sorted(self.entries.items()), "spans": repr(self.builder.spans)}
 
     @property
-    def _ends(self) -> Ends | None:
+    def _ends(self) -> EmbeddingAndHead | None:
         return getattr(self.head, "ends", None)
 
     def traced(self) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...]]:

@@ -28,7 +28,7 @@ _TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ends:
+class EmbeddingAndHead:
     """The functions of the target that a drafter may use.
 
     Attributes:
@@ -49,7 +49,7 @@ class Ends:
     target: str = ""
     ids: tuple[int, ...] | None = None
 
-    def cut(self, ids: Sequence[int]) -> "Ends":
+    def cut(self, ids: Sequence[int]) -> "EmbeddingAndHead":
         """The same ends, whose output layer makes logits of some tokens alone.
 
         Args:
@@ -78,7 +78,7 @@ class Ends:
         weight = next(iter(getattr(self.embed, "parameters", tuple)()), hidden)
         return self.head(hidden.to(weight.device, weight.dtype))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "Ends":
+    def __deepcopy__(self, memo: dict[int, object]) -> "EmbeddingAndHead":
         """Returns itself: a copy of a drafter's head does not copy its target."""
         return self
 
@@ -122,7 +122,7 @@ class _Said:
 
 
 @torch.inference_mode()
-def find_ends(model: PreTrainedModel, anatomy: Anatomy) -> Ends:
+def find_embedding_and_head(model: PreTrainedModel, anatomy: Anatomy) -> EmbeddingAndHead:
     """The ends of a model, after a test on a short text.
 
     Raises:
@@ -146,7 +146,7 @@ def find_ends(model: PreTrainedModel, anatomy: Anatomy) -> Ends:
             "way unknown here"
         )
     used = [embedding, *([norm] if isinstance(norm, nn.Module) else []), *_above(model).values()]
-    return Ends(embed=embedding, norm=norm, head=head, modules=nn.ModuleList(used))
+    return EmbeddingAndHead(embed=embedding, norm=norm, head=head, modules=nn.ModuleList(used))
 
 
 @dataclass(frozen=True, kw_only=True)

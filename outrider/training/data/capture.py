@@ -15,7 +15,7 @@ from outrider.core.types import InputError
 from outrider.learning.batch import PADDING, Document
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import Ends, find_ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.lm.hf.taps import tapped
 from outrider.training.data.documents import fingerprint_of
@@ -162,7 +162,7 @@ class _Reader:
     model: PreTrainedModel
     anatomy: Anatomy
     contents: Contents
-    ends: Ends | None
+    ends: EmbeddingAndHead | None
     vocab_size: int
 
     @classmethod
@@ -180,7 +180,7 @@ class _Reader:
             raise InputError(
                 f"the number of likeliest tokens must be in 1..{width - 1} for this target, got {contents.logits}"
             )
-        ends = None if contents.logits is None else find_ends(model, anatomy)
+        ends = None if contents.logits is None else find_embedding_and_head(model, anatomy)
         return cls(model=model, anatomy=anatomy, contents=contents, ends=ends, vocab_size=width)
 
     @property
@@ -222,7 +222,7 @@ class _Reader:
         chunks = [self._rows(self.ends, chunk) for chunk in hidden[self.anatomy.num_layers].split(ROWS)]
         return kept | {name: torch.cat([chunk[name] for chunk in chunks]).cpu() for name in chunks[0]}
 
-    def _rows(self, ends: Ends, hidden: Float[Tensor, "chunk hidden"]) -> dict[str, Tensor]:
+    def _rows(self, ends: EmbeddingAndHead, hidden: Float[Tensor, "chunk hidden"]) -> dict[str, Tensor]:
         logits = ends.head(ends.norm(hidden))[..., : self.vocab_size]
         if not isinstance(self.contents.logits, int):
             return {"logits": logits.to(self.model.dtype)}

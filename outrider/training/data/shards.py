@@ -19,7 +19,7 @@ from outrider.core.types import InputError
 from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
 from outrider.lm.fingerprint import shape_of, weights_of
-from outrider.lm.hf.embedding_and_head import Ends
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.training.data.batches import States
 from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.replaced import replaced
@@ -191,7 +191,7 @@ class Captured:
         ends: The target's ends, to compute all logits from tap `num_layers`; None does not compute them.
     """
 
-    def __init__(self, manifest: Manifest, shards: Sequence[Shard], ends: Ends | None = None) -> None:
+    def __init__(self, manifest: Manifest, shards: Sequence[Shard], ends: EmbeddingAndHead | None = None) -> None:
         self.manifest, self._shards, self._ends = manifest, shards, ends
         # For each shard the number of its first document, and the places of its documents.
         self._firsts, self._borders = [0], []
@@ -268,7 +268,7 @@ class Captured:
         contents = replace(kept, taps=tuple(tap for tap in kept.taps if tap in taps))
         return Captured(replace(self.manifest, contents=contents), self._shards, self._ends)
 
-    def with_logits(self, ends: Ends) -> "Captured":
+    def with_logits(self, ends: EmbeddingAndHead) -> "Captured":
         """The same states, with all logits computed from tap `num_layers` by the target's final norm and output layer.
 
         Raises:
@@ -280,7 +280,7 @@ class Captured:
         return Captured(self.manifest, self._shards, ends)
 
     @torch.no_grad()
-    def _logits(self, ends: Ends, hidden: Float[Tensor, "length hidden"]) -> Float[Tensor, "length vocab"]:
+    def _logits(self, ends: EmbeddingAndHead, hidden: Float[Tensor, "length hidden"]) -> Float[Tensor, "length vocab"]:
         return ends.head(ends.norm(hidden))[..., : self.manifest.vocab_size]
 
 
