@@ -92,7 +92,7 @@ class Eagle3Options:
         taps: The target's hidden states that the head reads, such as 2x16x29; tap k enters layer k. By default a low, a
             middle and a high one.
         fc_norm: Norm each of these states.
-        norm_output: Feed the normed output back.
+        norm_output: Take the normed output as the next feature.
         norm_before_residual: Take the normed feature as the residual.
         intermediate_size: Width of the feed-forward. By default the target's.
     """

@@ -50,7 +50,7 @@ class PossOptions:
         taps: The target's hidden states that eagle3 reads, such as 2x16x29; tap k enters layer k. By default a low, a
             middle and a high one.
         fc_norm: Norm each of these states; of eagle3 alone, as the next two.
-        norm_output: Feed the normed output back.
+        norm_output: Take the normed output as the next feature.
         norm_before_residual: Take the normed feature as the residual.
         intermediate_size: Width of the feed-forward. By default the target's.
     """

@@ -32,12 +32,12 @@ class AssistantState(LastState):
     Attributes:
         seen: What the assistant sees of the requests of this draft's batch.
         row: The request's place there.
-        handed_on: For the root and each expanded node, the state that the assistant returned.
+        head_output: For the root and each expanded node, the state that the assistant returned.
     """
 
     seen: Seen | None = None
     row: int = 0
-    handed_on: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
+    head_output: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
 
 
 def _no_keys_values(slot: int, layer: int) -> KeysValues:
@@ -88,10 +88,10 @@ class AssistantDrafter(LastStateDrafter):
         hidden = self.norm(torch.stack([newest(state) for state in states])).to(
             self.device, self.head.dtype, non_blocking=True
         )
-        logits, handed_on = self.head(tokens, hidden[:, None], seen)
-        for row, (state, own_state) in enumerate(zip(states, handed_on[:, 0], strict=True)):
+        logits, head_output = self.head(tokens, hidden[:, None], seen)
+        for row, (state, own_state) in enumerate(zip(states, head_output[:, 0], strict=True)):
             own = _own(state)
-            own.seen, own.row, own.handed_on = seen, row, {0: own_state}
+            own.seen, own.row, own.head_output = seen, row, {0: own_state}
         return Guess(logits=logits[:, 0])
 
     @torch.inference_mode()
@@ -105,21 +105,21 @@ class AssistantDrafter(LastStateDrafter):
         columns = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         index = torch.from_numpy(first[:, None] + columns).to(self.device, non_blocking=True)
         pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
-        before = torch.stack([_own(states[owner]).handed_on[parent] for owner, parent in pairs])
+        before = torch.stack([_own(states[owner]).head_output[parent] for owner, parent in pairs])
         tokens = frontier.tokens.to(self.device, non_blocking=True)
-        logits, handed_on = self.head(tokens[index], before[index], seen.part([own.row for own in owns]))
+        logits, head_output = self.head(tokens[index], before[index], seen.part([own.row for own in owns]))
         places = np.arange(len(frontier.owners)) - np.repeat(first, counts)
         flat = torch.from_numpy(np.repeat(np.arange(len(owns)), counts) * columns.shape[1] + places)
         flat = flat.to(self.device, non_blocking=True)
-        returned = handed_on.flatten(0, 1)[flat]
+        returned = head_output.flatten(0, 1)[flat]
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
-            _own(states[owner]).handed_on[node] = returned[i]
+            _own(states[owner]).head_output[node] = returned[i]
         return Guess(logits=logits.flatten(0, 1)[flat])
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         for state in states:
             own = _own(state)
-            own.seen, own.handed_on = None, {}
+            own.seen, own.head_output = None, {}
 
     def cast(self, target_info: TargetInfo) -> "AssistantDrafter":
         if isinstance(self.head, TabularAssistant):

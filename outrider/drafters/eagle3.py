@@ -32,7 +32,7 @@ class AskingPath(HeadPath):
     Attributes:
         norm_before_residual: Whether the residual of the first layer is the normed feature, where the config does not
             say it.
-        norm_output: Whether the normed output is fed back; it goes before the config.
+        norm_output: Whether the normed output is the next feature; it goes before the config.
         taps: The target's hidden states that the head reads, such as 2x16x29; tap k enters layer k. They go before
             the config.
     """

@@ -44,8 +44,8 @@ class FeatureHeadDrafter(OwnFeatures):
         return self.module.fuse(super().features(taps))
 
     @torch.inference_mode()
-    def fed_back(self, handed_on: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
-        return self.module.fed_back(handed_on)
+    def next_feature(self, head_output: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
+        return self.module.next_feature(head_output)
 
     def cast(self, target_info: TargetInfo) -> "FeatureHeadDrafter":
         if isinstance(self.lm, TabularHead):

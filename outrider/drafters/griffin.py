@@ -13,7 +13,7 @@ from outrider.lm.target_info import TargetInfo
 
 @dataclass(frozen=True, kw_only=True)
 class GriffinDrafter(FeatureHeadDrafter):
-    """Guess by a head that hands on two vectors: one for its guess, one as the next feature.
+    """Guess by a head that outputs two vectors: one for its guess, one as the next feature.
 
     References:
         Hu et al. 2025. https://arxiv.org/abs/2502.11018

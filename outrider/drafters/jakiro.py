@@ -36,7 +36,7 @@ class JakiroState(HeadState):
 @dataclass(frozen=True, kw_only=True)
 class JakiroDrafter(FeatureHeadDrafter):
     """Guess by a head that can guess one token further. Drafts of depth d take d - 1 forwards, d above 1: the deepest
-    guesses are made from what was handed on at the parents of their nodes. They do not depend on the nodes' tokens.
+    guesses are made from what was output at the parents of their nodes. They do not depend on the nodes' tokens.
 
     References:
         Huang et al. 2025. https://arxiv.org/abs/2502.06282
@@ -56,7 +56,7 @@ class JakiroDrafter(FeatureHeadDrafter):
         if not deepest.any():
             return super().expand(states, frontier)
         pairs = zip(owners, frontier.parents.tolist(), deepest.tolist(), strict=True)
-        further = self._further(torch.stack([own.handed_on[parent] for own, parent, last in pairs if last]))
+        further = self._further(torch.stack([own.head_output[parent] for own, parent, last in pairs if last]))
         if deepest.all():
             return Guess(logits=further, short_list=self.short_list)
         others = cast(Tensor, super().expand(states, _part(frontier, ~deepest)).logits)
@@ -65,27 +65,27 @@ class JakiroDrafter(FeatureHeadDrafter):
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
         left = np.array(counts)
         follow = chain(self.lm, [_own(state).slot for state in states], (left - 1).clip(0).tolist())
-        handed_on = torch.stack([_own(state).handed_on[0] for state in states])
+        head_output = torch.stack([_own(state).head_output[0] for state in states])
 
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
-            nonlocal handed_on, left
-            handed_on, left = _rows(handed_on, left > 0), left[left > 0] - 1
+            nonlocal head_output, left
+            head_output, left = _rows(head_output, left > 0), left[left > 0] - 1
             deepest = left == 0
-            further = self._further(_rows(handed_on, deepest)) if deepest.any() else None
+            further = self._further(_rows(head_output, deepest)) if deepest.any() else None
             if further is not None and deepest.all():
                 return further
-            handed_on = _rows(handed_on, ~deepest)
-            extension = follow(_rows(tokens, ~deepest), self.fed_back(handed_on))
-            handed_on, left = cast(Tensor, extension.features), left[~deepest]
+            head_output = _rows(head_output, ~deepest)
+            extension = follow(_rows(tokens, ~deepest), self.next_feature(head_output))
+            head_output, left = cast(Tensor, extension.features), left[~deepest]
             return extension.logits if further is None else _merged(deepest, further, extension.logits)
 
         return step
 
     @torch.inference_mode()
-    def _further(self, handed_on: Float[Tensor, "n parts"]) -> Float[Tensor, "n width"]:
+    def _further(self, head_output: Float[Tensor, "n parts"]) -> Float[Tensor, "n width"]:
         """The guesses of the token behind the next one."""
         head = cast(JakiroHead | TabularFusion, self.module)
-        return head.logits(head.further(handed_on))[..., : self.lm.vocab_size]
+        return head.logits(head.further(head_output))[..., : self.lm.vocab_size]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ class MtpDrafter(FeatureHeadDrafter):
     """Guess by the one multi-token-prediction layer of a target's checkpoint.
 
     The layer reads the target's normed last hidden state at a position and the token that follows, and guesses the
-    token after that. For the second draft token and all later ones it runs again, on the features that it handed on
+    token after that. For the second draft token and all later ones it runs again, on the features that it output
     itself, as in vLLM. transformers drafts one token per layer and no more.
 
     References:

@@ -36,7 +36,7 @@ class LayersState(HeadState):
     """One request's slots of all layers; changes in place. It is itself the state of the first layer.
 
     Attributes:
-        deeper: The state of each further layer. Its unread features are those that the layer before has handed on.
+        deeper: The state of each further layer. Its unread features are those that the layer before has output.
             In `fed`, the root's number is that of the newest committed position that is pending, or -1.
         nodes: The expanded nodes of the draft, by number.
         waiting: For each further layer, the committed positions that it has read in this step. Until the commit they
@@ -60,7 +60,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
     At position p of the text, layer k computes $f^k_p$ from the token there and from $f^{k-1}_{p-1}$, where
     $f^{-1}_p$ is the target's state, and guesses $x_{p+1}$. So every layer reads all committed positions, and layer k
     reads the first k tokens of a draft too. A layer runs when the draft gets as deep as it guesses, and then reads what
-    it has missed. Beyond the depth of the last layer, that layer runs again, on the features that it handed on itself.
+    it has missed. Beyond the depth of the last layer, that layer runs again, on the features that it output itself.
 
     Attributes:
         lm: The first layer.
@@ -105,7 +105,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
             own = _own(state)
             own.nodes, own.waiting = {}, [0] * len(self.deeper)
             for each in own.deeper:
-                each.fed, each.handed_on = {}, {}
+                each.fed, each.head_output = {}, {}
         return super().begin(states, depths)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
@@ -125,10 +125,10 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         parts = output_features(extension).split([len(segment.tokens) for segment in segments])
         committed = []
         for state, nodes, part in zip(running, new, parts, strict=True):
-            count, handed_on = len(part) - len(nodes), _own(state).layers[k].handed_on
-            handed_on |= dict(zip(nodes, part[count:], strict=True))
+            count, head_output = len(part) - len(nodes), _own(state).layers[k].head_output
+            head_output |= dict(zip(nodes, part[count:], strict=True))
             if count:
-                handed_on[0] = part[count - 1]
+                head_output[0] = part[count - 1]
             committed.append(part[:count])
         self._hand_on(running, k, committed)
         return Guess(logits=extension.logits, short_list=self.short_list)
@@ -192,7 +192,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         return extension
 
     def _hand_on(self, states: Sequence[Running], k: int, parts: Sequence[Float[Tensor, "_ hidden"]]) -> None:
-        """Give the layer behind layer k what layer k handed on at committed positions of each request."""
+        """Give the layer behind layer k what layer k output at committed positions of each request."""
         if k < len(self.deeper):
             for state, part in zip(states, parts, strict=True):
                 if len(part):
@@ -228,7 +228,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         for number in new:
             node = whole.nodes[number]
             before = own if node.depth > k else whole.layers[k - 1]
-            features.append(before.handed_on[node.parent][None])
+            features.append(before.head_output[node.parent][None])
             tokens.append(node.token[None])
             # A layer begins late: in a short text the parent may stand before its first position.
             parents.append(own.fed.get(node.parent, -1))

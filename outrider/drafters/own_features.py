@@ -30,11 +30,11 @@ class HeadState(TreeState):
 
     Attributes:
         unread: Features of the next positions.
-        handed_on: For the root and each expanded node, the feature that the head returned.
+        head_output: For the root and each expanded node, the feature that the head returned.
     """
 
     unread: list[Float[Tensor, "_ dim"]] = field(default_factory=list)
-    handed_on: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
+    head_output: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
 
     @property
     def num_unread(self) -> int:
@@ -90,9 +90,9 @@ class OwnFeatures(SlottedDrafter):
         """Features from the target's hidden states; by default these side by side, in the order of the taps."""
         return torch.cat([taps[k] for k in self.taps], -1)
 
-    def fed_back(self, handed_on: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
+    def next_feature(self, head_output: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
         """The feature that stands for a draft token's, from the head's output there; by default that output itself."""
-        return handed_on
+        return head_output
 
     def open(self, request: Request) -> HeadState:
         return self.state(slot=self.lm.open())
@@ -114,29 +114,29 @@ class OwnFeatures(SlottedDrafter):
         ends = np.cumsum(counts) - 1
         for state, end in zip(states, ends.tolist(), strict=True):
             own = _own(state)
-            own.fed, own.handed_on = {}, {0: output_features(extension)[end]}
+            own.fed, own.head_output = {}, {0: output_features(extension)[end]}
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
-        features = self.fed_back(torch.stack([_own(states[owner]).handed_on[parent] for owner, parent in pairs]))
+        features = self.next_feature(torch.stack([_own(states[owner]).head_output[parent] for owner, parent in pairs]))
         segments = tree_segments(states, frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
-            _own(states[owner]).handed_on[node] = output_features(extension)[i]
+            _own(states[owner]).head_output[node] = output_features(extension)[i]
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
         follow = chain(self.lm, [_own(state).slot for state in states], counts)
-        handed_on = torch.stack([_own(state).handed_on[0] for state in states])
+        head_output = torch.stack([_own(state).head_output[0] for state in states])
         left = np.array(counts)
 
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
-            nonlocal handed_on, left
+            nonlocal head_output, left
             if not (left > 0).all():
-                handed_on = handed_on[torch.from_numpy(np.flatnonzero(left > 0)).to(handed_on.device)]
-            extension = follow(tokens, self.fed_back(handed_on))
-            handed_on, left = output_features(extension), left[left > 0] - 1
+                head_output = head_output[torch.from_numpy(np.flatnonzero(left > 0)).to(head_output.device)]
+            extension = follow(tokens, self.next_feature(head_output))
+            head_output, left = output_features(extension), left[left > 0] - 1
             return extension.logits
 
         return step
@@ -229,7 +229,7 @@ def unread_of(lm: LM, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"
 
 
 def output_features(extension: Extension) -> Float[Tensor, "nodes hidden"]:
-    """What a head hands on at all new nodes."""
+    """What a head outputs at all new nodes."""
     if extension.features is None:
         raise TypeError("the extension of a head must hold features")
     return extension.features

@@ -53,7 +53,7 @@ class PossDrafter(FeatureHeadDrafter):
 
     Each specialist has keys and values of its own. When a draft reaches it, it reads in one forward what it lacks: the
     committed pairs since it was last reached, with the target's features; the nodes above the new ones, with the
-    features that were handed on there; and the new nodes. Its committed pairs stay. So a switch costs no forward, and a
+    features that were output there; and the new nodes. Its committed pairs stay. So a switch costs no forward, and a
     specialist that no draft reaches reads only long stretches of committed pairs.
 
     Attributes:
@@ -101,7 +101,7 @@ class PossDrafter(FeatureHeadDrafter):
         extension = self.lms[number].extend(segments)
         parts = cast(Tensor, extension.features).split([len(segment.tokens) for segment in segments])
         for (state, nodes), part in zip(groups, parts, strict=True):
-            _own(state).handed_on |= dict(zip(nodes, part[len(part) - len(nodes) :].unbind(0), strict=True))
+            _own(state).head_output |= dict(zip(nodes, part[len(part) - len(nodes) :].unbind(0), strict=True))
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
@@ -176,7 +176,7 @@ class PossDrafter(FeatureHeadDrafter):
             own.fed[0] = count - 1
         lacking = [*_unfed(draft, own, nodes), *nodes]
         tokens.append(torch.stack([draft.tokens[node] for node in lacking]).to(lm.device, non_blocking=True))
-        features.append(self.fed_back(torch.stack([draft.handed_on[draft.above[node]] for node in lacking])))
+        features.append(self.next_feature(torch.stack([draft.head_output[draft.above[node]] for node in lacking])))
         for node in lacking:
             parents.append(own.fed[draft.above[node]])
             own.fed[node] = own.fed[0] + len(own.fed)

@@ -169,5 +169,5 @@ class TabularAssistant:
     ) -> tuple[Float[Tensor, "requests width vocab"], Float[Tensor, "requests width hidden"]]:
         """Logits of the next token and the next state."""
         between, embeddings, output = self._tables
-        handed_on = torch.tanh(states @ between + embeddings[tokens])
-        return handed_on @ output, handed_on
+        head_output = torch.tanh(states @ between + embeddings[tokens])
+        return head_output @ output, head_output

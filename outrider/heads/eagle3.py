@@ -28,7 +28,7 @@ class Eagle3Config:
         norm_before_residual: Whether the residual of the first layer is the normed feature.
         norm_before_fc: Whether the tapped states are normed together, side by side.
         fc_norm: Whether each tapped state has a norm of its own.
-        norm_output: Whether the normed output is fed back; the head's logits are always made of the normed one.
+        norm_output: Whether the normed output is the next feature; the head's logits are always made of the normed one.
         own_embedding: Whether it has an embedding of its own.
         own_output: Whether it has an output layer of its own; otherwise it takes the target's.
         qkv_bias: As for `Attention`.
@@ -179,8 +179,8 @@ class Eagle3Head(FeatureHead):
         both = first.pair(self.embed(tokens, features), features)
         first.self_attn.keep(both, self.rotary(features, positions), cache)
 
-    def fed_back(self, handed_on: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
-        return self.norm(handed_on) if self.sizes.norm_output else handed_on
+    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        return self.norm(head_output) if self.sizes.norm_output else head_output
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
         normed = self.norm(hidden)

@@ -33,7 +33,7 @@ class Answers:
 
     Attributes:
         norm_before_residual: Whether the residual of the first layer is the normed feature.
-        norm_output: Whether the normed output is fed back.
+        norm_output: Whether the normed output is the next feature.
         taps: The hidden states that it reads.
     """
 

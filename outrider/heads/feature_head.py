@@ -29,11 +29,11 @@ LEFT_OUT = ("t2d",)
 
 
 class FeatureHead(nn.Module):
-    r"""Reads pairs of a token and a feature, and hands on a feature for the next pair.
+    r"""Reads pairs of a token and a feature, and outputs a feature for the next pair.
 
     The pair at $t$ is $(x_{t+1}, g_t)$. `fuse` makes $g_t$ from the target's hidden states; behind the target's last
-    position it is `fed_back` of what the head handed on at the pair before. `logits` guesses $x_{t+2}$ from what the
-    head hands on at $t$.
+    position it is `next_feature` of what the head output at the pair before. `logits` guesses $x_{t+2}$ from what the
+    head outputs at $t$.
 
     Attributes:
         config: The sizes of its layers.
@@ -76,15 +76,15 @@ class FeatureHead(nn.Module):
         mask: Bool[Tensor, "rows 1 width keys"],
         cache: KVCache,
     ) -> Float[Tensor, "rows width hidden"]:
-        """What is handed on at each pair."""
+        """What is output at each pair."""
 
     @abstractmethod
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
         """Logits of the next token."""
 
-    def fed_back(self, handed_on: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
-        """The feature that a draft token is read with, from what was handed on before it; by default the same."""
-        return handed_on
+    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        """The feature that a draft token is read with, from what was output before it; by default the same."""
+        return head_output
 
     def digest(
         self,

@@ -80,7 +80,7 @@ class TokenEnhancedLayer(DecoderLayer):
 
 
 class GriffinHead(EagleHead):
-    """An EAGLE head of one layer that hands on two vectors: the first guesses the next token, the second is the
+    """An EAGLE head of one layer that outputs two vectors: the first guesses the next token, the second is the
     feature of the next pair.
 
     References:
@@ -98,8 +98,8 @@ class GriffinHead(EagleHead):
     def record(self) -> dict[str, Any]:
         return super().record() | {"architectures": ["GriffinHead"], KIND: NAME}
 
-    def fed_back(self, handed_on: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch hidden"]:
-        return handed_on[..., self.feature_size :]
+    def next_feature(self, head_output: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch hidden"]:
+        return head_output[..., self.feature_size :]
 
     def logits(self, hidden: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch width"]:
         return super().logits(hidden[..., : self.feature_size])

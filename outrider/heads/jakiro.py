@@ -115,27 +115,27 @@ class JakiroHead(EagleHead):
     def record(self) -> dict[str, Any]:
         return super().record() | {"architectures": ["JakiroHead"], KIND: NAME, "mixture": self.mixture}
 
-    def fed_back(self, handed_on: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch hidden"]:
+    def next_feature(self, head_output: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch hidden"]:
         """$h_1$."""
-        attended, first, second, gate = self._parts(handed_on)
+        attended, first, second, gate = self._parts(head_output)
         weights = gate[..., :2].softmax(-1)
         return attended + weights[..., :1] * first + weights[..., 1:] * second
 
-    def contrast(self, handed_on: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch hidden"]:
+    def contrast(self, head_output: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch hidden"]:
         """$h_2$."""
-        attended, first, second, gate = self._parts(handed_on)
+        attended, first, second, gate = self._parts(head_output)
         weights = gate[..., 2:].softmax(-1)
         difference = weights[..., :1] * first - weights[..., 1:] * second
         return attended + torch.where(gate[..., 2:3] >= gate[..., 3:], difference, -difference)
 
-    def further(self, handed_on: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch parts"]:
+    def further(self, head_output: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch parts"]:
         """What guesses one token further: its next feature is $h_2$, and its logits are those of $h_2$."""
         size = self.feature_size
-        return torch.cat([self.contrast(handed_on), torch.zeros_like(handed_on[..., size:])], -1)
+        return torch.cat([self.contrast(head_output), torch.zeros_like(head_output[..., size:])], -1)
 
     def logits(self, hidden: Float[Tensor, "*batch parts"]) -> Float[Tensor, "*batch width"]:
         if self.mixture == "features":
-            return super().logits(self.fed_back(hidden))
+            return super().logits(self.next_feature(hidden))
         attended, first, second, gate = self._parts(hidden)
         wide = torch.promote_types(gate.dtype, torch.float32)
         logs = [super(JakiroHead, self).logits(attended + own).to(wide).log_softmax(-1) for own in (first, second)]
@@ -143,10 +143,10 @@ class JakiroHead(EagleHead):
         weights = gate.to(wide).log_softmax(-1)
         return torch.logaddexp(logs[0] + weights[..., :1], logs[1] + weights[..., 1:])
 
-    def _parts(self, handed_on: Float[Tensor, "*batch parts"]) -> tuple[Tensor, ...]:
+    def _parts(self, head_output: Float[Tensor, "*batch parts"]) -> tuple[Tensor, ...]:
         """The attention's output, the experts' outputs, and the gate's logits."""
         size = self.feature_size
-        return handed_on.split([size, size, size, 4], -1)
+        return head_output.split([size, size, size, 4], -1)
 
 
 @dataclass(frozen=True, kw_only=True)

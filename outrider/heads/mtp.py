@@ -50,9 +50,9 @@ class MtpHead(nn.Module):
         """The feature of a position, from the target's hidden state below its final norm."""
         return self.ends.norm(states)
 
-    def fed_back(self, handed_on: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
         """The feature that the layer itself makes of a position, for the next token."""
-        return handed_on
+        return head_output
 
     def forward(
         self,

@@ -194,7 +194,7 @@ class HeadLM(SlottedLM):
 
     @torch.inference_mode()
     def _difference(self, kind: Kind, library: PackagedHead) -> float:
-        """How far a library is from the head on a short text, over the range of what the head hands on."""
+        """How far a library is from the head on a short text, over the range of what the head outputs."""
         size = self.module.feature_size
         features = torch.linspace(-1, 1, 3 * size, device=self.device, dtype=self.dtype).view(3, size)
         slot, tokens = self.open(), torch.tensor([3, 5, 3]) % self.vocab_size

@@ -139,9 +139,9 @@ class TabularLM:
 
 
 class TabularHead(TabularLM):
-    r"""A head given by a table: its logits depend on the features that it reads, and it hands on features of its own.
+    r"""A head given by a table: its logits depend on the features that it reads, and it outputs features of its own.
 
-    With the feature $f$ and the token $x$ of a node it hands on $\tanh(f + e_x)$, where $e$ is a random table. Features
+    With the feature $f$ and the token $x$ of a node it outputs $\tanh(f + e_x)$, where $e$ is a random table. Features
     are as wide as the logits. Those of a target's hidden states are a random projection of them.
 
     Attributes:
@@ -155,8 +155,8 @@ class TabularHead(TabularLM):
     def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
         extension = super().extend(segments, taps)
         given = torch.cat([s.features for s in segments if s.features is not None])
-        handed_on = torch.tanh(given + self.module.table[torch.cat([s.tokens for s in segments])])
-        return replace(extension, features=handed_on)
+        head_output = torch.tanh(given + self.module.table[torch.cat([s.tokens for s in segments])])
+        return replace(extension, features=head_output)
 
 
 class TabularFusion(nn.Module):
@@ -172,13 +172,13 @@ class TabularFusion(nn.Module):
         """Features from tapped states."""
         return states @ self.projection
 
-    def fed_back(self, handed_on: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
-        """What was handed on, as it is."""
-        return handed_on
+    def next_feature(self, head_output: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
+        """What was output, as it is."""
+        return head_output
 
-    def further(self, handed_on: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
+    def further(self, head_output: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
         """What guesses one token further."""
-        return handed_on @ self.table
+        return head_output @ self.table
 
     def logits(self, hidden: Float[torch.Tensor, "*batch vocab"]) -> Float[torch.Tensor, "*batch vocab"]:
         """Logits of what guesses one token further."""

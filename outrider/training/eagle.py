@@ -72,7 +72,7 @@ class Eagle(Unrolled):
     ) -> Float[Tensor, ""]:
         """The weighted sum of the mean distances of all features from the target's next ones."""
         wanted = self.last_states(batch)[places.rows, places.at + 1 + number].to(hidden.dtype)
-        found = self.head.fed_back(hidden[places.rows, places.at])
+        found = self.head.next_feature(hidden[places.rows, places.at])
         distance = smooth_l1_loss(found, wanted, reduction="none").mean(-1)
         return self._regression * distance.sum()
 
@@ -187,7 +187,7 @@ def eagle3_learner(
         ids: The tokens that the head guesses, ascending; None: all.
         taps: The hidden states that it reads; None takes a low, a middle and a high one.
         fc_norm: Whether each tapped state has a norm of its own.
-        norm_output: Whether the normed output is fed back.
+        norm_output: Whether the normed output is the next feature.
         norm_before_residual: Whether the residual of the first layer is the normed feature.
         intermediate_size: Width of the feed-forward; None: the target's.
         begin: Directory or hub id of a head to train further; the sizes are its own.

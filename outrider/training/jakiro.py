@@ -61,11 +61,11 @@ class Jakiro(Eagle):
 
     def drafted(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length parts"]]:
         """As `guesses`, but the last of several guesses is that of $h_2$."""
-        handed_on = None
-        for handed_on in self.guesses(batch, max(1, count - 1)):
-            yield handed_on
-        if count > 1 and handed_on is not None:
-            yield self.head.further(handed_on)
+        head_output = None
+        for head_output in self.guesses(batch, max(1, count - 1)):
+            yield head_output
+        if count > 1 and head_output is not None:
+            yield self.head.further(head_output)
 
     def beside(
         self, batch: Batch, hidden: Float[Tensor, "rows length parts"], number: int, places: Places

@@ -77,7 +77,7 @@ def poss_learner(
         ids: The tokens that the head guesses, ascending; None: all. For EAGLE-3 alone, as `taps`.
         taps: The hidden states that it reads; None takes a low, a middle and a high one.
         fc_norm: Whether each tapped state has a norm of its own; for EAGLE-3 alone, as the next two.
-        norm_output: Whether the normed output is fed back.
+        norm_output: Whether the normed output is the next feature.
         norm_before_residual: Whether the residual of the first layer is the normed feature.
         intermediate_size: Width of the feed-forward; None: the target's.
         begin: Directory or hub id of a head to train further; the sizes are its own. The layer of an EAGLE or EAGLE-3

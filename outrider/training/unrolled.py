@@ -25,7 +25,7 @@ class Unrolled(HeadLearner):
     r"""A head that learns on its own features, as it drafts (training-time test).
 
     All places of a row are one step each of $J$ passes. In pass $j$ the pair of place $t$ is the token $x_{t+1+j}$ of
-    the text with the feature that pass $j - 1$ handed on at $t$; in pass 0 it is the target's. Its query sees the
+    the text with the feature that pass $j - 1$ output at $t$; in pass 0 it is the target's. Its query sees the
     target's features up to $t$ and the features of its own place in passes $1 \ldots j$. So pass $j$ at $t$ is what
     draft step $j$ computes behind the anchor $x_{t+1}$, if the draft tokens are those of the text.
 
@@ -73,7 +73,7 @@ class Unrolled(HeadLearner):
         self._detached, self._noise, self._seed = detached, noise, seed
 
     def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
-        """What the head hands on in pass 0, 1, ..., `count - 1`."""
+        """What the head outputs in pass 0, 1, ..., `count - 1`."""
         length, device = batch.tokens.shape[1], batch.tokens.device
         features = self.features(batch)
         if self.training and self._noise:
@@ -91,9 +91,9 @@ class Unrolled(HeadLearner):
                     reader.digest(*pair, kept)
             if self.head.specialists:
                 pairs.append((tokens, features, positions))
-            handed_on = reader(tokens, features, positions, seen, kept)
-            yield handed_on
-            features = self.head.fed_back(handed_on.detach() if self._detached else handed_on)
+            head_output = reader(tokens, features, positions, seen, kept)
+            yield head_output
+            features = self.head.next_feature(head_output.detach() if self._detached else head_output)
             mask = torch.cat([mask, own], -1)
 
     def features(self, batch: Batch) -> Float[Tensor, "rows length dim"]:
@@ -101,7 +101,7 @@ class Unrolled(HeadLearner):
         return self.head.fuse(torch.cat([batch.hidden[tap] for tap in self.taps], -1))
 
     def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
-        """Logits of what is handed on; the same function in every pass."""
+        """Logits of what is output; the same function in every pass."""
         return self.head.logits(hidden)
 
     def _noises(self, batch: Batch) -> Float[Tensor, "rows length dim"]:

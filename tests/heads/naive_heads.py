@@ -73,14 +73,14 @@ class NaiveEagle:
     def feature(self, states: Tensor) -> Tensor:
         return self.ends.norm(states)
 
-    def handed_on(self, tokens: Tensor, features: Tensor) -> Tensor:
+    def head_output(self, tokens: Tensor, features: Tensor) -> Tensor:
         both = torch.cat([self.embedded(tokens), features], -1)
         hidden = both @ self.tensors["fc.weight"].T + self.tensors.get("fc.bias", 0)
         for i in range(self.layer["num_hidden_layers"]):
             hidden = plain_layer(self.tensors, f"layers.{i}", hidden, self.layer)
         return hidden
 
-    def fed_back(self, hidden: Tensor) -> Tensor:
+    def next_feature(self, hidden: Tensor) -> Tensor:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class NaiveEagle3(NaiveEagle):
             states = torch.cat([normed(part, self.tensors[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], -1)
         return states @ self.tensors["fc.weight"].T
 
-    def handed_on(self, tokens: Tensor, features: Tensor) -> Tensor:
+    def head_output(self, tokens: Tensor, features: Tensor) -> Tensor:
         first = "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else "layers.0"
         right = normed(features, self.tensors[f"{first}.hidden_norm.weight"])
         left = normed(self.embedded(tokens), self.tensors[f"{first}.input_layernorm.weight"])
@@ -113,7 +113,7 @@ class NaiveEagle3(NaiveEagle):
             hidden = plain_layer(self.tensors, f"layers.{i}", hidden, self.layer)
         return hidden
 
-    def fed_back(self, hidden: Tensor) -> Tensor:
+    def next_feature(self, hidden: Tensor) -> Tensor:
         return normed(hidden, self.tensors["norm.weight"]) if self.flags.get("norm_output") else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -84,5 +84,5 @@ class NaivePoss:
 
     def step(self, tokens: Tensor, features: Tensor, number: int, depth: int) -> Step:
         specialist = self.parent(min(number // self.steps, self.count - 1))
-        hidden = specialist.handed_on(tokens, features)
-        return specialist.logits(hidden[-1]), specialist.fed_back(hidden[-1:])
+        hidden = specialist.head_output(tokens, features)
+        return specialist.logits(hidden[-1]), specialist.next_feature(hidden[-1:])

@@ -66,10 +66,10 @@ def check(spec: str, naive: NaiveEagle, taps: tuple[int, ...]) -> None:
         features = known[:anchor]
         for number in range(gamma):
             tokens = torch.tensor(text[1 : anchor + 1 + number])
-            hidden = naive.handed_on(tokens, features)
+            hidden = naive.head_output(tokens, features)
             expected, logits = naive.logits(hidden[-1]), found[anchor + 1 + number, number]
             assert torch.allclose(logits, expected, atol=1e-5), (anchor, number, (logits - expected).abs().max())
-            features = torch.cat([features, naive.fed_back(hidden[-1:])])
+            features = torch.cat([features, naive.next_feature(hidden[-1:])])
 
 
 @pytest.mark.parametrize("form", EAGLES)

@@ -175,9 +175,9 @@ def test_what_a_griffin_adds_is_nothing_where_it_is_zero(tmp_path):
         layer = head.layers[0]
         attended = states + layer.self_attn(states, rotary, mask.expand(2, 1, 5, 5), Echo())
         layer.mlp.down_proj.weight[size:] = 0
-        handed_on = layer(states, rotary, mask.expand(2, 1, 5, 5), Echo())
-        assert torch.equal(head.fed_back(handed_on), attended)
-        assert not torch.allclose(handed_on[..., :size], attended)
+        head_output = layer(states, rotary, mask.expand(2, 1, 5, 5), Echo())
+        assert torch.equal(head.next_feature(head_output), attended)
+        assert not torch.allclose(head_output[..., :size], attended)
     # Without what the token adds to the fusion, and with equal halves, it is EAGLE.
     halves = torch.cat([down[:size], down[:size]])
     changed(
@@ -218,12 +218,12 @@ def test_equal_experts_are_one_and_their_order_says_nothing(tmp_path):
         moe.experts, moe.gate.weight = torch.nn.ModuleList(swapped), torch.nn.Parameter(moe.gate.weight[[1, 0, 3, 2]])
     after = run()
     assert not torch.allclose(before, after)
-    assert torch.allclose(head.fed_back(before), head.fed_back(after), atol=1e-12)
+    assert torch.allclose(head.next_feature(before), head.next_feature(after), atol=1e-12)
     assert torch.allclose(head.contrast(before), head.contrast(after), atol=1e-12)
     moe.experts = torch.nn.ModuleList([swapped[0], swapped[0]])
     equal = run()
     attended, expert, _, gate = equal.split([known.hidden_size] * 3 + [4], -1)
-    assert torch.allclose(head.fed_back(equal), attended + expert)
+    assert torch.allclose(head.next_feature(equal), attended + expert)
     shares = gate[..., 2:].softmax(-1).sort(-1).values
     assert torch.allclose(head.contrast(equal), attended + (shares[..., 1:] - shares[..., :1]) * expert)
     # So it is EAGLE with this expert, apart from the last guess of a draft.
@@ -240,7 +240,7 @@ def test_equal_experts_are_one_and_their_order_says_nothing(tmp_path):
     parent = catalog.make("drafter", str(tmp_path / "eagle")).bind(known).module
     with torch.no_grad():
         expected = parent(tokens, states, positions, mask, Echo())
-    assert torch.allclose(head.fed_back(equal), expected, atol=1e-10)
+    assert torch.allclose(head.next_feature(equal), expected, atol=1e-10)
     assert torch.allclose(head.logits(equal), parent.logits(expected), atol=1e-10)
 
 

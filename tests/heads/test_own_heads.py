@@ -198,7 +198,7 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
     unknown = tensors["mask_hidden"][0] @ tensors["fc.weight"].T
     for anchor in range(4, len(text) - gamma):
         tokens = torch.tensor([*text[1 : anchor + 1], 5, 5, 5])
-        logits = naive.logits(naive.handed_on(tokens, torch.cat([features[:anchor], unknown.expand(3, -1)])))[-gamma:]
+        logits = naive.logits(naive.head_output(tokens, torch.cat([features[:anchor], unknown.expand(3, -1)])))[-gamma:]
         for number in range(gamma):
             # Rotary tables are in float32.
             assert torch.allclose(found[anchor + 1 + number, number], logits[number], atol=1e-5), (anchor, number)

@@ -40,7 +40,7 @@ def recomputed(
     features: Float[Tensor, "n dim"] | None,
     mask: Float[Tensor, "n n"] | None = None,
 ) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "n dim"]]:
-    """Logits, and what is handed on, of a whole text at once."""
+    """Logits, and what is output, of a whole text at once."""
     count = len(tokens)
     seen = torch.ones(count, count).tril().bool()[None, None]
     ids, positions = torch.tensor([tokens]), torch.arange(count)[None]

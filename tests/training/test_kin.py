@@ -91,7 +91,7 @@ def test_a_jakiro_learns_both_guesses_of_each_pass():
         whole = made.with_states(given)
         wanted, total, weight = made.last_states(whole), 0.0, 0.0
         for number, hidden in enumerate(made.guesses(whole, 2)):
-            for further, vectors in enumerate((head.fed_back(hidden), head.contrast(hidden))):
+            for further, vectors in enumerate((head.next_feature(hidden), head.contrast(hidden))):
                 for row, count in enumerate(given.lengths.tolist()):
                     for at in range(count - 2 - number - further):
                         to = at + 1 + number + further
