@@ -36,7 +36,7 @@ class LayersState(HeadState):
     """One request's slots of all layers; changes in place. It is itself the state of the first layer.
 
     Attributes:
-        deeper: The state of each further layer. Its unread features are those that the layer before has output.
+        deeper: The state of each further layer. Its pending features are those that the layer before has output.
             In `fed`, the root's number is that of the newest committed position that is pending, or -1.
         nodes: The expanded nodes of the draft, by number.
         waiting: For each further layer, the committed positions that it has read in this step. Until the commit they
@@ -88,9 +88,9 @@ class MtpLayersDrafter(FeatureHeadDrafter):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         super().observe(states, observed)
         for k, lm in enumerate(self.deeper, 1):
-            long = [state for state in states if _own(state).layers[k].num_unread >= BACKLOG]
+            long = [state for state in states if _own(state).layers[k].num_pending >= BACKLOG]
             # As in the first layer, one position waits for the next draft.
-            segments = [self._missed(state, k, _own(state).layers[k].num_unread - 1) for state in long]
+            segments = [self._missed(state, k, _own(state).layers[k].num_pending - 1) for state in long]
             if segments:
                 extension = lm.extend(segments)
                 counts = [len(segment.tokens) for segment in segments]
@@ -167,16 +167,16 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         own, states = state_of(LayersState, state), []
         for lm, each, (read, unread) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
             lm.truncate(each.slot, read)
-            states.append(HeadState(slot=each.slot, unread=each.first_unread(unread)))
-        return LayersState(slot=states[0].slot, unread=states[0].unread, deeper=states[1:])
+            states.append(HeadState(slot=each.slot, pending_features=each.first_pending(unread)))
+        return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
     def fork(self, state: object, request: Request, length: int) -> LayersState:
         own = state_of(LayersState, state)
         states = [
-            HeadState(slot=lm.copy(each.slot, read), unread=each.first_unread(unread))
+            HeadState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(unread))
             for lm, each, (read, unread) in zip(self.lms, own.layers, self._valid(own, length), strict=True)
         ]
-        return LayersState(slot=states[0].slot, unread=states[0].unread, deeper=states[1:])
+        return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
     def cast(self, target_info: TargetInfo) -> "MtpLayersDrafter":
         lms = [FeatureHeadDrafter(lm=lm, reads=self.reads).cast(target_info).lm for lm in self.lms]
@@ -196,7 +196,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         if k < len(self.deeper):
             for state, part in zip(states, parts, strict=True):
                 if len(part):
-                    _own(state).layers[k + 1].unread.append(part)
+                    _own(state).layers[k + 1].pending_features.append(part)
 
     def _missed(self, state: Running, k: int, most: int) -> Segment:
         """The next committed positions that layer k has not read.
@@ -205,7 +205,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
             most: Most positions.
         """
         own, lm = _own(state).layers[k], self.lms[k]
-        first, features = lm.length(own.slot) + 1 + k, torch.cat(own.unread)
+        first, features = lm.length(own.slot) + 1 + k, torch.cat(own.pending_features)
         ids = torch.tensor(state.tokens[first : first + min(most, len(features))], dtype=torch.long)
         tokens = ids.to(lm.device, non_blocking=True)
         return Segment(slot=own.slot, tokens=tokens, features=features[: len(tokens)], logits="none")
@@ -220,8 +220,8 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         tokens, features, parents = [], [], []
         if 0 not in own.fed:
             own.fed[0] = -1
-            if own.num_unread:
-                missed = self._missed(state, k, own.num_unread)
+            if own.num_pending:
+                missed = self._missed(state, k, own.num_pending)
                 tokens, count = [missed.tokens], len(missed.tokens)
                 features = [] if missed.features is None else [missed.features]
                 own.fed[0], whole.waiting[k - 1], parents = count - 1, count, list(range(-1, count - 1))
@@ -242,7 +242,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         )
 
     def _valid(self, own: LayersState, length: int) -> list[tuple[int, int]]:
-        """For each layer, the positions in its slot and its unread features that a text with the same first `length`
+        """For each layer, the positions in its slot and its pending features that a text with the same first `length`
         tokens can use.
 
         Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have an unread feature of every position
@@ -253,9 +253,9 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         for k, end in enumerate(ends):
             newest.append(max(k, min(end, length - 1, newest[-1] + 1 if newest else end)))
         for k in range(len(ends) - 1, 0, -1):
-            unread = own.layers[k].num_unread if newest[k] == ends[k] else 0
+            unread = own.layers[k].num_pending if newest[k] == ends[k] else 0
             newest[k - 1] = min(newest[k - 1], newest[k] + unread - 1)
-        first = min(own.num_unread, length - ends[0]) if newest[0] == ends[0] else 0
+        first = min(own.num_pending, length - ends[0]) if newest[0] == ends[0] else 0
         left = [first, *(before + 1 - after for before, after in pairwise(newest))]
         return [(end - k, unread) for k, (end, unread) in enumerate(zip(newest, left, strict=True))]
 

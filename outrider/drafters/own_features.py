@@ -18,7 +18,7 @@ from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
 BACKLOG = 64
-"""This many unread features of a request are read at once. Fewer wait for the next draft's first forward."""
+"""This many pending features of a request are read at once. Fewer wait for the next draft's first forward."""
 
 
 @dataclass(kw_only=True)
@@ -33,25 +33,25 @@ class HeadState(TreeState):
         head_output: For the root and each expanded node, the feature that the head returned.
     """
 
-    unread: list[Float[Tensor, "_ dim"]] = field(default_factory=list)
+    pending_features: list[Float[Tensor, "_ dim"]] = field(default_factory=list)
     head_output: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
 
     @property
-    def num_unread(self) -> int:
+    def num_pending(self) -> int:
         """Number of positions whose features are known but not read."""
-        return sum(len(features) for features in self.unread)
+        return sum(len(features) for features in self.pending_features)
 
     def forget(self, count: int) -> None:
-        """Drop the first unread features, because the head has read them."""
-        if count >= self.num_unread:
-            self.unread = []
+        """Drop the first pending features, because the head has read them."""
+        if count >= self.num_pending:
+            self.pending_features = []
         elif count:
-            self.unread = [torch.cat(self.unread)[count:]]
+            self.pending_features = [torch.cat(self.pending_features)[count:]]
 
-    def first_unread(self, count: int) -> list[Float[Tensor, "_ dim"]]:
-        """The features of the first unread positions."""
+    def first_pending(self, count: int) -> list[Float[Tensor, "_ dim"]]:
+        """The features of the first pending positions."""
         kept = []
-        for features in self.unread:
+        for features in self.pending_features:
             if count > 0:
                 kept.append(features[:count])
             count -= len(features)
@@ -101,15 +101,15 @@ class OwnFeatures(SlottedDrafter):
         features, long = self.features(observed.taps), []
         for i, state in enumerate(states):
             own = _own(state)
-            own.unread.append(features[observed.offsets[i] : observed.offsets[i + 1]])
-            if BACKLOG <= own.num_unread <= self.lm.max_context - self.lm.length(own.slot):
+            own.pending_features.append(features[observed.offsets[i] : observed.offsets[i + 1]])
+            if BACKLOG <= own.num_pending <= self.lm.max_context - self.lm.length(own.slot):
                 long.append(state)
         if long:
             # The last pair waits, so that the next draft has one to begin with.
-            self._read(long, [_own(state).num_unread - 1 for state in long], "none")
+            self._read(long, [_own(state).num_pending - 1 for state in long], "none")
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        counts = [_own(state).num_unread for state in states]
+        counts = [_own(state).num_pending for state in states]
         extension = self._read(states, counts, "last")
         ends = np.cumsum(counts) - 1
         for state, end in zip(states, ends.tolist(), strict=True):
@@ -149,14 +149,14 @@ class OwnFeatures(SlottedDrafter):
 
     def reuse(self, state: object, request: Request, length: int) -> HeadState:
         own = state_of(HeadState, state)
-        kept = unread_of(self.lm, own, length)
+        kept = pending_of(self.lm, own, length)
         self.lm.truncate(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
-        return self.state(slot=own.slot, unread=kept)
+        return self.state(slot=own.slot, pending_features=kept)
 
     def fork(self, state: object, request: Request, length: int) -> HeadState:
         own = state_of(HeadState, state)
         slot = self.lm.copy(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
-        return self.state(slot=slot, unread=unread_of(self.lm, own, length))
+        return self.state(slot=slot, pending_features=pending_of(self.lm, own, length))
 
     def cast(self, target_info: TargetInfo) -> "OwnFeatures":
         return replace(self, lm=self.lm.cast(target_info.dtype))
@@ -174,7 +174,7 @@ class OwnFeatures(SlottedDrafter):
         return extension
 
 
-def take_in(
+def append_features(
     lm: LM,
     owns: Sequence[HeadState],
     states: Sequence[Running],
@@ -192,19 +192,19 @@ def take_in(
     """
     long = []
     for i, (own, state) in enumerate(zip(owns, states, strict=True)):
-        own.unread.append(features[offsets[i] : offsets[i + 1]])
-        if BACKLOG <= own.num_unread <= lm.max_context - lm.length(own.slot):
+        own.pending_features.append(features[offsets[i] : offsets[i + 1]])
+        if BACKLOG <= own.num_pending <= lm.max_context - lm.length(own.slot):
             long.append((own, state))
     if long:
         # The last pair waits, so that the next draft has one to begin with.
-        read(lm, [next_pairs(lm, own, state, own.num_unread - 1, "none") for own, state in long])
+        read(lm, [next_pairs(lm, own, state, own.num_pending - 1, "none") for own, state in long])
         for own, _ in long:
-            own.forget(own.num_unread - 1)
+            own.forget(own.num_pending - 1)
 
 
 def next_pairs(lm: LM, own: HeadState, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
     """The next `count` pairs that a request's slot lacks."""
-    first, features = lm.length(own.slot) + 1, torch.cat(own.unread)
+    first, features = lm.length(own.slot) + 1, torch.cat(own.pending_features)
     tokens = torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True)
     return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
 
@@ -219,13 +219,13 @@ def read(lm: LM, segments: Sequence[Segment]) -> Extension:
 def needed(lm: LM, own: HeadState, length: int) -> int:
     """The first position that a head must be shown again, for a text with the same first `length` tokens."""
     known = lm.length(own.slot)
-    return min(known + own.num_unread, length) if known < length else max(0, length - 1)
+    return min(known + own.num_pending, length) if known < length else max(0, length - 1)
 
 
-def unread_of(lm: LM, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"]]:
-    """The unread features that a text with the same first `length` tokens can use."""
+def pending_of(lm: LM, own: HeadState, length: int) -> list[Float[Tensor, "_ dim"]]:
+    """The pending features that a text with the same first `length` tokens can use."""
     known = lm.length(own.slot)
-    return own.first_unread(length - known) if known < length else []
+    return own.first_pending(length - known) if known < length else []
 
 
 def output_features(extension: Extension) -> Float[Tensor, "nodes hidden"]:

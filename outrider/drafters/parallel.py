@@ -23,7 +23,7 @@ from outrider.lm.target_info import TargetInfo
 
 @dataclass(kw_only=True)
 class ParallelState(HeadState):
-    """One request's slot of a head, its unread features, and the last draft; changes in place.
+    """One request's slot of a head, its pending features, and the last draft; changes in place.
 
     Attributes:
         block: Logits for the depths of the last draft; None before any.
@@ -55,7 +55,7 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
         return len(self.slots) + 1
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        pairs = [self._pairs(state, state_of(HeadState, state.drafter_state).num_unread, "last") for state in states]
+        pairs = [self._pairs(state, state_of(HeadState, state.drafter_state).num_pending, "last") for state in states]
         slots = torch.tensor(self.slots, dtype=torch.long).to(self.lm.device, non_blocking=True)
         segments = [_before(pair, slots[: depth - 1]) for pair, depth in zip(pairs, depths, strict=True)]
         blocks = self.lm.extend(segments).logits.split(list(depths))

@@ -13,7 +13,7 @@ from torch import Tensor
 from outrider.core.types import Frontier, Guess, Request, Running, ShortList
 from outrider.drafters.eagle3 import AskingPath
 from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
-from outrider.drafters.own_features import HeadState, needed, take_in, unread_of
+from outrider.drafters.own_features import HeadState, append_features, needed, pending_of
 from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import state_of
 from outrider.heads.eagle import EagleHead
@@ -33,7 +33,7 @@ class PossState(HeadState):
     those of the first specialist.
 
     Attributes:
-        further: The slots and unread features of the further specialists.
+        further: The slots and pending features of the further specialists.
         above: For each expanded node, its parent.
         tokens: For each expanded node, its token.
     """
@@ -86,7 +86,7 @@ class PossDrafter(FeatureHeadDrafter):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         features = self.features(observed.taps)
         for number, lm in enumerate(self.lms):
-            take_in(lm, [_own(state).all()[number] for state in states], states, features, observed.offsets)
+            append_features(lm, [_own(state).all()[number] for state in states], states, features, observed.offsets)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         guess = super().begin(states, depths)
@@ -122,8 +122,8 @@ class PossDrafter(FeatureHeadDrafter):
             reached = [own for state in states if (own := _own(state).all()[number]).fed]
             lm.commit({own.slot: range(own.fed[0] + 1) for own in reached})
             for own in reached:
-                rest = torch.cat(own.unread)[own.fed[0] + 1 :]
-                own.unread, own.fed = [rest] if len(rest) else [], {}
+                rest = torch.cat(own.pending_features)[own.fed[0] + 1 :]
+                own.pending_features, own.fed = [rest] if len(rest) else [], {}
 
     def needs(self, state: object, length: int) -> int:
         own = state_of(PossState, state)
@@ -134,18 +134,18 @@ class PossDrafter(FeatureHeadDrafter):
         own, first = state_of(PossState, state), self.needs(state, length)
         kept = []
         for lm, each in zip(self.lms, own.all(), strict=True):
-            unread = unread_of(lm, each, first)
+            unread = pending_of(lm, each, first)
             lm.truncate(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(HeadState(slot=each.slot, unread=unread))
-        return PossState(slot=kept[0].slot, unread=kept[0].unread, further=kept[1:])
+            kept.append(HeadState(slot=each.slot, pending_features=unread))
+        return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
 
     def fork(self, state: object, request: Request, length: int) -> PossState:
         own, first = state_of(PossState, state), self.needs(state, length)
         kept = []
         for lm, each in zip(self.lms, own.all(), strict=True):
             slot = lm.copy(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(HeadState(slot=slot, unread=unread_of(lm, each, first)))
-        return PossState(slot=kept[0].slot, unread=kept[0].unread, further=kept[1:])
+            kept.append(HeadState(slot=slot, pending_features=pending_of(lm, each, first)))
+        return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
 
     def cast(self, target_info: TargetInfo) -> "PossDrafter":
         if isinstance(self.lm, TabularHead):
@@ -169,9 +169,9 @@ class PossDrafter(FeatureHeadDrafter):
         features: list[Float[Tensor, "_ dim"]] = []
         parents: list[int] = []
         if 0 not in own.fed:
-            count, first = own.num_unread, lm.length(own.slot) + 1
+            count, first = own.num_pending, lm.length(own.slot) + 1
             tokens.append(torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True))
-            features += own.unread
+            features += own.pending_features
             parents += range(-1, count - 1)
             own.fed[0] = count - 1
         lacking = [*_unfed(draft, own, nodes), *nodes]
