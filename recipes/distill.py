@@ -51,7 +51,7 @@ DIVERGENCES = ("fkl", "rkl", "jsd", "tvd", "nla", "lk")
 UNTRAINED = "not trained further"
 HARD = "text, its tokens"
 ON_POLICY, MIXED, FIXED = "own texts, fkl", "own texts and answers, fkl", "text, fkl"
-QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "num_rows": 4, "seeds": 1}
+QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "batch_size": 4, "seeds": 1}
 
 
 def answered(loss: str) -> str:
@@ -120,7 +120,7 @@ def main(
     length: options.Length = 128,
     steps: options.Steps = 150,
     text_steps: options.TextSteps = 500,
-    num_rows: options.NumRows = 8,
+    batch_size: options.NumRows = 8,
     learning_rate: options.LearningRate = 1e-3,
     seeds: options.Seeds = 3,
     num_prompts: options.NumPrompts = 1000,
@@ -132,7 +132,7 @@ def main(
         num_texts=num_texts,
         length=length,
         steps=steps,
-        num_rows=num_rows,
+        batch_size=batch_size,
         learning_rate=learning_rate,
         seeds=seeds,
         num_prompts=num_prompts,
@@ -144,7 +144,7 @@ def main(
         rows = made(place, found, seeds, texts, work / "distill")
         about = (
             f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {num_rows} rows, {budget.num_tokens:,} "
+            f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {batch_size} rows, {budget.num_tokens:,} "
             f"tokens, in each way, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
         )
         place.finish(replace(findings(rows), text=about))

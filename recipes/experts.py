@@ -43,7 +43,7 @@ QUICK = {
     "steps": 2,
     "num_prompts": 4,
     "length": 44,
-    "num_rows": 4,
+    "batch_size": 4,
     "seeds": 1,
 }
 
@@ -87,7 +87,7 @@ def ways(
         def batches(seed: int) -> Batches:
             told = settings(seed)
             return Batches(
-                texts.answers, num_rows=told.num_rows, max_length=told.max_length, seed=seed, captured=states
+                texts.answers, batch_size=told.batch_size, max_length=told.max_length, seed=seed, captured=states
             )
 
         return Way(name=name, learner=learner, batches=batches, settings=settings)
@@ -187,7 +187,7 @@ def main(
     num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 800,
     length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 96,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every distillation.")] = 100,
-    num_rows: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
     learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 1e-3,
     seeds: options.Seeds = 3,
     num_prompts: options.NumPrompts = 64,
@@ -197,7 +197,7 @@ def main(
     use_threads(threads)
     counts = options.whole_numbers("--experts", experts)
     given = {"target": target, "experts": experts, "num_texts": num_texts, "length": length, "steps": steps}
-    given |= {"num_rows": num_rows, "learning_rate": learning_rate, "num_prompts": num_prompts, "seeds": seeds}
+    given |= {"batch_size": batch_size, "learning_rate": learning_rate, "num_prompts": num_prompts, "seeds": seeds}
     with folder(out, "experts", {**given, "out": out}) as place:
         model = opened(target, counts)
         texts = Texts.made(
@@ -205,7 +205,7 @@ def main(
         )
 
         def settings(seed: int) -> Settings:
-            return short_run(seed, steps, num_rows, length, learning_rate)
+            return short_run(seed, steps, batch_size, length, learning_rate)
 
         bare, trained, sizes = ways(model, counts, texts, settings)
         # A pruned model as it is has no seed: it is judged once.
@@ -215,8 +215,8 @@ def main(
         before = getattr(model.config, "num_local_experts", None) or model.config.num_experts
         found = findings(rows, counts, before, sizes, model.num_parameters())
         about = (
-            f"A target of {before} experts in each layer. Distillation: {steps} steps of {num_rows} rows, "
-            f"{steps * num_rows * length:,} tokens of the target's answers, forward KL, {seeds} seeds, each with "
+            f"A target of {before} experts in each layer. Distillation: {steps} steps of {batch_size} rows, "
+            f"{steps * batch_size * length:,} tokens of the target's answers, forward KL, {seeds} seeds, each with "
             f"another order of the data. Held-out prompts: {Sums(rows).num_prompts}."
         )
         place.finish(Findings(tables=found.tables, claims=found.claims, text=about))

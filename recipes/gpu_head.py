@@ -20,7 +20,7 @@ from recipes.head_ways import chosen_heads
 from recipes.heads import Plan, PromptFiles, PromptsOfFile, TimedPrompts, run
 from recipes.trained import Budget
 
-QUICK = {"num_texts": 12, "steps": 2, "num_prompts": 2, "length": 48, "num_rows": 2, "timed_prompts": 1}
+QUICK = {"num_texts": 12, "steps": 2, "num_prompts": 2, "length": 48, "batch_size": 2, "timed_prompts": 1}
 
 
 def main(
@@ -33,7 +33,7 @@ def main(
     num_texts: options.NumTexts = 8000,
     length: options.Length = 512,
     steps: options.Steps = 2000,
-    num_rows: options.NumRows = 16,
+    batch_size: options.NumRows = 16,
     learning_rate: options.LearningRate = 3e-4,
     num_prompts: PromptsOfFile = 60,
     timed_prompts: TimedPrompts = 24,
@@ -50,7 +50,7 @@ def main(
         num_texts=num_texts,
         length=length,
         steps=steps,
-        num_rows=num_rows,
+        batch_size=batch_size,
         learning_rate=learning_rate,
         seeds=1,
         num_prompts=num_prompts,

@@ -44,7 +44,7 @@ QUICK = {
     "steps": 2,
     "num_prompts": 2,
     "length": 48,
-    "num_rows": 2,
+    "batch_size": 2,
     "seeds": 1,
     "engine": True,
     "timed_prompts": 1,
@@ -85,7 +85,7 @@ class Plan:
     def place(self) -> Path:
         """Folder of all heads of this budget."""
         own = self.budget
-        return self.work / f"heads-{own.num_texts}x{own.length}-{own.steps}x{own.num_rows}"
+        return self.work / f"heads-{own.num_texts}x{own.length}-{own.steps}x{own.batch_size}"
 
     def trained(self, head: Head) -> Path:
         """Folder of a head, or of the head whose weights it uses."""
@@ -102,7 +102,7 @@ class Plan:
     @property
     def given(self) -> dict[str, object]:
         """What a judged head depends on."""
-        names = ("num_texts", "length", "steps", "num_rows", "learning_rate", "num_prompts")
+        names = ("num_texts", "length", "steps", "batch_size", "learning_rate", "num_prompts")
         return {**{name: getattr(self.budget, name) for name in names}, "prompts": _names(self.wanted.prompts)}
 
 
@@ -265,7 +265,7 @@ def main(
     num_texts: options.NumTexts = 4000,
     length: options.Length = 128,
     steps: options.Steps = 1000,
-    num_rows: options.NumRows = 8,
+    batch_size: options.NumRows = 8,
     learning_rate: options.LearningRate = 1e-3,
     seeds: options.Seeds = 3,
     num_prompts: PromptsOfFile = 60,
@@ -287,7 +287,7 @@ def main(
         num_texts=num_texts,
         length=length,
         steps=steps,
-        num_rows=num_rows,
+        batch_size=batch_size,
         learning_rate=learning_rate,
         seeds=seeds,
         num_prompts=num_prompts,
@@ -332,7 +332,7 @@ def about(plan: Plan, rows: Sequence[Row]) -> str:
     times = sorted(set(seeds.values()))
     said = f"{times[0]} seed{'s' * (times[0] > 1)}" if len(times) == 1 else f"{times[0]} to {times[-1]} seeds"
     return (
-        f"Each head learns {own.steps} steps of {own.num_rows} rows, at most {own.num_tokens:,} tokens, of "
+        f"Each head learns {own.steps} steps of {own.batch_size} rows, at most {own.num_tokens:,} tokens, of "
         f"{own.num_texts} texts that the target wrote, with {said}. Held-out prompts: {len(every)}."
     )
 

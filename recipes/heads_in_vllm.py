@@ -122,7 +122,7 @@ LEARNERS: Mapping[str, Callable[[PreTrainedModel], Learner]] = {
 def write_head(name: str, plan: Plan, documents: Sequence[Document], place: Path) -> None:
     """Train a head on these documents, and write it."""
     longest = max(len(each.tokens) for each in documents)
-    batches = Batches(documents, num_rows=NUM_ROWS, max_length=longest, seed=0)
+    batches = Batches(documents, batch_size=NUM_ROWS, max_length=longest, seed=0)
     train(LEARNERS[name](embedded_target()), batches, short_run(0, plan.steps, NUM_ROWS, longest, 1e-3), place)
 
 

@@ -59,7 +59,7 @@ QUICK = {
     "steps": 2,
     "num_prompts": 4,
     "length": 48,
-    "num_rows": 4,
+    "batch_size": 4,
     "seeds": 1,
     "long": 140,
 }
@@ -118,7 +118,7 @@ def long_texts(place: Path, prompts: Path, count: int, length: int) -> Sequence[
 
 def accepted(learner: Distilled, document: Document, borders: Sequence[int]) -> Row:
     """Sums of acceptance and their numbers of places, by bucket and temperature."""
-    batch = Batches([document], num_rows=1, max_length=len(document.tokens), seed=0).batch(0)
+    batch = Batches([document], batch_size=1, max_length=len(document.tokens), seed=0).batch(0)
     with torch.no_grad():
         found = learner.judged(batch, 1)
     places = np.flatnonzero(batch.learnt[0].numpy())
@@ -208,7 +208,7 @@ def main(
     length: options.Length = 128,
     long: Annotated[int, typer.Option(min=44, help="Tokens of a text that drafters are judged on.")] = 448,
     steps: options.Steps = 250,
-    num_rows: options.NumRows = 8,
+    batch_size: options.NumRows = 8,
     learning_rate: options.LearningRate = 3e-3,
     seeds: options.Seeds = 3,
     num_prompts: options.NumPrompts = 60,
@@ -220,7 +220,7 @@ def main(
         num_texts=num_texts,
         length=length,
         steps=steps,
-        num_rows=num_rows,
+        batch_size=batch_size,
         learning_rate=learning_rate,
         seeds=seeds,
         num_prompts=num_prompts,

@@ -43,7 +43,7 @@ PUBLISHED = {0: "up to 22", 1: "up to 35"}
 """The paper's gain in accepted tokens over distillation, in percent, by temperature."""
 DISTILLED, STEERED = "distilled", "distilled and steered"
 FROZEN, FROZEN_STEERED = "frozen", "frozen and steered"
-QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "num_rows": 4, "seeds": 1}
+QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "batch_size": 4, "seeds": 1}
 
 
 def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
@@ -113,7 +113,7 @@ def main(
     length: options.Length = 128,
     steps: options.Steps = 150,
     text_steps: options.TextSteps = 500,
-    num_rows: options.NumRows = 8,
+    batch_size: options.NumRows = 8,
     learning_rate: options.LearningRate = 1e-3,
     seeds: options.Seeds = 3,
     num_prompts: options.NumPrompts = 1000,
@@ -125,7 +125,7 @@ def main(
         num_texts=num_texts,
         length=length,
         steps=steps,
-        num_rows=num_rows,
+        batch_size=batch_size,
         learning_rate=learning_rate,
         seeds=seeds,
         num_prompts=num_prompts,
@@ -137,7 +137,7 @@ def main(
         rows = made(place, found, seeds, texts, work / "steer")
         about = (
             f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {num_rows} rows of the target's "
+            f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {batch_size} rows of the target's "
             f"answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
         )
         place.finish(findings(rows, about))

@@ -193,7 +193,7 @@ def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
             continue
         row: Row = {"prompt": str(number), "category": pair[0].domain or ""}
         for temperature, document in zip(TEMPERATURES, pair, strict=True):
-            batch = Batches([document], num_rows=1, max_length=len(document.tokens), seed=0).batch(0).to(device)
+            batch = Batches([document], batch_size=1, max_length=len(document.tokens), seed=0).batch(0).to(device)
             with torch.no_grad():
                 found = learner.judged(batch, depth)
             chances = found.agrees.astype(float) if temperature == 0 else np.exp(np.minimum(found.log_ratios, 0))
@@ -226,11 +226,11 @@ def covered(chances: Float[np.ndarray, "places depth"]) -> Coverage:
     return expected(survivals, len(chances) + chances.shape[1])
 
 
-def short_run(seed: int, steps: int, num_rows: int, length: int, learning_rate: float) -> Settings:
+def short_run(seed: int, steps: int, batch_size: int, length: int, learning_rate: float) -> Settings:
     """How the drafters of a comparison are trained: all in bfloat16 products, and the last weights are kept."""
     return Settings(
         steps=steps,
-        num_rows=num_rows,
+        batch_size=batch_size,
         max_length=length,
         learning_rate=learning_rate,
         warmup=max(1, steps // 10),
@@ -268,7 +268,7 @@ def fresh_draft(shape: dict[str, int], seed: int = 0) -> LlamaForCausalLM:
 def draft_of_text(place: Path, corpus: Sequence[Document], settings: Settings, shape: dict[str, int]) -> Path:
     """A draft model that has learnt texts by their own tokens, trained unless an earlier run has; its folder."""
     if not (place / "config.json").is_file():
-        batches = Batches(corpus, num_rows=settings.num_rows, max_length=settings.max_length, seed=settings.seed)
+        batches = Batches(corpus, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed)
         learner = Distilled(fresh_draft(shape, settings.seed), None, loss=None)
         train(learner, batches, settings, place)
     return place
@@ -282,7 +282,7 @@ class Budget:
         num_texts: Texts to learn from.
         length: Tokens of a text.
         steps: Optimizer steps of every drafter.
-        num_rows: Rows of a step.
+        batch_size: Rows of a step.
         learning_rate: The highest.
         seeds: How often every drafter is made.
         num_prompts: Held-out prompts, at most.
@@ -292,7 +292,7 @@ class Budget:
     num_texts: int
     length: int
     steps: int
-    num_rows: int
+    batch_size: int
     learning_rate: float
     seeds: int
     num_prompts: int
@@ -301,16 +301,16 @@ class Budget:
     @property
     def num_tokens(self) -> int:
         """Most tokens that a drafter reads."""
-        return self.steps * self.num_rows * self.length
+        return self.steps * self.batch_size * self.length
 
     @property
     def num_text_tokens(self) -> int:
         """Most tokens of text that the draft model has read before."""
-        return 2 * self.text_steps * self.num_rows * self.length
+        return 2 * self.text_steps * self.batch_size * self.length
 
     def settings(self, seed: int) -> Settings:
         """How a drafter is trained."""
-        return short_run(seed, self.steps, self.num_rows, self.length, self.learning_rate)
+        return short_run(seed, self.steps, self.batch_size, self.length, self.learning_rate)
 
     def texts(self, work: Path, data: Path, prompts: Path) -> Texts:
         """Texts and answers, in a folder that all recipes with the same texts may share."""
@@ -319,13 +319,13 @@ class Budget:
 
     def draft(self, work: Path, texts: Texts, shape: dict[str, int]) -> Path:
         """The draft model that has learnt text; its folder."""
-        on_text = short_run(0, self.text_steps, 2 * self.num_rows, self.length, 3e-3)
+        on_text = short_run(0, self.text_steps, 2 * self.batch_size, self.length, 3e-3)
         return draft_of_text(work / f"draft-{self.text_steps}", texts.more, on_text, shape)
 
     def batches(self, documents: Sequence[Document], captured: Captured | None) -> Callable[[int], Batches]:
         """The batches of these documents, by seed."""
         return lambda seed: Batches(
-            documents, num_rows=self.num_rows, max_length=self.length, seed=seed, captured=captured
+            documents, batch_size=self.batch_size, max_length=self.length, seed=seed, captured=captured
         )
 
 

@@ -160,7 +160,7 @@ def run_with(
     console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
     captured = _captured(task, learner, target, learnt, console) if task.capture else None
     batches = Batches(
-        learnt, num_rows=settings.num_rows, max_length=settings.max_length, seed=settings.seed, captured=captured
+        learnt, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed, captured=captured
     )
     watch = Watch(
         watched, depth=task.depth, max_length=settings.max_length, temperature=1 if task.watch_temperature else 0
@@ -175,7 +175,7 @@ def run_with(
 
 def _foretold(learner: Learner, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
     """The memory and the time that training will take: from the models, and from a few passes."""
-    rows = min(settings.micro_rows or settings.num_rows, max(1, settings.num_rows // processes.count()))
+    rows = min(settings.micro_batch_size or settings.batch_size, max(1, settings.batch_size // processes.count()))
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
     work = Work(
         rows=rows,

@@ -78,7 +78,8 @@ def test_a_loss_from_kept_states_is_that_of_the_target_itself():
     texts, own = documents(3, 20), learner()
     kept = kept_states(embedded_target(), texts)
     with_states, without = (
-        own(Batches(texts, num_rows=3, max_length=20, seed=0, captured=captured).batch(0)) for captured in (kept, None)
+        own(Batches(texts, batch_size=3, max_length=20, seed=0, captured=captured).batch(0))
+        for captured in (kept, None)
     )
     assert with_states.total.item() == pytest.approx(without.total.item(), rel=1e-4)
 

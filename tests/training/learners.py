@@ -55,5 +55,5 @@ def documents(count: int = 12, seed: int = 0) -> list[Document]:
     return found
 
 
-def batches(num_rows: int = 4, seed: int = 0) -> Batches:
-    return Batches(documents(), num_rows=num_rows, max_length=16, seed=seed)
+def batches(batch_size: int = 4, seed: int = 0) -> Batches:
+    return Batches(documents(), batch_size=batch_size, max_length=16, seed=seed)

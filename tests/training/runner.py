@@ -17,7 +17,7 @@ def main(out: str, steps: str, save_every: str, seconds: str = "0", dropout: str
     """Train, and be killed some seconds after the first step."""
     settings = Settings(
         steps=int(steps),
-        num_rows=4,
+        batch_size=4,
         max_length=16,
         learning_rate=0.03,
         warmup=3,

@@ -23,7 +23,7 @@ def corpus(*lengths: int, start: int = 0) -> list[Document]:
 @given(st.lists(st.integers(2, 20), min_size=1, max_size=9), st.integers(1, 5), st.integers(2, 12), st.integers(0, 3))
 def test_a_batch_is_a_function_of_seed_and_step(lengths: list[int], rows: int, most: int, seed: int) -> None:
     def batches() -> Batches:
-        return Batches(corpus(*lengths), num_rows=rows, max_length=most, seed=seed)
+        return Batches(corpus(*lengths), batch_size=rows, max_length=most, seed=seed)
 
     forwards = [batches().batch(step) for step in range(5)]
     used = batches()
@@ -35,7 +35,7 @@ def test_a_batch_is_a_function_of_seed_and_step(lengths: list[int], rows: int, m
 
 @given(st.lists(st.integers(2, 20), min_size=1, max_size=9), st.integers(1, 4), st.integers(2, 12))
 def test_each_epoch_has_every_document_once(lengths: list[int], rows: int, most: int) -> None:
-    batches = Batches(corpus(*lengths), num_rows=rows, max_length=most, seed=1)
+    batches = Batches(corpus(*lengths), batch_size=rows, max_length=most, seed=1)
     seen = [int(token) // 100 for step in range(3 * len(lengths)) for token in batches.batch(step).tokens[:, 0]]
     for epoch in range(3 * rows):
         numbers = seen[epoch * len(lengths) : (epoch + 1) * len(lengths)]
@@ -44,7 +44,7 @@ def test_each_epoch_has_every_document_once(lengths: list[int], rows: int, most:
 
 def test_epochs_differ_in_order_and_seeds_do() -> None:
     def order(seed: int, step: int) -> list[int]:
-        batches = Batches(corpus(*[3] * 30), num_rows=30, max_length=3, seed=seed)
+        batches = Batches(corpus(*[3] * 30), batch_size=30, max_length=3, seed=seed)
         return batches.batch(step).tokens[:, 0].tolist()
 
     assert len({tuple(order(seed, step)) for seed in range(2) for step in range(3)}) == 6
@@ -53,7 +53,7 @@ def test_epochs_differ_in_order_and_seeds_do() -> None:
 @given(st.integers(0, 12), st.integers(2, 20), st.integers(2, 30), st.integers(0, 50))
 def test_a_row_learns_the_answer_and_neither_prompt_nor_padding(start: int, answer: int, most: int, step: int) -> None:
     length = start + answer
-    batch = Batches(corpus(length, start=start), num_rows=1, max_length=most, seed=0).batch(step)
+    batch = Batches(corpus(length, start=start), batch_size=1, max_length=most, seed=0).batch(step)
     size = min(length, most)
     [first] = batch.tokens[:, 0].tolist()
     assert batch.lengths.tolist() == [size]
@@ -63,14 +63,14 @@ def test_a_row_learns_the_answer_and_neither_prompt_nor_padding(start: int, answ
 
 
 def test_every_part_of_a_long_document_is_drawn() -> None:
-    batches = Batches(corpus(12), num_rows=1, max_length=8, seed=3)
+    batches = Batches(corpus(12), batch_size=1, max_length=8, seed=3)
     drawn = [int(batches.batch(step).tokens[0, 0]) for step in range(300)]
     assert set(drawn) == {0, 1, 2, 3, 4}
     assert min(drawn.count(first) for first in range(5)) > 30, drawn
 
 
 def test_shares_of_a_batch_are_its_rows() -> None:
-    batch = Batches(corpus(4, 9, 2, 7, start=1), num_rows=4, max_length=8, seed=0).batch(1)
+    batch = Batches(corpus(4, 9, 2, 7, start=1), batch_size=4, max_length=8, seed=0).batch(1)
     shares = [Batches.share(batch, range(n, n + 2)) for n in (0, 2)]
     nested = [Batches.share(share, range(n, n + 1)) for share in shares for n in share.rows]
     for share in [*shares, *nested]:
@@ -94,7 +94,7 @@ class Numbered:
 
 
 def test_captured_states_stand_at_their_tokens() -> None:
-    batches = Batches(corpus(3, 20, 7), num_rows=3, max_length=6, seed=0, captured=Numbered())
+    batches = Batches(corpus(3, 20, 7), batch_size=3, max_length=6, seed=0, captured=Numbered())
     for step in range(4):
         whole = batches.batch(step)
         for batch in (whole, Batches.share(whole, range(1, 3))):
@@ -109,16 +109,16 @@ def test_captured_states_stand_at_their_tokens() -> None:
 
 def test_wrong_numbers_are_named() -> None:
     for options, words in [
-        ({"num_rows": 0}, "num_rows must be >= 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"max_length": 1}, "max_length must be >= 2, got 1"),
         ({"seed": -1}, "seed must be >= 0, got -1"),
     ]:
         with pytest.raises(InputError, match=words):
-            Batches(corpus(3), **{"num_rows": 1, "max_length": 4, "seed": 0, **options})
+            Batches(corpus(3), **{"batch_size": 1, "max_length": 4, "seed": 0, **options})
     with pytest.raises(InputError, match="the corpus is empty"):
-        Batches([], num_rows=1, max_length=4, seed=0)
+        Batches([], batch_size=1, max_length=4, seed=0)
     with pytest.raises(InputError, match="document 0 has no token to learn"):
-        Batches(corpus(3, start=3), num_rows=1, max_length=4, seed=0).batch(0)
+        Batches(corpus(3, start=3), batch_size=1, max_length=4, seed=0).batch(0)
 
 
 def test_a_corpus_on_disk_gives_back_its_documents() -> None:

@@ -30,7 +30,7 @@ from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
 
 SETTINGS = Settings(
-    steps=12, num_rows=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
+    steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
 )
 
 
@@ -43,7 +43,7 @@ def documents(count: int = 9) -> list[Document]:
 
 
 def batch(step: int = 0) -> Batch:
-    return Batches(documents(), num_rows=3, max_length=24, seed=0).batch(step)
+    return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
 def target_info(dtype: torch.dtype = torch.float32) -> TargetInfo:
@@ -84,7 +84,7 @@ VARIANTS = {
 def test_a_block_in_training_is_the_block_that_is_drafted_behind_the_same_anchor(kind):
     method = {"windows": "dflash"}.get(kind, kind.split("-")[0])
     made, text = learner(method, **VARIANTS[kind]), documents()[0].tokens.tolist()
-    given = Batches([documents()[0]], num_rows=1, max_length=24, seed=0).batch(0)
+    given = Batches([documents()[0]], batch_size=1, max_length=24, seed=0).batch(0)
     drafter, depth = block_drafter(method, target_info(), made.head), made.head.config.max_depth
     found = forced_guesses(drafter, LanguageModel(tiny("llama").float(), max_slots=1), text, 3, depth)
     assert len(found) > 20
@@ -147,7 +147,7 @@ def test_the_loss_is_that_of_every_guess_of_a_learnt_token_weighted_by_depth():
 
 def test_balanced_depths_have_the_same_weight_however_few_anchors_have_them():
     texts = documents(3)
-    given = Batches(texts, num_rows=3, max_length=24, seed=0).batch(0)
+    given = Batches(texts, batch_size=3, max_length=24, seed=0).batch(0)
     made = learner(num_anchors=99, loss=BlockLoss(of=divergence("fkl"), gamma=1e9))
     counts = made.places_of(texts, 24)
     made.slot_weights = tuple(float(each == 0) for each in range(len(counts)))
@@ -279,7 +279,7 @@ def repeated(given: Batch) -> Batches:
         def batch(self, step: int) -> Batch:
             return replace(given, step=step)
 
-    return Repeated(documents(), num_rows=3, max_length=24, seed=0)
+    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

@@ -96,7 +96,7 @@ def test_top_rows_are_those_of_the_logits_and_batches_carry_them(tmp_path: Path)
         assert found is not None
         assert torch.equal(found.tokens, wanted.tokens)
         assert torch.allclose(found.outcomes, wanted.outcomes, atol=1e-5)
-    batch = Batches(documents, num_rows=5, max_length=12, seed=0, captured=captured).batch(3)
+    batch = Batches(documents, batch_size=5, max_length=12, seed=0, captured=captured).batch(3)
     assert batch.hidden[2].shape == (*batch.tokens.shape, 32)
     assert batch.rows_of_target is not None
     assert batch.rows_of_target.tokens.shape == (*batch.tokens.shape, 4)

@@ -26,7 +26,7 @@ from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import VOCAB, tiny
 
 SETTINGS = Settings(
-    steps=10, num_rows=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=5, watch_every=5, log_every=1
+    steps=10, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=5, watch_every=5, log_every=1
 )
 
 
@@ -39,7 +39,7 @@ def documents(count: int = 9, prompt: bool = True) -> list[Document]:
 
 
 def batch(prompt: bool = True) -> Batch:
-    return Batches(documents(prompt=prompt), num_rows=3, max_length=24, seed=0).batch(0)
+    return Batches(documents(prompt=prompt), batch_size=3, max_length=24, seed=0).batch(0)
 
 
 def repeated(model_batch: Batch) -> Batches:
@@ -49,7 +49,7 @@ def repeated(model_batch: Batch) -> Batches:
         def batch(self, step: int) -> Batch:
             return replace(model_batch, step=step)
 
-    return Repeated(documents(), num_rows=3, max_length=24, seed=0)
+    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
 def learner(name: str = "llama", loss: str | None = "fkl", **named: object) -> Distilled:
@@ -145,7 +145,7 @@ def test_what_the_draft_model_writes_is_drawn_from_its_own_rows() -> None:
     counts = torch.zeros(VOCAB)
     rows, steps = 50, 40
     for step in range(steps):
-        given = Batches([document], num_rows=rows, max_length=8, seed=0).batch(step)
+        given = Batches([document], batch_size=rows, max_length=8, seed=0).batch(step)
         counts += torch.bincount(Sampler(seed=0)(model, given).tokens[:, 3], minlength=VOCAB)
     with torch.no_grad():
         expected = model(torch.tensor([[5, 9, 4]])).logits[0, -1].softmax(-1) * rows * steps
@@ -179,7 +179,7 @@ def test_mixed_data_leave_a_share_of_the_rows_as_they_are() -> None:
     model = tiny("llama", seed=1).float()
     own = 0
     for step in range(10):
-        given = Batches(documents(), num_rows=6, max_length=24, seed=0).batch(step)
+        given = Batches(documents(), batch_size=6, max_length=24, seed=0).batch(step)
         found = Sampler(seed=0, share=0.5)(model, given)
         own += sum(not torch.equal(a, b) for a, b in zip(found.tokens, given.tokens, strict=True))
     assert 15 <= own <= 45, own
@@ -298,7 +298,7 @@ def test_the_result_loads_as_a_drafter_with_its_tokenizer_in_its_own_dtype(tmp_p
         device=torch.device("cpu"),
     )
     out = tmp_path / "out"
-    train(made, Batches(documents(), num_rows=3, max_length=24, seed=0), replace(SETTINGS, steps=2), out)
+    train(made, Batches(documents(), batch_size=3, max_length=24, seed=0), replace(SETTINGS, steps=2), out)
     assert AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     engine = outrider.load(target, drafter=f"model:path={out}", length="fixed:5", dtype="float32")
     plain = outrider.load(target, drafter="none", dtype="float32")

@@ -37,7 +37,7 @@ from tests.world.forced import forced_guesses
 from tests.world.zoo import VOCAB, tiny
 
 SETTINGS = Settings(
-    steps=12, num_rows=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
+    steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
 )
 GAMMA = 3
 FEW = torch.arange(3, VOCAB, 2)
@@ -81,7 +81,7 @@ def documents(count: int = 9) -> list[Document]:
 
 
 def batch(step: int = 0) -> Batch:
-    return Batches(documents(), num_rows=3, max_length=24, seed=0).batch(step)
+    return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
 def repeated(given: Batch) -> Batches:
@@ -91,7 +91,7 @@ def repeated(given: Batch) -> Batches:
         def batch(self, step: int) -> Batch:
             return replace(given, step=step)
 
-    return Repeated(documents(), num_rows=3, max_length=24, seed=0)
+    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
 def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: object) -> HeadLearner:
@@ -122,7 +122,7 @@ def drafter_of(made: HeadLearner, folder: Path, lm: LanguageModel):
 @pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])
 def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_path, kind, ids):
     made, [text] = learner(kind, **({} if ids is None else {"ids": ids})), documents(1)
-    given = Batches([text], num_rows=1, max_length=24, seed=0).batch(0)
+    given = Batches([text], batch_size=1, max_length=24, seed=0).batch(0)
     lm = LanguageModel(target(), max_slots=1)
     found = forced_guesses(drafter_of(made, tmp_path, lm), lm, text.tokens.tolist(), text.start, GAMMA)
     assert {number for _, number in found} == set(range(GAMMA))
@@ -314,7 +314,7 @@ def test_accuracies_are_those_of_each_rank():
 def test_balanced_guesses_have_the_same_weight_however_few_places_they_have():
     # Nothing stands before the first learnt token, so that deep guesses have fewer places.
     texts = [replace(text, start=0) for text in documents(3)]
-    given = Batches(texts, num_rows=3, max_length=24, seed=0).batch(0)
+    given = Batches(texts, batch_size=3, max_length=24, seed=0).batch(0)
     made = learner("eagle3", decay=0.5)
     counts = made.places_of(texts, 24)
     assert counts.tolist() == [len(Places.of(given, number).labels) for number in range(made.num_guesses)]

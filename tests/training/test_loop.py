@@ -19,7 +19,7 @@ from outrider.training.loop.watch import Watch
 from tests.training.learners import Bigram, batches, documents
 
 SETTINGS = Settings(
-    steps=12, num_rows=4, max_length=16, learning_rate=0.03, warmup=3, save_every=4, watch_every=4, log_every=1
+    steps=12, batch_size=4, max_length=16, learning_rate=0.03, warmup=3, save_every=4, watch_every=4, log_every=1
 )
 
 
@@ -65,10 +65,10 @@ def test_first_step_is_that_of_plain_adamw_on_the_mean_over_learnt_tokens(tmp_pa
     assert losses(tmp_path)[0] == pytest.approx(float(loss.total.detach() / loss.weight))
 
 
-@pytest.mark.parametrize("micro_rows", [1, 3, 4])
-def test_rows_of_a_step_may_be_run_in_parts(tmp_path: Path, micro_rows: int) -> None:
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 4])
+def test_rows_of_a_step_may_be_run_in_parts(tmp_path: Path, micro_batch_size: int) -> None:
     train(Bigram(dropout=0), batches(), SETTINGS, tmp_path / "whole")
-    train(Bigram(dropout=0), batches(), replace(SETTINGS, micro_rows=micro_rows), tmp_path / "parts")
+    train(Bigram(dropout=0), batches(), replace(SETTINGS, micro_batch_size=micro_batch_size), tmp_path / "parts")
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), rel=1e-4)
 
 

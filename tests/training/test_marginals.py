@@ -105,7 +105,7 @@ def test_balanced_slots_have_the_same_weight_however_few_groups_are_drawn():
     texts.append(replace(texts[0], tokens=texts[0].tokens[:7]))
     made = in_groups("parallel", 4)
     expected = made.places_of(texts, 24)
-    given, weights = Batches(texts, num_rows=3, max_length=24, seed=0).batch(0), np.zeros(GAMMA)
+    given, weights = Batches(texts, batch_size=3, max_length=24, seed=0).batch(0), np.zeros(GAMMA)
     for step in range(400):
         counts = [len(made.places(replace(given, step=step), number).labels) for number in range(GAMMA)]
         weights += counts * slot_balanced(expected).numpy()

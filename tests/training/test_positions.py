@@ -30,7 +30,7 @@ def batch(step: int = 0, rows: int = 4, low: int = 8, high: int = 40) -> Batch:
     texts = [
         Document(tokens=dice.integers(3, VOCAB, size=size), start=2) for size in dice.integers(low, high, size=rows)
     ]
-    return Batches(texts, num_rows=rows, max_length=64, seed=0).batch(step)
+    return Batches(texts, batch_size=rows, max_length=64, seed=0).batch(step)
 
 
 def shifted(tokens: torch.Tensor, by: int) -> torch.Tensor:

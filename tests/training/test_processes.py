@@ -118,7 +118,7 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str
 @pytest.mark.slow
 def test_rows_must_be_dealt_evenly_to_processes(tmp_path: Path) -> None:
     found = run(tmp_path, "2", "2", "0", "0", processes=3)
-    assert "num_rows must be a multiple of the number of processes, got 4 and 3" in found.stderr
+    assert "batch_size must be a multiple of the number of processes, got 4 and 3" in found.stderr
 
 
 def limited(path: Path, size: int, state: dict) -> str:
@@ -160,7 +160,7 @@ def test_half_a_folder_never_stands_under_its_name(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_gets_a_sentence(tmp_path: Path) -> None:
-    settings = Settings(steps=4, num_rows=4, max_length=16, save_every=2)
+    settings = Settings(steps=4, batch_size=4, max_length=16, save_every=2)
     train(Bigram(), batches(), settings, tmp_path)
     (file,) = (tmp_path / FOLDER).glob("step-*.pt")
     file.write_bytes(file.read_bytes()[:1000])

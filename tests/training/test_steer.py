@@ -36,7 +36,7 @@ from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
 
 SETTINGS = Settings(
-    steps=12, num_rows=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
+    steps=12, batch_size=3, max_length=24, learning_rate=3e-3, warmup=2, save_every=6, watch_every=6, log_every=1
 )
 
 
@@ -49,7 +49,7 @@ def documents(count: int = 9) -> list[Document]:
 
 
 def batch(step: int = 0) -> Batch:
-    return Batches(documents(), num_rows=3, max_length=24, seed=0).batch(step)
+    return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
 
 
 def learner(
@@ -153,7 +153,7 @@ def test_training_guesses_what_real_drafting_guesses(layers, gamma):
     """For drafts of one token, and for a draft model of one layer, whose keys and values do not depend on vectors."""
     made = learner(layers=layers, strength=0.3)
     [text] = documents(1)
-    given = Batches([text], num_rows=1, max_length=24, seed=0).batch(0)
+    given = Batches([text], batch_size=1, max_length=24, seed=0).batch(0)
     found = drafted_guesses(made, text.tokens.tolist(), text.start, gamma)
     assert len(found) > 5
     for (place, number), logits in found.items():
@@ -214,7 +214,7 @@ def repeated(given: Batch) -> Batches:
         def batch(self, step: int) -> Batch:
             return replace(given, step=step)
 
-    return Repeated(documents(), num_rows=3, max_length=24, seed=0)
+    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -47,7 +47,7 @@ class Batches:
 
     Args:
         documents: The corpus.
-        num_rows: Rows of the global batch.
+        batch_size: Rows of the global batch.
         max_length: Most tokens of a row.
         seed: Of the order and of the parts.
         captured: States of the target along the documents; None if they were not captured.
@@ -57,7 +57,7 @@ class Batches:
 
     Example:
         >>> corpus = [Document(tokens=np.arange(9), start=4), Document(tokens=np.arange(3), start=0)]
-        >>> batch = Batches(corpus, num_rows=2, max_length=8, seed=0).batch(0)
+        >>> batch = Batches(corpus, batch_size=2, max_length=8, seed=0).batch(0)
         >>> batch.tokens.shape, batch.lengths.sort().values.tolist(), batch.rows
         (torch.Size([2, 8]), [3, 8], range(0, 2))
     """
@@ -66,31 +66,31 @@ class Batches:
         self,
         documents: Sequence[Document],
         *,
-        num_rows: int,
+        batch_size: int,
         max_length: int,
         seed: int,
         captured: HasStates | None = None,
     ) -> None:
-        for name, value, least in (("num_rows", num_rows, 1), ("max_length", max_length, 2), ("seed", seed, 0)):
+        for name, value, least in (("batch_size", batch_size, 1), ("max_length", max_length, 2), ("seed", seed, 0)):
             if value < least:
                 raise InputError(f"{name} must be >= {least}, got {value}")
         if not documents:
             raise InputError("the corpus is empty")
         self.documents, self.captured = documents, captured
-        self.num_rows, self.max_length, self.seed = num_rows, max_length, seed
+        self.batch_size, self.max_length, self.seed = batch_size, max_length, seed
         self._order = lru_cache(maxsize=2)(self._permutation)
 
     def batch(self, step: int) -> Batch:
         """The global batch of a step. Raises InputError if a document has no token that a drafter can learn."""
-        parts = [self._part(step * self.num_rows + row) for row in range(self.num_rows)]
+        parts = [self._part(step * self.batch_size + row) for row in range(self.batch_size)]
         length = max(len(part.tokens) for part in parts)
-        tokens = torch.full((self.num_rows, length), PADDING)
-        learnt = torch.zeros(self.num_rows, length, dtype=torch.bool)
+        tokens = torch.full((self.batch_size, length), PADDING)
+        learnt = torch.zeros(self.batch_size, length, dtype=torch.bool)
         for row, part in enumerate(parts):
             tokens[row, : len(part.tokens)] = torch.from_numpy(part.tokens)
             learnt[row, max(part.start, 1) : len(part.tokens)] = True
         lengths = torch.tensor([len(part.tokens) for part in parts])
-        bare = Batch(tokens=tokens, learnt=learnt, lengths=lengths, step=step, rows=range(self.num_rows))
+        bare = Batch(tokens=tokens, learnt=learnt, lengths=lengths, step=step, rows=range(self.batch_size))
         return bare if self.captured is None else _with_states(bare, [self._states(part) for part in parts])
 
     @staticmethod

@@ -8,10 +8,10 @@ from typing import Any
 
 from outrider.core.inputs import InputError
 
-FREE = ("micro_rows", "save_every", "log_every", "device")
+FREE = ("micro_batch_size", "save_every", "log_every", "device")
 """Settings that may change when a run goes on. They change its weights by rounding at most."""
 LEAST = {
-    **dict.fromkeys(("steps", "num_rows", "micro_rows", "save_every", "watch_every", "log_every"), 1),
+    **dict.fromkeys(("steps", "batch_size", "micro_batch_size", "save_every", "watch_every", "log_every"), 1),
     **dict.fromkeys(("warmup", "seed", "learning_rate", "weight_decay"), 0),
     "max_length": 2,
 }
@@ -28,10 +28,10 @@ class Settings:
         steps: Optimizer steps.
         learning_rate: The highest learning rate.
         warmup: Steps in which the learning rate rises from 0.
-        schedule: What follows the warm-up: `cosine` falls to `final_rate`, `constant` stays.
-        final_rate: The last learning rate of `cosine`, as a fraction of the highest.
-        num_rows: Rows of an optimizer step, over all processes.
-        micro_rows: Rows that a process runs at once; None runs its whole share. Gradients add up.
+        schedule: What follows the warm-up: `cosine` falls to `min_lr_ratio`, `constant` stays.
+        min_lr_ratio: The last learning rate of `cosine`, as a fraction of the highest.
+        batch_size: Rows of an optimizer step, over all processes.
+        micro_batch_size: Rows that a process runs at once; None runs its whole share. Gradients add up.
         max_length: Most tokens of a row.
         clip: The longest gradient; a longer one is scaled down. None never scales.
         weight_decay: AdamW's decay of matrices; vectors, such as norms and biases, do not decay.
@@ -51,9 +51,9 @@ class Settings:
     learning_rate: float = 3e-4
     warmup: int = 50
     schedule: str = "cosine"
-    final_rate: float = 0.1
-    num_rows: int = 32
-    micro_rows: int | None = None
+    min_lr_ratio: float = 0.1
+    batch_size: int = 32
+    micro_batch_size: int | None = None
     max_length: int = 512
     clip: float | None = 1.0
     weight_decay: float = 0.01
@@ -74,8 +74,8 @@ class Settings:
                 raise InputError(f"{name} must be >= {least}, got {value}")
         if self.clip is not None and not self.clip > 0:
             raise InputError(f"clip must be > 0, got {self.clip}")
-        if not 0 <= self.final_rate <= 1:
-            raise InputError(f"final_rate must be in 0..1, got {self.final_rate}")
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise InputError(f"min_lr_ratio must be in 0..1, got {self.min_lr_ratio}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 0 and below 1, got {getattr(self, name)}")
@@ -95,7 +95,7 @@ class Settings:
         that is done.
 
         Example:
-            >>> settings = Settings(steps=12, learning_rate=1.0, warmup=2, final_rate=0.0)
+            >>> settings = Settings(steps=12, learning_rate=1.0, warmup=2, min_lr_ratio=0.0)
             >>> [round(settings.rate(step), 3) for step in (0, 1, 2, 7, 11)]
             [0.5, 1.0, 1.0, 0.5, 0.024]
         """
@@ -104,7 +104,7 @@ class Settings:
         if self.schedule == "constant":
             return self.learning_rate
         share = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.learning_rate * (self.final_rate + (1 - self.final_rate) * (1 + math.cos(math.pi * share)) / 2)
+        return self.learning_rate * (self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * share)) / 2)
 
     def fixed(self) -> dict[str, Any]:
         """The settings that must stay the same when a run goes on."""

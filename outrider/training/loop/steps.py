@@ -222,9 +222,9 @@ class _Run:
 
     def _own_rows(self) -> range:
         """The rows of the global batch that this process runs."""
-        rows, count = self.settings.num_rows, self.accelerator.num_processes
+        rows, count = self.settings.batch_size, self.accelerator.num_processes
         if rows % count:
-            raise InputError(f"num_rows must be a multiple of the number of processes, got {rows} and {count}")
+            raise InputError(f"batch_size must be a multiple of the number of processes, got {rows} and {count}")
         own = rows // count
         return range(self.accelerator.process_index * own, (self.accelerator.process_index + 1) * own)
 
@@ -234,7 +234,7 @@ class _Run:
         Losses are divided by the number of learnt tokens, which every process knows beforehand, so that half-precision
         gradients do not overflow. `_scale_gradients` corrects for the weight that the losses turn out to have.
         """
-        size = self.settings.micro_rows or len(self.share)
+        size = self.settings.micro_batch_size or len(self.share)
         starts = range(self.share.start, self.share.stop, size)
         self.nominal = max(1, int(whole.learnt.sum()))
         added: dict[str, Tensor] = {}

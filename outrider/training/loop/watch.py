@@ -115,7 +115,7 @@ class Watch:
         """The texts."""
         for texts in self._texts:
             longest = max(len(each.tokens) for each in texts)
-            yield Batches(texts, num_rows=len(texts), max_length=max(2, longest), seed=0).batch(0)
+            yield Batches(texts, batch_size=len(texts), max_length=max(2, longest), seed=0).batch(0)
 
     def score(self, watched: Watched) -> float:
         """The figure by which the best drafter is kept."""
