@@ -16,7 +16,7 @@ from outrider.learning.batch import Document
 from outrider.lm.hf.open import open_model, open_tokenizer
 from outrider.training.data.capture import capture
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import Regenerated, Wish, regenerate
+from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
 from outrider.training.data.shards import Captured, Contents
 from recipes.trained import PROMPT, SLOTS, TEMPERATURES, Texts, long_texts
 
@@ -64,16 +64,20 @@ class Wanted:
         texts, more = long_texts(self.data, open_tokenizer(self.target), self.num_texts, self.length)
         plain = {"drafter": "none", "max_slots": SLOTS, "device": self.device}
         engine = outrider.load(self.target, **plain)  # type: ignore[arg-type]
-        wish = Wish(sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=new)
+        generation = GenerationRequest(
+            sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=new
+        )
         answers = folder / "answers.jsonl"
-        regenerate(engine, texts, answers, wish, progress=told.of("the target's answers"))
+        regenerate(engine, texts, answers, generation, progress=told.of("the target's answers"))
         exact = outrider.load(self.target, dtype=self.dtype, **plain)  # type: ignore[arg-type]
         held: dict[int, Sequence[Document]] = {}
         for temperature in TEMPERATURES:
             found: list[Document] = []
             for file in self.prompts:
                 asked = [document_of(question, file) for question in self.questions(exact, file)]
-                drawn = Wish(sampling=Sampling(temperature=float(temperature), seed=11), max_new_tokens=new)
+                drawn = GenerationRequest(
+                    sampling=Sampling(temperature=float(temperature), seed=11), max_new_tokens=new
+                )
                 out = folder / f"held-{file.stem}-{len(asked)}-temperature-{temperature}.jsonl"
                 regenerate(exact, asked, out, drawn, progress=told.of(f"{file.stem}, temperature {temperature}"))
                 found += read_documents(out, None)

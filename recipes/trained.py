@@ -29,7 +29,7 @@ from outrider.theory.coverage import Coverage, expected
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import Wish, regenerate
+from outrider.training.data.regenerate import GenerationRequest, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings
@@ -87,15 +87,17 @@ class Texts:
         tokenizer = open_tokenizer(place)
         texts, more = long_texts(data, tokenizer, num_texts, length)
         engine = outrider.load(place, drafter="none", max_slots=SLOTS)
-        wish = Wish(sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=length - PROMPT)
-        regenerate(engine, texts, folder / "answers.jsonl", wish)
+        generation = GenerationRequest(
+            sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=length - PROMPT
+        )
+        regenerate(engine, texts, folder / "answers.jsonl", generation)
         exact = outrider.load(place, drafter="none", max_slots=SLOTS, dtype="float32")
         asked = spread(list(read_documents(prompts, tokenizer, prompts=True)), num_prompts)
         held: dict[int, Sequence[Document]] = {}
         for temperature in TEMPERATURES:
             drawn = Sampling(temperature=float(temperature), seed=11)
             file = folder / f"held-out-{len(asked)}-temperature-{temperature}.jsonl"
-            regenerate(exact, asked, file, Wish(sampling=drawn, max_new_tokens=length - PROMPT))
+            regenerate(exact, asked, file, GenerationRequest(sampling=drawn, max_new_tokens=length - PROMPT))
             held[temperature] = list(read_documents(file, None))
         answers = list(read_documents(folder / "answers.jsonl", None))
         return cls(texts=texts, answers=answers, held=held, more=more)

@@ -82,14 +82,14 @@ def run(task: Task) -> None:
     """Answer the prompts, and print what was done."""
     try:
         from outrider.training.data.records import read_documents
-        from outrider.training.data.regenerate import Regenerated, Wish, regenerate
+        from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
     except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     part = task.part.part()
     engine = opened(task.setup)
-    wish = Wish(
+    generation = GenerationRequest(
         sampling=task.request.sampling(engine.sampling),
         max_new_tokens=task.request.max_new_tokens or MAX_NEW_TOKENS,
         prompt_tokens=task.prompt_tokens,
@@ -109,7 +109,7 @@ def run(task: Task) -> None:
             progress.update(bar, completed=run.num_done)
 
         try:
-            done = regenerate(engine, corpus, task.out, wish, progress=said)
+            done = regenerate(engine, corpus, task.out, generation, progress=said)
         except KeyboardInterrupt:
             progress.stop()
             print(f"interrupted; the same command continues {task.out}", file=sys.stderr)

@@ -26,7 +26,7 @@ from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
 from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import Wish, regenerate
+from outrider.training.data.regenerate import GenerationRequest, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.data.sources import Part
 from outrider.training.distill import HARD, Data, Distilled, distilled
@@ -228,9 +228,11 @@ def _answers(task: Task, part: Part, console: Console) -> Path:
         corpus = read_documents(
             task.sources, engine.tokenizer, part=part, limit=task.limit, prompts=True, vocab_size=width
         )
-        wish = Wish(sampling=Sampling(seed=task.settings.seed), max_new_tokens=max(1, task.settings.max_length // 2))
+        generation = GenerationRequest(
+            sampling=Sampling(seed=task.settings.seed), max_new_tokens=max(1, task.settings.max_length // 2)
+        )
         console.print(f"the target answers {len(corpus):,} prompts", style="cyan")
-        done = regenerate(engine, corpus, folder / ANSWERS, wish)
+        done = regenerate(engine, corpus, folder / ANSWERS, generation)
         if done.failed:
             console.print(f"{len(done.failed):,} prompts have no answer", style="red")
     processes.wait()

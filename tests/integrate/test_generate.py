@@ -31,7 +31,7 @@ SETTINGS = {
     "suppressed tokens": {"suppress_tokens": list(range(3, 64, 2)), "begin_suppress_tokens": [11]},
     "sequence bias": {"sequence_bias": [[[9], -3.0], [[30, 7], 4.0]]},
     "a shortest length": {"min_new_tokens": 9, "eos_token_id": [7, 9, 11, 30]},
-    "growing wish to end": {"exponential_decay_length_penalty": (4, 1.4), "eos_token_id": 9},
+    "growing generation to end": {"exponential_decay_length_penalty": (4, 1.4), "eos_token_id": 9},
     "prompt's repetition penalty": {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
     "forced end": {"forced_eos_token_id": 9},
     "watermark": {"watermarking_config": WatermarkingConfig(bias=2.5)},

@@ -14,11 +14,11 @@ import pytest
 from outrider.core.types import InputError, Sampling
 from outrider.learning.batch import Document
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import Regenerated, Wish, regenerate
+from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
 from tests.cli.runs import ROOT
 from tests.world.models import CONTEXT, engine
 
-GREEDY = Wish(sampling=Sampling(temperature=0), max_new_tokens=6, prompt_tokens=4)
+GREEDY = GenerationRequest(sampling=Sampling(temperature=0), max_new_tokens=6, prompt_tokens=4)
 
 
 def corpus(count: int = 9) -> list[Document]:
@@ -48,9 +48,9 @@ def test_answers_are_those_of_plain_decoding_and_can_be_learnt_from(tmp_path: Pa
 
 def test_a_sampled_answer_depends_on_its_prompts_number_and_the_seed_alone(tmp_path: Path) -> None:
     def made(name: str, slots: int, seed: int) -> list[list[int]]:
-        wish = replace(GREEDY, sampling=Sampling(temperature=1, seed=seed), max_new_tokens=12)
+        generation = replace(GREEDY, sampling=Sampling(temperature=1, seed=seed), max_new_tokens=12)
         same = [Document(tokens=np.array([7, 8, 9]), start=3)] * 6
-        regenerate(engine("ngram", max_slots=slots), same, tmp_path / name, wish)
+        regenerate(engine("ngram", max_slots=slots), same, tmp_path / name, generation)
         return [line["tokens"] for line in lines(tmp_path / name)]
 
     few = made("few", 1, 3)
@@ -99,14 +99,14 @@ def test_other_settings_and_other_prompts_are_refused_and_the_file_stays(tmp_pat
     regenerate(used, corpus(4), out, GREEDY)
     before = out.read_bytes()
     warm = replace(GREEDY, sampling=Sampling(temperature=0.5))
-    for wish, documents, words in [
+    for generation, documents, words in [
         (warm, corpus(4), r"line 1 of .*out\.jsonl was made with temperature=0 and not 0\.5; give another file"),
         (replace(GREEDY, max_new_tokens=7), corpus(4), "was made with max_new_tokens=6 and not 7"),
         (GREEDY, corpus(4)[::-1], "line 1 of .* answers another prompt than number 0 of this corpus"),
         (GREEDY, corpus(4)[:3], "line 4 of .* answers another prompt than number 3 of this corpus"),
     ]:
         with pytest.raises(InputError, match=words):
-            regenerate(used, documents, out, wish)
+            regenerate(used, documents, out, generation)
         assert out.read_bytes() == before
     out.write_text('{"text": "a fish"}\n')
     with pytest.raises(InputError, match=r"line 1 of .* is no answer of `outrider train data`"):
@@ -140,9 +140,9 @@ def test_an_interrupt_leaves_the_engine_idle_and_the_answers_on_disk(tmp_path: P
 
 def test_wrong_wishes_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="max_new_tokens must be >= 1, got 0"):
-        Wish(max_new_tokens=0)
+        GenerationRequest(max_new_tokens=0)
     with pytest.raises(InputError, match="without logits processors"):
-        Wish(sampling=Sampling(logit_bias={3: 1.0}))
+        GenerationRequest(sampling=Sampling(logit_bias={3: 1.0}))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/out\.jsonl cannot be written: "):
         regenerate(engine("none"), corpus(), tmp_path / "file" / "out.jsonl", GREEDY)

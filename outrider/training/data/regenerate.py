@@ -27,7 +27,7 @@ DRAWING = [each.name for each in fields(Sampling) if each.name not in ("seed", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
+class GenerationRequest:
     """How prompts are answered.
 
     Attributes:
@@ -123,7 +123,7 @@ def regenerate(
     engine: Engine,
     documents: Sequence[Document],
     out: Path,
-    wish: Wish,
+    generation: GenerationRequest,
     *,
     progress: Callable[[Regenerated], None] | None = None,
 ) -> Regenerated:
@@ -141,17 +141,17 @@ def regenerate(
     Raises:
         InputError: The file cannot be written, holds something else, or was made with other prompts or settings.
     """
-    settings = wish.settings(engine)
-    places = _held(out, documents, wish, settings)
+    settings = generation.settings(engine)
+    places = _held(out, documents, generation, settings)
     run = Regenerated(num_prompts=len(documents), num_kept=len(places))
     if progress is not None:
         progress(run)
     with written(out), out.open("ab") as file:
-        for number, ended in _answers(engine, documents, wish, skip=set(places)):
+        for number, ended in _answers(engine, documents, generation, skip=set(places)):
             if isinstance(ended, Exception):
                 run.failed[number] = ended
             else:
-                prompt = wish.prompt(documents[number])
+                prompt = generation.prompt(documents[number])
                 answer = Answer(
                     number=number,
                     prompt_hash=_hash(prompt),
@@ -180,7 +180,7 @@ def target_of(engine: Engine) -> str:
 
 
 def _answers(
-    engine: Engine, documents: Sequence[Document], wish: Wish, skip: set[int]
+    engine: Engine, documents: Sequence[Document], generation: GenerationRequest, skip: set[int]
 ) -> Iterator[tuple[int, Output | Exception]]:
     """Outputs with the numbers of their prompts, as they end. A prompt that fails gives its error.
 
@@ -195,9 +195,9 @@ def _answers(
                 number = next(waiting, None)
                 exhausted = number is None
                 if number is not None:
-                    prompt, sampling = wish.prompt(documents[number]).tolist(), wish.sampling_of(number)
+                    prompt, sampling = generation.prompt(documents[number]).tolist(), generation.sampling_of(number)
                     try:
-                        id = engine.add(prompt, sampling=sampling, max_new_tokens=wish.max_new_tokens)
+                        id = engine.add(prompt, sampling=sampling, max_new_tokens=generation.max_new_tokens)
                         running[id] = number
                     except InputError as error:
                         yield number, error
@@ -209,7 +209,9 @@ def _answers(
             engine.cancel(id)
 
 
-def _held(out: Path, documents: Sequence[Document], wish: Wish, settings: dict[str, Any]) -> dict[int, int]:
+def _held(
+    out: Path, documents: Sequence[Document], generation: GenerationRequest, settings: dict[str, Any]
+) -> dict[int, int]:
     """The prompts whose answers a file holds, and where their lines begin. A half-written last line is cut off."""
     if not out.exists():
         with written(out):
@@ -221,14 +223,16 @@ def _held(out: Path, documents: Sequence[Document], wish: Wish, settings: dict[s
         for count, line in enumerate(file, 1):
             if not line.endswith(b"\n") and (BEGINNING.startswith(line) or line.startswith(BEGINNING)):
                 break
-            number = _checked(line, f"line {count} of {out}", documents, wish, settings)
+            number = _checked(line, f"line {count} of {out}", documents, generation, settings)
             places.setdefault(number, end)
             end += len(line)
         file.truncate(end)
     return places
 
 
-def _checked(line: bytes, place: str, documents: Sequence[Document], wish: Wish, settings: dict[str, Any]) -> int:
+def _checked(
+    line: bytes, place: str, documents: Sequence[Document], generation: GenerationRequest, settings: dict[str, Any]
+) -> int:
     """The prompt's number of a line that this run would have written."""
     try:
         found = json.loads(line)
@@ -242,7 +246,7 @@ def _checked(line: bytes, place: str, documents: Sequence[Document], wish: Wish,
             "settings that it was made with"
         )
     same = isinstance(number, int) and 0 <= number < len(documents)
-    if not same or _hash(wish.prompt(documents[number])) != prompt_hash:
+    if not same or _hash(generation.prompt(documents[number])) != prompt_hash:
         raise InputError(
             f"{place} answers another prompt than number {number} of this corpus; give another file, or the corpus "
             "that it was made with"
