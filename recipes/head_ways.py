@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from outrider.training.griffin import griffin_learner
+from outrider.training.jakiro import jakiro_learner
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
@@ -19,8 +21,6 @@ from outrider.training.blocks import BlockLearner
 from outrider.training.blockwise import blockwise_learner
 from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
-from outrider.training.griffin import griffin_learner
-from outrider.training.jakiro import jakiro_learner
 from outrider.training.medusa import medusa_learner
 from outrider.training.parallel import parallel_learner
 from outrider.training.poss import poss_learner

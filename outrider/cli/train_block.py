@@ -14,9 +14,8 @@ from outrider.core.types import InputError
 from outrider.heads.dflash import Method
 from outrider.learning.batch import Document
 from outrider.learning.block_loss import BlockLoss, usual_gamma
-from outrider.learning.divergences import divergence
+from outrider.learning.divergences import HARD, divergence
 from outrider.training.blocks import BlockLearner
-from outrider.training.distill import HARD
 from outrider.training.fresh_block import Shape, fresh_head, known_head
 from outrider.training.positions import slot_balanced
 

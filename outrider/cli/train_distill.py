@@ -17,7 +17,7 @@ from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.core.types import InputError, Sampling
 from outrider.learning.batch import Document
-from outrider.learning.divergences import CHUNK, divergence
+from outrider.learning.divergences import CHUNK, HARD, divergence
 from outrider.learning.learner import Learner
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
@@ -29,7 +29,7 @@ from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import GenerationRequest, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.data.sources import Part
-from outrider.training.distill import HARD, Data, Distilled, distilled
+from outrider.training.distill import Data, Distilled, distilled
 from outrider.training.estimate import Work, estimate, trial
 from outrider.training.loop import processes
 from outrider.training.loop.checkpoint import make_folder, newest

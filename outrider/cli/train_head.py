@@ -14,13 +14,12 @@ from outrider.cli.head_options import Eagle3Options, EagleOptions, HeadOptions, 
 from outrider.cli.train_distill import More, run_with
 from outrider.cli.train_distill import Task as DistillTask
 from outrider.core.types import InputError
-from outrider.heads.files import read_tensors
+from outrider.heads.checkpoint import read_tensors
+from outrider.heads.objective import HeadLearner, frequent_tokens
 from outrider.learning.batch import Document
-from outrider.learning.divergences import Divergence, divergence
+from outrider.learning.divergences import HARD, Divergence, divergence
 from outrider.learning.learner import Learner
-from outrider.learning.objective import HeadLearner, frequent_tokens
 from outrider.lm.hf.open import logit_width
-from outrider.training.distill import HARD
 from outrider.training.eagle import Eagle, Eagle3, eagle3_learner, eagle_learner
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import Trained

@@ -5,16 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from outrider.core.types import ShortList
-from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.head_path import HeadPath
+from outrider.heads.checkpoint import read_config, read_tensors
 from outrider.heads.eagle3_files import Answers, Eagle3File, is_eagle3
-from outrider.heads.feature_head import without_copies
-from outrider.heads.files import read_config, read_tensors
+from outrider.heads.parts.layer_config import without_copies
+from outrider.heads.trunks.features import FeatureDrafter, head_lm
 from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Drafter(FeatureHeadDrafter):
+class Eagle3Drafter(FeatureDrafter):
     """Guess by a head that reads three hidden states of the target, and predicts a feature of its own making.
 
     References:

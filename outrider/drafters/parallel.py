@@ -10,19 +10,18 @@ from torch import Tensor
 
 from outrider.core.types import Guess, InputError, Running, ShortList
 from outrider.drafters.eagle3 import AskingPath
-from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
 from outrider.drafters.marginal import MarginalDrafter
-from outrider.drafters.own_features import HeadState
 from outrider.drafters.slotted import state_of
-from outrider.heads.files import MOST_COUNT, TargetShape, read_config, read_names, read_tensors
+from outrider.heads.checkpoint import MOST_COUNT, TargetShape, read_config, read_names, read_tensors
 from outrider.heads.parallel import ParallelFile, is_parallel
 from outrider.heads.peagle import PEagleFile, is_peagle
+from outrider.heads.trunks.features import FeatureDrafter, FeatureState, head_lm
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(kw_only=True)
-class ParallelState(HeadState):
+class ParallelState(FeatureState):
     """One request's slot of a head, its pending features, and the last draft; changes in place.
 
     Attributes:
@@ -33,7 +32,7 @@ class ParallelState(HeadState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
+class ParallelDrafter(MarginalDrafter, FeatureDrafter):
     """Guess with one forward per draft, over the pairs that the head has not read and the mask slots behind them.
 
     Keys and values of pairs stay in the head's cache. Those of slots do not.
@@ -46,7 +45,7 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
     """
 
     trainer: ClassVar[str | None] = "parallel"
-    state: ClassVar[type[HeadState]] = ParallelState
+    state: ClassVar[type[FeatureState]] = ParallelState
 
     slots: tuple[int, ...]
 
@@ -55,7 +54,9 @@ class ParallelDrafter(MarginalDrafter, FeatureHeadDrafter):
         return len(self.slots) + 1
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        pairs = [self._pairs(state, state_of(HeadState, state.drafter_state).num_pending, "last") for state in states]
+        pairs = [
+            self._pairs(state, state_of(FeatureState, state.drafter_state).num_pending, "last") for state in states
+        ]
         slots = torch.tensor(self.slots, dtype=torch.long).to(self.lm.device, non_blocking=True)
         segments = [_before(pair, slots[: depth - 1]) for pair, depth in zip(pairs, depths, strict=True)]
         blocks = self.lm.extend(segments).logits.split(list(depths))

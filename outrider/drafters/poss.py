@@ -12,14 +12,21 @@ from torch import Tensor
 
 from outrider.core.types import Frontier, Guess, Request, Running, ShortList
 from outrider.drafters.eagle3 import AskingPath
-from outrider.drafters.feature_head import FeatureHeadDrafter, head_lm
-from outrider.drafters.own_features import HeadState, append_features, needed, pending_of
 from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import state_of
+from outrider.heads.checkpoint import TargetShape, read_config, read_tensors
 from outrider.heads.eagle import EagleHead
-from outrider.heads.feature_head import FeatureHead, without_copies
-from outrider.heads.files import TargetShape, read_config, read_tensors
+from outrider.heads.parts.layer_config import without_copies
 from outrider.heads.poss import PossFile, is_poss
+from outrider.heads.trunks.features import (
+    FeatureDrafter,
+    FeatureHead,
+    FeatureState,
+    append_features,
+    head_lm,
+    needed,
+    pending_of,
+)
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularHead
@@ -28,7 +35,7 @@ from outrider.trees.chained import Follow
 
 
 @dataclass(kw_only=True)
-class PossState(HeadState):
+class PossState(FeatureState):
     """One request's slot of each specialist, and its growing draft; changes in place. Its own slot and features are
     those of the first specialist.
 
@@ -38,17 +45,17 @@ class PossState(HeadState):
         tokens: For each expanded node, its token.
     """
 
-    further: list[HeadState] = field(default_factory=list)
+    further: list[FeatureState] = field(default_factory=list)
     above: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, Int[Tensor, ""]] = field(default_factory=dict)
 
-    def all(self) -> list[HeadState]:
+    def all(self) -> list[FeatureState]:
         """What each specialist keeps."""
         return [self, *self.further]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PossDrafter(FeatureHeadDrafter):
+class PossDrafter(FeatureDrafter):
     r"""Guess draft step i (from 0) with specialist $\min(\lfloor i / n \rfloor, \text{last})$.
 
     Each specialist has keys and values of its own. When a draft reaches it, it reads in one forward what it lacks: the
@@ -66,7 +73,7 @@ class PossDrafter(FeatureHeadDrafter):
     """
 
     trainer: ClassVar[str | None] = "poss"
-    state: ClassVar[type[HeadState]] = PossState
+    state: ClassVar[type[FeatureState]] = PossState
 
     further: tuple[HeadLM | TabularHead, ...] = ()
     stride: int = 1
@@ -77,7 +84,7 @@ class PossDrafter(FeatureHeadDrafter):
         return self.lm, *self.further
 
     def open(self, request: Request) -> PossState:
-        return PossState(slot=self.lm.open(), further=[HeadState(slot=lm.open()) for lm in self.further])
+        return PossState(slot=self.lm.open(), further=[FeatureState(slot=lm.open()) for lm in self.further])
 
     def close(self, state: object) -> None:
         for lm, own in zip(self.lms, state_of(PossState, state).all(), strict=True):
@@ -136,7 +143,7 @@ class PossDrafter(FeatureHeadDrafter):
         for lm, each in zip(self.lms, own.all(), strict=True):
             unread = pending_of(lm, each, first)
             lm.truncate(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(HeadState(slot=each.slot, pending_features=unread))
+            kept.append(FeatureState(slot=each.slot, pending_features=unread))
         return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
 
     def fork(self, state: object, request: Request, length: int) -> PossState:
@@ -144,7 +151,7 @@ class PossDrafter(FeatureHeadDrafter):
         kept = []
         for lm, each in zip(self.lms, own.all(), strict=True):
             slot = lm.copy(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(HeadState(slot=slot, pending_features=pending_of(lm, each, first)))
+            kept.append(FeatureState(slot=slot, pending_features=pending_of(lm, each, first)))
         return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
 
     def cast(self, target_info: TargetInfo) -> "PossDrafter":
@@ -241,7 +248,7 @@ def _by_owner(states: Sequence[Running], frontier: Frontier) -> Iterator[tuple[R
         yield state, nodes[first:end]
 
 
-def _unfed(draft: PossState, own: HeadState, nodes: Sequence[int]) -> list[int]:
+def _unfed(draft: PossState, own: FeatureState, nodes: Sequence[int]) -> list[int]:
     """The nodes above some nodes that a specialist has not read yet, parents first."""
     found: set[int] = set()
     for node in nodes:

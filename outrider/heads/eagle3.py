@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.feature_head import FeatureHead
-from outrider.heads.layers import DecoderLayer, norm_of
+from outrider.heads.parts.layers import DecoderLayer, norm_of
+from outrider.heads.trunks.features import FeatureHead
 from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 

@@ -10,9 +10,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from outrider.core.types import InputError
+from outrider.heads.checkpoint import KIND, TARGET, TargetShape, made, nested, size, whole_numbers, write_head
 from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, default_taps
-from outrider.heads.feature_head import LEFT_OUT, described, layer_config, qkv_bias_of
-from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, size, whole_numbers, write_head
+from outrider.heads.parts.layer_config import LEFT_OUT, described, layer_config, qkv_bias_of
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 SPECULATORS = "eagle3"

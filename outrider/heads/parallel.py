@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.feature_head import FeatureHead, described, layer_config
-from outrider.heads.files import (
+from outrider.heads.checkpoint import (
     KIND,
     MOST_COUNT,
     TARGET,
@@ -24,7 +23,9 @@ from outrider.heads.files import (
     size,
     write_head,
 )
-from outrider.heads.layers import DecoderLayer
+from outrider.heads.parts.layer_config import described, layer_config
+from outrider.heads.parts.layers import DecoderLayer
+from outrider.heads.trunks.features import FeatureHead
 from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 

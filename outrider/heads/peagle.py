@@ -9,10 +9,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.core.types import InputError
+from outrider.heads.checkpoint import KIND as OURS
+from outrider.heads.checkpoint import MOST_COUNT, size
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import MASK, SPECULATORS, Answers, Eagle3File
-from outrider.heads.files import KIND as OURS
-from outrider.heads.files import MOST_COUNT, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 

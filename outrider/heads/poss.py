@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core.types import InputError
+from outrider.heads.checkpoint import KIND, MOST_COUNT, TargetShape, load_into, size, write_head
 from outrider.heads.eagle import EagleFile, EagleHead, eagle_config, has_specialists
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import Answers, Eagle3File, eagle3_record
-from outrider.heads.files import KIND, MOST_COUNT, TargetShape, load_into, size, write_head
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 NAME, STRIDE = "poss", "steps_per_specialist"

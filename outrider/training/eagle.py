@@ -11,18 +11,17 @@ from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.heads.checkpoint import read_config, read_tensors
 from outrider.heads.eagle import EagleFile, EagleHead, write_eagle
 from outrider.heads.eagle3 import Eagle3Config, Eagle3Head, usual_taps
 from outrider.heads.eagle3_files import Answers, Eagle3File, write_eagle3
-from outrider.heads.feature_head import usual_layer
-from outrider.heads.files import read_config, read_tensors
+from outrider.heads.objective import Places
+from outrider.heads.parts.layer_config import usual_layer
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import Divergence
-from outrider.learning.objective import Places
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
-from outrider.training.unrolled import Unrolled
 
 
 class Eagle(Unrolled):

@@ -15,16 +15,15 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.heads.feature_head import usual_layer
+from outrider.heads.objective import Places
 from outrider.heads.parallel import ParallelFile, ParallelHead, write_parallel
+from outrider.heads.parts.layer_config import usual_layer
 from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import PADDING, Batch, Document
 from outrider.learning.divergences import Divergence
-from outrider.learning.objective import Places
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
-from outrider.training.unrolled import Unrolled
 
 GROUP_DRAW = 51
 """What the draw of a row's groups decides, beside its seed, its step and its number."""

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
+from outrider.heads.checkpoint import read_config, read_names, read_tensors
 from outrider.heads.eagle import EagleHead
 from outrider.heads.eagle3 import Eagle3Head
 from outrider.heads.eagle3_files import Answers, is_eagle3
-from outrider.heads.files import read_config, read_names, read_tensors
 from outrider.heads.poss import PossFile, is_poss, write_poss
 from outrider.learning.divergences import Divergence
 from outrider.lm.hf.anatomy import Anatomy

@@ -7,16 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider.training.griffin import griffin_learner
+from outrider.training.jakiro import jakiro_learner
 from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
+from outrider.heads.objective import HeadLearner, Places, frequent_tokens
 from outrider.learning import divergences
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import divergence
-from outrider.learning.objective import HeadLearner, Places, frequent_tokens
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
@@ -24,8 +26,6 @@ from outrider.proof.gate import in_float32
 from outrider.training.blockwise import blockwise_learner
 from outrider.training.data.batches import Batches
 from outrider.training.eagle import eagle3_learner, eagle_learner
-from outrider.training.griffin import griffin_learner
-from outrider.training.jakiro import jakiro_learner
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch

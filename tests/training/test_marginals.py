@@ -8,9 +8,9 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.backoff import FILE
+from outrider.heads.objective import Places
+from outrider.heads.parts.backoff import FILE
 from outrider.learning.divergences import divergence
-from outrider.learning.objective import Places
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.training.blockwise import Blockwise, blockwise_learner

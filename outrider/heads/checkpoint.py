@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, TypeVar
@@ -386,3 +387,35 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The files of a head in a directory or at a hub id, whatever their layout.
+
+    Attributes:
+        path: The directory or the hub id.
+        revision: Branch, tag or commit of a hub id.
+    """
+
+    path: str
+    revision: str | None = None
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Its config, as `read_config` reads it."""
+        return read_config(self.path, revision=self.revision)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of its tensors."""
+        return read_names(self.path, revision=self.revision)
+
+    def tensors(self, needs: Callable[[str], bool] | None = None) -> dict[str, Tensor]:
+        """Its tensors, as `read_tensors` reads them."""
+        return read_tensors(self.path, revision=self.revision, needs=needs)
+
+    @property
+    def target(self) -> TargetShape | None:
+        """The target that its config names; None if it names none."""
+        return TargetShape.of(self.config, self.path)
