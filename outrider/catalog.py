@@ -1,9 +1,8 @@
 """Every method by name: its class, its paper, its guarantee. The one place where a string becomes an object."""
 
 import dataclasses
-import typing
 
-from outrider.core.inputs import InputError, field_value, unknown
+from outrider.core.inputs import InputError, field_values, unknown
 from outrider.core.row import LEVIATHAN, Family, Row
 from outrider.decoding.pearl import PearlDecoding
 from outrider.decoding.step import StepDecoding
@@ -271,22 +270,14 @@ def make(family: Family, text: str) -> object:
             kind = drafter_at(text, {name: row.kind for name, row in known.items()})
             return known[kind].made(path=text)
         raise unknown(family, name, known)
-    fields = {
-        f.name: f for f in dataclasses.fields(known[name].make) if not f.name.startswith("_") and f.name != "spec"
-    }
-    hints = typing.get_type_hints(known[name].make)
-    values: dict[str, object] = {}
-    for i, item in enumerate(filter(None, rest.split(","))):
-        key, equals, value = item.partition("=")
-        if not equals and i == 0 and fields:
-            key, value = next(iter(fields)), item
-        if key not in fields:
-            raise unknown(f"{family} {name!r} field", key, fields)
-        values[key] = field_value(f"{family} {name!r} field {key!r}", value, hints[key])
+    kind = known[name].make
+    values = field_values(f"{family} {name!r}", kind, rest, first=True)
     missing = [
-        key
-        for key, field in fields.items()
-        if key not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.name not in (*values, "spec")
+        and field.default is dataclasses.MISSING
+        and field.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise InputError(f"{family} {name!r} needs {', '.join(missing)}, as in {name}:{missing[0]}=...")

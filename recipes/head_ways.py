@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.griffin import griffin_learner
 from outrider.training.jakiro import jakiro_learner
+from outrider.training.parallel import parallel_learner
+from outrider.training.poss import poss_learner
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
@@ -19,11 +22,8 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_tokenizer
 from outrider.training.blocks import BlockLearner
 from outrider.training.blockwise import blockwise_learner
-from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.fresh_block import Shape, fresh_head
 from outrider.training.medusa import medusa_learner
-from outrider.training.parallel import parallel_learner
-from outrider.training.poss import poss_learner
 from recipes.trained import DEPTH
 
 LOSS = "fkl"

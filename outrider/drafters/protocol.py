@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.core.inputs import InputError
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.lm.target_info import TargetInfo
 

@@ -5,7 +5,6 @@ from outrider.drafters.assistant import AssistantPath
 from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.dflash import DFlarePath, DFlashPath
 from outrider.drafters.dspark import DSparkPath
-from outrider.drafters.eagle3 import Eagle3Path
 from outrider.drafters.hydra import HydraPath
 from outrider.drafters.medusa import MedusaPath
 from outrider.drafters.mlp_speculator import MLPSpeculatorPath
@@ -13,8 +12,6 @@ from outrider.drafters.model import ModelPath
 from outrider.drafters.mtp import MtpPath
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.none import NoDrafter
-from outrider.drafters.parallel import ParallelPath
-from outrider.drafters.poss import PossPath
 from outrider.drafters.steered import SteeredPath
 from outrider.drafters.suffix import SuffixDrafter
 
@@ -100,14 +97,14 @@ DRAFTERS = (
     Row(
         family="drafter",
         name="eagle3",
-        home=Eagle3Path,
+        home="outrider.heads.eagle3:SPEC",
         summary="a layer that continues three fused hidden states of the target",
         source="Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840",
     ),
     Row(
         family="drafter",
         name="poss",
-        home=PossPath,
+        home="outrider.heads.poss:SPEC",
         summary="eagle or eagle3 with a specialist for each part of a draft",
         source="Huang et al. 2025, PosS, https://arxiv.org/abs/2506.03566",
     ),
@@ -128,7 +125,7 @@ DRAFTERS = (
     Row(
         family="drafter",
         name="parallel",
-        home=ParallelPath,
+        home="outrider.heads.parallel:SPEC",
         summary="a layer that guesses all tokens of a draft in one forward, at learnt mask slots",
         source="ParallelSpec 2024, https://arxiv.org/abs/2410.05589",
     ),

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from jaxtyping import Int
 from torch import Tensor, nn
 
 from outrider.core.types import InputError
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 class Head(nn.Module):
     """The mathematics of a head. Drafting and training use the same module.
 
-    Attributes:
-        ids: The tokens that it can guess, ascending; None: all.
+    A head that can guess some tokens only has an attribute `ids`: these tokens, ascending.
     """
 
     @classmethod
@@ -65,7 +63,16 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
-    ids: Int[Tensor, " width"] | None = None
+    @classmethod
+    def init_from(cls, place: "TrainedHead", options: Any, context: "HeadContext") -> Self:
+        """The head on disk that is trained further. The arguments are those of `load` and `new`."""
+        checkpoint = place.checkpoint
+        if not place.spec.published(checkpoint.config, checkpoint.names):
+            raise InputError(f"the head in {place.path} is no {place.spec.name} head; give one of this kind")
+        return cls.load(checkpoint, context.info, place)
+
+    def freeze(self) -> None:
+        """Let the parts that no training changes stay as they are."""
 
 
 @dataclass(frozen=True, kw_only=True)

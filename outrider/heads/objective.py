@@ -131,11 +131,17 @@ class HeadObjective(Learner):
             cast(PreTrainedModel, target.base_model)(input_ids=batch.tokens, use_cache=False)
         return replace(batch, hidden=dict(seen))
 
+    def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The config and the tensors that are written."""
+        found: tuple[dict[str, Any], dict[str, Tensor]] = self.head.record(
+            self.shape, dtype, str(self.context.target.name_or_path)
+        )
+        return found
+
     def write(self, folder: Path) -> None:
         """Write the head as a user loads it."""
         dtype = self.context.dtype or self.context.target.dtype
-        config, tensors = self.head.record(self.shape, dtype, str(self.context.target.name_or_path))
-        write_head(folder, config, tensors, dtype)
+        write_head(folder, *self.record(dtype), dtype)
 
 
 class GuessObjective(HeadObjective):
@@ -261,7 +267,7 @@ class GuessObjective(HeadObjective):
     @property
     def ids(self) -> Int[Tensor, " width"] | None:
         """The tokens that the head can guess; None: all."""
-        found: Tensor | None = self.head.ids
+        found: Tensor | None = getattr(self.head, "ids", None)
         return found
 
     def last_states(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from outrider.core.types import InputError
+from outrider.core.inputs import InputError, field_values
 from outrider.drafters.protocol import Drafter
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
@@ -56,6 +56,11 @@ class HeadSpec:
         """A head of this kind in a directory or at a hub id; the fields are those of `trained`."""
         return self.trained(spec=self, path=path, **fields)
 
+    def named(self, text: str) -> TrainedHead:
+        """A head of this kind in `PATH`, or in `PATH,key=value` with fields of `trained`. Raises InputError for others."""
+        path, _, rest = text.partition(",")
+        return self.at(path, **field_values(f"drafter {self.name!r}", self.trained, rest))
+
     def learner(self, options: HeadOptions, context: HeadContext) -> HeadObjective:
         """A new head of a target, or the head that `options.init_from` names, ready to learn.
 
@@ -69,13 +74,6 @@ class HeadSpec:
             torch.manual_seed(context.seed)
             head = self.head.new(options, context)
         else:
-            place = self.at(options.init_from)
-            self.check_kind(place)
-            head = self.head.load(place.checkpoint, context.info, place)
+            head = self.head.init_from(self.named(options.init_from), options, context)
+        head.freeze()
         return self.objective(head.float().train().to(context.place), options, context)
-
-    def check_kind(self, place: TrainedHead) -> None:
-        """Raise InputError if a checkpoint is of another kind."""
-        checkpoint = place.checkpoint
-        if not self.published(checkpoint.config, checkpoint.names):
-            raise InputError(f"the head in {place.path} is no {self.name} head; give one of this kind")

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 import torch
 from outrider.drafters.eagle import EaglePath
+from outrider.drafters.eagle3 import Eagle3Path
+from outrider.training.eagle import eagle3_learner, eagle_learner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.eagle3 import Eagle3Path
 from outrider.heads.checkpoint import read_config
 from outrider.heads.eagle3 import default_taps, usual_taps
 from outrider.lm.hf.taps import tapped
 from outrider.lm.target_info import TargetInfo
-from outrider.training.eagle import eagle3_learner, eagle_learner
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target

@@ -11,13 +11,13 @@ import pytest
 import torch
 from outrider.drafters.griffin import GriffinPath
 from outrider.drafters.jakiro import JakiroPath
+from outrider.drafters.poss import PossDrafter, PossPath
 from safetensors.torch import load_file, save_file
 
 from outrider import catalog
 from outrider.core.types import Draft, InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.poss import PossDrafter, PossPath
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength

@@ -7,8 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.griffin import griffin_learner
 from outrider.training.jakiro import jakiro_learner
+from outrider.training.parallel import parallel_learner
+from outrider.training.poss import poss_learner
 from transformers import PreTrainedModel
 
 import outrider
@@ -25,14 +28,11 @@ from outrider.lm.target_info import TargetInfo
 from outrider.proof.gate import in_float32
 from outrider.training.blockwise import blockwise_learner
 from outrider.training.data.batches import Batches
-from outrider.training.eagle import eagle3_learner, eagle_learner
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch
 from outrider.training.medusa import medusa_learner
-from outrider.training.parallel import parallel_learner
 from outrider.training.positions import slot_balanced
-from outrider.training.poss import poss_learner
 from tests.world.forced import forced_guesses
 from tests.world.zoo import VOCAB, tiny
 

@@ -2,16 +2,16 @@
 
 import pytest
 import torch
+from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
 from outrider.training.griffin import Griffin, WithLikeliest, griffin_learner
 from outrider.training.jakiro import jakiro_learner
+from outrider.training.poss import poss_learner
 from torch.nn.functional import smooth_l1_loss
 
 from outrider.core.types import InputError
 from outrider.heads.objective import Places
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import ForwardKl
-from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
-from outrider.training.poss import poss_learner
 from tests.training.test_heads import GAMMA, batch, learnt_logits, target
 from tests.world.zoo import VOCAB
 

@@ -5,6 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from outrider.training.eagle import eagle_learner
+from outrider.training.parallel import Parallel, parallel_learner
 
 from outrider import catalog
 from outrider.core.types import InputError
@@ -15,9 +17,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.data.batches import Batches
-from outrider.training.eagle import eagle_learner
 from outrider.training.loop.steps import train
-from outrider.training.parallel import Parallel, parallel_learner
 from outrider.training.positions import slot_balanced
 from tests.training.test_heads import GAMMA, SETTINGS, batch, documents, learner, learnt_logits, repeated, target
 from tests.world.zoo import VOCAB

@@ -4,7 +4,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.slots.chain import chain
-from outrider.lm.tabular import TabularFusion, TabularHead
+from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
 
@@ -51,6 +51,7 @@ class FeatureHead(Head):
         vocab_size: Width of the logits.
         embed_tokens: Its own embedding; None takes the target's.
         layers: Its decoder layers.
+        ids: The tokens that it can guess, ascending; None: all.
         specialists: The decoder layers of further specialists, which replace `layers` in later draft steps (PosS).
         stride: Draft steps of each specialist but the last.
 
@@ -134,6 +135,10 @@ class FeatureHead(Head):
         """Logits by the target's output layer, in the target's dtype."""
         return self.ends.logits(hidden)
 
+    def freeze(self) -> None:
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(False)
+
     def embed(self, tokens: Int[Tensor, "rows width"], like: Float[Tensor, "..."]) -> Float[Tensor, "rows width dim"]:
         """Embeddings of tokens, in the dtype and on the device of another tensor."""
         if self.embed_tokens is not None:
@@ -177,6 +182,22 @@ class FeatureState(TreeState):
                 kept.append(features[:count])
             count -= len(features)
         return kept
+
+
+class FeatureModule(Protocol):
+    """What computes for a `FeatureDrafter`: a `FeatureHead`, or something with these functions of it."""
+
+    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
+        """As `FeatureHead.fuse`."""
+        ...
+
+    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        """As `FeatureHead.next_feature`."""
+        ...
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
+        """As `FeatureHead.logits`."""
+        ...
 
 
 Features = TypeVar("Features", bound=FeatureState)
@@ -382,9 +403,9 @@ class FeatureDrafter(OwnFeatures[Features]):
         return self.reads
 
     @property
-    def module(self) -> FeatureHead | MtpHead | TabularFusion:
+    def module(self) -> FeatureModule:
         """What computes: the head's module, or its packed twin."""
-        return self.lm.module if isinstance(self.lm, TabularHead) else cast(FeatureHead | MtpHead, self.lm.running)
+        return self.lm.module if isinstance(self.lm, TabularHead) else cast(FeatureModule, self.lm.running)
 
     @torch.inference_mode()
     def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
@@ -397,7 +418,7 @@ class FeatureDrafter(OwnFeatures[Features]):
     def cast(self, target_info: TargetInfo) -> "FeatureDrafter":
         if isinstance(self.lm, TabularHead):
             return self
-        module = copy.deepcopy(cast(FeatureHead | MtpHead, self.lm.module)).to(target_info.dtype)
+        module = copy.deepcopy(cast(Any, self.lm.module)).to(target_info.dtype)
         ids = module.ends.ids
         module.ends = target_info.ends() if ids is None else target_info.ends().cut(ids)
         lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
