@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.failure import INTERRUPTED
-from outrider.core.inputs import field_value
 from outrider.cli.learn import LearnOptions
 from outrider.cli.request import RequestOptions
+from outrider.core.inputs import field_value
 from outrider.setup import Setup, documentation
 from outrider.training.loop.settings import Settings
 

@@ -14,8 +14,8 @@ import typer.main
 from rich.console import Console
 
 from outrider.cli.help import App, Command, Commands
-from outrider.cli.printed import print_json
 from outrider.cli.options import Json, with_options
+from outrider.cli.printed import print_json
 from outrider.cli.request import RequestOptions
 from outrider.core.inputs import needs
 from outrider.setup import Setup

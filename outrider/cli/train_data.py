@@ -1,7 +1,6 @@
 """outrider train data: let the target answer the prompts of a corpus."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +47,8 @@ def run(task: Task) -> None:
     """Answer the prompts, and print what was done."""
     try:
         from outrider.training.data.records import read_documents
-        from outrider.training.data.sources import Part
         from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
+        from outrider.training.data.sources import Part
     except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
 

@@ -52,7 +52,7 @@ class DataOptions:
     @property
     def columns(self) -> Mapping[str, str]:
         """What the data calls each field."""
-        return dict((ours, theirs) for ours, _, theirs in (each.partition("=") for each in self.column))
+        return {ours: theirs for ours, _, theirs in (each.partition("=") for each in self.column)}
 
 
 @dataclass(frozen=True, kw_only=True)
