@@ -13,6 +13,7 @@ import typer
 import typer.main
 from rich.console import Console
 
+from outrider.cli.failure import complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
 from outrider.cli.printed import print_json
@@ -38,8 +39,9 @@ Begun = Annotated[str, typer.Option(help="The draft model to begin from, with th
 Estimate = Annotated[bool, typer.Option("--estimate", help="Print the memory and the hours that it takes, and stop.")]
 
 
+REPORT = "report.html"
 KNOWN = {
-    *("out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report", "no_report"),
+    *("out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"),
 }
 """What is told of every run; the rest was found out about its drafter."""
 
@@ -185,18 +187,31 @@ def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) ->
     record = work(console)
     if not main:
         return
+    if "log" in record:
+        try:
+            record["report"] = str(_report(Path(record["out"]), Path(record["log"])))
+        except ModuleNotFoundError as error:
+            complain(needs("the report", str(error.name), "bench"))
     if as_json:
         print_json(record)
         return
     if "out" not in record:
         return
-    if "no_report" in record:
-        console.print(record["no_report"], style="red")
     if "before" in record:
         _tell_acceptance(record, console)
     for what in record.keys() - KNOWN:
         console.print(f"{what}: {record[what]}", style="cyan")
     console.print(f"the drafter is in {record['out']}; use it with --drafter {name}:path={record['out']}", style="cyan")
+
+
+def _report(out: Path, log: Path) -> Path:
+    """Write the report of a run beside its log. Returns its place."""
+    from outrider.bench.training_report import page
+    from outrider.training.loop.journal import read
+
+    place = log.with_name(REPORT)
+    place.write_text(page(out.name, read(log)), encoding="utf-8")
+    return place
 
 
 def _tell_acceptance(record: dict[str, Any], console: Console) -> None:

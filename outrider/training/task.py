@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
 ANSWERS = "answers.jsonl"
 """The file of the target's answers, in the folder of the run."""
-REPORT = "report.html"
 STATES = "states"
 """The folder of the target's captured states, in the folder of the run."""
 HELD_OUT = 0.05
@@ -102,7 +101,7 @@ class Plan:
 
 
 def train_head(spec: HeadSpec, options: HeadOptions, task: TrainTask, console: Console | None = None) -> dict[str, Any]:
-    """Train a head, write it and the report.
+    """Train a head and write it.
 
     Args:
         options: Of the class `spec.options`.
@@ -364,7 +363,7 @@ def _shown(console: Console) -> Iterator[Callable[[Progress], None]]:
 
 
 def _record(task: TrainTask, done: Trained) -> dict[str, Any]:
-    """What was reached; the report is written beside."""
+    """What was reached."""
     lines = read(done.log)
     watched = [line for line in lines if line["kind"] == "watch"]
     record: dict[str, Any] = {"out": str(done.out), "step": done.step, "log": str(done.log)}
@@ -375,12 +374,4 @@ def _record(task: TrainTask, done: Trained) -> dict[str, Any]:
         first, *later = (line[judged] for line in watched)
         record |= {"before": {name: watched[0][name] for name in names}, "after": {name: kept[name] for name in names}}
         record |= {"improved": kept[judged] > first, "score_before": first, "score_later": max(later, default=first)}
-    try:
-        from outrider.bench.training_report import page
-    except ModuleNotFoundError as error:
-        record["no_report"] = f"the report needs {error.name}; `pip install outrider[bench]` installs it"
-    else:
-        report = done.log.with_name(REPORT)
-        report.write_text(page(task.out.name, lines), encoding="utf-8")
-        record["report"] = str(report)
     return record
