@@ -44,9 +44,9 @@ class Commands(TyperGroup):
 class App(typer.Typer):
     """Commands with this help; `-h` asks for it too."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, cls: type[Commands] = Commands, **settings: Any) -> None:
         super().__init__(
-            cls=Commands,
+            cls=cls,
             no_args_is_help=True,
             pretty_exceptions_enable=False,
             rich_markup_mode=None,

@@ -34,7 +34,7 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
         rows = [
             {"family": r.family, "name": r.name, "summary": r.summary, "source": r.source, "guarantee": r.guarantee}
             | {"fields": _fields(r.make)}
-            | ({"traits": dataclasses.asdict(Traits.of(r.make))} if r.family == "drafter" else {})
+            | ({"traits": dataclasses.asdict(Traits.of(r.kind))} if r.family == "drafter" else {})
             for r in catalog.ROWS
         ]
         matrix = {name: {kind: cell(name, kind) for kind in kinds} for name in catalog.rows("verifier")}
@@ -55,7 +55,7 @@ def methods(*, as_json: bool, as_markdown: bool) -> None:
     for column in ("drafter", *TRAITS):
         table.add_column(column, overflow="fold")
     for row in catalog.rows("drafter").values():
-        table.add_row(row.name, *_traits(row.make))
+        table.add_row(row.name, *_traits(row.kind))
     console.print(table)
     console.print()
     table = Table(title="what each verifier is on each kind of draft", title_justify="left", box=None)
@@ -80,7 +80,7 @@ def markdown() -> str:
         lines.append("")
     lines += ["## Traits of drafters", "", "| drafter | " + " | ".join(TRAITS) + " |", "|---|" + "---|" * len(TRAITS)]
     for row in catalog.rows("drafter").values():
-        lines.append(f"| `{row.name}` | " + " | ".join(_traits(row.make)) + " |")
+        lines.append(f"| `{row.name}` | " + " | ".join(_traits(row.kind)) + " |")
     lines += ["", *ABOUT_TRAITS, ""]
     lines += ["## Which verifier for which draft", ""]
     lines += ["| verifier | " + " | ".join(get_args(Kind)) + " |", "|---|" + "---|" * len(get_args(Kind))]

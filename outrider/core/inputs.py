@@ -1,6 +1,7 @@
 """Input from people: the error for wrong input, checks of numbers, reading fields and files. Imports nothing heavy."""
 
 import contextlib
+import dataclasses
 import difflib
 import json
 import math
@@ -143,6 +144,30 @@ def text_of(file: Path, what: str, wanted: str) -> str:
         raise InputError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:
         raise InputError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def field_values(what: str, kind: type, text: str, *, first: bool = False) -> dict[str, object]:
+    """The fields of a dataclass in `key=value,key=value`.
+
+    Args:
+        what: The thing that the fields are of, for error messages.
+        first: Whether a first value without a key sets the first field.
+
+    Raises:
+        InputError: Unknown field, or a value that is not of the field's type; lists the real ones.
+    """
+    fields = [
+        field.name for field in dataclasses.fields(kind) if not field.name.startswith("_") and field.name != "spec"
+    ]
+    hints, values = typing.get_type_hints(kind), dict[str, object]()
+    for i, item in enumerate(filter(None, text.split(","))):
+        key, equals, value = item.partition("=")
+        if not equals and i == 0 and first and fields:
+            key, value = fields[0], item
+        if key not in fields:
+            raise unknown(f"{what} field", key, fields)
+        values[key] = field_value(f"{what} field {key!r}", value, hints[key])
+    return values
 
 
 def field_value(what: str, text: str, hint: object) -> object:

@@ -1,7 +1,9 @@
 """What the catalog says of a method."""
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from importlib import import_module
+from typing import Any, Literal
 
 Family = Literal["drafter", "tree", "verifier", "length", "decoding"]
 
@@ -11,21 +13,40 @@ class Row:
     """One method.
 
     Attributes:
-        make: Its class; the fields of this dataclass are the method's configuration.
+        home: Its class, or where its class or its spec is, as in `outrider.heads.eagle:SPEC`. It is imported when it
+            is needed.
         summary: What it does, in one line.
         source: The paper, with its address.
     """
 
     family: Family
     name: str
-    make: type
+    home: type | str
     summary: str
     source: str
+
+    @cached_property
+    def kind(self) -> Any:
+        """The class, or the spec of a head."""
+        if not isinstance(self.home, str):
+            return self.home
+        module, _, name = self.home.partition(":")
+        return getattr(import_module(module), name)
+
+    @property
+    def make(self) -> type:
+        """The class whose fields are the method's configuration."""
+        found: type = getattr(self.kind, "trained", self.kind)
+        return found
+
+    def made(self, **fields: Any) -> object:
+        """The method with a configuration."""
+        return self.kind.at(**fields) if hasattr(self.kind, "at") else self.kind(**fields)
 
     @property
     def guarantee(self) -> Literal["exact law", "lossy"]:
         """Its guarantee with default fields, in combinations that the refusal matrix allows."""
-        return "lossy" if getattr(self.make, "lossy", None) is True else "exact law"
+        return "lossy" if getattr(self.kind, "lossy", None) is True else "exact law"
 
 
 LEVIATHAN = "Leviathan et al. 2023, https://arxiv.org/abs/2211.17192"

@@ -17,7 +17,7 @@ from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.protocol import Rows
 from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssistant
 from outrider.heads.block_formats import ASSISTANTS
-from outrider.heads.files import read_config
+from outrider.heads.checkpoint import read_config
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.target_info import TargetInfo
 

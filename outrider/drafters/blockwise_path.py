@@ -11,9 +11,9 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.model import ModelPath
 from outrider.drafters.rescored import RescoredDrafter
 from outrider.drafters.state_heads import running
-from outrider.heads.backoff import FILE, BackoffModel, read_backoff
 from outrider.heads.blockwise import is_blockwise, read_blockwise
-from outrider.heads.files import TargetShape, local_file, read_config
+from outrider.heads.checkpoint import TargetShape, local_file, read_config
+from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff
 from outrider.lm.target_info import TargetInfo
 
 

@@ -10,11 +10,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.types import Frontier, Guess, Running
-from outrider.drafters.best_paths import Paths, best_paths
 from outrider.drafters.blockwise import BlockwiseDrafter
 from outrider.drafters.protocol import Rows
 from outrider.drafters.state_heads import HeadsState, heads_state
-from outrider.heads.backoff import BackoffModel
+from outrider.heads.parts.backoff import BackoffModel
+from outrider.heads.parts.best_paths import Paths, best_paths
 from outrider.trees.chained import Follow
 
 LOWEST = -1e4

@@ -13,8 +13,8 @@ from outrider.drafters.block import BlockDrafter
 from outrider.drafters.head_path import HeadPath, running_head
 from outrider.heads.block_formats import Answers, method_of
 from outrider.heads.blocks import guessed_ids, read_block
+from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.dflash import DFlash, Method
-from outrider.heads.files import TargetShape, read_config
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from outrider.core.types import InputError
-from outrider.drafters.protocol import Drafter
-from outrider.heads.files import TargetShape
+from outrider.drafters.protocol import Drafter, check_longest
+from outrider.heads.checkpoint import TargetShape
 from outrider.lm.head import HeadLM, beside
 from outrider.lm.hf.open import as_device, as_dtype
 from outrider.lm.target_info import TargetInfo
@@ -99,12 +99,6 @@ class HeadPath:
                 f"the head in {self.path} knows {vocab_size:,} tokens, and this target has {here:,}; give a head that "
                 "was trained for this target"
             )
-
-
-def check_longest(max_context: int | None) -> None:
-    """Raise InputError if a longest context holds no token."""
-    if max_context is not None and max_context < 1:
-        raise InputError(f"max_context must be >= 1, got {max_context}")
 
 
 def running_head(module: nn.Module, target_info: TargetInfo, *, max_context: int) -> HeadLM:

@@ -13,7 +13,7 @@ from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.last_state import last_state
 from outrider.drafters.protocol import Observed
 from outrider.drafters.sequential import SequentialDrafter, SequentialState, placed
-from outrider.heads.files import TargetShape, read_config
+from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.hydra import HydraConfig, HydraHeads, is_hydra, read_hydra
 from outrider.heads.sequential import randomise
 from outrider.lm.head import HeadLM

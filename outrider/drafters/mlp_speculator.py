@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.sequential import SequentialDrafter, placed
-from outrider.heads.files import TargetShape, read_config
+from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.mlp_speculator import (
     MLPSpeculator,
     MLPSpeculatorConfig,

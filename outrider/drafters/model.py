@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
-from outrider.drafters.head_path import check_longest
-from outrider.drafters.protocol import Observed, Rows
+from outrider.drafters.protocol import Observed, Rows, check_longest
 from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.lm.hf.narrow import narrowed

@@ -2,15 +2,16 @@
 
 from dataclasses import dataclass
 
-from outrider.drafters.feature_head import FeatureHeadDrafter
-from outrider.drafters.head_path import check_longest, running_head
+from outrider.drafters.head_path import running_head
 from outrider.drafters.mtp_layers import MtpLayersDrafter
+from outrider.drafters.protocol import check_longest
 from outrider.heads.mtp import MtpHead
+from outrider.heads.trunks.features import FeatureDrafter
 from outrider.lm.target_info import TargetInfo
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpDrafter(FeatureHeadDrafter):
+class MtpDrafter(FeatureDrafter):
     """Guess by the one multi-token-prediction layer of a target's checkpoint.
 
     The layer reads the target's normed last hidden state at a position and the token that follows, and guesses the

@@ -11,10 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Guess, Request, Running
-from outrider.drafters.feature_head import FeatureHeadDrafter
-from outrider.drafters.own_features import BACKLOG, HeadState, output_features
 from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import state_of
+from outrider.heads.trunks.features import BACKLOG, FeatureDrafter, FeatureState, output_features
 from outrider.lm.head import HeadLM
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.tabular import TabularHead
@@ -32,7 +31,7 @@ class Node:
 
 
 @dataclass(kw_only=True)
-class LayersState(HeadState):
+class LayersState(FeatureState):
     """One request's slots of all layers; changes in place. It is itself the state of the first layer.
 
     Attributes:
@@ -43,18 +42,18 @@ class LayersState(HeadState):
             are pending in its slot, before the nodes of the draft, and their features count as unread.
     """
 
-    deeper: list[HeadState]
+    deeper: list[FeatureState]
     nodes: dict[int, Node] = field(default_factory=dict)
     waiting: list[int] = field(default_factory=list)
 
     @property
-    def layers(self) -> list[HeadState]:
+    def layers(self) -> list[FeatureState]:
         """The states of all layers."""
         return [self, *self.deeper]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MtpLayersDrafter(FeatureHeadDrafter):
+class MtpLayersDrafter(FeatureDrafter):
     r"""Guess the token at depth $k + 1$ by layer k of several multi-token-prediction layers.
 
     At position p of the text, layer k computes $f^k_p$ from the token there and from $f^{k-1}_{p-1}$, where
@@ -79,7 +78,7 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         return {f"{name} {k}": module for k, lm in enumerate(self.lms) for name, module in lm.modules.items()}
 
     def open(self, request: Request) -> LayersState:
-        return LayersState(slot=self.lm.open(), deeper=[HeadState(slot=lm.open()) for lm in self.deeper])
+        return LayersState(slot=self.lm.open(), deeper=[FeatureState(slot=lm.open()) for lm in self.deeper])
 
     def close(self, state: object) -> None:
         for lm, own in zip(self.lms, state_of(LayersState, state).layers, strict=True):
@@ -167,19 +166,19 @@ class MtpLayersDrafter(FeatureHeadDrafter):
         own, states = state_of(LayersState, state), []
         for lm, each, (read, unread) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
             lm.truncate(each.slot, read)
-            states.append(HeadState(slot=each.slot, pending_features=each.first_pending(unread)))
+            states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(unread)))
         return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
     def fork(self, state: object, request: Request, length: int) -> LayersState:
         own = state_of(LayersState, state)
         states = [
-            HeadState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(unread))
+            FeatureState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(unread))
             for lm, each, (read, unread) in zip(self.lms, own.layers, self._valid(own, length), strict=True)
         ]
         return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
     def cast(self, target_info: TargetInfo) -> "MtpLayersDrafter":
-        lms = [FeatureHeadDrafter(lm=lm, reads=self.reads).cast(target_info).lm for lm in self.lms]
+        lms = [FeatureDrafter(lm=lm, reads=self.reads).cast(target_info).lm for lm in self.lms]
         return replace(self, lm=lms[0], deeper=tuple(lms[1:]))
 
     def on_tables(self, vocab_size: int, seed: int) -> "MtpLayersDrafter":

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from outrider.core.inputs import InputError
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.lm.target_info import TargetInfo
 
@@ -178,3 +179,9 @@ class UnboundModel(Unbound, Protocol):
     def read_tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer beside the model; None if there is none."""
         ...
+
+
+def check_longest(max_context: int | None) -> None:
+    """Raise InputError if a longest context holds no token."""
+    if max_context is not None and max_context < 1:
+        raise InputError(f"max_context must be >= 1, got {max_context}")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Running
-from outrider.drafters.protocol import Drafter
+from outrider.drafters.stateful import StatefulDrafter
 from outrider.lm.protocol import LM, Segment
 
 
@@ -36,10 +36,10 @@ class TreeState(SlotState):
     fed: dict[int, int] = field(default_factory=dict)
 
 
-State = TypeVar("State", bound=SlotState)
+Slotted = TypeVar("Slotted", bound=SlotState)
 
 
-def state_of(kind: type[State], state: object) -> State:
+def state_of(kind: type[Slotted], state: object) -> Slotted:
     """A drafter's own state. Raises TypeError if it is another drafter's."""
     if not isinstance(state, kind):
         raise TypeError(f"this drafter keeps a {kind.__name__}, got {type(state).__name__}")
@@ -47,7 +47,7 @@ def state_of(kind: type[State], state: object) -> State:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlottedDrafter(Drafter):
+class SlottedDrafter(StatefulDrafter[Slotted]):
     """Guess with a language model that has a slot for each request. The state of a request is a `SlotState`.
 
     Attributes:
@@ -55,6 +55,7 @@ class SlottedDrafter(Drafter):
     """
 
     keeps_cache: ClassVar[bool] = True
+    state: ClassVar[type[Any]] = SlotState
 
     lm: LM
 
@@ -71,7 +72,7 @@ class SlottedDrafter(Drafter):
         return self.lm.modules
 
     def close(self, state: object) -> None:
-        self.lm.release(state_of(SlotState, state).slot)
+        self.lm.release(self.checked(state).slot)
 
 
 def tree_segments(

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Guess, InputError, Request, Running
-from outrider.drafters.head_path import check_longest
 from outrider.drafters.model import ModelDrafter, shared_words
-from outrider.drafters.protocol import Observed
+from outrider.drafters.protocol import Observed, check_longest
 from outrider.drafters.slotted import TreeState, state_of
 from outrider.drafters.steering import Steering, SteeringConfig, read_steering
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from outrider.core.types import InputError
-from outrider.heads.files import file_tensors, json_object, made, replace_file, size, whole_numbers
+from outrider.heads.checkpoint import file_tensors, json_object, made, replace_file, size, whole_numbers
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
 """The files of a steering, beside those of its draft model."""

@@ -27,24 +27,26 @@ class Traits:
     exports: tuple[str, ...]
 
     @classmethod
-    def of(cls, make: type) -> "Traits":
-        """The traits of a class of drafters.
+    def of(cls, kind: Any) -> "Traits":
+        """The traits of a kind of drafters.
 
         Args:
-            make: The class of a drafter, or of an unbound drafter. The traits of an unbound drafter are those of the
-                class that its `bind` returns, by its annotation; of several, the first.
+            kind: A class of drafters, an unbound drafter's, or the spec of a head. The traits of an unbound drafter are
+                those of the class that its `bind` returns, by its annotation; of several, the first.
 
         Raises:
-            TypeError: The class is neither.
+            TypeError: It is none of these.
         """
-        kind: Any = make if Drafter in make.__mro__ else _bound(make)
+        spec = kind if hasattr(kind, "published") else None
+        drafter: Any = spec.drafter if spec is not None else kind if Drafter in kind.__mro__ else _bound(kind)
+        trainer = drafter.trainer if spec is None else None if spec.options is None else spec.name
         return cls(
-            rows=kind.rows,
-            context_pure=kind.context_pure,
-            reads_hidden_states=kind.taps is not Drafter.taps,
-            keeps_cache=kind.keeps_cache,
-            trainer=kind.trainer,
-            exports=kind.exports,
+            rows=drafter.rows,
+            context_pure=drafter.context_pure,
+            reads_hidden_states=drafter.taps is not Drafter.taps,
+            keeps_cache=drafter.keeps_cache,
+            trainer=trainer,
+            exports=drafter.exports if spec is None else spec.exports,
         )
 
 

@@ -11,9 +11,9 @@ from typing import Any, cast, get_args
 from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.core.types import InputError
+from outrider.heads.checkpoint import MOST_COUNT, factor, nested, size, whole_numbers
 from outrider.heads.dflash import BlockConfig, Method, Sight
-from outrider.heads.feature_head import made_config
-from outrider.heads.files import MOST_COUNT, factor, nested, size, whole_numbers
+from outrider.heads.parts.layer_config import made_config
 from outrider.lm.hf.open import reason_of
 
 SPECULATORS = {"dflash": "DFlashSpeculator", "dflare": "DFlareSpeculator", "dspark": "DSparkSpeculator"}

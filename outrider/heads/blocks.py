@@ -10,10 +10,10 @@ from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
 from outrider.heads.block_formats import Answers, block_config, record
+from outrider.heads.checkpoint import TARGET, TargetShape, made, read_config, read_tensors, write_head
 from outrider.heads.dflare import DFlare
 from outrider.heads.dflash import BlockConfig, Confidence, DFlash
 from outrider.heads.dspark import DSpark
-from outrider.heads.files import TARGET, TargetShape, made, read_config, read_tensors, write_head
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import logit_width

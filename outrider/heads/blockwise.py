@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from outrider.core.types import InputError
-from outrider.heads.files import (
+from outrider.heads.checkpoint import (
     KIND,
     MOST_COUNT,
     TARGET,

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from outrider.core.types import InputError
-from outrider.heads.layers import Attention, GatedMLP, Rotary
+from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead

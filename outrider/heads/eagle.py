@@ -1,26 +1,71 @@
-r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al. 2024), and its files."""
+r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al. 2024). With tree `dynamic`, EAGLE-2."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.feature_head import LEFT_OUT, FeatureHead, described, layer_config, qkv_bias_of
-from outrider.heads.files import KIND, TARGET, TargetShape, made, nested, write_head
-from outrider.heads.layers import DecoderLayer
+from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
+from outrider.heads.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested
+from outrider.heads.head import TrainedHead
+from outrider.heads.objective import HeadContext, Places
+from outrider.heads.parts.layer_config import (
+    LEFT_OUT,
+    described,
+    layer_config,
+    qkv_bias_of,
+    usual_layer,
+    without_copies,
+)
+from outrider.heads.parts.layers import DecoderLayer
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureOptions
+from outrider.learning.batch import Batch
+from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.target_info import TargetInfo
 
 ARCHITECTURES = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle")
 """The names that vLLM and SGLang give such a checkpoint. Its authors' have the name of a plain model."""
 SPECULATORS = "eagle"
 """The `speculators_model_type` of such a checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleTrunkOptions(FeatureOptions):
+    """What every head on the trunk of EAGLE-1 can be told.
+
+    Attributes:
+        unrolled: How many draft tokens are learnt from the head's own features; 1 learns from the target's alone.
+        regression: Weight of the distance between the head's features and the target's; the divergence has weight 1.
+        noise: Strength of the noise on the target's features.
+        bias: Give the fusion a bias, as the authors do. vLLM reads no checkpoint with one.
+    """
+
+    unrolled: int = loss(1, least=1)
+    regression: float = loss(10.0, least=0)
+    noise: float = loss(0.2, least=0)
+    bias: bool = size(False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleOptions(EagleTrunkOptions):
+    """Train an EAGLE head: a layer that continues the target's last hidden states.
+
+    With --tree dynamic it drafts as EAGLE-2.
+
+    Attributes:
+        intermediate_size: Width of the feed-forward. By default the target's.
+    """
+
+    intermediate_size: int | None = size(None, least=1)
 
 
 class EagleHead(FeatureHead):
@@ -53,8 +98,90 @@ class EagleHead(FeatureHead):
         qkv_bias: bool | None = None,
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=own_embedding)
-        self.fc = self.fusion(bias)
+        self.ids, self.fc = None, self.fusion(bias)
         self.layers = nn.ModuleList(self.layer(i, qkv_bias) for i in range(config.num_hidden_layers))
+
+    @classmethod
+    def new(cls, options: EagleTrunkOptions, context: HeadContext) -> "EagleHead":
+        info, inner = context.info, options.intermediate_size if isinstance(options, EagleOptions) else None
+        layer = usual_layer(context.anatomy, vocab_size=info.vocab_size, intermediate_size=inner)
+        return cls(layer, info.ends(), vocab_size=info.vocab_size, bias=options.bias, **cls.sizes(options))
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "EagleHead":
+        layer, tensors = cls.layout(checkpoint.path, checkpoint.config, checkpoint.tensors())
+        trained.check_target(checkpoint.target, layer.hidden_size, target)
+        trained.check_vocabulary(layer.vocab_size, target)
+        ids = trained.listed(target) if isinstance(trained, TrainedEagle) else None
+        found = cls.of_tensors(checkpoint, layer, without_copies(tensors, target.embed, target.device), target, ids)
+        found.ids = None if ids is None else torch.tensor(ids)
+        return found
+
+    @classmethod
+    def of_tensors(
+        cls,
+        checkpoint: Checkpoint,
+        layer: PreTrainedConfig,
+        tensors: Mapping[str, Tensor],
+        target: TargetInfo,
+        ids: Sequence[int] | None = None,
+    ) -> "EagleHead":
+        """The head with tensors under its own names.
+
+        Args:
+            layer: The sizes of its layers.
+            ids: The tokens that it may guess, ascending; None: all.
+
+        Raises:
+            InputError: The tensors are not those of such a head.
+        """
+        ends = target.ends() if ids is None else target.ends().cut(ids)
+
+        def head() -> "EagleHead":
+            return cls(
+                layer,
+                ends,
+                vocab_size=target.vocab_size if ids is None else len(ids),
+                bias=any(name.startswith("fc.") and name.endswith(".bias") for name in tensors),
+                own_embedding="embed_tokens.weight" in tensors,
+                qkv_bias=qkv_bias_of(tensors),
+                **cls.sizes_in(checkpoint.config, tensors),
+            )
+
+        return made(head, tensors, checkpoint.path)
+
+    @classmethod
+    def layout(
+        cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    ) -> tuple[PreTrainedConfig, dict[str, Tensor]]:
+        """The sizes of the layers, and the tensors under the names of the module.
+
+        Raises:
+            InputError: transformers refuses the config, or the head has norms that EAGLE lacks.
+        """
+        inner: Mapping[str, Any] = config
+        left_out: tuple[str, ...] = LEFT_OUT
+        if config.get("speculators_model_type") == SPECULATORS:
+            if config.get("layernorms"):
+                raise InputError(f"the head in {path} is an EAGLE head with further norms, which are not known here")
+            inner = {**nested(config, "transformer_layer_config", path), "num_hidden_layers": 1}
+            left_out = (*LEFT_OUT, "lm_head.weight")
+        kept = {
+            _name(name): tensor
+            for name, tensor in tensors.items()
+            if not name.endswith("rotary_emb.inv_freq") and name not in left_out
+        }
+        return layer_config(inner, path), kept
+
+    @classmethod
+    def sizes(cls, options: Any) -> dict[str, Any]:
+        """What a new head is made with beside what all heads on this trunk are."""
+        return {}
+
+    @classmethod
+    def sizes_in(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """The same of a head on disk."""
+        return {}
 
     def fusion(self, bias: bool) -> nn.Module:
         """What makes one vector of an embedding and a feature, side by side."""
@@ -64,14 +191,21 @@ class EagleHead(FeatureHead):
         """A new decoder layer."""
         return DecoderLayer(self.config, number, input_norm=number > 0, qkv_bias=qkv_bias)
 
-    @property
-    def biased(self) -> bool:
-        """Whether the fusion has a bias."""
-        return any(name.endswith("bias") for name, _ in self.fc.named_parameters())
+    def own_config(self) -> dict[str, Any]:
+        """What its config says beside the sizes of its layers."""
+        biased = any(name.endswith("bias") for name, _ in self.fc.named_parameters())
+        return {"architectures": [ARCHITECTURES[0]], "bias": biased}
 
-    def record(self) -> dict[str, Any]:
-        """What its config says beside the sizes."""
-        return {"architectures": [ARCHITECTURES[0]], "bias": self.biased}
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """As its authors write it, with the architecture's name of vLLM."""
+        config = {
+            **described(self.config),
+            **self.own_config(),
+            "vocab_size": target.vocab_size,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            TARGET: target.record(),
+        }
+        return config, self.state_dict()
 
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         weight = next(self.layers.parameters())
@@ -111,62 +245,55 @@ class EagleHead(FeatureHead):
         return fused
 
 
-@dataclass(frozen=True, kw_only=True)
-class EagleFile:
-    """A checkpoint of EAGLE-1 before it is bound to a target.
+class EagleObjective(FeatureObjective):
+    r"""Beside the divergence, EAGLE-1 lowers the distance of each feature from the target's, a smooth L1.
 
-    Attributes:
-        config: The sizes of its layers.
-        tensors: Its tensors, under the names of `EagleHead`.
+    References:
+        Li et al. 2024. https://arxiv.org/abs/2401.15077
     """
 
-    kind: ClassVar[type[EagleHead]] = EagleHead
+    head: EagleHead
+    options: EagleTrunkOptions
+    detached = True
 
-    path: str
-    config: PreTrainedConfig
-    tensors: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> "EagleFile":
-        """A checkpoint by its two files. Raises InputError if transformers refuses the config, or it has norms that
-        EAGLE lacks.
-        """
-        inner: Mapping[str, Any] = config
-        left_out: tuple[str, ...] = LEFT_OUT
-        if config.get("speculators_model_type") == SPECULATORS:
-            if config.get("layernorms"):
-                raise InputError(f"the head in {path} is an EAGLE head with further norms, which are not known here")
-            inner = {**nested(config, "transformer_layer_config", path), "num_hidden_layers": 1}
-            left_out = (*LEFT_OUT, "lm_head.weight")
-        kept = {
-            _name(name): tensor
-            for name, tensor in tensors.items()
-            if not name.endswith("rotary_emb.inv_freq") and name not in left_out
-        }
-        return cls(path=path, config=layer_config(inner, path), tensors=kept)
-
-    def sizes(self) -> dict[str, Any]:
-        """What the head is made with beside its layers' sizes."""
-        return {}
-
-    def head(self, ends: EmbeddingAndHead, vocab_size: int) -> EagleHead:
-        """The head. Raises InputError if the tensors are not those of such a head."""
-
-        def head() -> EagleHead:
-            return self.kind(
-                self.config,
-                ends,
-                vocab_size=vocab_size,
-                bias=any(name.startswith("fc.") and name.endswith(".bias") for name in self.tensors),
-                own_embedding="embed_tokens.weight" in self.tensors,
-                qkv_bias=qkv_bias_of(self.tensors),
-                **self.sizes(),
-            )
-
-        return made(head, self.tensors, self.path)
+    def auxiliary_loss(
+        self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: Places
+    ) -> Float[Tensor, ""]:
+        """The weighted sum of the mean distances of all features from the target's next ones."""
+        wanted = self.last_states(batch)[places.rows, places.at + 1 + number].to(hidden.dtype)
+        found = self.head.next_feature(hidden[places.rows, places.at])
+        distance = smooth_l1_loss(found, wanted, reduction="none").mean(-1)
+        return self.options.regression * distance.sum()
 
 
-def is_eagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
+@dataclass(frozen=True, kw_only=True)
+class TrainedEagle(TrainedHead):
+    """A head on the trunk of EAGLE-1 on disk.
+
+    Attributes:
+        token_map: A file of the tokens that it may propose, the most frequent first: `read_token_map` says which
+            kinds there are. Its output layer, the target's, is cut to these. By default it may propose all tokens.
+        vocabulary: How many tokens of the file to take; by default all.
+
+    References:
+        Zhao et al. 2025, FR-Spec: the output layer of the most frequent tokens. https://arxiv.org/abs/2502.14856
+    """
+
+    token_map: str | None = None
+    vocabulary: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_listed(self.token_map, self.vocabulary)
+
+    def listed(self, target: TargetInfo) -> Sequence[int] | None:
+        """The tokens of the file, ascending; None: all may be proposed."""
+        if self.token_map is None:
+            return None
+        return checked_ids(read_token_map(self.token_map, self.vocabulary), target.vocab_size, self.token_map)
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint is one of EAGLE-1: a plain model's config beside the tensors of such a head."""
     if KIND in config:
         return False
@@ -196,17 +323,13 @@ def has_specialists(names: Collection[str]) -> bool:
     return second and ("layers.1.input_layernorm.weight" not in names or "layers.1.hidden_norm.weight" in names)
 
 
-def eagle_config(head: EagleHead, target: TargetShape, dtype: torch.dtype) -> dict[str, Any]:
-    """The config that is written."""
-    return {
-        **described(head.config),
-        **head.record(),
-        "vocab_size": target.vocab_size,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        TARGET: target.record(),
-    }
-
-
-def write_eagle(head: EagleHead, folder: Path, target: TargetShape, dtype: torch.dtype) -> None:
-    """Write a head as its authors do, with the architecture's name of vLLM."""
-    write_head(folder, eagle_config(head, target, dtype), head.state_dict(), dtype)
+SPEC = HeadSpec(
+    name="eagle",
+    head=EagleHead,
+    drafter=FeatureDrafter,
+    published=published,
+    trained=TrainedEagle,
+    options=EagleOptions,
+    objective=EagleObjective,
+    exports=("eagle",),
+)

@@ -1,7 +1,8 @@
 r"""EAGLE-3: a decoder layer over three fused hidden states, trained on its own outputs (Li et al. 2025)."""
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -9,10 +10,71 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.feature_head import FeatureHead
-from outrider.heads.layers import DecoderLayer, norm_of
+from outrider.heads.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested, whole_numbers
+from outrider.heads.checkpoint import size as size_in
+from outrider.heads.head import TrainedHead
+from outrider.heads.objective import HeadContext
+from outrider.heads.parts.layer_config import (
+    LEFT_OUT,
+    described,
+    layer_config,
+    qkv_bias_of,
+    usual_layer,
+    without_copies,
+)
+from outrider.heads.parts.layers import DecoderLayer, norm_of
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureOptions
+from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.target_info import TargetInfo
+
+SPECULATORS = "eagle3"
+"""The `speculators_model_type` of the first layout."""
+NATIVE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+"""Architectures of the second one."""
+MASK = "mask_hidden"
+"""The tensor that a P-EAGLE head has beside those of an EAGLE-3 head."""
+ARCHITECTURE, VERSION = "Eagle3Speculator", "0.2.0"
+LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+TAPS = "eagle_aux_hidden_state_layer_ids"
+"""The key that names the tapped states. In the layout of speculators, id k is what enters layer k."""
+
+H = TypeVar("H", bound="Eagle3Head")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3SizeOptions(FeatureOptions):
+    """The sizes of a head on the trunk of EAGLE-3.
+
+    Attributes:
+        taps: The target's hidden states that the head reads, such as 2x16x29; tap k enters layer k. By default a low, a
+            middle and a high one.
+        fc_norm: Norm each of these states.
+        norm_output: Take the normed output as the next feature.
+        norm_before_residual: Take the normed feature as the residual.
+        intermediate_size: Width of the feed-forward. By default the target's.
+        draft_vocab: How many tokens the head can guess: the most frequent learnt tokens of --data. By default all.
+    """
+
+    taps: tuple[int, ...] | None = size(None)
+    fc_norm: bool = size(False)
+    norm_output: bool = size(False)
+    norm_before_residual: bool = size(False)
+    intermediate_size: int | None = size(None, least=1)
+    draft_vocab: int | None = size(None, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Options(Eagle3SizeOptions):
+    """Train an EAGLE-3 head: a layer that continues three fused hidden states of the target, on its own outputs.
+
+    Attributes:
+        unrolled: How many draft tokens are learnt, all but the first from the head's own features.
+    """
+
+    unrolled: int = loss(7, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +203,68 @@ class Eagle3Head(FeatureHead):
         self.ids: Int[Tensor, " width"] | None
         self.register_buffer("ids", ids, persistent=False)
 
+    @classmethod
+    def new(cls, options: Eagle3SizeOptions, context: HeadContext) -> "Eagle3Head":
+        info, ids = context.info, context.frequent_tokens(options.draft_vocab)
+        config = Eagle3Config(
+            layer=usual_layer(context.anatomy, vocab_size=info.vocab_size, intermediate_size=options.intermediate_size),
+            target_hidden_size=info.hidden_size,
+            vocab_size=info.vocab_size,
+            draft_vocab_size=info.vocab_size if ids is None else len(ids),
+            taps=usual_taps(info.num_layers) if options.taps is None else tuple(options.taps),
+            norm_before_residual=options.norm_before_residual,
+            fc_norm=options.fc_norm,
+            norm_output=options.norm_output,
+        )
+        head = cls(config, info.ends(), ids)
+        output = context.target.get_output_embeddings()
+        head.begin_from(None if output is None else output.weight)
+        return head
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "Eagle3Head":
+        layout = Eagle3Layout.of(checkpoint)
+        trained.check_target(checkpoint.target, layout.target_hidden_size, target)
+        trained.check_vocabulary(int(layout.layer.vocab_size), target)
+        tensors = without_copies(dict(layout.tensors), target.embed, target.device)
+        answers = trained if isinstance(trained, TrainedEagle3) else TrainedEagle3(spec=SPEC, path=checkpoint.path)
+        return replace(layout, tensors=tensors).head(cls, target, answers)
+
+    def reads(self, num_layers: int) -> tuple[int, ...]:
+        return self.sizes.taps
+
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """In the layout of speculators, as vLLM loads it."""
+        sizes = self.sizes
+        proposal = {"proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1, "accept_tolerance": 0.0}
+        config = {
+            "architectures": [ARCHITECTURE],
+            "speculators_model_type": SPECULATORS,
+            "speculators_version": VERSION,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "draft_vocab_size": sizes.draft_vocab_size,
+            "target_hidden_size": sizes.target_hidden_size,
+            "norm_before_residual": sizes.norm_before_residual,
+            "norm_before_fc": sizes.norm_before_fc,
+            "fc_norm": sizes.fc_norm,
+            "norm_output": sizes.norm_output,
+            TAPS: list(sizes.taps),
+            "transformer_layer_config": {**described(sizes.layer), "vocab_size": target.vocab_size},
+            "speculators_config": {
+                "algorithm": SPECULATORS,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": name, "architectures": []},
+            },
+            TARGET: target.record(),
+        }
+        tensors = self.state_dict()
+        if self.ids is not None:
+            ids = self.ids.cpu()
+            tensors["d2t"] = ids - torch.arange(len(ids))
+            tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        return config, tensors
+
     def extra_repr(self) -> str:
         """The choices that no tensor shows."""
         names = ("taps", "norm_before_residual", "norm_output")
@@ -198,3 +322,194 @@ class Eagle3Head(FeatureHead):
             return
         chosen = output[: len(self.lm_head.weight)] if self.ids is None else output[self.ids.to(output.device)]
         self.lm_head.weight.copy_(chosen)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Layout:
+    """An EAGLE-3 checkpoint of any layout under our own names.
+
+    Attributes:
+        given: Its config.
+        layer: The sizes of its layers.
+        tensors: Its tensors, under the names of `Eagle3Head`.
+        target: The target that the config names; None if it names none.
+    """
+
+    path: str
+    given: Mapping[str, Any]
+    layer: Any
+    tensors: Mapping[str, Tensor]
+    target: TargetShape | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> "Eagle3Layout":
+        """Raises InputError if it is a checkpoint of P-EAGLE, or its config makes no sense."""
+        path, config, tensors = checkpoint.path, checkpoint.config, checkpoint.tensors()
+        if any(name.removeprefix("model.") == MASK for name in tensors):
+            raise InputError(f"the head in {path} is a P-EAGLE head (it has {MASK}); use drafter parallel")
+        inner = config
+        if _is_speculators(config) and "transformer_layer_config" in config:
+            inner = nested(config, "transformer_layer_config", path)
+        kept = {_name(name): tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+        return cls(path=path, given=config, layer=layer_config(inner, path), tensors=kept, target=checkpoint.target)
+
+    @property
+    def target_hidden_size(self) -> int:
+        """Width of the target's hidden states."""
+        return size_in(self.given, "target_hidden_size", self.path, default=self.layer.hidden_size)
+
+    def head(self, kind: type[H], info: TargetInfo, answers: "TrainedEagle3") -> H:
+        """The head. Tokens that the target lacks are not guessed.
+
+        Args:
+            kind: Its class.
+            info: The target.
+            answers: What the user says where the files leave it open.
+
+        Raises:
+            InputError: The tensors are not those of such a head, or a question is open.
+        """
+        tensors, ids = self._for(info.vocab_size)
+        width = info.vocab_size if ids is None else len(ids)
+        config = Eagle3Config(
+            layer=self.layer,
+            target_hidden_size=self.target_hidden_size,
+            vocab_size=int(self.layer.vocab_size),
+            draft_vocab_size=width if "lm_head.weight" not in tensors else len(tensors["lm_head.weight"]),
+            taps=self._taps(info.num_layers, answers),
+            norm_before_residual=self._norm_before_residual(answers),
+            norm_before_fc=self._flag("norm_before_fc") or "input_norm.weight" in tensors,
+            fc_norm=self._flag("fc_norm") or self._flag("use_aux_norm") or "fc_norm.0.weight" in tensors,
+            norm_output=self._norm_output(answers),
+            own_embedding="embed_tokens.weight" in tensors,
+            own_output="lm_head.weight" in tensors,
+            qkv_bias=qkv_bias_of(tensors),
+        )
+        if not config.own_embedding and self.layer.hidden_size != self.target_hidden_size:
+            raise InputError(f"the head in {self.path} is narrower than its target and has no embed_tokens.weight")
+        head = made(lambda: kind(config, info.ends(), ids), tensors, self.path, unused=("d2t", *LEFT_OUT))
+        head.vocab_size = min(width, config.draft_vocab_size)
+        return head
+
+    def _for(self, vocab_size: int) -> tuple[dict[str, Tensor], Int[Tensor, " width"] | None]:
+        """The tensors, and the tokens that the head guesses in ascending order, without those that the target lacks."""
+        tensors, offsets = dict(self.tensors), self.tensors.get("d2t")
+        output = tensors.get("lm_head.weight")
+        if output is None or offsets is None:
+            vocabulary = int(self.layer.vocab_size)
+            narrow = size_in(self.given, "draft_vocab_size", self.path, default=vocabulary)
+            if narrow < vocabulary:
+                raise InputError(
+                    f"the head in {self.path} guesses {narrow} tokens, and lm_head.weight or d2t is missing"
+                )
+            return tensors, None
+        if offsets.dim() != 1 or offsets.is_floating_point() or offsets.dtype is torch.bool:
+            raise InputError(f"d2t in {self.path} must be a list of whole numbers")
+        if len(offsets) != len(output):
+            raise InputError(
+                f"d2t in {self.path} names {len(offsets)} tokens, and lm_head.weight has {len(output)} rows"
+            )
+        ids = torch.arange(len(offsets)) + offsets.long()
+        if int(ids.min()) < 0 or int(ids.max()) >= int(self.layer.vocab_size) or len(ids.unique()) < len(ids):
+            raise InputError(f"d2t in {self.path} names tokens twice, or tokens that its target does not have")
+        order = ids.argsort()
+        order = order[ids[order] < vocab_size]
+        if len(order) < len(ids) or not torch.equal(order, torch.arange(len(ids))):
+            tensors["lm_head.weight"] = output[order]
+        return tensors, ids[order]
+
+    def _flag(self, name: str) -> bool:
+        return bool(self.given.get(name))
+
+    def _norm_before_residual(self, answers: "TrainedEagle3") -> bool:
+        said = self.given.get("norm_before_residual")
+        if said is None:
+            said = answers.norm_before_residual
+        if said is None and _is_speculators(self.given):
+            raise InputError(
+                f"the config of {self.path} has no norm_before_residual, which vLLM takes for true and speculators for "
+                "false; add norm_before_residual=true or false behind the path, as the head was trained"
+            )
+        return bool(said)
+
+    def _norm_output(self, answers: "TrainedEagle3") -> bool:
+        if answers.norm_output is not None:
+            return answers.norm_output
+        if self._flag("norm_output") and not _is_speculators(self.given):
+            raise InputError(
+                f"the config of {self.path} has norm_output, which vLLM and SGLang read as: feed the normed output "
+                "back. Heads of SpecForge were trained without that. Add norm_output=true behind the path to feed the "
+                "normed output back, or norm_output=false"
+            )
+        return self._flag("norm_output")
+
+    def _taps(self, num_layers: int, answers: "TrainedEagle3") -> tuple[int, ...]:
+        if answers.taps is not None:
+            found: tuple[int, ...] = answers.taps
+        elif self.target is not None:
+            found = self.target.taps
+        else:
+            given = self.given.get(TAPS) or nested(self.given, "eagle_config", self.path).get(TAPS) or ()
+            named = whole_numbers(given, TAPS, self.path)
+            if named and not _is_speculators(self.given):
+                raise InputError(
+                    f"the config of {self.path} has {TAPS} {list(named)}; vLLM reads id k as what enters layer k, and "
+                    f"SGLang as what leaves it. Add taps={'x'.join(map(str, named))} behind the path for the first, or "
+                    f"taps={'x'.join(str(each + 1) for each in named)} for the second"
+                )
+            found = named or default_taps(num_layers)
+        if not all(0 <= tap <= num_layers for tap in found):
+            raise InputError(
+                f"the head in {self.path} reads the hidden states {list(found)}, and this target has 0..{num_layers}; "
+                "give a head that was trained for this target"
+            )
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedEagle3(TrainedHead):
+    """A head on the trunk of EAGLE-3 on disk, whose files may leave questions open.
+
+    Attributes:
+        norm_before_residual: Whether the residual of the first layer is the normed feature, where the config does not
+            say it.
+        norm_output: Whether the normed output is the next feature; it goes before the config.
+        taps: The target's hidden states that the head reads, such as 2x16x29; tap k enters layer k. They go before
+            the config.
+    """
+
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+    taps: tuple[int, ...] | None = None
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is one of EAGLE-3."""
+    if KIND in config or any(name.removeprefix("model.") == MASK for name in names):
+        return False
+    native = any(name in NATIVE for name in config.get("architectures") or [])
+    return _is_speculators(config) or native or any(name.startswith("midlayer.hidden_norm") for name in names)
+
+
+def _is_speculators(config: Mapping[str, Any]) -> bool:
+    return config.get("speculators_model_type") == SPECULATORS
+
+
+def _name(name: str) -> str:
+    """The name of a tensor in `Eagle3Head`."""
+    name = name.removeprefix("model.").replace("midlayer.", "layers.0.")
+    for old, new in LEGACY.items():
+        name = name.replace(f"{old}.", f"{new}.")
+    return name
+
+
+SPEC = HeadSpec(
+    name="eagle3",
+    head=Eagle3Head,
+    drafter=FeatureDrafter,
+    published=published,
+    trained=TrainedEagle3,
+    options=Eagle3Options,
+    objective=FeatureObjective,
+    exports=("eagle3",),
+)

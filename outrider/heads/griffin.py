@@ -5,21 +5,44 @@ Hu et al. 2025, https://arxiv.org/abs/2502.11018
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.eagle import EagleFile, EagleHead
-from outrider.heads.files import KIND
-from outrider.heads.layers import DecoderLayer, GatedMLP, norm_of
+from outrider.heads.checkpoint import KIND
+from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, TrainedEagle
+from outrider.heads.parts.layers import DecoderLayer, GatedMLP, norm_of
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.features import FeatureDrafter
+from outrider.learning.batch import Batch
+from outrider.learning.divergences import Divergence, among_likeliest
+from outrider.learning.options import loss
 from outrider.lm.head import KVCache
 
 NAME = "griffin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GriffinOptions(EagleOptions):
+    """Train a GRIFFIN head: an EAGLE head that learns only behind draft tokens which it would have guessed.
+
+    Attributes:
+        align_top: A draft token counts as aligned if it is among this many likeliest tokens of the head.
+        align_shift: Learn behind aligned tokens as the paper says (1), or one token later as its authors' code does
+            (0). By default 1.
+        likeliest: Weight of the cross-entropy over the target's ten likeliest tokens; the divergence has weight 1. The
+            paper's later stages have 5.
+    """
+
+    align_top: int = loss(3, least=1)
+    align_shift: int = loss(1, among=(0, 1))
+    likeliest: float = loss(0.0, least=0)
 
 
 class FusionMLP(nn.Module):
@@ -95,8 +118,8 @@ class GriffinHead(EagleHead):
             raise InputError(f"a GRIFFIN head has one layer, got {self.config.num_hidden_layers}")
         return TokenEnhancedLayer(self.config, qkv_bias=qkv_bias)
 
-    def record(self) -> dict[str, Any]:
-        return super().record() | {"architectures": ["GriffinHead"], KIND: NAME}
+    def own_config(self) -> dict[str, Any]:
+        return super().own_config() | {"architectures": ["GriffinHead"], KIND: NAME}
 
     def next_feature(self, head_output: Float[Tensor, "*batch both"]) -> Float[Tensor, "*batch hidden"]:
         return head_output[..., self.feature_size :]
@@ -106,13 +129,80 @@ class GriffinHead(EagleHead):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GriffinFile(EagleFile):
-    """A GRIFFIN checkpoint, ours or one of its authors, before it is bound to a target."""
+class WithLikeliest:
+    r"""A divergence, and $-w \sum p \log q$ over the target's k likeliest tokens.
 
-    kind: ClassVar[type[EagleHead]] = GriffinHead
+    Attributes:
+        of: The divergence.
+        weight: $w$.
+        k: How many tokens.
+    """
+
+    of: Divergence
+    weight: float
+    k: int = 10
+
+    def __call__(self, target: Float[Tensor, "n vocab"], draft: Float[Tensor, "n vocab"]) -> Float[Tensor, " n"]:
+        """The sum of both for each row."""
+        top = target.detach().float().softmax(-1).topk(min(self.k, target.shape[-1]), -1)
+        logs = draft.float().log_softmax(-1).gather(-1, top.indices)
+        return self.of(target, draft) - self.weight * (top.values * logs).sum(-1)
 
 
-def is_griffin(config: Mapping[str, Any], names: Collection[str]) -> bool:
+class GriffinObjective(EagleObjective):
+    r"""EAGLE-1's losses, with token alignment: guess $j$ at a place is learnt only if the text's token was among the
+    head's likeliest `align_top` tokens in all guesses before it at that place.
+
+    References:
+        Hu et al. 2025. https://arxiv.org/abs/2502.11018
+    """
+
+    options: GriffinOptions
+
+    @cached_property
+    def divergence(self) -> Divergence | None:
+        found, weight = super().divergence, self.options.likeliest
+        return found if found is None or not weight else WithLikeliest(of=found, weight=weight)
+
+    @torch.no_grad()
+    def kept(
+        self,
+        batch: Batch,
+        hidden: Float[Tensor, "rows length hidden"],
+        number: int,
+        before: Bool[Tensor, "rows length"] | None,
+    ) -> Bool[Tensor, "rows length"] | None:
+        """The places at which the draft tokens so far are likely ones."""
+        asked = torch.zeros_like(batch.learnt)
+        for later in range(number + 1, self.num_guesses):
+            learnt = batch.learnt[:, 2 + later :]
+            asked[:, : learnt.shape[1]] |= learnt
+        rows, at = (asked if before is None else asked & before).nonzero(as_tuple=True)
+        compared = at + 1 - self.options.align_shift
+        found = torch.zeros_like(asked)
+        found[rows, at] = self._likely(hidden[rows, compared], batch.tokens[rows, compared + 2 + number], number)
+        return found
+
+    def _likely(self, hidden: Float[Tensor, "n hidden"], labels: Int[Tensor, " n"], number: int) -> Bool[Tensor, " n"]:
+        """Whether tokens are among the head's likeliest ones."""
+        found = [torch.zeros_like(labels[:0], dtype=torch.bool)]
+        for states, wanted in zip(hidden.split(self.chunk), labels.split(self.chunk), strict=True):
+            found.append(among_likeliest(wanted, self._narrow(self.logits(states, number)), self.options.align_top))
+        return torch.cat(found)
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint is one of GRIFFIN."""
     published = {"fc.fc.weight", "fc.mlp.up_proj.weight"} <= {name.removeprefix("model.") for name in names}
     return config.get(KIND) == NAME if KIND in config else published
+
+
+SPEC = HeadSpec(
+    name=NAME,
+    head=GriffinHead,
+    drafter=FeatureDrafter,
+    published=published,
+    trained=TrainedEagle,
+    options=GriffinOptions,
+    objective=GriffinObjective,
+)

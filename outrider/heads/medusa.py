@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.core.types import InputError
-from outrider.heads.files import TARGET, TargetShape, factor, made, read_config, read_tensors, size, write_head
+from outrider.heads.checkpoint import TARGET, TargetShape, factor, made, read_config, read_tensors, size, write_head
 from outrider.heads.state_heads import StateHeads
 
 KIND = "medusa"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from outrider.core.types import InputError
-from outrider.heads.files import MOST_COUNT, made, read_config, read_tensors, size
+from outrider.heads.checkpoint import MOST_COUNT, made, read_config, read_tensors, size
 from outrider.heads.sequential import SequentialHead
 
 KIND = "mlp_speculator"

@@ -1,110 +1,379 @@
-r"""The files of heads with position specialists (PosS): the tensors of an EAGLE or EAGLE-3 head, and one more layer for
-each further specialist.
+r"""PosS: EAGLE or EAGLE-3 with a specialist for each part of a draft (Huang et al. 2025).
 
-Huang et al. 2025, https://arxiv.org/abs/2506.03566
+In files, the layers of further specialists are layers 1, 2, ... of the head.
+
+https://arxiv.org/abs/2506.03566
 """
 
+import copy
 import re
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.core.types import InputError
-from outrider.heads.eagle import EagleFile, EagleHead, eagle_config, has_specialists
-from outrider.heads.eagle3 import Eagle3Head
-from outrider.heads.eagle3_files import Answers, Eagle3File, eagle3_record
-from outrider.heads.files import KIND, MOST_COUNT, TargetShape, load_into, size, write_head
-from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.drafters.protocol import Observed
+from outrider.heads.checkpoint import KIND, MOST_COUNT, Checkpoint, load_into
+from outrider.heads.checkpoint import size as size_in
+from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, has_specialists
+from outrider.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3SizeOptions, TrainedEagle3
+from outrider.heads.eagle3 import published as published_eagle3
+from outrider.heads.head import Head, TrainedHead
+from outrider.heads.objective import HeadContext, Places
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.features import (
+    FeatureDrafter,
+    FeatureHead,
+    FeatureObjective,
+    FeatureState,
+    append_features,
+    needed,
+    pending_of,
+)
+from outrider.learning.batch import Batch
+from outrider.learning.options import loss, size
+from outrider.lm.head import HeadLM
+from outrider.lm.protocol import Segment
+from outrider.lm.tabular import TabularHead
+from outrider.lm.target_info import TargetInfo
+from outrider.trees.chained import Follow
 
 NAME, STRIDE = "poss", "steps_per_specialist"
 """The value of `KIND`, and the key of a config that says how many draft steps each specialist takes."""
 LAYER = re.compile(r"(?:model\.)?layers\.(\d{1,3})\.(.*)")
+OF_EAGLE, OF_EAGLE3 = ("regression", "bias"), ("taps", "fc_norm", "norm_output", "norm_before_residual", "draft_vocab")
+"""The options of one trunk alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PossFile:
-    """A checkpoint with position specialists, ours or one of its authors, before it is bound to a target.
+class PossOptions(Eagle3SizeOptions):
+    """Train an EAGLE or EAGLE-3 head with position specialists: each learns some of the draft tokens.
 
     Attributes:
-        trunk: The head whose layer is the first specialist.
-        further: The tensors of each further specialist's layer.
+        trunk: The head whose layer is the first specialist: eagle or eagle3.
         stride: Draft steps of each specialist.
+        unrolled: How many draft tokens are learnt. There are unrolled / stride specialists.
+        regression: Weight of the distance between the head's features and the target's, of eagle alone.
+        noise: Strength of the noise on the target's features.
+        bias: Give the fusion a bias, as the authors do; of eagle alone.
+        taps: The target's hidden states that eagle3 reads, such as 2x16x29; tap k enters layer k. By default a low, a
+            middle and a high one.
+        fc_norm: Norm each of these states; of eagle3 alone, as the next two.
     """
 
-    path: str
-    trunk: EagleFile | Eagle3File
-    further: tuple[Mapping[str, Tensor], ...]
-    stride: int
+    trunk: str = size("eagle", among=("eagle", "eagle3"))
+    stride: int = loss(1, least=1)
+    unrolled: int = loss(6, least=1)
+    regression: float = loss(10.0, least=0)
+    noise: float = loss(0.2, least=0)
+    bias: bool = size(False)
+
+    def check(self) -> None:
+        super().check()
+        if self.unrolled < self.stride:
+            raise InputError(
+                f"the first specialist takes {self.stride} draft steps, so unrolled must be >= {self.stride}, got "
+                f"{self.unrolled}"
+            )
+        if self.init_from is None:
+            self.check_trunk(self.trunk)
+
+    def check_trunk(self, trunk: str) -> None:
+        """Raise InputError if an option of the other trunk was given."""
+        other = OF_EAGLE3 if trunk == "eagle" else OF_EAGLE
+        if wrong := sorted(self._given.intersection(other)):
+            raise InputError(
+                f"{', '.join(wrong)}: for trunk {'eagle3' if trunk == 'eagle' else 'eagle'} alone, and this is {trunk}"
+            )
+
+
+class PossHead(Head):
+    """A head of EAGLE or of EAGLE-3 with specialists: what `new` and `load` return is a head of one of these classes."""
 
     @classmethod
-    def of(
-        cls, path: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor], *, stride: int | None = None
-    ) -> "PossFile":
-        """A checkpoint by its two files.
+    def new(cls, options: PossOptions, context: HeadContext) -> Any:
+        kind, of = (EagleHead, EagleOptions) if options.trunk == "eagle" else (Eagle3Head, Eagle3Options)
+        known = {each.name for each in fields(of)}
+        head = kind.new(of(**{name: value for name, value in vars(options).items() if name in known}), context)
+        head.specialise(options.unrolled // options.stride, options.stride)
+        return head
 
-        Args:
-            stride: Draft steps of each specialist, where the config does not say it.
-
-        Raises:
-            InputError: Nobody says it, or transformers refuses the config.
-        """
-        if config.get(STRIDE) is None and stride is None:
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Any:
+        told = trained.stride if isinstance(trained, TrainedPoss) else None
+        path, config = checkpoint.path, checkpoint.config
+        if config.get(STRIDE) is None and told is None:
             raise InputError(
                 f"the config of {path} does not say how many draft steps each specialist takes; add stride=1, 2 or 3 "
                 "behind the path, as in poss:path=...,stride=3"
             )
+        stride = size_in(config, STRIDE, path, default=told, most=MOST_COUNT)
         shared: dict[str, Tensor] = {}
-        layers: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
+        further: dict[int, dict[str, Tensor]] = {}
+        for name, tensor in checkpoint.tensors().items():
             found = LAYER.fullmatch(name)
             if found is None or found[1] == "0":
                 shared[name] = tensor
             elif not name.endswith("rotary_emb.inv_freq"):
-                layers.setdefault(int(found[1]), {})[found[2]] = tensor
+                further.setdefault(int(found[1]), {})[found[2]] = tensor
         if "transformer_layer_config" not in config:
             config = {**config, "num_hidden_layers": 1}
         fused = any(name.endswith("layers.0.hidden_norm.weight") for name in shared)
-        kind: type[EagleFile] | type[Eagle3File] = Eagle3File if fused else EagleFile
-        return cls(
-            path=path,
-            trunk=kind.of(path, config, shared),
-            further=tuple(layers[number] for number in sorted(layers)),
-            stride=size(config, STRIDE, path, default=stride, most=MOST_COUNT),
-        )
-
-    @property
-    def target_hidden_size(self) -> int:
-        """Width of the target's hidden states."""
-        return self.trunk.config.hidden_size if isinstance(self.trunk, EagleFile) else self.trunk.target_hidden_size
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens that the target has."""
-        return int(self.trunk.config.vocab_size if isinstance(self.trunk, EagleFile) else self.trunk.layer.vocab_size)
-
-    def head(
-        self, ends: EmbeddingAndHead, *, num_layers: int, vocab_size: int, answers: Answers | None = None
-    ) -> EagleHead | Eagle3Head:
-        """The head, as `Eagle3File.head` makes it. Raises InputError if the tensors are not those of such a head."""
-        head: EagleHead | Eagle3Head
-        if isinstance(self.trunk, EagleFile):
-            head = self.trunk.head(ends, vocab_size)
-        else:
-            head = self.trunk.head(ends, num_layers=num_layers, vocab_size=vocab_size, answers=answers or Answers())
-        head.specialise(1 + len(self.further), self.stride)
+        kind: type[FeatureHead] = Eagle3Head if fused else EagleHead
+        head = kind.load(replace(checkpoint, own_config=config, own_tensors=shared), target, trained)
+        head.specialise(1 + len(further), stride)
         places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.specialists, start=1)}
-        named = {
-            f"layers.{i}.{name}": tensor for i, own in enumerate(self.further, start=1) for name, tensor in own.items()
-        }
-        load_into(nn.ModuleDict({"layers": nn.ModuleDict(places)}), named, self.path)
+        ordered = [further[number] for number in sorted(further)]
+        named = {f"layers.{i}.{name}": tensor for i, own in enumerate(ordered, start=1) for name, tensor in own.items()}
+        load_into(nn.ModuleDict({"layers": nn.ModuleDict(places)}), named, path)
+        return head
+
+    @classmethod
+    def init_from(cls, place: TrainedHead, options: PossOptions, context: HeadContext) -> Any:
+        """A head with specialists, or an EAGLE or EAGLE-3 head whose layer is copied into every specialist."""
+        checkpoint = place.checkpoint
+        if published(checkpoint.config, checkpoint.names):
+            if checkpoint.config.get(STRIDE) is None:
+                place = replace(place, stride=options.stride)
+            head = cls.load(checkpoint, context.info, place)
+        else:
+            fused = published_eagle3(checkpoint.config, checkpoint.names)
+            head = (Eagle3Head if fused else EagleHead).load(checkpoint, context.info, place)
+            head.specialise(options.unrolled // options.stride, options.stride)
+        options.check_trunk("eagle3" if isinstance(head, Eagle3Head) else "eagle")
+        if head.specialist(options.unrolled - 1) < len(head.specialists):
+            raise InputError(
+                f"{1 + len(head.specialists)} specialists of {head.stride} draft steps each do not all learn from "
+                f"{options.unrolled} passes; unrolled must be >= {1 + head.stride * len(head.specialists)}"
+            )
         return head
 
 
-def is_poss(config: Mapping[str, Any], names: Collection[str]) -> bool:
+@dataclass(kw_only=True)
+class PossState(FeatureState):
+    """One request's slot of each specialist, and its growing draft; changes in place. Its own slot and features are
+    those of the first specialist.
+
+    Attributes:
+        further: The slots and pending features of the further specialists.
+        above: For each expanded node, its parent.
+        tokens: For each expanded node, its token.
+    """
+
+    further: list[FeatureState] = field(default_factory=list)
+    above: dict[int, int] = field(default_factory=dict)
+    tokens: dict[int, Int[Tensor, ""]] = field(default_factory=dict)
+
+    def all(self) -> list[FeatureState]:
+        """What each specialist keeps."""
+        return [self, *self.further]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PossDrafter(FeatureDrafter[PossState]):
+    r"""Guess draft step i (from 0) with specialist $\min(\lfloor i / n \rfloor, \text{last})$.
+
+    Each specialist has keys and values of its own. When a draft reaches it, it reads in one forward what it lacks: the
+    committed pairs since it was last reached, with the target's features; the nodes above the new ones, with the
+    features that were output there; and the new nodes. Its committed pairs stay. So a switch costs no forward, and a
+    specialist that no draft reaches reads only long stretches of committed pairs.
+
+    Attributes:
+        lm: The first specialist.
+        further: The further specialists.
+        stride: $n$.
+
+    References:
+        Huang et al. 2025. https://arxiv.org/abs/2506.03566
+    """
+
+    state: ClassVar[type[Any]] = PossState
+
+    further: tuple[HeadLM | TabularHead, ...] = ()
+    stride: int = 1
+
+    @classmethod
+    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> "PossDrafter":
+        """The drafter with a head that has specialists."""
+        fields = cls.fields_of(head, target, trained)
+        further = [trained.lm(head.reader(number), target) for number in range(1, 1 + len(head.specialists))]
+        return cls(**fields, further=tuple(further), stride=head.stride)
+
+    @property
+    def lms(self) -> tuple[HeadLM | TabularHead, ...]:
+        """All specialists."""
+        return self.lm, *self.further
+
+    def open(self, request: Request) -> PossState:
+        return PossState(slot=self.lm.open(), further=[FeatureState(slot=lm.open()) for lm in self.further])
+
+    def close(self, state: object) -> None:
+        for lm, own in zip(self.lms, self.checked(state).all(), strict=True):
+            lm.release(own.slot)
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        features = self.features(observed.taps)
+        for number, lm in enumerate(self.lms):
+            append_features(lm, [self.own(state).all()[number] for state in states], states, features, observed.offsets)
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        guess = super().begin(states, depths)
+        for own in map(self.own, states):
+            own.fed, own.above, own.tokens = {0: -1}, {}, {}
+        return guess
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        number = min(int(frontier.depths[0]) // self.stride, len(self.further))
+        groups = list(self._by_owner(states, frontier))
+        segments = [self._segment(number, state, nodes) for state, nodes in groups]
+        extension = self.lms[number].extend(segments)
+        parts = cast(Tensor, extension.features).split([len(segment.tokens) for segment in segments])
+        for (state, nodes), part in zip(groups, parts, strict=True):
+            self.own(state).head_output |= dict(zip(nodes, part[len(part) - len(nodes) :].unbind(0), strict=True))
+        return Guess(logits=extension.logits, short_list=self.short_list)
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        depths = iter(range(1, max(counts) + 1))
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            depth = next(depths)
+            owners = np.flatnonzero(np.array(counts) >= depth)
+            numbers = np.full(len(owners), depth)
+            frontier = Frontier(owners=owners, nodes=numbers, parents=numbers - 1, depths=numbers, tokens=tokens)
+            return cast(Tensor, self.expand(states, frontier).logits)
+
+        return step
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        super().commit(states, paths)
+        for number, lm in enumerate(self.further, start=1):
+            reached = [own for state in states if (own := self.own(state).all()[number]).fed]
+            lm.commit({own.slot: range(own.fed[0] + 1) for own in reached})
+            for own in reached:
+                rest = torch.cat(own.pending_features)[own.fed[0] + 1 :]
+                own.pending_features, own.fed = [rest] if len(rest) else [], {}
+
+    def needs(self, state: object, length: int) -> int:
+        own = self.checked(state)
+        # What all specialists can go on from.
+        return min(needed(lm, each, length) for lm, each in zip(self.lms, own.all(), strict=True))
+
+    def reuse(self, state: object, request: Request, length: int) -> PossState:
+        own, first = self.checked(state), self.needs(state, length)
+        kept = []
+        for lm, each in zip(self.lms, own.all(), strict=True):
+            unread = pending_of(lm, each, first)
+            lm.truncate(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
+            kept.append(FeatureState(slot=each.slot, pending_features=unread))
+        return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
+
+    def fork(self, state: object, request: Request, length: int) -> PossState:
+        own, first = self.checked(state), self.needs(state, length)
+        kept = []
+        for lm, each in zip(self.lms, own.all(), strict=True):
+            slot = lm.copy(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
+            kept.append(FeatureState(slot=slot, pending_features=pending_of(lm, each, first)))
+        return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
+
+    def cast(self, target_info: TargetInfo) -> "PossDrafter":
+        if isinstance(self.lm, TabularHead):
+            return self
+        head = copy.deepcopy(cast(FeatureHead, self.lm.module)).to(target_info.dtype)
+        head.ends = target_info.ends()
+        slots, longest = self.lm.max_slots, self.lm.max_context
+        readers = map(head.reader, range(len(self.lms)))
+        lms = [HeadLM(reader, max_slots=slots, max_context=longest) for reader in readers]
+        return replace(self, lm=lms[0], further=tuple(lms[1:]))
+
+    def on_tables(self, vocab_size: int, seed: int) -> "PossDrafter":
+        further = tuple(TabularHead(vocab_size, seed + number) for number in range(1, len(self.lms)))
+        return replace(self, lm=TabularHead(vocab_size, seed), further=further, reads=(0,), short_list=None)
+
+    def _segment(self, number: int, state: Running, nodes: Sequence[int]) -> Segment:
+        """What a specialist must read of a request to guess after some nodes. Their logits are wanted."""
+        lm, draft = self.lms[number], self.own(state)
+        own = draft.all()[number]
+        tokens: list[Int[Tensor, " _"]] = []
+        features: list[Float[Tensor, "_ dim"]] = []
+        parents: list[int] = []
+        if 0 not in own.fed:
+            count, first = own.num_pending, lm.length(own.slot) + 1
+            tokens.append(torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True))
+            features += own.pending_features
+            parents += range(-1, count - 1)
+            own.fed[0] = count - 1
+        lacking = [*_unfed(draft, own, nodes), *nodes]
+        tokens.append(torch.stack([draft.tokens[node] for node in lacking]).to(lm.device, non_blocking=True))
+        features.append(self.next_feature(torch.stack([draft.head_output[draft.above[node]] for node in lacking])))
+        for node in lacking:
+            parents.append(own.fed[draft.above[node]])
+            own.fed[node] = own.fed[0] + len(own.fed)
+        return Segment(
+            slot=own.slot,
+            tokens=torch.cat(tokens),
+            parents=np.array(parents),
+            logits=len(nodes),
+            features=torch.cat(features),
+        )
+
+    def _by_owner(self, states: Sequence[Running], frontier: Frontier) -> Iterator[tuple[Running, list[int]]]:
+        """The requests of a frontier, each with its nodes. Notes the parents and the tokens of the nodes."""
+        nodes, above = frontier.nodes.tolist(), frontier.parents.tolist()
+        starts = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist()
+        for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
+            state = states[int(frontier.owners[first])]
+            own = self.own(state)
+            own.above |= dict(zip(nodes[first:end], above[first:end], strict=True))
+            own.tokens |= dict(zip(nodes[first:end], frontier.tokens[first:end].unbind(0), strict=True))
+            yield state, nodes[first:end]
+
+
+class PossObjective(FeatureObjective):
+    """What the trunk learns: EAGLE's losses, or EAGLE-3's.
+
+    References:
+        Huang et al. 2025. https://arxiv.org/abs/2506.03566
+    """
+
+    options: PossOptions
+
+    @property
+    def detached(self) -> bool:  # type: ignore[override]
+        """As the trunk's objective has it."""
+        return isinstance(self.head, EagleHead)
+
+    def auxiliary_loss(
+        self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: Places
+    ) -> Float[Tensor, ""] | None:
+        """EAGLE's, of a head of EAGLE."""
+        if not isinstance(self.head, EagleHead):
+            return None
+        return EagleObjective.auxiliary_loss(cast(EagleObjective, self), batch, hidden, number, places)
+
+    def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """As the trunk is written, with layers 1, 2, ... for the further specialists."""
+        config, tensors = super().record(dtype)
+        named = {_renamed(own): tensor for own, tensor in tensors.items()}
+        return {**config, "architectures": ["PossHead"], KIND: NAME, STRIDE: self.head.stride}, named
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedPoss(TrainedEagle3):
+    """A head with position specialists on disk. Its other fields are those of `eagle3`, for a head on its trunk.
+
+    Attributes:
+        stride: Draft steps of each specialist, where the config does not say it.
+    """
+
+    stride: int | None = None
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
     """Whether a checkpoint has position specialists."""
     if KIND in config:
         return bool(config[KIND] == NAME)
@@ -112,22 +381,28 @@ def is_poss(config: Mapping[str, Any], names: Collection[str]) -> bool:
     return "fc.weight" in bare and "layers.0.mlp.up_proj.weight" in bare and has_specialists(bare)
 
 
-def write_poss(
-    head: EagleHead | Eagle3Head, folder: Path, target: TargetShape, dtype: torch.dtype, *, name: str = ""
-) -> None:
-    """Write a head with specialists as its trunk is written, with layers 1, 2, ... for the further specialists.
-
-    Args:
-        name: The target's directory or hub id.
-    """
-    if isinstance(head, EagleHead):
-        config, tensors = eagle_config(head, target, dtype), head.state_dict()
-    else:
-        config, tensors = eagle3_record(head, target, dtype, name=name)
-    tensors = {_renamed(own): tensor for own, tensor in tensors.items()}
-    write_head(folder, {**config, "architectures": ["PossHead"], KIND: NAME, STRIDE: head.stride}, tensors, dtype)
+def _unfed(draft: PossState, own: FeatureState, nodes: Sequence[int]) -> list[int]:
+    """The nodes above some nodes that a specialist has not read yet, parents first."""
+    found: set[int] = set()
+    for node in nodes:
+        above = draft.above[node]
+        while above not in own.fed and above not in found:
+            found.add(above)
+            above = draft.above[above]
+    return sorted(found)
 
 
 def _renamed(name: str) -> str:
     """The name of a tensor in files: `specialists.0.0.mlp` is `layers.1.mlp` there."""
     return re.sub(r"^specialists\.(\d+)\.0\.", lambda found: f"layers.{int(found[1]) + 1}.", name)
+
+
+SPEC = HeadSpec(
+    name=NAME,
+    head=PossHead,
+    drafter=PossDrafter,
+    published=published,
+    trained=TrainedPoss,
+    options=PossOptions,
+    objective=PossObjective,
+)

@@ -24,6 +24,8 @@ from outrider.learning.top_rows import TopRows
 
 Divergence = Callable[[Float[Tensor, "n vocab"], Float[Tensor, "n vocab"]], Float[Tensor, " n"]]
 """The divergence of each row, from the target's logits and the drafter's."""
+HARD = "ce"
+"""The name of training on the tokens of the text, without the target's rows."""
 CHUNK = 512
 """Rows whose logits are in memory at once: 300 MB for a vocabulary of 150,000."""
 KEPT = 1 << 26

@@ -2,17 +2,23 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
 from outrider.lm.forwards.forward import Forward
-from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
+from outrider.lm.hf.open import logit_width
 from outrider.lm.protocol import LM, Readable
+
+UNLIMITED = 1 << 15
+"""The longest context of a model that names none."""
 
 
 def _no_embedding_and_head() -> EmbeddingAndHead:
@@ -100,6 +106,23 @@ class TargetInfo:
             keys_values=target.keys_values,
             mtp=getattr(target, "mtp", _no_mtp),
             config=getattr(getattr(target, "anatomy", None), "text", None),
+        )
+
+    @classmethod
+    def of_model(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "TargetInfo":
+        """What a head may know of a model that it is trained for."""
+        anatomy = Anatomy.of(model)
+        return cls(
+            tokenizer=tokenizer,
+            vocab_size=logit_width(model),
+            device=model.device,
+            dtype=model.dtype,
+            max_slots=0,
+            max_context=anatomy.longest_context or UNLIMITED,
+            num_layers=anatomy.num_layers,
+            hidden_size=anatomy.hidden_size,
+            ends=partial(find_embedding_and_head, model, anatomy),
+            config=anatomy.text,
         )
 
     def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:

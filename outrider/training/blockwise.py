@@ -11,9 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.heads.backoff import FILE, BackoffModel, read_backoff, write_backoff
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads, read_blockwise, write_blockwise
-from outrider.heads.files import local_file
+from outrider.heads.checkpoint import local_file
+from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff, write_backoff
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import CHUNK, Divergence
 from outrider.lm.hf.anatomy import Anatomy

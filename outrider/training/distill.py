@@ -17,6 +17,7 @@ from outrider.core.types import InputError
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import (
     CHUNK,
+    HARD,
     Divergence,
     among_likeliest,
     chunked,
@@ -33,8 +34,6 @@ from outrider.training.loop.watch import windows
 from outrider.training.on_policy import Sampler
 from outrider.training.positions import Positions, positions_of
 
-HARD = "ce"
-"""The name of training on the tokens of the text, without the target's rows."""
 DATA = ("fixed", "target", "on_policy", "mixed")
 """The names of the kinds of data."""
 

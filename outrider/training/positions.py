@@ -113,23 +113,6 @@ class RandomGaps:
         return places.clip(max=self.limit - 1)
 
 
-def slot_balanced(counts: Int[Tensor, " slots"] | Float[Tensor, " slots"]) -> Float[Tensor, " slots"]:
-    r"""The weight of a row of each slot, so that all slots with rows have the same total weight.
-
-    Deep draft slots and rear positions have fewer rows than others. With $n$ rows, $k$ slots that have some, and $n_s$
-    rows of slot $s$, a row of slot $s$ weighs $n / (k n_s)$; so all weights sum to $n$.
-
-    Args:
-        counts: How many rows each slot has: a depth in a draft, or a bucket of positions.
-
-    Example:
-        >>> slot_balanced(torch.tensor([3, 1, 0]))
-        tensor([0.6667, 2.0000, 0.0000])
-    """
-    known = (counts > 0).sum().clamp(min=1)
-    return torch.where(counts > 0, counts.sum() / (known * counts.clamp(min=1)), 0.0)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Bucket:
     """Acceptance at the positions of a range.

@@ -8,10 +8,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.heads.objective import HeadLearner, Places
 from outrider.heads.state_heads import StateHeads
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import CHUNK, Divergence
-from outrider.learning.objective import HeadLearner, Places
 from outrider.lm.hf.anatomy import Anatomy
 
 DECAY = 0.8

@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from outrider.drafters.best_paths import Paths, best_paths
-from outrider.heads.backoff import BackoffModel
+from outrider.heads.parts.backoff import BackoffModel
+from outrider.heads.parts.best_paths import Paths, best_paths
 from tests.world.own_heads import grams
 
 VOCAB = 6

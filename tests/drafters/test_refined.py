@@ -13,10 +13,10 @@ from outrider.core.dice import PhiloxDice
 from outrider.core.types import Draft, InputError, Request, Running, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.best_paths import best_paths
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
+from outrider.heads.parts.best_paths import best_paths
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment

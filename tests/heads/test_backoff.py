@@ -8,7 +8,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from outrider.core.types import InputError
-from outrider.heads.backoff import FILE, USUAL_DISCOUNT, BackoffModel, read_backoff, write_backoff
+from outrider.heads.parts.backoff import FILE, USUAL_DISCOUNT, BackoffModel, read_backoff, write_backoff
 
 VOCAB = 7
 

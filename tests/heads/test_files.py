@@ -9,7 +9,7 @@ from huggingface_hub import save_torch_state_dict
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.files import INDICES, READ, read_names, read_tensors
+from outrider.heads.checkpoint import INDICES, READ, read_names, read_tensors
 from outrider.heads.medusa import read_medusa
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import CHECKPOINTS

@@ -11,7 +11,7 @@ from torch import Tensor
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.medusa import MedusaPath
-from outrider.heads.files import TargetShape, read_config
+from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
 from outrider.lm.target_info import TargetInfo
 from tests.world.models import target

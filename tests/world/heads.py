@@ -15,9 +15,9 @@ from transformers.modeling_layers import MtpModel
 from outrider import catalog
 from outrider.drafters.block import BlockDrafter
 from outrider.drafters.mtp import MtpPath
-from outrider.drafters.own_features import OwnFeatures
 from outrider.drafters.protocol import Drafter
-from outrider.heads.layers import Attention, GatedMLP, Rotary
+from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
+from outrider.heads.trunks.features import OwnFeatures
 from outrider.lm.forwards.head_package import KINDS, Kind
 from outrider.lm.head import HeadLM
 from outrider.lm.target_info import TargetInfo

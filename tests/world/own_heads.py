@@ -11,7 +11,7 @@ from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.drafters.blockwise_paths import PathsDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.rescored import RescoredDrafter
-from outrider.heads.backoff import BackoffModel, write_backoff
+from outrider.heads.parts.backoff import BackoffModel, write_backoff
 from outrider.lm.target_info import TargetInfo
 from tests.world.published import Tensors, drawn, eagle3, layer_of, layer_shapes, written
 

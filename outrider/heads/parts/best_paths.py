@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from outrider.heads.backoff import BackoffModel
+from outrider.heads.parts.backoff import BackoffModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

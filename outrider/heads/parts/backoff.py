@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from outrider.core.types import InputError
-from outrider.heads.files import replace_file
+from outrider.heads.checkpoint import replace_file
 
 FILE = "ngram.safetensors"
 """The file's name beside a head."""

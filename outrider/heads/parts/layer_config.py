@@ -1,24 +1,20 @@
 """What heads share that go on with features of their own (EAGLE and its kin)."""
 
-import copy
 import math
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from reprlib import repr as short
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from jaxtyping import Float, Int
+from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.core.types import InputError
-from outrider.heads.files import MOST_COUNT, size
-from outrider.heads.layers import Rotary
-from outrider.lm.head import KVCache
+from outrider.heads.checkpoint import MOST_COUNT, size
+from outrider.heads.parts.layers import Rotary
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import reason_of
 
 KNOWN = ("llama", "qwen3", "qwen2", "mistral", "mixtral")
@@ -27,111 +23,6 @@ FAR = 1 << 20
 """A position far behind any context, at which rotary settings are tried."""
 LEFT_OUT = ("t2d",)
 """Tensors of checkpoints that drafting does not read."""
-
-
-class FeatureHead(nn.Module):
-    r"""Reads pairs of a token and a feature, and outputs a feature for the next pair.
-
-    The pair at $t$ is $(x_{t+1}, g_t)$. `fuse` makes $g_t$ from the target's hidden states; behind the target's last
-    position it is `next_feature` of what the head output at the pair before. `logits` guesses $x_{t+2}$ from what the
-    head outputs at $t$.
-
-    Attributes:
-        config: The sizes of its layers.
-        ends: The target's embedding, final norm and output layer.
-        feature_size: Width of the features.
-        vocab_size: Width of the logits.
-        embed_tokens: Its own embedding; None takes the target's.
-        layers: Its decoder layers.
-        specialists: The decoder layers of further specialists, which replace `layers` in later draft steps (PosS).
-        stride: Draft steps of each specialist but the last.
-
-    Args:
-        own_embedding: Whether it has an embedding of its own.
-    """
-
-    layers: nn.ModuleList
-
-    def __init__(
-        self, config: PreTrainedConfig, ends: EmbeddingAndHead, *, vocab_size: int, own_embedding: bool
-    ) -> None:
-        super().__init__()
-        if (act := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
-            raise InputError(f"heads with the activation {short(act)} are not known; known is silu")
-        self.config, self.ends = config, ends
-        self.feature_size, self.vocab_size = config.hidden_size, vocab_size
-        self.rotary = Rotary(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
-        self.specialists, self.stride = nn.ModuleList(), 1
-
-    @abstractmethod
-    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
-        """Features from the tapped states of the target, side by side."""
-
-    @abstractmethod
-    def forward(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        mask: Bool[Tensor, "rows 1 width keys"],
-        cache: KVCache,
-    ) -> Float[Tensor, "rows width hidden"]:
-        """What is output at each pair."""
-
-    @abstractmethod
-    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
-        """Logits of the next token."""
-
-    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
-        """The feature that a draft token is read with, from what was output before it; by default the same."""
-        return head_output
-
-    def digest(
-        self,
-        tokens: Int[Tensor, "rows width"],
-        features: Float[Tensor, "rows width dim"],
-        positions: Int[Tensor, "rows width"],
-        cache: KVCache,
-    ) -> None:
-        """Store the keys and values of pairs whose outputs nobody needs. The head has one layer."""
-        raise NotImplementedError(f"{type(self).__name__} cannot have specialists")
-
-    def specialise(self, count: int, stride: int) -> None:
-        """Become `count` specialists, whose layers are copies of these.
-
-        Raises:
-            InputError: A number is too small, or there are several layers.
-        """
-        if count < 1 or stride < 1:
-            raise InputError(f"specialists and their draft steps must be >= 1, got {count} and {stride}")
-        if len(self.layers) != 1:
-            raise InputError(f"a head with specialists has one layer, and this one has {len(self.layers)}")
-        self.specialists = nn.ModuleList(copy.deepcopy(self.layers) for _ in range(count - 1))
-        self.stride = stride
-
-    def specialist(self, step: int) -> int:
-        """The number of the specialist of a draft step. Both are counted from 0."""
-        return min(step // self.stride, len(self.specialists))
-
-    def reader(self, number: int) -> "FeatureHead":
-        """This head with the layers of a specialist. All else is shared with it."""
-        if number == 0:
-            return self
-        twin = copy.copy(self)
-        twin._modules = {**self._modules, "layers": self.specialists[number - 1]}
-        return twin
-
-    def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
-        """Logits by the target's output layer, in the target's dtype."""
-        return self.ends.logits(hidden)
-
-    def embed(self, tokens: Int[Tensor, "rows width"], like: Float[Tensor, "..."]) -> Float[Tensor, "rows width dim"]:
-        """Embeddings of tokens, in the dtype and on the device of another tensor."""
-        if self.embed_tokens is not None:
-            found: Tensor = self.embed_tokens(tokens)
-            return found
-        return self.ends.embed(tokens).to(like.device, like.dtype)
 
 
 def layer_config(given: Mapping[str, Any], path: str) -> PreTrainedConfig:

@@ -2,88 +2,164 @@
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.heads.files import TargetShape
+from outrider.heads.checkpoint import TargetShape, write_head
 from outrider.learning.batch import Batch, Document
-from outrider.learning.divergences import CHUNK, Divergence, among_likeliest, chunked, cross_entropy
+from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
-from outrider.lm.hf.open import logit_width
 from outrider.lm.hf.taps import tapped
+from outrider.lm.target_info import TargetInfo
 
 
-class HeadLearner(Learner):
+@dataclass(frozen=True, kw_only=True)
+class HeadContext:
+    """What the target and the data decide of a head that is trained.
+
+    Attributes:
+        target: The target.
+        tokenizer: Its tokenizer; None if there is none.
+        documents: The texts to learn from.
+        depth: Draft tokens of a step: how many are watched, and how many heads there are where each guesses one.
+        max_length: Most tokens of a text in a step.
+        seed: Of new weights and of every draw.
+        device: Where the head learns; by default on the target's device.
+        dtype: Of the written weights; by default the target's.
+    """
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None = None
+    documents: Sequence[Document] = ()
+    depth: int = 5
+    max_length: int = 512
+    seed: int = 0
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+
+    @cached_property
+    def info(self) -> TargetInfo:
+        """What the head may know of the target."""
+        return TargetInfo.of_model(self.target, self.tokenizer)
+
+    @cached_property
+    def anatomy(self) -> Anatomy:
+        """What the target is made of."""
+        return Anatomy.of(self.target)
+
+    @property
+    def place(self) -> torch.device:
+        """Where the head learns."""
+        return self.device or self.target.device
+
+    def frequent_tokens(self, count: int | None) -> Int[Tensor, " count"] | None:
+        """The most frequent learnt tokens of the texts, ascending; None for None."""
+        return None if count is None else frequent_tokens(self.documents, count, self.info.vocab_size)
+
+
+class HeadObjective(Learner):
+    """What a head learns from a target. All objectives have this constructor.
+
+    Attributes:
+        options: What was said.
+        context: The target and the data.
+        taps: The hidden states that the head reads.
+        shape: The target that the head is trained for.
+        chunk: Rows whose logits are in memory at once.
+
+    Args:
+        head: The head, in float32.
+
+    Raises:
+        InputError: The target's hidden states cannot be read.
+    """
+
+    chunk = CHUNK
+
+    def __init__(self, head: Any, options: Any, context: HeadContext) -> None:
+        super().__init__()
+        self.head, self.options, self.context = head, options, context
+        info = context.info
+        context.target.eval()
+        self.taps = tuple(head.reads(info.num_layers))
+        if wrong := [tap for tap in self.taps if not 0 <= tap <= info.num_layers]:
+            raise InputError(f"taps must be in 0..{info.num_layers}, the number of the target's layers, got {wrong[0]}")
+        self.shape = TargetShape(
+            num_layers=info.num_layers, hidden_size=info.hidden_size, vocab_size=info.vocab_size, taps=self.taps
+        )
+        self.captured_taps = tuple(sorted({*self.taps, info.num_layers}))
+        self.ends = info.ends()
+
+    @cached_property
+    def divergence(self) -> Divergence | None:
+        """How far the head's rows are from the target's; None: the cross-entropy of the text's own tokens."""
+        return None if self.options.divergence == HARD else divergence(self.options.divergence)
+
+    @cached_property
+    def slot_weights(self) -> tuple[float, ...] | None:
+        """A weight of each guess beside its decay; None: 1."""
+        if not self.options.slot_balanced:
+            return None
+        return tuple(slot_balanced(self.places_of(self.context.documents, self.context.max_length)).tolist())
+
+    @abstractmethod
+    def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " guesses"]:
+        """How many places of some texts each guess has, in rows of at most so many tokens."""
+
+    @abstractmethod
+    def judged(self, batch: Batch, depth: int) -> Judged:
+        """Drafts along the texts of a batch, as `outrider.learning.learner.Judging` says."""
+
+    def with_states(self, batch: Batch) -> Batch:
+        """The batch with the tapped states and the target's last one: captured ones, or those of a forward now."""
+        wanted = set(self.captured_taps)
+        if wanted <= batch.hidden.keys():
+            return batch
+        target = self.context.target
+        with torch.no_grad(), tapped(self.context.anatomy.layers, sorted(wanted)) as seen:
+            cast(PreTrainedModel, target.base_model)(input_ids=batch.tokens, use_cache=False)
+        return replace(batch, hidden=dict(seen))
+
+    def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The config and the tensors that are written."""
+        found: tuple[dict[str, Any], dict[str, Tensor]] = self.head.record(
+            self.shape, dtype, str(self.context.target.name_or_path)
+        )
+        return found
+
+    def write(self, folder: Path) -> None:
+        """Write the head as a user loads it."""
+        dtype = self.context.dtype or self.context.target.dtype
+        write_head(folder, *self.record(dtype), dtype)
+
+
+class GuessObjective(HeadObjective):
     r"""A head that reads hidden states of a target and learns to guess what the target says next.
 
     The target has read $x_0 \ldots x_t$, so that $f_t$ is known, and $x_{t+1}$ is the anchor. Guess $j = 0, 1, \ldots$
     at place $t$ is of $x_{t+2+j}$, the draft token number $j + 1$ behind the anchor. The tokens between are those of
     the text. The loss is the weighted mean of the divergences at all places whose guessed token is learnt; guess $j$
-    has the weight `decay` to the power $j$.
+    has the weight `options.decay` to the power $j$.
 
-    Args:
-        target: The target.
-        taps: The hidden states that the head reads.
-        loss: The divergence; None is the cross-entropy of the text's own tokens.
-        num_guesses: How many tokens behind the anchor are learnt.
-        decay: Weight of each guess, as a share of the weight of the guess before it.
-        ids: The tokens that the head can guess, ascending; None: all. A place is not learnt if the target's likeliest
-            token is none of them. The divergence compares rows over these tokens alone.
-        dtype: Of the written weights; by default the target's.
-        chunk: Rows whose logits are in memory at once.
-
-    Raises:
-        InputError: A number is too small, or the target's hidden states cannot be read.
+    Where the head can guess some tokens only, a place is not learnt if the target's likeliest token is none of them.
+    The divergence compares rows over these tokens alone.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        *,
-        taps: Sequence[int],
-        loss: Divergence | None,
-        num_guesses: int,
-        decay: float = 1.0,
-        ids: Int[Tensor, " width"] | None = None,
-        dtype: torch.dtype | None = None,
-        chunk: int = CHUNK,
-    ) -> None:
-        super().__init__()
-        if num_guesses < 1:
-            raise InputError(f"at least one guess must be learnt, got {num_guesses}")
-        if not decay > 0:
-            raise InputError(f"decay must be > 0, got {decay}")
-        anatomy = Anatomy.of(target.eval())
-        if wrong := [tap for tap in taps if not 0 <= tap <= anatomy.num_layers]:
-            raise InputError(
-                f"taps must be in 0..{anatomy.num_layers}, the number of the target's layers, got {wrong[0]}"
-            )
-        ends = find_embedding_and_head(target, anatomy)
-        self.taps, self.num_guesses, self.decay = tuple(taps), num_guesses, decay
-        self.divergence, self.chunk, self.dtype = loss, chunk, dtype or target.dtype
-        self.captured_taps = tuple(sorted({*taps, anatomy.num_layers}))
-        self.shape = TargetShape(
-            num_layers=anatomy.num_layers,
-            hidden_size=anatomy.hidden_size,
-            vocab_size=logit_width(target),
-            taps=self.taps,
-        )
-        # Hidden in tuples, so that torch takes none of these for modules of this one.
-        self._target, self._layers, self._ends = (target,), (anatomy.layers,), (ends,)
-        self._ids = (ids,)
-
-    slot_weights: tuple[float, ...] | None = None
-    """A weight of each guess beside its decay; None: 1. `slot_balanced` makes such weights from `places_of`."""
+    @property
+    @abstractmethod
+    def num_guesses(self) -> int:
+        """How many tokens behind the anchor are learnt."""
 
     @abstractmethod
     def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
@@ -105,7 +181,7 @@ class HeadLearner(Learner):
         """The places at which the loss of a step counts a guess; by default all whose guessed token is learnt."""
         return Places.of(batch, number)
 
-    def beside(
+    def auxiliary_loss(
         self, batch: Batch, hidden: Float[Tensor, "rows length hidden"], number: int, places: "Places"
     ) -> Float[Tensor, ""] | None:
         """A loss beside the divergence, as a sum over the places; None: there is none."""
@@ -149,10 +225,10 @@ class HeadLearner(Learner):
             if number not in counted:
                 continue
             places = self.places(batch, number) if kept is None else Places.of(batch, number, kept)
-            share = self.decay**number * self._slot_weight(number)
+            share = self.options.decay**number * self._slot_weight(number)
             values, agrees = self._values(batch, hidden, number, places)
-            beside = self.beside(batch, hidden, number, places)
-            total.append(share * (values if beside is None else values + beside))
+            auxiliary = self.auxiliary_loss(batch, hidden, number, places)
+            total.append(share * (values if auxiliary is None else values + auxiliary))
             weight.append(share * len(places.labels))
             agreed.append(share * agrees)
             kept = self.kept(batch, hidden, number, kept)
@@ -188,24 +264,11 @@ class HeadLearner(Learner):
             log_ratios=torch.stack(ratios, -1).double().cpu().numpy(), agrees=torch.stack(agrees, -1).cpu().numpy()
         )
 
-    def with_states(self, batch: Batch) -> Batch:
-        """The batch with the tapped states and the target's last one: captured ones, or those of a forward now."""
-        wanted = set(self.captured_taps)
-        if wanted <= batch.hidden.keys():
-            return batch
-        with torch.no_grad(), tapped(self._layers[0], sorted(wanted)) as seen:
-            cast(PreTrainedModel, self._target[0]).base_model(input_ids=batch.tokens, use_cache=False)
-        return replace(batch, hidden=dict(seen))
-
-    @property
-    def ends(self) -> EmbeddingAndHead:
-        """The target's ends."""
-        return self._ends[0]
-
     @property
     def ids(self) -> Int[Tensor, " width"] | None:
         """The tokens that the head can guess; None: all."""
-        return self._ids[0]
+        found: Tensor | None = getattr(self.head, "ids", None)
+        return found
 
     def last_states(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
         """The target's last hidden states, normed: what its output layer reads."""
@@ -324,3 +387,20 @@ def frequent_tokens(documents: Sequence[Document], count: int, vocab_size: int) 
     for document in documents:
         seen += np.bincount(document.tokens[document.start :], minlength=vocab_size)[:vocab_size]
     return torch.from_numpy(np.sort(np.argsort(-seen, kind="stable")[:count]))
+
+
+def slot_balanced(counts: Int[Tensor, " slots"] | Float[Tensor, " slots"]) -> Float[Tensor, " slots"]:
+    r"""The weight of a row of each slot, so that all slots with rows have the same total weight.
+
+    Deep draft slots and rear positions have fewer rows than others. With $n$ rows, $k$ slots that have some, and $n_s$
+    rows of slot $s$, a row of slot $s$ weighs $n / (k n_s)$; so all weights sum to $n$.
+
+    Args:
+        counts: How many rows each slot has: a depth in a draft, or a bucket of positions.
+
+    Example:
+        >>> slot_balanced(torch.tensor([3, 1, 0]))
+        tensor([0.6667, 2.0000, 0.0000])
+    """
+    known = (counts > 0).sum().clamp(min=1)
+    return torch.where(counts > 0, counts.sum() / (known * counts.clamp(min=1)), 0.0)

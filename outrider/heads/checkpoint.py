@@ -6,6 +6,7 @@ import os
 import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, TypeVar
@@ -388,3 +389,41 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The files of a head in a directory or at a hub id, whatever their layout. They are read when they are asked for.
+
+    Attributes:
+        path: The directory or the hub id.
+        revision: Branch, tag or commit of a hub id.
+        own_config: What stands for its config; None: what its file says.
+        own_tensors: What stands for its tensors; None: those of its files.
+    """
+
+    path: str
+    revision: str | None = None
+    own_config: Mapping[str, Any] | None = None
+    own_tensors: Mapping[str, Tensor] | None = None
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """Its config, as `read_config` reads it."""
+        return read_config(self.path, revision=self.revision) if self.own_config is None else self.own_config
+
+    @cached_property
+    def names(self) -> Collection[str]:
+        """The names of its tensors."""
+        return read_names(self.path, revision=self.revision) if self.own_tensors is None else self.own_tensors.keys()
+
+    def tensors(self, needs: Callable[[str], bool] | None = None) -> Mapping[str, Tensor]:
+        """Its tensors, as `read_tensors` reads them."""
+        if self.own_tensors is not None:
+            return self.own_tensors
+        return read_tensors(self.path, revision=self.revision, needs=needs)
+
+    @property
+    def target(self) -> TargetShape | None:
+        """The target that its config names; None if it names none."""
+        return TargetShape.of(self.config, self.path)

@@ -1,0 +1,514 @@
+"""Heads that go on with features of their own (EAGLE and its variants): the module, the drafter, the objective."""
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from reprlib import repr as short
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
+from outrider.drafters.protocol import Observed, Rows
+from outrider.drafters.slotted import SlottedDrafter, TreeState, tree_segments
+from outrider.heads.head import Head, TrainedHead
+from outrider.heads.objective import GuessObjective
+from outrider.heads.parts.layers import Rotary
+from outrider.learning.attention import GroupKeys
+from outrider.learning.batch import PADDING, Batch
+from outrider.learning.options import HeadOptions, loss
+from outrider.lm.head import HeadLM, KVCache
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.protocol import LM, Extension, Segment
+from outrider.lm.slots.chain import chain
+from outrider.lm.tabular import TabularHead
+from outrider.lm.target_info import TargetInfo
+from outrider.trees.chained import Follow
+
+BACKLOG = 64
+"""This many pending features of a request are read at once. Fewer wait for the next draft's first forward."""
+NOISE_DRAW = 31
+"""What the draw of a row's noise decides, beside its seed, its step and its number."""
+NOISE_LENGTH = 512
+"""The length of a row whose noise has its full strength; longer rows have less."""
+
+
+class FeatureHead(Head):
+    r"""Reads pairs of a token and a feature, and outputs a feature for the next pair.
+
+    The pair at $t$ is $(x_{t+1}, g_t)$. `fuse` makes $g_t$ from the target's hidden states; behind the target's last
+    position it is `next_feature` of what the head output at the pair before. `logits` guesses $x_{t+2}$ from what the
+    head outputs at $t$.
+
+    Attributes:
+        config: The sizes of its layers.
+        ends: The target's embedding, final norm and output layer.
+        feature_size: Width of the features.
+        vocab_size: Width of the logits.
+        embed_tokens: Its own embedding; None takes the target's.
+        layers: Its decoder layers.
+        ids: The tokens that it can guess, ascending; None: all.
+        specialists: The decoder layers of further specialists, which replace `layers` in later draft steps (PosS).
+        stride: Draft steps of each specialist but the last.
+
+    Args:
+        own_embedding: Whether it has an embedding of its own.
+    """
+
+    layers: nn.ModuleList
+
+    def __init__(
+        self, config: PreTrainedConfig, ends: EmbeddingAndHead, *, vocab_size: int, own_embedding: bool
+    ) -> None:
+        super().__init__()
+        if (act := getattr(config, "hidden_act", "silu")) not in ("silu", "swish"):
+            raise InputError(f"heads with the activation {short(act)} are not known; known is silu")
+        self.config, self.ends = config, ends
+        self.feature_size, self.vocab_size = config.hidden_size, vocab_size
+        self.rotary = Rotary(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
+        self.specialists, self.stride = nn.ModuleList(), 1
+
+    @abstractmethod
+    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
+        """Features from the tapped states of the target, side by side."""
+
+    @abstractmethod
+    def forward(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"],
+        positions: Int[Tensor, "rows width"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: KVCache,
+    ) -> Float[Tensor, "rows width hidden"]:
+        """What is output at each pair."""
+
+    @abstractmethod
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
+        """Logits of the next token."""
+
+    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        """The feature that a draft token is read with, from what was output before it; by default the same."""
+        return head_output
+
+    def digest(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"],
+        positions: Int[Tensor, "rows width"],
+        cache: KVCache,
+    ) -> None:
+        """Store the keys and values of pairs whose outputs nobody needs. The head has one layer."""
+        raise NotImplementedError(f"{type(self).__name__} cannot have specialists")
+
+    def specialise(self, count: int, stride: int) -> None:
+        """Become `count` specialists, whose layers are copies of these.
+
+        Raises:
+            InputError: A number is too small, or there are several layers.
+        """
+        if count < 1 or stride < 1:
+            raise InputError(f"specialists and their draft steps must be >= 1, got {count} and {stride}")
+        if len(self.layers) != 1:
+            raise InputError(f"a head with specialists has one layer, and this one has {len(self.layers)}")
+        self.specialists = nn.ModuleList(copy.deepcopy(self.layers) for _ in range(count - 1))
+        self.stride = stride
+
+    def specialist(self, step: int) -> int:
+        """The number of the specialist of a draft step. Both are counted from 0."""
+        return min(step // self.stride, len(self.specialists))
+
+    def reader(self, number: int) -> "FeatureHead":
+        """This head with the layers of a specialist. All else is shared with it."""
+        if number == 0:
+            return self
+        twin = copy.copy(self)
+        twin._modules = {**self._modules, "layers": self.specialists[number - 1]}
+        return twin
+
+    def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        """Logits by the target's output layer, in the target's dtype."""
+        return self.ends.logits(hidden)
+
+    def freeze(self) -> None:
+        if self.embed_tokens is not None:
+            self.embed_tokens.requires_grad_(False)
+
+    def embed(self, tokens: Int[Tensor, "rows width"], like: Float[Tensor, "..."]) -> Float[Tensor, "rows width dim"]:
+        """Embeddings of tokens, in the dtype and on the device of another tensor."""
+        if self.embed_tokens is not None:
+            found: Tensor = self.embed_tokens(tokens)
+            return found
+        return self.ends.embed(tokens).to(like.device, like.dtype)
+
+
+@dataclass(kw_only=True)
+class FeatureState(TreeState):
+    """One request's slot of a head, and the features that the head has not read yet; changes in place.
+
+    The slot holds one pair for each position that the head has read: the target's feature there, and the token that
+    follows.
+
+    Attributes:
+        unread: Features of the next positions.
+        head_output: For the root and each expanded node, the feature that the head returned.
+    """
+
+    pending_features: list[Float[Tensor, "_ dim"]] = field(default_factory=list)
+    head_output: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
+
+    @property
+    def num_pending(self) -> int:
+        """Number of positions whose features are known but not read."""
+        return sum(len(features) for features in self.pending_features)
+
+    def forget(self, count: int) -> None:
+        """Drop the first pending features, because the head has read them."""
+        if count >= self.num_pending:
+            self.pending_features = []
+        elif count:
+            self.pending_features = [torch.cat(self.pending_features)[count:]]
+
+    def first_pending(self, count: int) -> list[Float[Tensor, "_ dim"]]:
+        """The features of the first pending positions."""
+        kept = []
+        for features in self.pending_features:
+            if count > 0:
+                kept.append(features[:count])
+            count -= len(features)
+        return kept
+
+
+@runtime_checkable
+class FeatureModule(Protocol):
+    """What computes for a `FeatureDrafter`: a `FeatureHead`, or something with these functions of it."""
+
+    def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
+        """As `FeatureHead.fuse`."""
+        ...
+
+    def next_feature(self, head_output: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch hidden"]:
+        """As `FeatureHead.next_feature`."""
+        ...
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch width"]:
+        """As `FeatureHead.logits`."""
+        ...
+
+
+Features = TypeVar("Features", bound=FeatureState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnFeatures(SlottedDrafter[Features]):
+    r"""Guess by a head that reads pairs of a token and the feature of the position before it.
+
+    After the target has read $x_0 \ldots x_n$, its features $f_0 \ldots f_n$ are known, and $x_{n+1}$ is the anchor.
+    The head reads the pairs $(x_{t+1}, f_t)$, the anchor's last, and guesses the next token. For a draft token the head
+    reads its own returned feature instead of the target's. Committed positions are always read with the target's
+    features, so no draft token stays in the head's cache.
+
+    A subclass states its taps, and how they become features.
+
+    Attributes:
+        lm: The head.
+        short_list: The tokens that it can guess; None: all.
+
+    References:
+        Li et al. 2024, EAGLE. https://arxiv.org/abs/2401.15077
+    """
+
+    rows: ClassVar[Rows] = "sampled"
+    context_pure: ClassVar[bool] = False
+
+    state: ClassVar[type[Any]] = FeatureState
+
+    lm: LM
+    short_list: ShortList | None = None
+
+    def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
+        """Features from the target's hidden states; by default these side by side, in the order of the taps."""
+        return torch.cat([taps[k] for k in self.taps], -1)
+
+    def next_feature(self, head_output: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
+        """The feature that stands for a draft token's, from the head's output there; by default that output itself."""
+        return head_output
+
+    def open(self, request: Request) -> Features:
+        return self.state(slot=self.lm.open())
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        owns = [self.own(state) for state in states]
+        append_features(self.lm, owns, states, self.features(observed.taps), observed.offsets)
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        counts = [self.own(state).num_pending for state in states]
+        extension = self._read(states, counts, "last")
+        ends = np.cumsum(counts) - 1
+        for state, end in zip(states, ends.tolist(), strict=True):
+            own = self.own(state)
+            own.fed, own.head_output = {}, {0: output_features(extension)[end]}
+        return Guess(logits=extension.logits, short_list=self.short_list)
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
+        features = self.next_feature(
+            torch.stack([self.own(states[owner]).head_output[parent] for owner, parent in pairs])
+        )
+        segments = tree_segments(states, frontier, self.lm.device, features)
+        extension = self.lm.extend(segments)
+        for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
+            self.own(states[owner]).head_output[node] = output_features(extension)[i]
+        return Guess(logits=extension.logits, short_list=self.short_list)
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        follow = chain(self.lm, [self.own(state).slot for state in states], counts)
+        head_output = torch.stack([self.own(state).head_output[0] for state in states])
+        left = np.array(counts)
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            nonlocal head_output, left
+            if not (left > 0).all():
+                head_output = head_output[torch.from_numpy(np.flatnonzero(left > 0)).to(head_output.device)]
+            extension = follow(tokens, self.next_feature(head_output))
+            head_output, left = output_features(extension), left[left > 0] - 1
+            return extension.logits
+
+        return step
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        self.lm.commit({self.own(state).slot: [] for state in states})
+
+    def needs(self, state: object, length: int) -> int:
+        return needed(self.lm, self.checked(state), length)
+
+    def reuse(self, state: object, request: Request, length: int) -> Features:
+        own = self.checked(state)
+        kept = pending_of(self.lm, own, length)
+        self.lm.truncate(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
+        return self.state(slot=own.slot, pending_features=kept)
+
+    def fork(self, state: object, request: Request, length: int) -> Features:
+        own = self.checked(state)
+        slot = self.lm.copy(own.slot, min(self.lm.length(own.slot), max(0, length - 1)))
+        return self.state(slot=slot, pending_features=pending_of(self.lm, own, length))
+
+    def cast(self, target_info: TargetInfo) -> "OwnFeatures":
+        return replace(self, lm=self.lm.cast(target_info.dtype))
+
+    def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
+        """The next `count` pairs that a request's slot lacks."""
+        return next_pairs(self.lm, self.own(state), state, count, logits)
+
+    def _read(self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]) -> Extension:
+        """Run the head on the next pairs of each request, and commit them."""
+        segments = [self._pairs(state, count, logits) for state, count in zip(states, counts, strict=True)]
+        extension = read(self.lm, segments)
+        for state, count in zip(states, counts, strict=True):
+            self.own(state).forget(count)
+        return extension
+
+
+def append_features(
+    lm: LM,
+    owns: Sequence[FeatureState],
+    states: Sequence[Running],
+    features: Float[Tensor, "n dim"],
+    offsets: Int[np.ndarray, " bounds"],
+) -> None:
+    """Note the features of new positions. Where many are unread, a head reads them now.
+
+    Args:
+        lm: The head.
+        owns: What it keeps of each request.
+        states: The requests.
+        features: Of all requests, packed.
+        offsets: Where each request's features begin; the last entry is their number.
+    """
+    long = []
+    for i, (own, state) in enumerate(zip(owns, states, strict=True)):
+        own.pending_features.append(features[offsets[i] : offsets[i + 1]])
+        if BACKLOG <= own.num_pending <= lm.max_context - lm.length(own.slot):
+            long.append((own, state))
+    if long:
+        # The last pair waits, so that the next draft has one to begin with.
+        read(lm, [next_pairs(lm, own, state, own.num_pending - 1, "none") for own, state in long])
+        for own, _ in long:
+            own.forget(own.num_pending - 1)
+
+
+def next_pairs(lm: LM, own: FeatureState, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
+    """The next `count` pairs that a request's slot lacks."""
+    first, features = lm.length(own.slot) + 1, torch.cat(own.pending_features)
+    tokens = torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True)
+    return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
+
+
+def read(lm: LM, segments: Sequence[Segment]) -> Extension:
+    """Run a head on pairs and commit them."""
+    extension = lm.extend(segments)
+    lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
+    return extension
+
+
+def needed(lm: LM, own: FeatureState, length: int) -> int:
+    """The first position that a head must be shown again, for a text with the same first `length` tokens."""
+    known = lm.length(own.slot)
+    return min(known + own.num_pending, length) if known < length else max(0, length - 1)
+
+
+def pending_of(lm: LM, own: FeatureState, length: int) -> list[Float[Tensor, "_ dim"]]:
+    """The pending features that a text with the same first `length` tokens can use."""
+    known = lm.length(own.slot)
+    return own.first_pending(length - known) if known < length else []
+
+
+def output_features(extension: Extension) -> Float[Tensor, "nodes hidden"]:
+    """What a head outputs at all new nodes."""
+    if extension.features is None:
+        raise TypeError("the extension of a head must hold features")
+    return extension.features
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureDrafter(OwnFeatures[Features]):
+    """Guess by a `FeatureHead`.
+
+    Attributes:
+        lm: The head.
+        reads: The target's hidden states that it reads, in order.
+    """
+
+    lm: HeadLM | TabularHead
+    reads: tuple[int, ...]
+
+    @classmethod
+    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> "FeatureDrafter":
+        """The drafter with a head, where the user wants it."""
+        return cls(**cls.fields_of(head, target, trained))
+
+    @staticmethod
+    def fields_of(head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> dict[str, Any]:
+        """The fields that all drafters with such a head have."""
+        lm = trained.lm(head, target)
+        few = None if head.ids is None else ShortList.of(head.ids.to(lm.device), target.vocab_size)
+        return {"lm": lm, "reads": head.reads(target.num_layers), "short_list": few}
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.reads
+
+    @property
+    def module(self) -> FeatureModule:
+        """What computes: the head's module, or its packed twin."""
+        return self.lm.module if isinstance(self.lm, TabularHead) else cast(FeatureModule, self.lm.running)
+
+    @torch.inference_mode()
+    def features(self, taps: Mapping[int, Float[Tensor, "n hidden"]]) -> Float[Tensor, "n dim"]:
+        return self.module.fuse(super().features(taps))
+
+    @torch.inference_mode()
+    def next_feature(self, head_output: Float[Tensor, "n hidden"]) -> Float[Tensor, "n dim"]:
+        return self.module.next_feature(head_output)
+
+    def cast(self, target_info: TargetInfo) -> "FeatureDrafter":
+        if isinstance(self.lm, TabularHead):
+            return self
+        module = copy.deepcopy(cast(Any, self.lm.module)).to(target_info.dtype)
+        ids = module.ends.ids
+        module.ends = target_info.ends() if ids is None else target_info.ends().cut(ids)
+        lm = HeadLM(module, max_slots=self.lm.max_slots, max_context=self.lm.max_context)
+        return replace(self, lm=lm)
+
+    def on_tables(self, vocab_size: int, seed: int) -> "FeatureDrafter":
+        return replace(self, lm=TabularHead(vocab_size, seed), reads=(0,), short_list=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureOptions(HeadOptions):
+    """What heads that go on with features of their own can be told.
+
+    Attributes:
+        decay: The weight of each draft token in the loss, as a share of the weight of the token before it.
+        unrolled: How many draft tokens are learnt, all but the first from the head's own features.
+        noise: Strength of the noise on the target's features.
+    """
+
+    decay: float = loss(0.8, above=0)
+    unrolled: int = loss(1, least=1)
+    noise: float = loss(0.0, least=0)
+
+
+class FeatureObjective(GuessObjective):
+    r"""A head that learns on its own features, as it drafts (training-time test).
+
+    All places of a row are one step each of $J$ passes. In pass $j$ the pair of place $t$ is the token $x_{t+1+j}$ of
+    the text with the feature that pass $j - 1$ output at $t$; in pass 0 it is the target's. Its query sees the
+    target's features up to $t$ and the features of its own place in passes $1 \ldots j$. So pass $j$ at $t$ is what
+    draft step $j$ computes behind the anchor $x_{t+1}$, if the draft tokens are those of the text.
+
+    A specialist of a head reads the pairs of all passes before its first one with its own keys and values.
+
+    References:
+        Li et al. 2025, EAGLE-3. https://arxiv.org/abs/2503.01840
+        Zhang et al. 2024, HASS. https://arxiv.org/abs/2408.15766
+    """
+
+    head: FeatureHead
+    options: FeatureOptions
+
+    detached: ClassVar[bool] = False
+    """Whether no gradient flows from a pass to the one before it."""
+
+    @property
+    def num_guesses(self) -> int:
+        """$J$."""
+        return self.options.unrolled
+
+    def guesses(self, batch: Batch, count: int) -> Iterator[Float[Tensor, "rows length hidden"]]:
+        """What the head outputs in pass 0, 1, ..., `count - 1`."""
+        length, device = batch.tokens.shape[1], batch.tokens.device
+        features = self.features(batch)
+        if self.training and self.options.noise:
+            features = features + self._noises(batch).to(features)
+        places, own = torch.arange(length, device=device), torch.eye(length, dtype=torch.bool, device=device)
+        mask, kept = torch.ones_like(own).tril(), GroupKeys()
+        reader, pairs = self.head, list[tuple[Tensor, Tensor, Tensor]]()
+        for number in range(count):
+            tokens = torch.nn.functional.pad(batch.tokens[:, 1 + number :], (0, min(1 + number, length)), value=PADDING)
+            positions = (places + number).expand(len(tokens), -1)
+            seen = mask.expand(len(tokens), 1, -1, -1)
+            if number and self.head.specialist(number) != self.head.specialist(number - 1):
+                reader, kept = self.head.reader(self.head.specialist(number)), GroupKeys()
+                for pair in pairs:
+                    reader.digest(*pair, kept)
+            if self.head.specialists:
+                pairs.append((tokens, features, positions))
+            head_output = reader(tokens, features, positions, seen, kept)
+            yield head_output
+            features = self.head.next_feature(head_output.detach() if self.detached else head_output)
+            mask = torch.cat([mask, own], -1)
+
+    def features(self, batch: Batch) -> Float[Tensor, "rows length dim"]:
+        """The features of pass 0, from the target's hidden states."""
+        return self.head.fuse(torch.cat([batch.hidden[tap] for tap in self.taps], -1))
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch width"]:
+        """Logits of what is output; the same function in every pass."""
+        return self.head.logits(hidden)
+
+    def _noises(self, batch: Batch) -> Float[Tensor, "rows length dim"]:
+        """Uniform noise, keyed by seed, step and row."""
+        size = self.head.feature_size
+        rows = []
+        for number, length in zip(batch.rows, batch.lengths.tolist(), strict=True):
+            dice = np.random.default_rng([self.context.seed, batch.step, number, NOISE_DRAW])
+            strength = self.options.noise * NOISE_LENGTH / max(length, NOISE_LENGTH)
+            rows.append(strength * (dice.random((batch.tokens.shape[1], size), dtype=np.float32) - 0.5))
+        return torch.from_numpy(np.stack(rows))
