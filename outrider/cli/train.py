@@ -227,9 +227,9 @@ def _tell_acceptance(record: dict[str, Any], console: Console) -> None:
         return
     held = f"after {step} steps" if step else "as it was before training"
     console.print(
-        f"training did not make the drafter better: block efficiency on held-out texts was {record['score_before']:.3f} "
-        f"before and at most {record['score_later']:.3f} after; {record['out']} holds the drafter {held}. Try a lower "
-        "--learning-rate, more --steps or more --data",
+        "training did not make the drafter better: block efficiency on held-out texts was "
+        f"{record['score_before']:.3f} before and at most {record['score_later']:.3f} after; {record['out']} holds the "
+        f"drafter {held}. Try a lower --learning-rate, more --steps or more --data",
         style="red",
     )
 

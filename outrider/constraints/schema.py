@@ -65,7 +65,8 @@ def check_schema(text: str) -> None:
         >>> check_schema('{"type": "array", "uniqueItems": true}')
         Traceback (most recent call last):
         ...
-        outrider.core.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output yourself
+        outrider.core.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output
+        yourself
     """
     schema = parse_json(text, "it")
     if not isinstance(schema, bool | dict):
@@ -80,8 +81,8 @@ def check_pattern(pattern: str) -> None:
         >>> check_pattern("a$b")
         Traceback (most recent call last):
         ...
-        outrider.core.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave it
-        out
+        outrider.core.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave
+        it out
     """
     depth, i = 0, 0
     while i < len(pattern):

@@ -11,7 +11,8 @@ from torch import Tensor
 class Constraint(Protocol):
     """Which tokens may come next, given the output so far: a grammar, or any automaton over tokens. Immutable.
 
-    Masks are packed, 32 tokens to a word, as `outrider.core.sampling.pack` makes them: a bit is 1 where the token may come.
+    Masks are packed, 32 tokens to a word, as `outrider.core.sampling.pack` makes them: a bit is 1 where the token may
+    come.
     """
 
     def open(self) -> object:

@@ -28,7 +28,7 @@ class NgramState:
 class NgramDrafter(TokenOnly):
     """Copy what followed the newest earlier occurrence of the context's longest recurring end.
 
-    EmbeddingAndHead of `prompt_lookup_max` tokens are tried first, then shorter ones down to `prompt_lookup_min`. A step costs
+    Ends of `prompt_lookup_max` tokens are tried first, then shorter ones down to `prompt_lookup_min`. A step costs
     the tokens that are new since the last one, not the context. A draft ends where the context does.
 
     Attributes:

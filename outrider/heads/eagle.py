@@ -1,4 +1,4 @@
-r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al. 2024). With tree `dynamic`, EAGLE-2."""
+r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al. 2024)."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

@@ -121,7 +121,7 @@ class TrainedHead:
         return min(self.max_context or target.max_context, target.max_context)
 
     def lm(self, module: nn.Module, target: TargetInfo) -> HeadLM:
-        """A head's module, or a part of it, as a language model whose forwards run as the target's do where they can."""
+        """A head's module, or a part of it, as a language model. Its forwards run as the target's do where they can."""
         placed = module.to(*self.place(target)).eval().requires_grad_(False)
         return beside(
             target.target_forward,

@@ -93,7 +93,7 @@ class PossOptions(Eagle3SizeOptions):
 
 
 class PossHead(Head):
-    """A head of EAGLE or of EAGLE-3 with specialists: what `new` and `load` return is a head of one of these classes."""
+    """Makes heads of EAGLE or of EAGLE-3 with specialists; what `new` and `load` return is of one of these classes."""
 
     @classmethod
     def new(cls, options: PossOptions, context: HeadContext) -> Any:

@@ -58,7 +58,7 @@ class HeadSpec:
         return self.trained(spec=self, path=path, **fields)
 
     def named(self, text: str) -> TrainedHead:
-        """A head of this kind in `PATH`, or in `PATH,key=value` with fields of `trained`. Raises InputError for others."""
+        """A head in `PATH`, or in `PATH,key=value` with fields of `trained`. Raises InputError for other fields."""
         path, _, rest = text.partition(",")
         return self.at(path, **field_values(f"drafter {self.name!r}", self.trained, rest))
 

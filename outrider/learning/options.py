@@ -1,4 +1,4 @@
-"""What a head is told when it is trained. Each field is an option of its command, and the field's words are the help."""
+"""What a head is told in training. Each field is an option of its command, and the field's words are the help."""
 
 import dataclasses
 import math
@@ -28,7 +28,7 @@ def size(
 def loss(
     default: Any = MISSING, *, least: float | None = None, above: float | None = None, among: Sequence[Any] = ()
 ) -> Any:
-    """A field that says what is learnt. A head on disk may learn with another value. The arguments are those of `size`."""
+    """A field that says what is learnt. A head on disk may learn with another value. Arguments are those of `size`."""
     return field(default=default, metadata={"kind": LOSS, "least": least, "above": above, "among": among})
 
 

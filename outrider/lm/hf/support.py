@@ -188,8 +188,8 @@ def _rounded(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
     weights = () if model.layers is None else model.layers.parameters()
     if any(getattr(weight, "act_quant_kwargs", None) is not None for weight in weights):
         return (
-            "torchao quantises this model's activations anew in every forward, so a block of draft tokens has other logits "
-            "than single tokens; quantise the weights alone, as Int8WeightOnlyConfig does"
+            "torchao quantises this model's activations anew in every forward, so a block of draft tokens has other "
+            "logits than single tokens; quantise the weights alone, as Int8WeightOnlyConfig does"
         )
     return None
 
