@@ -31,7 +31,7 @@ NARROWER = {
     **dict.fromkeys(("target", "tokenizer", "vocab_size", "revision", "trust_remote_code", "dtype"), "Model"),
     **dict.fromkeys(("quantization_config", "attn_implementation", "device", "device_map"), "Model"),
     **dict.fromkeys(("max_slots", "max_context", "max_prefill_tokens", "threads", "pad_to", "forward"), SPEED),
-    **dict.fromkeys(ENDING, "EmbeddingAndHead of outputs"),
+    **dict.fromkeys(ENDING, "Ends of outputs"),
     **dict.fromkeys(("json_schema", "regex", "grammar"), "Grammar"),
 }
 """Options with a heading of their own."""
