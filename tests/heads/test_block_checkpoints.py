@@ -20,7 +20,7 @@ from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.heads.checkpoint import Checkpoint
 from outrider.heads.objective import HeadContext
-from outrider.heads.parts.block_formats import SPECULATORS
+from outrider.heads.parts.block_formats import SPECULATORS, Answers, Sight, block_config
 from outrider.heads.trunks.blocks import BlockHead
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
@@ -42,6 +42,8 @@ from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 KINDS = tuple(checkpoints(VOCAB))
+CAUSAL = ("dflash-jetspec", "dflash-automodel")
+"""Heads that the layout of speculators cannot describe."""
 GREEDY = Sampling(temperature=0.0, seed=0)
 
 
@@ -140,7 +142,7 @@ def test_a_checkpoint_of_each_layout_guesses_what_a_naive_reference_guesses(tmp_
         assert difference < 1e-6, (text, drafted, difference)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CAUSAL])
 def test_a_head_that_is_written_and_read_again_is_the_same(tmp_path, kind):
     made, model = checkpoints(VOCAB)[kind], tiny("llama")
     head, folder = read(made.save(tmp_path / kind), model), tmp_path / "again" / kind
@@ -230,6 +232,77 @@ def test_what_a_file_leaves_open_is_asked_or_decided_by_the_rest_of_the_file(tmp
     assert bound(str(tmp_path / "dflash"), lm, mask_token_id=7).mask_id == 7
 
 
+class Kept:
+    """Keys and values of each layer, the context's first."""
+
+    def __init__(self):
+        self.layers = {}
+
+    def update(self, keys, values, layer_idx):
+        old = self.layers.get(layer_idx)
+        if old is not None:
+            keys, values = torch.cat([old[0], keys], 2), torch.cat([old[1], values], 2)
+        self.layers[layer_idx] = keys, values
+        return keys, values
+
+
+@torch.no_grad()
+def block_rows(head, size: int) -> torch.Tensor:
+    """The rows of a block of some size behind a fixed context, without that of the anchor."""
+    count, cache = 6, Kept()
+    features = torch.randn(1, count, head.feature_size, generator=torch.Generator().manual_seed(1)).double()
+    places = torch.arange(count + size)[None]
+    head(places[:, :count], features, places[:, :count], torch.ones(1, 1, count, count, dtype=torch.bool), cache)
+    tokens = torch.tensor([[9] + [MASK] * (size - 1)])
+    mask = torch.ones(1, 1, size, count + size, dtype=torch.bool)
+    return head(tokens, None, places[:, count:], mask, cache)[0, 1:]
+
+
+@pytest.mark.parametrize("kind", ["dflash-z-lab", "dflash-swa", "dspark-deepspec", *CAUSAL])
+def test_the_rows_of_a_causal_head_alone_do_not_change_when_the_block_gets_shorter(tmp_path, kind):
+    head = read(checkpoints(VOCAB)[kind].save(tmp_path / kind), tiny("llama"))
+    long, short = block_rows(head, BLOCK), block_rows(head, BLOCK - 1)
+    difference = float((long[: len(short)] - short).abs().max())
+    assert (difference < 1e-12) == (kind in CAUSAL), difference
+
+
+def test_a_file_that_leaves_open_whether_blocks_are_causal_is_refused_with_the_question(tmp_path):
+    inner = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+    window = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 5}
+    layers = {**LAYER_CONFIG, "vocab_size": VOCAB}
+    for config, says, causal in (
+        (speculators("dflash", VOCAB, sliding_window_non_causal=False), "vLLM does not", [True] * 3),
+        (speculators("dflash", VOCAB, transformer_layer_config=layers | window), "vLLM for true", [True, False, True]),
+        (authors("DFlashDraftModel", VOCAB, {**inner, "causal": True}, is_causal=False), "says both", [True] * 3),
+        (authors("DFlashDraftModel", VOCAB, {**inner, "causal_head": True, "causal": False}), "says both", [True] * 3),
+        (authors("Qwen3DFlashDraftModel", VOCAB, {**inner, "causal": False}, is_causal=True), "says both", [True] * 3),
+    ):
+        with pytest.raises(InputError, match=f"{says}.*say causal=true"):
+            block_config(config, "here", Answers())
+        for answer in (True, False):
+            sights = block_config(config, "here", Answers(causal=answer)).sights or (Sight(),) * 3
+            assert [sight.causal for sight in sights] == [answer and each for each in causal]
+    place = checkpoints(VOCAB)["dflash"]
+    place.config = speculators("dflash", VOCAB, sliding_window_non_causal=False)
+    drafter = bound(place.save(tmp_path / "dflash"), LanguageModel(tiny("llama"), max_slots=1), causal=True)
+    assert drafter.lm.module.config.sights == (Sight(causal=True),) * 3
+
+
+def test_a_file_that_says_whether_blocks_are_causal_is_not_asked():
+    inner = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+    for config, causal in (
+        (authors("DFlashDraftModel", VOCAB, {**inner, "causal_head": True}, is_causal=False), True),
+        (authors("DFlashDraftModel", VOCAB, {**inner, "causal_head": False}), False),
+        (authors("Qwen3DFlashDraftModel", VOCAB, inner, is_causal=False), False),
+        (authors("DFlashDraftModel", VOCAB, inner, is_causal=True), True),
+        (authors("DFlashDraftModel", VOCAB, inner), False),
+        (speculators("dflash", VOCAB, sliding_window_non_causal=True), False),
+        (speculators("dflash", VOCAB), False),
+    ):
+        sights = block_config(config, "here", Answers(causal=not causal)).sights
+        assert sights == ((Sight(causal=True),) * 3 if causal else ())
+
+
 WRONG = {
     "DFlash 2": (authors("DFlashDraftModel", VOCAB, {"selector_rank": 8, "target_layer_ids": [0]}), "DFlash 2 head"),
     "domino": (speculators("dflash", VOCAB, projector_type="domino"), "the projector 'domino'"),
@@ -239,7 +312,10 @@ WRONG = {
         speculators("dspark", VOCAB, sample_from_anchor=True, markov_rank=6, markov_head_type="gru"),
         "unknown sequential head 'gru'",
     ),
-    "layers": (speculators("dflash", VOCAB, transformer_layer_config="qwen3"), "does not describe a dflash head"),
+    "layers": (
+        speculators("dflash", VOCAB, transformer_layer_config="qwen3"),
+        "transformer_layer_config in config.json",
+    ),
     "taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=[2, 9]), "reads the hidden states [2, 9]"),
     "no taps": (speculators("dflash", VOCAB, aux_hidden_state_layer_ids=None), "which layers of the target"),
     "normed": (
@@ -258,15 +334,28 @@ WRONG = {
         ),
         "does not say how long it is",
     ),
+    "layer types": (
+        authors(
+            "DFlashDraftModel",
+            VOCAB,
+            {"target_layer_ids": [0, 1], "mask_token_id": 0},
+            layer_types=["full_attention"] * 2,
+        ),
+        "layer",
+    ),
+    "truth": (
+        authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "mask_token_id": 0, "causal_head": "yes"}),
+        "causal_head in config.json",
+    ),
     "sinks": (
         authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "attention_sink_bias": True}),
         "attention sinks",
     ),
     "swa": (
         authors("DFlashDraftModel", VOCAB, {"target_layer_ids": [0, 1], "mask_token_id": 0, "use_swa": True}),
-        "names no layer that has one",
+        "does not say how long it is",
     ),
-    "block": (speculators("dflash", VOCAB, block_size=1), "block_size must be >= 2"),
+    "block": (speculators("dflash", VOCAB, block_size=1), "block_size in config.json of"),
 }
 
 

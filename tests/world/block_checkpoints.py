@@ -167,7 +167,10 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
         ),
         "dflash-windows": Checkpoint(
             config=speculators(
-                "dflash", vocab, transformer_layer_config={**LAYER_CONFIG, "vocab_size": vocab, **window}
+                "dflash",
+                vocab,
+                transformer_layer_config={**LAYER_CONFIG, "vocab_size": vocab, **window},
+                sliding_window_non_causal=False,
             ),
             tensors=trunk(2, vocab),
             taps=(2, 1),
@@ -184,6 +187,30 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
             tensors=trunk(2, vocab),
             taps=(1, 2),
             windows=[5, None, 5],
+        ),
+        "dflash-jetspec": Checkpoint(
+            config=authors(
+                "DFlashDraftModel", vocab, {**inner, "causal_head": True}, block_size=BLOCK, num_target_layers=3
+            ),
+            tensors=trunk(2, vocab),
+            taps=(1, 2),
+            causal=[True] * LAYERS,
+        ),
+        "dflash-automodel": Checkpoint(
+            config=authors(
+                "Qwen3DFlashDraftModel", vocab, {**inner, "causal": True}, block_size=BLOCK, is_causal=False
+            ),
+            tensors=trunk(2, vocab),
+            taps=(1, 2),
+            causal=[True] * LAYERS,
+        ),
+        "dflash-swa": Checkpoint(
+            config=authors(
+                "DFlashDraftModel", vocab, {**inner, "use_swa": True, "swa_window_size": 5}, block_size=BLOCK
+            ),
+            tensors=trunk(2, vocab),
+            taps=(1, 2),
+            windows=[5] * LAYERS,
         ),
         "dflare": Checkpoint(
             config=speculators("dflare", vocab),
@@ -210,6 +237,25 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
             from_anchor=True,
         ),
     }
+    found["dspark-deepspec"] = Checkpoint(
+        config=authors(
+            "Qwen3DSparkModel",
+            vocab,
+            block_size=BLOCK,
+            target_layer_ids=[0, 1],
+            mask_token_id=MASK,
+            markov_rank=RANK,
+            markov_head_type="vanilla",
+            num_anchors=512,
+            enable_confidence_head=True,
+            confidence_head_with_markov=True,
+            **window,
+        ),
+        tensors={**trunk(2, vocab), **markov("vanilla", vocab, vocab)},
+        taps=(1, 2),
+        from_anchor=True,
+        windows=[5, None, 5],
+    )
     for kind in ("vanilla", "gated", "rnn"):
         own = kind == "gated"
         found[f"dspark-{kind}"] = Checkpoint(

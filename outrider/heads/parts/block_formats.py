@@ -6,6 +6,7 @@ A layout that leaves open what a head computes is not guessed at: the user is as
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from reprlib import repr as short
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -176,7 +177,7 @@ def block_config(found: Mapping[str, Any], path: str, answers: Answers) -> Block
             return _speculators(found, path, method, answers)
         return _authors(found, path, method, answers)
     except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"config.json of {path} does not describe a {method} head: {error!r}") from error
+        raise InputError(f"config.json of {path} does not describe a {method} head: {short(error)}") from error
 
 
 def with_tensors(
@@ -346,7 +347,7 @@ def _refuse_others(found: Mapping[str, Any], path: str) -> None:
         raise InputError(f"the head in {path} is a DFlash 2 head (it has {later[0]}), which is not supported")
     projector = said.get("projector_type")
     if projector not in (None, "dflash", "dflare", "dspark"):
-        raise InputError(f"the head in {path} has the projector {projector!r}, which is not supported")
+        raise InputError(f"the head in {path} has the projector {short(projector)}, which is not supported")
     if said.get("shift_label"):
         raise InputError(f"the head in {path} was trained with shift_label, which is not supported")
 
@@ -362,10 +363,10 @@ def _layers(given: Any, path: str) -> PreTrainedConfig:
     try:
         known = {*AutoConfig.for_model(kind).to_dict(), *ROTARY} - {"model_type", "architectures"}
     except Exception as error:
-        raise InputError(f"config.json of {path} has layers of the type {kind!r}, which are not known") from error
+        raise InputError(f"config.json of {path} has layers of the type {short(kind)}, which are not known") from error
     layers = made_config(kind, {key: value for key, value in given.items() if key in known}, path)
     if layers.hidden_act != "silu":
-        raise InputError(f"the head in {path} has the activation {layers.hidden_act!r}, and silu is supported")
+        raise InputError(f"the head in {path} has the activation {short(layers.hidden_act)}, and silu is supported")
     if given.get("sliding_window") is not None:
         # A config class may drop it where `use_sliding_window` is not set.
         layers.sliding_window = given["sliding_window"]
@@ -524,14 +525,14 @@ def _truth(given: Mapping[str, Any], name: str, path: str) -> bool | None:
     found = given.get(name)
     if found is None or isinstance(found, bool):
         return found
-    raise InputError(f"{name} in config.json of {path} must be true or false, got {found!r}")
+    raise InputError(f"{name} in config.json of {path} must be true or false, got {short(found)}")
 
 
 def _markov(said: Mapping[str, Any], path: str) -> str:
     """The kind of the sequential head."""
     found = said.get("markov_head_type", "vanilla")
     if not isinstance(found, str):
-        raise InputError(f"markov_head_type in config.json of {path} must be a name, got {found!r}")
+        raise InputError(f"markov_head_type in config.json of {path} must be a name, got {short(found)}")
     return found
 
 
