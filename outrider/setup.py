@@ -169,11 +169,16 @@ KINDS: dict[str, tuple[Any, ...]] = {
 
 
 def documentation(kind: type) -> dict[str, str]:
-    """The description of each attribute in a class's docstring, in one line each."""
-    section = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2].partition("\n\n")[0]
-    entries = re.split(r"\n {4}(?=\w)", f"\n{section.rstrip()}")[1:]
-    pairs = (entry.partition(": ") for entry in entries)
-    return {name: " ".join(text.split()) for name, _, text in pairs}
+    """The description of each attribute in the docstrings of a class and its bases, in one line each."""
+    found: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        section = (
+            inspect.cleandoc(each.__dict__.get("__doc__") or "").partition("Attributes:\n")[2].partition("\n\n")[0]
+        )
+        entries = re.split(r"\n {4}(?=\w)", f"\n{section.rstrip()}")[1:]
+        pairs = (entry.partition(": ") for entry in entries)
+        found |= {name: " ".join(text.split()) for name, _, text in pairs}
+    return found
 
 
 def _checked(name: str, value: Any, kinds: tuple[Any, ...]) -> Any:

@@ -27,8 +27,8 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, folder, read_record, read_rows
 from outrider.bench.turns import Turn
 from outrider.core.types import InputError
+from outrider.heads.objective import HeadObjective
 from outrider.host.threads import use_threads
-from outrider.learning.learner import Learner
 from outrider.training.data.shards import Captured
 from outrider.training.loop import steps as loop
 from outrider.training.loop.steps import train
@@ -36,7 +36,7 @@ from recipes import options
 from recipes.head_findings import findings
 from recipes.head_runs import Decoder, Timing, decode
 from recipes.head_texts import Wanted, states
-from recipes.head_ways import HEADS, Head, all_taps, chosen_heads, taps_of
+from recipes.head_ways import HEADS, Head, all_taps, chosen_heads
 from recipes.trained import DEPTH, TEMPERATURES, Budget, Seed, judged, of
 
 QUICK = {
@@ -177,11 +177,11 @@ class Given:
             place = plan.work / f"states-{plan.budget.num_texts}x{plan.budget.length}"
             self._states = states(self.target, self.texts.answers, all_taps(self.target), place, progress)
 
-    def states_for(self, learner: Learner) -> Captured | None:
+    def states_for(self, learner: HeadObjective) -> Captured | None:
         """The kept states that a learner needs: its taps, and the last one for the target's rows."""
         if self._states is None:
             return None
-        return self._states.only({*taps_of(learner), self._states.manifest.num_layers})
+        return self._states.only({*learner.taps, self._states.manifest.num_layers})
 
 
 class Meter:

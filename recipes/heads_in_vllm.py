@@ -10,7 +10,7 @@ shows as fewer tokens per step in vLLM than in Outrider.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ import typer
 from transformers import PreTrainedModel
 
 import outrider
+from outrider import catalog
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
@@ -29,18 +30,11 @@ from outrider.bench.turns import turns
 from outrider.bench.workload import PROMPTS, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.heads.dflash import Method as Block
+from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.batch import Document
-from outrider.learning.block_loss import BlockLoss, usual_gamma
-from outrider.learning.divergences import divergence
-from outrider.learning.learner import Learner
 from outrider.lm.hf.open import open_tokenizer
-from outrider.training.blocks import BlockLearner
 from outrider.training.data.batches import Batches
-from outrider.training.eagle import eagle3_learner, eagle_learner
-from outrider.training.fresh_block import Shape, fresh_head
 from outrider.training.loop.steps import train
-from outrider.training.medusa import medusa_learner
 from recipes import options
 from recipes.engines.engine import ENGINES, Engine
 from recipes.engines.environments import CannotMake
@@ -100,30 +94,29 @@ class Said:
     accepted: int
 
 
-def block(target: PreTrainedModel, method: Block) -> BlockLearner:
-    """The learner of a small head that guesses blocks of `DEPTH` tokens."""
-    size = DEPTH if method == "dspark" else DEPTH + 1
-    shape = Shape(method=method, layers=2, block_size=size, markov_rank=32)
-    head = fresh_head(target, open_tokenizer(str(EMBEDDED_TARGET)), shape)
-    loss = BlockLoss(of=divergence("fkl"), gamma=usual_gamma(size))
-    return BlockLearner(head.train(), target, loss=loss)
-
-
-LEARNERS: Mapping[str, Callable[[PreTrainedModel], Learner]] = {
-    "medusa": lambda target: medusa_learner(target, loss=divergence("fkl"), num_heads=DEPTH),
-    "eagle": lambda target: eagle_learner(target, loss=divergence("fkl"), unrolled=3),
-    "eagle3": lambda target: eagle3_learner(target, loss=divergence("fkl"), unrolled=DEPTH),
-    "dflash": lambda target: block(target, "dflash"),
-    "dspark": lambda target: block(target, "dspark"),
+LEARNERS: Mapping[str, Mapping[str, Any]] = {
+    "medusa": {},
+    "eagle": {"unrolled": 3, "decay": 1.0, "noise": 0.0},
+    "eagle3": {"unrolled": DEPTH},
+    "dflash": {"layers": 2, "block_size": DEPTH + 1},
+    "dspark": {"layers": 2, "block_size": DEPTH, "markov_rank": 32},
 }
-"""How each head is made."""
+"""What each head is told in training."""
+
+
+def learner(name: str, target: PreTrainedModel) -> HeadObjective:
+    """A fresh head of a target that guesses `DEPTH` tokens."""
+    spec = catalog.rows("drafter")[name].kind
+    context = HeadContext(target=target, tokenizer=open_tokenizer(str(EMBEDDED_TARGET)), depth=DEPTH)
+    found: HeadObjective = spec.learner(spec.options(divergence="fkl", **LEARNERS[name]), context)
+    return found
 
 
 def write_head(name: str, plan: Plan, documents: Sequence[Document], place: Path) -> None:
     """Train a head on these documents, and write it."""
     longest = max(len(each.tokens) for each in documents)
     batches = Batches(documents, batch_size=NUM_ROWS, max_length=longest, seed=0)
-    train(LEARNERS[name](embedded_target()), batches, short_run(0, plan.steps, NUM_ROWS, longest, 1e-3), place)
+    train(learner(name, embedded_target()), batches, short_run(0, plan.steps, NUM_ROWS, longest, 1e-3), place)
 
 
 def here(plan: Plan, prompts: Sequence[list[int]], drafter: str) -> Said:

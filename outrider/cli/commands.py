@@ -10,7 +10,7 @@ from outrider.cli import pruning
 from outrider.cli.learn import LearnOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
-from outrider.cli.train_marginals import app as train
+from outrider.cli.train import train
 from outrider.setup import Setup
 
 app = typer.Typer(

@@ -16,6 +16,7 @@ import typer
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
 from outrider.cli.request import RequestOptions
+from outrider.core.inputs import field_value
 from outrider.setup import Setup, documentation
 from outrider.training.loop.settings import Settings
 
@@ -81,14 +82,15 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
 
 
 def kind_of(hint: Any) -> Any:
-    """What a value of a field is on the command line: the first type that the field allows; a table is a text.
+    """What a value of a field is on the command line: the first type that the field allows. A table is a text, and so
+    are whole numbers as in 2x16x29.
 
     Example:
-        >>> kind_of(int | None), kind_of(dict[str, int] | None), kind_of(tuple[int, ...])
-        (<class 'int'>, <class 'str'>, list[int])
+        >>> kind_of(int | None), kind_of(dict[str, int] | None), kind_of(tuple[str, ...])
+        (<class 'int'>, <class 'str'>, list[str])
     """
     first = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
-    if typing.get_origin(first) is tuple:
+    if typing.get_origin(first) is tuple and typing.get_args(first)[0] is str:
         return list[typing.get_args(first)[0]]  # type: ignore[misc]
     return first if isinstance(first, type) and first in (bool, int, float, str, Path) else str
 
@@ -116,11 +118,8 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
 def _made(kind: Any, values: dict[str, Any]) -> Any:
     """A dataclass of the options that were given; they are taken out of `values`."""
     own = {field.name: values.pop(field.name, None) for field in fields(kind)}
-    given = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in own.items()
-        if value not in (None, [])
-    }
+    hints = typing.get_type_hints(kind)
+    given = {name: _given(name, value, hints[name]) for name, value in own.items() if value not in (None, [])}
     if kind is not Setup:
         return kind(**given)
     file, place = values.pop("config"), values.pop("save_config")
@@ -128,3 +127,13 @@ def _made(kind: Any, values: dict[str, Any]) -> Any:
     if place is not None:
         setup.save(place)
     return setup
+
+
+def _given(name: str, value: Any, hint: Any) -> Any:
+    """A value as the field takes it. Raises InputError if a text is no list of whole numbers where one is wanted."""
+    if isinstance(value, list):
+        return tuple(value)
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if isinstance(value, str) and tuple[int, ...] in options:
+        return field_value(name, value, hint)
+    return value

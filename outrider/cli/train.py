@@ -1,67 +1,120 @@
-"""The commands below `outrider train`. Each imports its code when it runs."""
+"""The commands below `outrider train`; those of heads are made from the catalog. Each imports its code when it runs."""
 
+import ast
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
+from rich.console import Console
 
+from outrider.cli.failure import complain
+from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
+from outrider.cli.printed import print_json
 from outrider.cli.request import RequestOptions
-from outrider.core.inputs import InputError
+from outrider.core.inputs import needs
 from outrider.setup import Setup
 from outrider.training.loop.settings import Settings
+from outrider.training.options import DataOptions, DistillOptions, SteerOptions, WatchOptions
 
-train = typer.Typer(
-    name="train", help="Train drafters, and make the data for it.", no_args_is_help=True, pretty_exceptions_enable=False
-)
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Options of requests that answers for training have."""
 OTHERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
 """Options of requests that they lack."""
-Data = Annotated[
-    list[str],
-    typer.Option(
-        help="Text or JSON lines (also .gz), a folder of these, a folder that `datasets` has saved, or a dataset on "
-        "the Hub; may be given several times."
-    ),
+NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture")
+"""Options of texts that prompts lack."""
+NOT_OF_DRAFT_MODELS = ("init_from", "slot_balanced")
+"""Options of heads that draft models lack."""
+Target = Annotated[str, typer.Option(help="The target: a directory or a hub id.")]
+Out = Annotated[
+    Path, typer.Option(help="Folder for the drafter. If it holds this run, the run goes on where it stopped.")
 ]
-Split = Annotated[str, typer.Option(help="The split of a dataset.")]
-Subset = Annotated[str | None, typer.Option(help="The configuration of a dataset, also called subset.")]
-SeenAt = Annotated[
-    str,
-    typer.Option(
-        help="Where the draft model sees the tokens: plain; padding, for tables of absolute positions; gaps, for "
-        "rotary positions."
-    ),
-]
-Capture = Annotated[
-    bool,
-    typer.Option(
-        help="Capture the target's hidden states along --data once, in the folder of the run, and read them in every "
-        "epoch. That pays where texts come more than once."
-    ),
-]
-Columns = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--column", help="What the data calls a field, such as `prompt=question`; may be given several times."
-    ),
-]
+Begun = Annotated[str, typer.Option(help="The draft model to begin from, with the target's tokenizer.")]
+Estimate = Annotated[bool, typer.Option("--estimate", help="Print the memory and the hours that it takes, and stop.")]
+
+
+REPORT = "report.html"
+KNOWN = {
+    *("out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"),
+}
+"""What is told of every run; the rest was found out about its drafter."""
+
+
+class HeadCommand(Command):
+    """The command of a head. Its options are those of the head's spec, which is imported when the command is called."""
+
+    def __init__(self, drafter: str, home: str, help: str) -> None:
+        super().__init__(drafter, help=help, rich_markup_mode=None)
+        self._home = home
+
+    def make_context(self, *arguments: Any, **settings: Any) -> Any:
+        """The context of the command with all its options."""
+        return self._whole.make_context(*arguments, **settings)
+
+    @functools.cached_property
+    def _whole(self) -> Any:
+        """The command with all its options."""
+        with _training():
+            from outrider import catalog
+
+            spec = catalog.rows("drafter")[str(self.name)].kind
+
+        def command(
+            settings: Settings,
+            texts: DataOptions,
+            watch: WatchOptions,
+            options: spec.options,  # type: ignore[name-defined]
+            target: Target,
+            out: Out,
+            estimate: Estimate = False,
+            as_json: Json = False,
+        ) -> None:
+            with _training():
+                from outrider.training.task import TrainTask, train_head
+
+            task = TrainTask(target=target, out=out, settings=settings, data=texts, watch=watch, estimate=estimate)
+            _run(spec.name, functools.partial(train_head, spec, options, task), as_json)
+
+        one = App(name=str(self.name))
+        one.command(self.name, help=self.help)(with_options()(command))
+        return typer.main.get_command(one)
+
+
+class TrainCommands(Commands):
+    """The commands of training, with one for each head that is trained."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        from outrider.drafters.rows import DRAFTERS
+
+        for row in DRAFTERS:
+            if isinstance(row.home, str) and (help := _help_of(row.home)) is not None:
+                self.add_command(HeadCommand(row.name, row.home, help))
+
+
+def help_in(words: str | None) -> str:
+    """What a class's docstring says before its attributes."""
+    return inspect.cleandoc(words or "").partition("\n\nAttributes:")[0]
+
+
+train = App(name="train", help="Train drafters, and make the data for it.", cls=TrainCommands)
 
 
 @train.command()
-@with_options(without=OTHERS)
+@with_options(without=(*OTHERS, *NOT_OF_PROMPTS))
 def data(
     setup: Setup,
     request: RequestOptions,
-    data: Data,
+    texts: DataOptions,
     out: Annotated[
         Path, typer.Option(help="A file of JSON lines. Answers in the file are kept, and the rest is added to it.")
     ],
-    split: Split = "train",
-    subset: Subset = None,
-    column: Columns = None,
-    limit: Annotated[int | None, typer.Option(help="Read only this many documents.")] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a text without a prompt that become the prompt.")] = 32,
     as_json: Json = False,
 ) -> None:
@@ -70,158 +123,136 @@ def data(
     A prompt is what stands before an answer, or the beginning of a text. A run that was killed continues where it
     stopped.
     """
-    from outrider.cli.train_data import DataPart, Task, run
+    from outrider.cli.train_data import Task, run
 
-    run(
-        Task(
-            setup=setup,
-            request=request,
-            sources=tuple(data),
-            out=out,
-            part=DataPart(split=split, subset=subset, columns=tuple(column or ())),
-            limit=limit,
-            prompt_tokens=prompt_tokens,
-            as_json=as_json,
-        )
-    )
+    run(Task(setup=setup, request=request, data=texts, out=out, prompt_tokens=prompt_tokens, as_json=as_json))
 
 
-@train.command()
-@with_options()
+@train.command(help=help_in(DistillOptions.__doc__))
+@with_options(without=("regenerate", *NOT_OF_DRAFT_MODELS))
 def distill(
     settings: Settings,
-    target: Annotated[str, typer.Option(help="The target: a directory or a hub id.")],
-    drafter: Annotated[str, typer.Option(help="The draft model to begin from, with the target's tokenizer.")],
-    data: Data,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the draft model. If it holds this run, the run goes on where it stopped.")
-    ],
-    divergence: Annotated[
-        str,
-        typer.Option(
-            help="The loss: fkl, rkl, jsd:beta=0.5, tvd, nla, lk; with top_k=K over the target's likeliest tokens "
-            "alone; ce learns the texts and not the target's rows."
-        ),
-    ] = "fkl",
-    texts: Annotated[
-        str,
-        typer.Option(
-            help="What to learn on: the fixed texts of --data; the target's answers to their prompts (target); what "
-            "the draft model itself continues them with (on_policy); or mixed:share=0.5 of both."
-        ),
-    ] = "fixed",
-    positions: SeenAt = "plain",
-    capture: Capture = False,
-    held_out: Annotated[
-        list[str] | None,
-        typer.Option(help="Texts to watch, best written by the target; a twentieth of --data otherwise."),
-    ] = None,
-    depth: Annotated[int, typer.Option(help="Draft tokens per step whose acceptance is watched.")] = 5,
-    watch_temperature: Annotated[
-        int, typer.Option(min=0, max=1, help="Keep the drafter with the best block efficiency at this temperature.")
-    ] = 1,
-    split: Split = "train",
-    subset: Subset = None,
-    limit: Annotated[int | None, typer.Option(help="Read only this many documents.")] = None,
+    texts: DataOptions,
+    watch: WatchOptions,
+    options: DistillOptions,
+    target: Target,
+    drafter: Begun,
+    out: Out,
+    estimate: Estimate = False,
     as_json: Json = False,
 ) -> None:
-    """Train a draft model to guess what a target says. The result is a plain transformers model.
+    """Train a draft model."""
+    with _training():
+        from outrider.training import task as run
 
-    The same command runs on several processes: `accelerate launch -m outrider train distill ...`.
-    """
-    try:
-        from outrider.cli.train_distill import Task, run
-    except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
-
-    run(
-        Task(
-            settings=settings,
-            target=target,
-            drafter=drafter,
-            sources=tuple(data),
-            out=out,
-            divergence=divergence,
-            texts=texts,
-            positions=positions,
-            capture=capture,
-            held_out=tuple(held_out or ()),
-            depth=depth,
-            watch_temperature=watch_temperature,
-            split=split,
-            subset=subset,
-            limit=limit,
-            as_json=as_json,
-        )
+    task = run.TrainTask(
+        target=target, drafter=drafter, out=out, settings=settings, data=texts, watch=watch, estimate=estimate
     )
+    _run("model", functools.partial(run.distill, options, task), as_json)
 
 
-@train.command()
-@with_options()
+@train.command(help=help_in(SteerOptions.__doc__))
+@with_options(without=NOT_OF_DRAFT_MODELS)
 def steer(
     settings: Settings,
-    target: Annotated[str, typer.Option(help="The target: a directory or a hub id.")],
-    drafter: Annotated[str, typer.Option(help="The draft model to begin from, with the target's tokenizer.")],
-    data: Data,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the drafter. If it holds this run, the run goes on where it stopped.")
-    ],
-    divergence: Annotated[str, typer.Option(help="The loss, as for distill.")] = "fkl",
-    regenerate: Annotated[
-        bool, typer.Option(help="Learn on the target's answers to the prompts of --data, not on its texts.")
-    ] = False,
-    rank: Annotated[int | None, typer.Option(help="Rank of the steering; by default a full matrix.")] = None,
-    taps: Annotated[
-        str | None, typer.Option(help="The target's hidden states that steer, the highest first, such as 30x17x4.")
-    ] = None,
-    frozen: Annotated[bool, typer.Option(help="Keep the draft model as it is; the steering alone learns.")] = False,
-    positions: SeenAt = "plain",
-    capture: Capture = False,
-    held_out: Annotated[
-        list[str] | None,
-        typer.Option(help="Texts to watch, best written by the target; a twentieth of --data otherwise."),
-    ] = None,
-    depth: Annotated[
-        int, typer.Option(help="Draft tokens per step: how old the states may be, and whose acceptance is watched.")
-    ] = 5,
-    watch_temperature: Annotated[
-        int, typer.Option(min=0, max=1, help="Keep the drafter with the best block efficiency at this temperature.")
-    ] = 1,
-    split: Split = "train",
-    subset: Subset = None,
-    limit: Annotated[int | None, typer.Option(help="Read only this many documents.")] = None,
+    texts: DataOptions,
+    watch: WatchOptions,
+    options: SteerOptions,
+    target: Target,
+    drafter: Begun,
+    out: Out,
+    estimate: Estimate = False,
     as_json: Json = False,
 ) -> None:
-    """Train a draft model together with vectors from the target's hidden states (SD²).
+    """Train a draft model and what steers it."""
+    with _training():
+        from outrider.training import task as run
 
-    The result is a transformers model with a steering beside it, for --drafter steered:path=OUT.
-    """
-    try:
-        from outrider.cli.train_steer import Task, run
-    except ModuleNotFoundError as error:
-        raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
-    if taps is not None and not all(tap.isdecimal() for tap in taps.split("x")):
-        raise InputError(f"taps must be numbers with x between them, such as 30x17x4, got {taps!r}")
-    run(
-        Task(
-            settings=settings,
-            target=target,
-            drafter=drafter,
-            sources=tuple(data),
-            out=out,
-            divergence=divergence,
-            texts="target" if regenerate else "fixed",
-            held_out=tuple(held_out or ()),
-            depth=depth,
-            watch_temperature=watch_temperature,
-            split=split,
-            subset=subset,
-            limit=limit,
-            as_json=as_json,
-            rank=rank,
-            taps=None if taps is None else tuple(int(tap) for tap in taps.split("x")),
-            frozen=frozen,
-            positions=positions,
-            capture=capture,
-        )
+    task = run.TrainTask(
+        target=target, drafter=drafter, out=out, settings=settings, data=texts, watch=watch, estimate=estimate
     )
+    _run("steered", functools.partial(run.steer, options, task), as_json)
+
+
+def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) -> None:
+    """Do the work with progress on standard error, and print what was reached.
+
+    Args:
+        name: The drafter's name in the catalog.
+    """
+    from outrider.training.loop import processes
+
+    main = processes.is_first()
+    console = Console(stderr=True, highlight=False, soft_wrap=True, quiet=as_json or not main)
+    record = work(console)
+    if not main:
+        return
+    if "log" in record:
+        try:
+            record["report"] = str(_report(Path(record["out"]), Path(record["log"])))
+        except ModuleNotFoundError as error:
+            complain(needs("the report", str(error.name), "bench"))
+    if as_json:
+        print_json(record)
+        return
+    if "out" not in record:
+        return
+    if "before" in record:
+        _tell_acceptance(record, console)
+    for what in record.keys() - KNOWN:
+        console.print(f"{what}: {record[what]}", style="cyan")
+    console.print(f"the drafter is in {record['out']}; use it with --drafter {name}:path={record['out']}", style="cyan")
+
+
+def _report(out: Path, log: Path) -> Path:
+    """Write the report of a run beside its log. Returns its place."""
+    from outrider.bench.training_report import page
+    from outrider.training.loop.journal import read
+
+    place = log.with_name(REPORT)
+    place.write_text(page(out.name, read(log)), encoding="utf-8")
+    return place
+
+
+def _tell_acceptance(record: dict[str, Any], console: Console) -> None:
+    """Print whether the drafter became better."""
+    before, after, step = record["before"], record["after"], record["step"]
+    if record["improved"]:
+        console.print(
+            f"block efficiency on held-out texts: {before['block_efficiency']:.3f} before, "
+            f"{after['block_efficiency']:.3f} after {step} steps; at temperature 0 "
+            f"{before['block_efficiency_greedy']:.3f} and {after['block_efficiency_greedy']:.3f}",
+            style="cyan",
+        )
+        return
+    held = f"after {step} steps" if step else "as it was before training"
+    console.print(
+        f"training did not make the drafter better: block efficiency on held-out texts was {record['score_before']:.3f} "
+        f"before and at most {record['score_later']:.3f} after; {record['out']} holds the drafter {held}. Try a lower "
+        "--learning-rate, more --steps or more --data",
+        style="red",
+    )
+
+
+@contextmanager
+def _training() -> Iterator[None]:
+    """Say which library is missing. Raises InputError if one is."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise needs("training", str(error.name), "train") from error
+
+
+def _help_of(home: str) -> str | None:
+    """The help of a head's command, from the file of its spec, without importing it; None: the head is not trained."""
+    module, _, name = home.partition(":")
+    found = find_spec(module)
+    tree = ast.parse(Path(str(found and found.origin)).read_text(encoding="utf-8"))
+    specs = [
+        each.value
+        for each in tree.body
+        if isinstance(each, ast.Assign) and isinstance(each.value, ast.Call) and ast.unparse(each.targets[0]) == name
+    ]
+    options = next((ast.unparse(word.value) for spec in specs for word in spec.keywords if word.arg == "options"), None)
+    classes = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == options)
+    return next((help_in(ast.get_docstring(each)) for each in classes), None)

@@ -1,10 +1,8 @@
 """outrider train data: let the target answer the prompts of a corpus."""
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -16,41 +14,12 @@ from outrider.cli.printed import print_json
 from outrider.cli.request import RequestOptions
 from outrider.core.inputs import InputError
 from outrider.setup import Setup
-
-if TYPE_CHECKING:
-    from outrider.training.data.sources import Part
-else:
-    Part = object
+from outrider.training.options import DataOptions
 
 MAX_NEW_TOKENS = 256
 """Most tokens of an answer, by default."""
 SHOWN = 3
 """Most prompts without an answer that are named."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataPart:
-    """The part of a source to read, and the names of its fields.
-
-    Attributes:
-        split: The split of a dataset.
-        subset: The configuration of a dataset.
-        columns: Names of fields, as `ours=theirs`.
-    """
-
-    split: str = "train"
-    subset: str | None = None
-    columns: Sequence[str] = ()
-
-    def part(self) -> "Part":
-        """The same for `read_documents`. Raises InputError for a name without `=`."""
-        from outrider.training.data.sources import Part
-
-        for each in self.columns:
-            if not all(each.partition("=")):
-                raise InputError(f"--column must be a pair such as prompt=question, got {each!r}")
-        pairs = (each.split("=", 1) for each in self.columns)
-        return Part(split=self.split, config=self.subset, columns=dict(pairs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +29,16 @@ class Task:
     Attributes:
         setup: The engine.
         request: How answers are drawn.
-        sources: Where the prompts are.
+        data: Where the prompts are.
         out: The file of answers.
-        part: The part of them to read.
-        limit: Most documents to read.
         prompt_tokens: Tokens of a text without a prompt that become the prompt.
         as_json: Whether the result is printed as JSON.
     """
 
     setup: Setup
     request: RequestOptions
-    sources: Sequence[str]
+    data: DataOptions
     out: Path
-    part: DataPart
-    limit: int | None
     prompt_tokens: int
     as_json: bool
 
@@ -83,11 +48,12 @@ def run(task: Task) -> None:
     try:
         from outrider.training.data.records import read_documents
         from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
+        from outrider.training.data.sources import Part
     except ModuleNotFoundError as error:
         raise InputError(f"training needs {error.name}; `pip install outrider[train]` installs it") from error
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    part = task.part.part()
+    part = Part(split=task.data.split, config=task.data.subset, columns=task.data.columns)
     engine = opened(task.setup)
     generation = GenerationRequest(
         sampling=task.request.sampling(engine.sampling),
@@ -95,7 +61,9 @@ def run(task: Task) -> None:
         prompt_tokens=task.prompt_tokens,
     )
     width = engine.parts.target.vocab_size
-    corpus = read_documents(task.sources, engine.tokenizer, part=part, limit=task.limit, prompts=True, vocab_size=width)
+    corpus = read_documents(
+        task.data.data, engine.tokenizer, part=part, limit=task.data.limit, prompts=True, vocab_size=width
+    )
     if not task.as_json:
         console.print(f"{corpus}", style="cyan")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

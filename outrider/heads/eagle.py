@@ -2,7 +2,7 @@ r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -102,13 +102,13 @@ class EagleHead(FeatureHead):
         self.layers = nn.ModuleList(self.layer(i, qkv_bias) for i in range(config.num_hidden_layers))
 
     @classmethod
-    def new(cls, options: EagleTrunkOptions, context: HeadContext) -> Self:
+    def new(cls, options: EagleTrunkOptions, context: HeadContext) -> "EagleHead":
         info, inner = context.info, options.intermediate_size if isinstance(options, EagleOptions) else None
         layer = usual_layer(context.anatomy, vocab_size=info.vocab_size, intermediate_size=inner)
         return cls(layer, info.ends(), vocab_size=info.vocab_size, bias=options.bias, **cls.sizes(options))
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Self:
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "EagleHead":
         layer, tensors = cls.layout(checkpoint.path, checkpoint.config, checkpoint.tensors())
         trained.check_target(checkpoint.target, layer.hidden_size, target)
         trained.check_vocabulary(layer.vocab_size, target)
@@ -125,7 +125,7 @@ class EagleHead(FeatureHead):
         tensors: Mapping[str, Tensor],
         target: TargetInfo,
         ids: Sequence[int] | None = None,
-    ) -> Self:
+    ) -> "EagleHead":
         """The head with tensors under its own names.
 
         Args:
@@ -137,7 +137,7 @@ class EagleHead(FeatureHead):
         """
         ends = target.ends() if ids is None else target.ends().cut(ids)
 
-        def head() -> Self:
+        def head() -> "EagleHead":
             return cls(
                 layer,
                 ends,

@@ -2,7 +2,7 @@ r"""EAGLE-3: a decoder layer over three fused hidden states, trained on its own 
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -204,7 +204,7 @@ class Eagle3Head(FeatureHead):
         self.register_buffer("ids", ids, persistent=False)
 
     @classmethod
-    def new(cls, options: Eagle3SizeOptions, context: HeadContext) -> Self:
+    def new(cls, options: Eagle3SizeOptions, context: HeadContext) -> "Eagle3Head":
         info, ids = context.info, context.frequent_tokens(options.draft_vocab)
         config = Eagle3Config(
             layer=usual_layer(context.anatomy, vocab_size=info.vocab_size, intermediate_size=options.intermediate_size),
@@ -222,7 +222,7 @@ class Eagle3Head(FeatureHead):
         return head
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Self:
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "Eagle3Head":
         layout = Eagle3Layout.of(checkpoint)
         trained.check_target(checkpoint.target, layout.target_hidden_size, target)
         trained.check_vocabulary(int(layout.layer.vocab_size), target)

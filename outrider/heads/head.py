@@ -1,7 +1,7 @@
 """A head as a torch module, and a head on disk before it is bound to a target: `name:path=...`."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ class Head(nn.Module):
     """
 
     @classmethod
-    def new(cls, options: Any, context: "HeadContext") -> Self:
+    def new(cls, options: Any, context: "HeadContext") -> "Head":
         """A new head in float32.
 
         Args:
@@ -37,7 +37,7 @@ class Head(nn.Module):
         raise NotImplementedError(f"{cls.__name__} is not trained here")
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: "TrainedHead") -> Self:
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: "TrainedHead") -> "Head":
         """The head of a checkpoint, in the checkpoint's dtype.
 
         Args:
@@ -64,7 +64,7 @@ class Head(nn.Module):
         raise NotImplementedError
 
     @classmethod
-    def init_from(cls, place: "TrainedHead", options: Any, context: "HeadContext") -> Self:
+    def init_from(cls, place: "TrainedHead", options: Any, context: "HeadContext") -> "Head":
         """The head on disk that is trained further. The arguments are those of `load` and `new`."""
         checkpoint = place.checkpoint
         if not place.spec.published(checkpoint.config, checkpoint.names):

@@ -5,7 +5,7 @@ https://arxiv.org/abs/2502.06282
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -150,8 +150,8 @@ class JakiroHead(EagleHead):
         return {"mixture": config.get("mixture", "features"), "expert_size": size}
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Self:
-        head = super().load(checkpoint, target, trained)
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "JakiroHead":
+        head = cast(JakiroHead, super().load(checkpoint, target, trained))
         if isinstance(trained, TrainedJakiro) and trained.mixture != "config":
             head.mixture = trained.mixture
         return head

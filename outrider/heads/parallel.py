@@ -6,7 +6,7 @@ EAGLE-3 with one vector for all slots.
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -65,7 +65,7 @@ class ParallelOptions(HeadOptions):
         intermediate_size: Width of the feed-forward. By default the target's.
     """
 
-    decay: float = loss(0.8)
+    decay: float = loss(0.8, above=0)
     form: str = size("eagle", among=FORMS)
     slots: int | None = size(None, least=0)
     layers: int = size(1, least=1)
@@ -118,7 +118,7 @@ class ParallelHead(FeatureHead):
         )
 
     @classmethod
-    def new(cls, options: "ParallelOptions", context: HeadContext) -> Self:
+    def new(cls, options: "ParallelOptions", context: HeadContext) -> "ParallelHead":
         info = context.info
         layer = usual_layer(context.anatomy, vocab_size=info.vocab_size, intermediate_size=options.intermediate_size)
         layer.num_hidden_layers = options.layers
@@ -140,14 +140,14 @@ class ParallelHead(FeatureHead):
         trained.check_target(checkpoint.target, layer.hidden_size, target)
         trained.check_vocabulary(layer.vocab_size, target)
 
-        def head() -> Self:
+        def head() -> "ParallelHead":
             form = str(config.get("form"))
             return cls(layer, target.ends(), vocab_size=target.vocab_size, form=form, num_slots=num_slots)
 
         return made(head, checkpoint.tensors(), path)
 
     @classmethod
-    def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> Self:
+    def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "ParallelHead":
         if is_peagle(place.checkpoint.config, place.checkpoint.names):
             raise InputError(f"the head in {place.path} is a P-EAGLE head, and these are not trained further here")
         return super().init_from(place, options, context)
@@ -215,7 +215,7 @@ class PEagleHead(Eagle3Head):
         self.mask_hidden = nn.Parameter(mask_hidden.to(head.fc.weight))
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Self:
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "PEagleHead":
         path, config = checkpoint.path, checkpoint.config
         told = trained if isinstance(trained, TrainedParallel) else TrainedParallel(spec=SPEC, path=path)
         key = next((name for name in MASK_IDS if config.get(name) is not None), MASK_IDS[0])
@@ -288,7 +288,7 @@ class ParallelDrafter(MarginalDrafter, FeatureDrafter[ParallelState]):
     slots: tuple[int, ...]
 
     @classmethod
-    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> Self:
+    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> "ParallelDrafter":
         """The drafter with a head, and with as many of its slots as the user wants."""
         wanted = trained.slots if isinstance(trained, TrainedParallel) else None
         count = cast(ParallelHead | PEagleHead, head).num_slots if wanted is None else wanted

@@ -9,7 +9,7 @@ import copy
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -198,7 +198,7 @@ class PossDrafter(FeatureDrafter[PossState]):
     stride: int = 1
 
     @classmethod
-    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> Self:
+    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> "PossDrafter":
         """The drafter with a head that has specialists."""
         fields = cls.fields_of(head, target, trained)
         further = [trained.lm(head.reader(number), target) for number in range(1, 1 + len(head.specialists))]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -14,6 +14,7 @@ from outrider.learning.options import HeadOptions
 from outrider.lm.target_info import TargetInfo
 
 
+@runtime_checkable
 class DrafterOfHead(Protocol):
     """A class of drafters that can be made with a head."""
 

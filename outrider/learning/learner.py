@@ -1,7 +1,7 @@
 """What is trained: a torch module with a loss, which can write the drafter and say how good its drafts are."""
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -47,6 +47,15 @@ class Learner(nn.Module):
     @abstractmethod
     def write(self, folder: Path) -> None:
         """Write the drafter into an empty folder, as a user loads it."""
+
+    def found(self, out: Path, batches: Iterable[Batch]) -> Mapping[str, str]:
+        """What is found out about the drafter after its training, in words for a person, by name; by default nothing.
+
+        Args:
+            out: The folder with the drafter that was kept.
+            batches: The watched texts.
+        """
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

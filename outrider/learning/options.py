@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from outrider.core.inputs import InputError
 
@@ -12,19 +12,24 @@ SIZE, LOSS = "size", "loss"
 """The kinds of options that belong to the identity of a run."""
 
 
-def size(default: Any = MISSING, *, least: float | None = None, among: Sequence[str] | None = None) -> Any:
+def size(
+    default: Any = MISSING, *, least: float | None = None, above: float | None = None, among: Sequence[Any] = ()
+) -> Any:
     """A field that a checkpoint fixes. It is refused together with `init_from`.
 
     Args:
         least: The smallest value.
-        among: All values.
+        above: What the value is above.
+        among: All values; none: any.
     """
-    return field(default=default, metadata={"kind": SIZE, "least": least, "among": among})
+    return field(default=default, metadata={"kind": SIZE, "least": least, "above": above, "among": among})
 
 
-def loss(default: Any = MISSING, *, least: float | None = None, among: Sequence[str] | None = None) -> Any:
+def loss(
+    default: Any = MISSING, *, least: float | None = None, above: float | None = None, among: Sequence[Any] = ()
+) -> Any:
     """A field that says what is learnt. A head on disk may learn with another value. The arguments are those of `size`."""
-    return field(default=default, metadata={"kind": LOSS, "least": least, "among": among})
+    return field(default=default, metadata={"kind": LOSS, "least": least, "above": above, "among": among})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,20 +53,22 @@ class HeadOptions:
     divergence: str = loss("fkl")
     slot_balanced: bool = loss(False)
 
-    def __new__(cls, **given: Any) -> Self:
+    def __new__(cls, **given: Any) -> Any:
         made = object.__new__(cls)
         object.__setattr__(made, "_given", frozenset(given))
         return made
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, least, among = getattr(self, each.name), each.metadata.get("least"), each.metadata.get("among")
-            if value is None:
+            value, told = getattr(self, each.name), each.metadata
+            if value is None or "kind" not in told:
                 continue
-            if least is not None and not (value >= least and math.isfinite(value)):
-                raise InputError(f"{each.name} must be >= {least}, got {value}")
-            if among is not None and value not in among:
-                raise InputError(f"{each.name} must be one of {', '.join(among)}, got {value!r}")
+            if told["least"] is not None and not (value >= told["least"] and math.isfinite(value)):
+                raise InputError(f"{each.name} must be >= {told['least']}, got {value}")
+            if told["above"] is not None and not (value > told["above"] and math.isfinite(value)):
+                raise InputError(f"{each.name} must be > {told['above']}, got {value}")
+            if told["among"] and value not in told["among"]:
+                raise InputError(f"{each.name} must be one of {', '.join(map(str, told['among']))}, got {value!r}")
 
     def check(self) -> None:
         """Raise InputError if an option was given that the head on disk fixes."""

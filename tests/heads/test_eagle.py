@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider.drafters.eagle import EaglePath
-from outrider.drafters.eagle3 import Eagle3Path
-from outrider.training.eagle import eagle3_learner, eagle_learner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.heads.checkpoint import read_config
+from outrider.heads.eagle import SPEC as EAGLE
+from outrider.heads.eagle3 import SPEC as EAGLE3
 from outrider.heads.eagle3 import default_taps, usual_taps
 from outrider.lm.hf.taps import tapped
 from outrider.lm.target_info import TargetInfo
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3
 from tests.world.forced import forced_guesses
+from tests.world.learners import head_learner
 from tests.world.models import llama, target
 from tests.world.published import eagle, eagle3, layer_of
 from tests.world.zoo import VOCAB, tiny
@@ -77,7 +77,7 @@ def check(spec: str, naive: NaiveEagle, taps: tuple[int, ...]) -> None:
 def test_a_published_eagle_is_recognised_and_guesses_what_its_description_says(tmp_path, form):
     known = around()
     tensors = eagle(tmp_path, known, **EAGLES[form])
-    assert catalog.make("drafter", str(tmp_path)) == EaglePath(path=str(tmp_path))
+    assert catalog.make("drafter", str(tmp_path)) == EAGLE.at(path=str(tmp_path))
     layer = layer_of(known, num_hidden_layers=EAGLES[form].get("layers", 1))
     check(str(tmp_path), NaiveEagle(tensors, layer, known.ends()), (2,))
 
@@ -87,7 +87,7 @@ def test_a_published_eagle_is_recognised_and_guesses_what_its_description_says(t
 def test_a_published_eagle3_is_recognised_and_guesses_what_its_description_says(tmp_path, form):
     known, given = around(), EAGLE3S[form]
     tensors = eagle3(tmp_path, known, **given)
-    assert catalog.make("drafter", str(tmp_path)) == Eagle3Path(path=str(tmp_path))
+    assert catalog.make("drafter", str(tmp_path)) == EAGLE3.at(path=str(tmp_path))
     more = {key: value for key, value in given.items() if key in QWEN}
     layer = layer_of(known, num_hidden_layers=given.get("layers", 1), **more)
     naive = NaiveEagle3(tensors, layer, known.ends(), given.get("flags", {}))
@@ -99,16 +99,16 @@ def test_a_published_eagle3_is_recognised_and_guesses_what_its_description_says(
 def test_an_embedding_that_is_the_targets_is_not_kept_twice(tmp_path):
     known = around()
     tensors = eagle(tmp_path, known)
-    assert EaglePath(path=str(tmp_path)).bind(known).module.embed_tokens is not None
+    assert EAGLE.at(path=str(tmp_path)).bind(known).module.embed_tokens is not None
     tensors["embed_tokens.weight"] = llama().model.embed_tokens.weight.detach()
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    assert EaglePath(path=str(tmp_path)).bind(known).module.embed_tokens is None
+    assert EAGLE.at(path=str(tmp_path)).bind(known).module.embed_tokens is None
 
 
 def test_tokens_in_no_order_and_tokens_that_the_target_leaves_out_are_read(tmp_path):
     known = around()
     tensors = eagle3(tmp_path, known)
-    path = Eagle3Path(path=str(tmp_path))
+    path = EAGLE3.at(path=str(tmp_path))
     before = path.bind(known)
     order = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(2))
     ids = (torch.arange(len(order)) + tensors["d2t"])[order]
@@ -125,7 +125,7 @@ def test_tokens_in_no_order_and_tokens_that_the_target_leaves_out_are_read(tmp_p
 def test_what_is_written_has_the_names_and_the_keys_of_its_layout(tmp_path):
     model = tiny("llama").float().requires_grad_(False)
     ids = torch.arange(3, VOCAB, 2)
-    eagle3_learner(model, loss=None, ids=ids, fc_norm=True).write(tmp_path / "three")
+    head_learner("eagle3", model, ids=ids, fc_norm=True).write(tmp_path / "three")
     tensors, config = load_file(tmp_path / "three" / "model.safetensors"), read_config(str(tmp_path / "three"))
     published = eagle3(tmp_path, around(), flags={"fc_norm": True})
     assert tensors.keys() == published.keys()
@@ -137,7 +137,7 @@ def test_what_is_written_has_the_names_and_the_keys_of_its_layout(tmp_path):
     layer = config["transformer_layer_config"]
     assert (layer["model_type"], layer["vocab_size"], layer["num_hidden_layers"]) == ("llama", VOCAB, 1)
     assert layer["rope_theta"] == layer["rope_parameters"]["rope_theta"]
-    eagle_learner(model, loss=None).write(tmp_path / "one")
+    head_learner("eagle", model).write(tmp_path / "one")
     assert load_file(tmp_path / "one" / "model.safetensors").keys() == eagle(tmp_path, around(), vllm=True).keys()
     config = read_config(str(tmp_path / "one"))
     assert (config["architectures"], config["model_type"]) == (["EagleLlamaForCausalLM"], "llama")
@@ -147,7 +147,7 @@ def test_questions_that_files_leave_open_are_asked(tmp_path):
     known = around()
 
     def bound(**answers: object) -> Any:
-        return Eagle3Path(path=str(tmp_path), **answers).bind(known)
+        return EAGLE3.at(path=str(tmp_path), **answers).bind(known)
 
     eagle3(tmp_path, known)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -171,11 +171,11 @@ def test_questions_that_files_leave_open_are_asked(tmp_path):
 
 def test_heads_of_another_target_are_refused_in_one_sentence(tmp_path):
     known = around()
-    for write, make in ((eagle, EaglePath), (eagle3, Eagle3Path)):
-        folder = tmp_path / make.__name__
+    for write, make in ((eagle, EAGLE), (eagle3, EAGLE3)):
+        folder = tmp_path / make.name
         folder.mkdir()
         tensors = write(folder, known)
-        path = make(path=str(folder))
+        path = make.at(path=str(folder))
         with pytest.raises(InputError, match=f"width {known.hidden_size}, and this target's have width 64"):
             path.bind(replace(known, hidden_size=64))
         with pytest.raises(InputError, match="knows 64 tokens, and this target has 99"):
@@ -203,10 +203,10 @@ def test_damaged_lists_of_tokens_are_refused(tmp_path):
     ]:
         save_file({**tensors, "d2t": wrong}, tmp_path / "model.safetensors")
         with pytest.raises(InputError, match=message):
-            Eagle3Path(path=str(tmp_path)).bind(known)
+            EAGLE3.at(path=str(tmp_path)).bind(known)
     save_file({n: t for n, t in tensors.items() if n != "d2t"}, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match=r"lm_head\.weight or d2t is missing"):
-        Eagle3Path(path=str(tmp_path)).bind(known)
+        EAGLE3.at(path=str(tmp_path)).bind(known)
 
 
 def test_the_usual_taps_are_three_states_of_every_target():

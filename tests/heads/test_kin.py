@@ -9,9 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from outrider.drafters.griffin import GriffinPath
-from outrider.drafters.jakiro import JakiroPath
-from outrider.drafters.poss import PossDrafter, PossPath
 from safetensors.torch import load_file, save_file
 
 from outrider import catalog
@@ -20,6 +17,10 @@ from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
+from outrider.heads.griffin import SPEC as GRIFFIN
+from outrider.heads.jakiro import SPEC as JAKIRO
+from outrider.heads.poss import SPEC as POSS
+from outrider.heads.poss import PossDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
@@ -69,7 +70,7 @@ def bound(spec: str) -> Drafter:
 @torch.no_grad()
 def test_a_griffin_is_recognised_and_guesses_what_its_description_says(tmp_path, ours):
     tensors = griffin(tmp_path, around(), ours=ours)
-    assert catalog.make("drafter", str(tmp_path)) == GriffinPath(path=str(tmp_path))
+    assert catalog.make("drafter", str(tmp_path)) == GRIFFIN.at(path=str(tmp_path))
     check(bound(str(tmp_path)), NaiveGriffin(tensors, layer_of(around()), around().ends()), (2,))
 
 
@@ -78,7 +79,7 @@ def test_a_griffin_is_recognised_and_guesses_what_its_description_says(tmp_path,
 @torch.no_grad()
 def test_a_jakiro_is_recognised_and_guesses_what_its_description_says(tmp_path, ours, mixture):
     tensors = jakiro(tmp_path, around(), ours=ours, mixture=mixture)
-    assert catalog.make("drafter", str(tmp_path)) == JakiroPath(path=str(tmp_path))
+    assert catalog.make("drafter", str(tmp_path)) == JAKIRO.at(path=str(tmp_path))
     spec = str(tmp_path) if ours else f"jakiro:path={tmp_path},mixture={mixture}"
     check(bound(spec), NaiveJakiro(tensors, layer_of(around()), around().ends(), mixture), (2,))
 
@@ -90,7 +91,7 @@ def test_a_jakiro_is_recognised_and_guesses_what_its_description_says(tmp_path, 
 def test_specialists_are_recognised_and_guess_what_their_description_says(tmp_path, ours, fused, count, steps):
     tensors = poss(tmp_path, around(), ours=ours, fused=fused, count=count, steps=steps)
     if ours or count > 1:
-        assert catalog.make("drafter", str(tmp_path)) == PossPath(path=str(tmp_path))
+        assert catalog.make("drafter", str(tmp_path)) == POSS.at(path=str(tmp_path))
     spec = f"poss:path={tmp_path}" + ("" if ours else f",stride={steps}") + (",taps=0x1x2" if fused else "")
     naive = NaivePoss(tensors, layer_of(around()), around().ends(), count, steps)
     check(bound(spec), naive, (0, 1, 2) if fused else (2,))
@@ -168,7 +169,7 @@ def test_what_a_griffin_adds_is_nothing_where_it_is_zero(tmp_path):
     known = around4()
     tensors = griffin(tmp_path, known)
     size, down = known.hidden_size, tensors["layers.0.mlp.down_proj.weight"]
-    head = GriffinPath(path=str(tmp_path)).bind(known).module
+    head = GRIFFIN.at(path=str(tmp_path)).bind(known).module
     states = torch.randn(2, 5, size, dtype=torch.float64)
     with torch.no_grad():
         rotary, mask = head.rotary(states, torch.arange(5)[None].expand(2, -1)), torch.ones(5, 5).tril().bool()
@@ -190,7 +191,7 @@ def test_what_a_griffin_adds_is_nothing_where_it_is_zero(tmp_path):
     plain = {name: tensor for name, tensor in plain.items() if not name.startswith("fc.post")}
     changed(tmp_path / "eagle", **(plain | {"layers.0.mlp.down_proj.weight": down[:size]}))
     parent = catalog.make("drafter", f"eagle:path={tmp_path / 'eagle'}").bind(known)
-    assert_same(GriffinPath(path=str(tmp_path)).bind(known), parent)
+    assert_same(GRIFFIN.at(path=str(tmp_path)).bind(known), parent)
 
 
 class Echo:
@@ -203,7 +204,7 @@ class Echo:
 def test_equal_experts_are_one_and_their_order_says_nothing(tmp_path):
     known = around()
     tensors = jakiro(tmp_path, known)
-    head = JakiroPath(path=str(tmp_path)).bind(known).module
+    head = JAKIRO.at(path=str(tmp_path)).bind(known).module
     states = torch.randn(2, 5, known.hidden_size, dtype=torch.float64)
     tokens, positions = torch.randint(3, VOCAB, (2, 5)), torch.arange(5)[None].expand(2, -1)
     mask = torch.ones(5, 5).tril().bool().expand(2, 1, 5, 5)
@@ -265,7 +266,7 @@ def test_a_jakiro_drafts_d_levels_in_one_forward_less_and_specialists_in_none_mo
 def test_each_specialist_keeps_what_a_causal_pass_over_the_text_keeps(tmp_path):
     known = around4()
     poss(tmp_path, known)
-    drafter = PossPath(path=str(tmp_path)).bind(known)
+    drafter = POSS.at(path=str(tmp_path)).bind(known)
     busy, checked, model = engine(drafter), [], llama()
 
     def compare(cycle: object) -> None:
@@ -277,7 +278,7 @@ def test_each_specialist_keeps_what_a_causal_pass_over_the_text_keeps(tmp_path):
                 with torch.no_grad(), tapped(model.model.layers, (2,)) as seen:
                     model(torch.tensor([state.tokens]), use_cache=False)
                 features = drafter.features({2: seen[2][0]})[:length]
-                fresh = PossPath(path=str(tmp_path)).bind(known).lms[number]
+                fresh = POSS.at(path=str(tmp_path)).bind(known).lms[number]
                 slot = fresh.open()
                 tokens = torch.tensor(state.tokens[1 : length + 1])
                 fresh.extend([Segment(slot=slot, tokens=tokens, features=features)])
@@ -300,13 +301,13 @@ def test_questions_and_wrong_files_get_one_sentence(tmp_path):
     changed(tmp_path, **{"layers.1.mlp.up_proj.weight": torch.ones(3, 3)})
     with pytest.raises(InputError, match=r"layers\.1\.mlp\.up_proj\.weight is of another shape"):
         bound(f"poss:path={tmp_path}")
-    for write, kind in ((griffin, GriffinPath), (jakiro, JakiroPath), (poss, PossPath)):
-        folder = tmp_path / kind.__name__
+    for write, kind in ((griffin, GRIFFIN), (jakiro, JAKIRO), (poss, POSS)):
+        folder = tmp_path / kind.name
         folder.mkdir()
         write(folder, known)
         with pytest.raises(InputError, match=f"width {known.hidden_size}, and this target's have width 64"):
-            kind(path=str(folder)).bind(replace(known, hidden_size=64))
+            kind.at(path=str(folder)).bind(replace(known, hidden_size=64))
         with pytest.raises(InputError, match="knows 64 tokens, and this target has 99"):
-            kind(path=str(folder)).bind(replace(known, vocab_size=99))
+            kind.at(path=str(folder)).bind(replace(known, vocab_size=99))
     with pytest.raises(InputError, match="unknown"):
         bound(f"jakiro:path={tmp_path},mixture=both")

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.blockwise_path import BlockwisePath
-from outrider.drafters.parallel import ParallelPath
 from outrider.heads.blockwise import read_blockwise, write_blockwise
 from outrider.heads.checkpoint import TargetShape
+from outrider.heads.parallel import SPEC as PARALLEL
 from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.heads.parts.backoff import FILE
 from outrider.lm.hf.taps import tapped
@@ -55,7 +55,7 @@ def test_a_parallel_head_is_recognised_and_computes_what_its_description_says(tm
     known = around()
     tensors = parallel(tmp_path, known, form=form, layers=layers)
     path = catalog.make("drafter", str(tmp_path))
-    assert path == ParallelPath(path=str(tmp_path))
+    assert path == PARALLEL.at(path=str(tmp_path))
     lm = path.bind(known).lm
     count, size = 5, known.hidden_size
     states = torch.randn(count, size, dtype=torch.float64)
@@ -142,7 +142,7 @@ def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
 
 def test_a_parallel_head_that_does_not_fit_is_refused_in_one_sentence(tmp_path):
     known = around()
-    path = ParallelPath(path=str(tmp_path))
+    path = PARALLEL.at(path=str(tmp_path))
     for fields, message in (
         ({"num_slots": None}, "must give layer and num_slots"),
         ({"num_slots": 7}, "slots is of another shape"),
@@ -182,7 +182,7 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
     known = TargetInfo.of(lm, None)
     tensors = peagle(tmp_path, known, **more)
     path = catalog.make("drafter", str(tmp_path))
-    assert path == ParallelPath(path=str(tmp_path))
+    assert path == PARALLEL.at(path=str(tmp_path))
     config = json.loads((tmp_path / "config.json").read_text())
     naive = NaiveEagle3(
         tensors=tensors, layer=config["transformer_layer_config"], ends=known.ends(), flags=more.get("flags", {})
@@ -206,7 +206,7 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
 
 def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tmp_path):
     known = around()
-    path = ParallelPath(path=str(tmp_path))
+    path = PARALLEL.at(path=str(tmp_path))
     for more, fields, message in (
         ({"tokens": None}, {}, "does not say how many tokens it drafts; add slots=N"),
         ({}, {"mask_token_id": None}, "must give mask_token_id"),

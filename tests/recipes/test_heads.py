@@ -14,7 +14,7 @@ from recipes.__main__ import main
 from recipes.head_claims import claims
 from recipes.head_findings import OfHead
 from recipes.head_runs import PLAIN, best_other, common, folded, told
-from recipes.head_ways import CHAIN, DYNAMIC, HEADS, all_taps, chosen_heads, taps_of
+from recipes.head_ways import CHAIN, DYNAMIC, HEADS, all_taps, chosen_heads
 from recipes.trained import DEPTH, of
 from tests.recipes.test_trained import TEXT
 
@@ -71,7 +71,7 @@ def test_all_heads_learn_from_one_capture():
     target = open_model(str(EMBEDDED_TARGET), dtype=torch.float32, device="cpu")
     taps = all_taps(target)
     assert target.config.num_hidden_layers in taps
-    assert all(set(taps_of(head.make(target, 0))) <= set(taps) for head in HEADS)
+    assert all(set(head.make(target, 0).taps) <= set(taps) for head in HEADS)
 
 
 def test_a_name_that_no_head_has_is_refused():

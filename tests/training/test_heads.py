@@ -7,18 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from outrider.training.eagle import eagle3_learner, eagle_learner
-from outrider.training.griffin import griffin_learner
-from outrider.training.jakiro import jakiro_learner
-from outrider.training.parallel import parallel_learner
-from outrider.training.poss import poss_learner
 from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
-from outrider.heads.objective import HeadLearner, Places, frequent_tokens
+from outrider.heads.objective import GuessObjective, Places, frequent_tokens, slot_balanced
 from outrider.learning import divergences
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import divergence
@@ -26,14 +21,12 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.gate import in_float32
-from outrider.training.blockwise import blockwise_learner
 from outrider.training.data.batches import Batches
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch
-from outrider.training.medusa import medusa_learner
-from outrider.training.positions import slot_balanced
 from tests.world.forced import forced_guesses
+from tests.world.learners import head_learner
 from tests.world.zoo import VOCAB, tiny
 
 SETTINGS = Settings(
@@ -41,27 +34,27 @@ SETTINGS = Settings(
 )
 GAMMA = 3
 FEW = torch.arange(3, VOCAB, 2)
-Make = Callable[..., HeadLearner]
+Make = Callable[..., GuessObjective]
 
 LEARNERS: dict[str, Make] = {
-    "blockwise": lambda target, **more: blockwise_learner(target, num_heads=GAMMA, **more),
-    "medusa": lambda target, **more: medusa_learner(target, num_heads=GAMMA, **more),
-    "medusa, deep": lambda target, **more: medusa_learner(target, num_heads=GAMMA, num_layers=2, **more),
-    "eagle": lambda target, **more: eagle_learner(target, unrolled=GAMMA, bias=True, **more),
-    "eagle3": lambda target, **more: eagle3_learner(target, unrolled=GAMMA, **more),
-    "eagle3, normed": lambda target, **more: eagle3_learner(
-        target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
+    "blockwise": lambda target, **more: head_learner("blockwise", target, depth=GAMMA, **more),
+    "medusa": lambda target, **more: head_learner("medusa", target, depth=GAMMA, **more),
+    "medusa, deep": lambda target, **more: head_learner("medusa", target, depth=GAMMA, layers=2, **more),
+    "eagle": lambda target, **more: head_learner("eagle", target, unrolled=GAMMA, bias=True, **more),
+    "eagle3": lambda target, **more: head_learner("eagle3", target, unrolled=GAMMA, **more),
+    "eagle3, normed": lambda target, **more: head_learner(
+        "eagle3", target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
     ),
-    "poss": lambda target, **more: poss_learner(target, unrolled=GAMMA + 1, stride=2, bias=True, **more),
-    "poss on eagle3": lambda target, **more: poss_learner(target, trunk="eagle3", unrolled=GAMMA, **more),
-    "griffin": lambda target, **more: griffin_learner(target, unrolled=GAMMA, bias=True, likeliest=5.0, **more),
-    "jakiro": lambda target, **more: jakiro_learner(target, unrolled=GAMMA - 1, bias=True, **more),
-    "jakiro of distributions": lambda target, **more: jakiro_learner(
-        target, unrolled=GAMMA - 1, mixture="gate", expert_size=24, **more
+    "poss": lambda target, **more: head_learner("poss", target, unrolled=GAMMA + 1, stride=2, bias=True, **more),
+    "poss on eagle3": lambda target, **more: head_learner("poss", target, trunk="eagle3", unrolled=GAMMA, **more),
+    "griffin": lambda target, **more: head_learner("griffin", target, unrolled=GAMMA, bias=True, likeliest=5.0, **more),
+    "jakiro": lambda target, **more: head_learner("jakiro", target, unrolled=GAMMA - 1, bias=True, **more),
+    "jakiro of distributions": lambda target, **more: head_learner(
+        "jakiro", target, unrolled=GAMMA - 1, mixture="gate", expert_size=24, **more
     ),
-    "parallel": lambda target, **more: parallel_learner(target, num_slots=GAMMA - 1, **more),
-    "parallel, of states": lambda target, **more: parallel_learner(
-        target, form="medusa", num_slots=GAMMA - 1, layers=2, **more
+    "parallel": lambda target, **more: head_learner("parallel", target, slots=GAMMA - 1, **more),
+    "parallel, of states": lambda target, **more: head_learner(
+        "parallel", target, form="medusa", slots=GAMMA - 1, layers=2, **more
     ),
 }
 WITH_FEW = [kind for kind in LEARNERS if kind.startswith(("medusa", "eagle3", "poss on eagle3"))]
@@ -94,9 +87,9 @@ def repeated(given: Batch) -> Batches:
     return Repeated(documents(), batch_size=3, max_length=24, seed=0)
 
 
-def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: object) -> HeadLearner:
+def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: object) -> GuessObjective:
     """A learner whose weights are no longer those of the start."""
-    made = LEARNERS[kind](target(), loss=None if loss is None else divergence(loss), **more)
+    made = LEARNERS[kind](target() if loss is None else divergence(loss), **more)
     dice = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in made.parameters():
@@ -105,16 +98,16 @@ def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: 
     return made
 
 
-def learnt_logits(made: HeadLearner, given: Batch, count: int = GAMMA) -> list[torch.Tensor]:
+def learnt_logits(made: GuessObjective, given: Batch, count: int = GAMMA) -> list[torch.Tensor]:
     """The logits of each guess at each place, as training computes them."""
     with torch.no_grad():
         hidden = made.drafted(made.with_states(given), count)
         return [made.logits(each, number) for number, each in enumerate(hidden)]
 
 
-def drafter_of(made: HeadLearner, folder: Path, lm: LanguageModel):
+def drafter_of(made: GuessObjective, folder: Path, lm: LanguageModel):
     """The drafter of what a learner writes."""
-    made.dtype = torch.float32
+    made.context = replace(made.context, dtype=torch.float32)
     made.write(folder)
     return catalog.make("drafter", str(folder)).bind(TargetInfo.of(lm, None))
 
@@ -264,7 +257,7 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
         Watch(documents(), depth=2, max_length=24),
     )
     engine = outrider.load(target(), drafter=str(tmp_path / "head"), length="fixed:3")
-    assert catalog.rows("drafter")[type(engine.parts.drafter).trainer].make.recognises
+    assert catalog.name_of(catalog.make("drafter", str(tmp_path / "head"))) == kind.partition(",")[0].partition(" ")[0]
     prompts = [text.tokens[:7].tolist() for text in documents(2)]
     for sampling in (Sampling(temperature=0.0, seed=0), Sampling(temperature=1.0, seed=0)):
         drafted = engine.generate(prompts, max_new_tokens=12, sampling=sampling)
@@ -272,7 +265,7 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
         if sampling.temperature == 0:
             plain = engine.plain().generate(prompts, max_new_tokens=12, sampling=sampling)
             assert [out.tokens for out in drafted] == [out.tokens for out in plain]
-    further = LEARNERS[kind](target(), loss=divergence("tvd"), begin=str(tmp_path / "head"))
+    further = LEARNERS[kind](target(), loss="tvd", init_from=str(tmp_path / "head"))
     for mine, theirs in zip(learnt_logits(further, batch()), learnt_logits(made, batch()), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
 
@@ -280,7 +273,7 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
 @pytest.mark.parametrize("kind", LEARNERS)
 def test_a_head_in_float32_learns_from_a_target_in_half_precision(tmp_path, kind):
     model = tiny("llama").to(torch.bfloat16).requires_grad_(False)
-    made = LEARNERS[kind](model, loss=divergence("fkl"))
+    made = LEARNERS[kind](model, loss="fkl")
     found = made(batch())
     found.total.backward()
     assert float(found.total.detach()) > 0
@@ -334,10 +327,10 @@ def test_balanced_guesses_have_the_same_weight_however_few_places_they_have():
 
 
 def test_shared_heads_keep_the_targets_output_layer(tmp_path):
-    made = medusa_learner(target(), loss=divergence("fkl"), num_heads=GAMMA, shared=True)
+    made = head_learner("medusa", target(), loss="fkl", depth=GAMMA, shared=True)
     train(made, repeated(batch()), SETTINGS, tmp_path)
-    assert torch.equal(made.heads.lm_heads[0].weight, target().lm_head.weight)
-    assert made.heads.blocks[2].layers[0].weight.abs().max() > 0
+    assert torch.equal(made.head.lm_heads[0].weight, target().lm_head.weight)
+    assert made.head.blocks[2].layers[0].weight.abs().max() > 0
 
 
 def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
@@ -348,14 +341,14 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
         ({"begin": str(tmp_path)}, r"no config\.json"),
     ]:
         with pytest.raises(InputError, match=message):
-            medusa_learner(target(), loss=None, **wrong)
+            head_learner("medusa", target(), **wrong)
     with pytest.raises(InputError, match=r"draft vocabulary must have 1\.\.64 tokens, got 65"):
         frequent_tokens(documents(), 65, VOCAB)
     with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("medusa").judged(batch(), 4)
-    medusa_learner(target(), loss=None, num_heads=1).write(tmp_path)
+    head_learner("medusa", target(), depth=1).write(tmp_path)
     with pytest.raises(InputError, match="the heads are for hidden states of width 32 and 64 tokens"):
-        medusa_learner(_wider(), loss=None, begin=str(tmp_path))
+        head_learner("medusa", _wider(), init_from=str(tmp_path))
 
 
 def _wider() -> PreTrainedModel:

@@ -1,22 +1,23 @@
 """What GRIFFIN, Jakiro and PosS learn beside what all heads learn."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from outrider.training.eagle import Eagle, eagle3_learner, eagle_learner
-from outrider.training.griffin import Griffin, WithLikeliest, griffin_learner
-from outrider.training.jakiro import jakiro_learner
-from outrider.training.poss import poss_learner
 from torch.nn.functional import smooth_l1_loss
 
 from outrider.core.types import InputError
-from outrider.heads.objective import Places
+from outrider.heads.eagle import EagleObjective
+from outrider.heads.griffin import WithLikeliest
+from outrider.heads.objective import GuessObjective, Places
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import ForwardKl
 from tests.training.test_heads import GAMMA, batch, learnt_logits, target
+from tests.world.learners import head_learner
 from tests.world.zoo import VOCAB
 
 
-def kept_places(made: Griffin, given: Batch) -> list[set[tuple[int, int]]]:
+def kept_places(made: GuessObjective, given: Batch) -> list[set[tuple[int, int]]]:
     """The places at which each guess is learnt."""
     kept, found = None, []
     with torch.no_grad():
@@ -30,7 +31,7 @@ def kept_places(made: Griffin, given: Batch) -> list[set[tuple[int, int]]]:
 @pytest.mark.parametrize(("shift", "top"), [(1, 3), (0, 3), (1, 48), (0, 48)])
 def test_a_griffin_learns_behind_aligned_tokens_alone(shift, top):
     given = batch()
-    made = griffin_learner(target(), loss=ForwardKl(), unrolled=GAMMA, align_top=top, align_shift=shift)
+    made = head_learner("griffin", target(), loss="fkl", unrolled=GAMMA, align_top=top, align_shift=shift)
     logits, found = learnt_logits(made, given), kept_places(made, given)
     likely = [each.argsort(-1, descending=True)[..., :top] for each in logits]
     for number in range(GAMMA):
@@ -57,13 +58,13 @@ def test_a_griffin_learns_behind_aligned_tokens_alone(shift, top):
 @pytest.mark.parametrize("shift", [0, 1])
 def test_a_griffin_that_counts_every_token_as_likely_learns_everywhere(shift):
     given = batch()
-    made = griffin_learner(target(), loss=ForwardKl(), unrolled=GAMMA, align_top=VOCAB, align_shift=shift)
+    made = head_learner("griffin", target(), loss="fkl", unrolled=GAMMA, align_top=VOCAB, align_shift=shift)
     counts = [len(each) for each in kept_places(made, given)]
     assert counts == [len(Places.of(given, number).labels) for number in range(GAMMA)]
 
 
 def test_the_regressed_half_has_no_gradient_from_the_guess_of_its_own_pass():
-    made = griffin_learner(target(), loss=ForwardKl(), regression=0.0)
+    made = head_learner("griffin", target(), loss="fkl", regression=0.0)
     made(batch()).total.backward()
     gradient = made.head.layers[0].mlp.down_proj.weight.grad
     size = made.head.feature_size
@@ -82,8 +83,8 @@ def test_the_likeliest_tokens_count_once_more():
 
 def test_a_jakiro_learns_both_guesses_of_each_pass():
     given, share = batch(), 0.25
-    made = jakiro_learner(target(), loss=ForwardKl(), unrolled=2, contrast=share, regression=2.0, decay=0.5)
-    assert isinstance(made, Eagle)
+    made = head_learner("jakiro", target(), loss="fkl", unrolled=2, contrast=share, regression=2.0, decay=0.5)
+    assert isinstance(made, EagleObjective)
     model, head = target(), made.head
     with torch.no_grad():
         found = made(given)
@@ -109,11 +110,11 @@ def test_a_jakiro_learns_both_guesses_of_each_pass():
 
 @pytest.mark.parametrize("trunk", ["eagle", "eagle3"])
 def test_specialists_begin_as_their_parent_and_learn_apart(tmp_path, trunk):
-    given, parents = batch(), {"eagle": eagle_learner, "eagle3": eagle3_learner}
-    parent = parents[trunk](target(), loss=ForwardKl(), unrolled=GAMMA)
-    parent.dtype = torch.float32
+    given = batch()
+    parent = head_learner(trunk, target(), loss="fkl", unrolled=GAMMA)
+    parent.context = replace(parent.context, dtype=torch.float32)
     parent.write(tmp_path)
-    made = poss_learner(target(), loss=ForwardKl(), unrolled=GAMMA, begin=str(tmp_path))
+    made = head_learner("poss", target(), loss="fkl", unrolled=GAMMA, init_from=str(tmp_path))
     assert 1 + len(made.head.specialists) == GAMMA
     for mine, theirs in zip(learnt_logits(made, given), learnt_logits(parent, given), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
@@ -126,36 +127,36 @@ def test_specialists_begin_as_their_parent_and_learn_apart(tmp_path, trunk):
 
 def test_specialists_of_eagle3_have_its_norms_and_keep_them_on_disk(tmp_path):
     norms, given = {"fc_norm": True, "norm_output": True, "norm_before_residual": True}, batch()
-    made = poss_learner(target(), loss=None, trunk="eagle3", unrolled=GAMMA, **norms)
+    made = head_learner("poss", target(), trunk="eagle3", unrolled=GAMMA, **norms)
     with torch.no_grad():
         for name, weight in made.head.named_parameters():
             if "norm" in name:
                 weight.mul_(torch.linspace(0.5, 2.0, weight.numel()))
-    made.dtype = torch.float32
+    made.context = replace(made.context, dtype=torch.float32)
     made.write(tmp_path)
-    again = poss_learner(target(), loss=None, unrolled=GAMMA, begin=str(tmp_path))
+    again = head_learner("poss", target(), unrolled=GAMMA, init_from=str(tmp_path))
     for before, after in zip(learnt_logits(made, given), learnt_logits(again, given), strict=True):
         assert torch.allclose(before, after, atol=1e-5)
-    plain = poss_learner(target(), loss=None, trunk="eagle3", unrolled=GAMMA)
+    plain = head_learner("poss", target(), trunk="eagle3", unrolled=GAMMA)
     assert len(list(plain.head.named_parameters())) < len(list(made.head.named_parameters()))
-    with pytest.raises(InputError, match="are for trunk eagle3"):
-        poss_learner(target(), loss=None, **norms)
+    with pytest.raises(InputError, match="for trunk eagle3 alone"):
+        head_learner("poss", target(), **norms)
 
 
 def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     for make, wrong, message in [
-        (griffin_learner, {"align_shift": 2}, "align_shift must be 1"),
-        (griffin_learner, {"align_top": 0}, "align_top must be >= 1"),
-        (griffin_learner, {"likeliest": -1.0}, "likeliest must be >= 0"),
-        (jakiro_learner, {"contrast": -1.0}, "contrast must be >= 0"),
-        (jakiro_learner, {"mixture": "both"}, "mixture must be one of features, gate, half"),
-        (poss_learner, {"trunk": "medusa"}, "trunk must be eagle or eagle3"),
-        (poss_learner, {"stride": 0}, "stride must be >= 1"),
-        (poss_learner, {"stride": 3, "unrolled": 2}, "unrolled must be >= 3, got 2"),
+        ("griffin", {"align_shift": 2}, "align_shift must be one of 0, 1"),
+        ("griffin", {"align_top": 0}, "align_top must be >= 1"),
+        ("griffin", {"likeliest": -1.0}, "likeliest must be >= 0"),
+        ("jakiro", {"contrast": -1.0}, "contrast must be >= 0"),
+        ("jakiro", {"mixture": "both"}, "mixture must be one of features, gate, half"),
+        ("poss", {"trunk": "medusa"}, "trunk must be one of eagle, eagle3"),
+        ("poss", {"stride": 0}, "stride must be >= 1"),
+        ("poss", {"stride": 3, "unrolled": 2}, "unrolled must be >= 3, got 2"),
     ]:
         with pytest.raises(InputError, match=message):
-            make(target(), loss=None, **wrong)
-    made = poss_learner(target(), loss=None, unrolled=6, stride=2)
+            head_learner(make, target(), **wrong)
+    made = head_learner("poss", target(), unrolled=6, stride=2)
     made.write(tmp_path)
     with pytest.raises(InputError, match=r"unrolled must be >= 5"):
-        poss_learner(target(), loss=None, unrolled=4, begin=str(tmp_path))
+        head_learner("poss", target(), unrolled=4, init_from=str(tmp_path))

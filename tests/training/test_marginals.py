@@ -5,8 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from outrider.training.eagle import eagle_learner
-from outrider.training.parallel import Parallel, parallel_learner
 
 from outrider import catalog
 from outrider.core.types import InputError
@@ -15,11 +13,11 @@ from outrider.heads.parts.backoff import FILE
 from outrider.learning.divergences import divergence
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
-from outrider.training.blockwise import Blockwise, blockwise_learner
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
 from outrider.training.positions import slot_balanced
 from tests.training.test_heads import GAMMA, SETTINGS, batch, documents, learner, learnt_logits, repeated, target
+from tests.world.learners import head_learner
 from tests.world.zoo import VOCAB
 
 FORMS = ("parallel", "parallel, of states")
@@ -117,8 +115,8 @@ def test_balanced_slots_have_the_same_weight_however_few_groups_are_drawn():
 
 
 def test_without_slots_the_head_is_an_eagle_head():
-    parent = eagle_learner(target(), loss=None)
-    child = parallel_learner(target(), loss=None, num_slots=0)
+    parent = head_learner("eagle", target())
+    child = head_learner("parallel", target(), slots=0)
     state = parent.head.state_dict()
     child.head.load_state_dict(state | {"slots": child.head.slots})
     [mine], [theirs] = learnt_logits(child, batch(), 1), learnt_logits(parent, batch(), 1)
@@ -152,7 +150,7 @@ def test_a_step_of_one_head_has_the_loss_of_that_head():
 
 
 def test_heads_that_learn_one_at_a_time_all_learn(tmp_path):
-    made = blockwise_learner(target(), loss=divergence("fkl"), num_heads=GAMMA, one_head=True)
+    made = head_learner("blockwise", target(), loss="fkl", depth=GAMMA, one_head=True)
     before = {name: weight.clone() for name, weight in made.named_parameters()}
     with torch.no_grad():
         first = float(made.eval()(batch()).total)
@@ -163,7 +161,7 @@ def test_heads_that_learn_one_at_a_time_all_learn(tmp_path):
 
 
 def test_the_ngram_model_of_the_texts_is_written_beside_the_heads(tmp_path):
-    made = blockwise_learner(target(), loss=None, num_heads=2, documents=documents(), least=1)
+    made = head_learner("blockwise", target(), depth=2, documents=documents(), least=1)
     made.write(tmp_path)
     lm = LanguageModel(target(), max_slots=1)
     drafter = catalog.make("drafter", f"blockwise:path={tmp_path},paths=2").bind(TargetInfo.of(lm, None))
@@ -171,10 +169,10 @@ def test_the_ngram_model_of_the_texts_is_written_beside_the_heads(tmp_path):
     text = documents()[0].tokens
     score = drafter.model.score(text[None, :2], np.arange(VOCAB)[None])[0]
     assert score.argmax() == text[2]
-    further = blockwise_learner(target(), loss=None, begin=str(tmp_path))
+    further = head_learner("blockwise", target(), init_from=str(tmp_path))
     assert np.array_equal(further.grams.keys[1], drafter.model.keys[1])
     bare = tmp_path / "bare"
-    blockwise_learner(target(), loss=None, num_heads=2, documents=documents(), order=0).write(bare)
+    head_learner("blockwise", target(), depth=2, documents=documents(), order=0).write(bare)
     assert not (bare / FILE).exists()
 
 
@@ -191,7 +189,7 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
         (parallel_learner, {"begin": str(tmp_path)}, r"no config\.json"),
     ):
         with pytest.raises(InputError, match=message):
-            make(target(), loss=None, **wrong)
+            make(target(), **wrong)
     with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("parallel").judged(batch(), 4)
     wider = target()
@@ -199,4 +197,4 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     for kind, make in (("blockwise", blockwise_learner), ("parallel", parallel_learner)):
         learner(kind).write(tmp_path / kind)
         with pytest.raises(InputError, match="for hidden states of width 32 and 64 tokens"):
-            make(wider, loss=None, begin=str(tmp_path / kind))
+            make(wider, init_from=str(tmp_path / kind))

@@ -4,7 +4,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -184,6 +184,7 @@ class FeatureState(TreeState):
         return kept
 
 
+@runtime_checkable
 class FeatureModule(Protocol):
     """What computes for a `FeatureDrafter`: a `FeatureHead`, or something with these functions of it."""
 
@@ -387,7 +388,7 @@ class FeatureDrafter(OwnFeatures[Features]):
     reads: tuple[int, ...]
 
     @classmethod
-    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> Self:
+    def of(cls, head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> "FeatureDrafter":
         """The drafter with a head, where the user wants it."""
         return cls(**cls.fields_of(head, target, trained))
 
@@ -438,7 +439,7 @@ class FeatureOptions(HeadOptions):
         noise: Strength of the noise on the target's features.
     """
 
-    decay: float = loss(0.8)
+    decay: float = loss(0.8, above=0)
     unrolled: int = loss(1, least=1)
     noise: float = loss(0.0, least=0)
 

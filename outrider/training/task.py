@@ -1,0 +1,377 @@
+"""A run of training from beginning to end: texts, the target's answers and states, the loop, the report.
+
+`train_head` trains a head of the catalog; the command line, Python and recipes call it. `train_drafter` does the same
+with any learner.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from outrider.assembly import assemble
+from outrider.core.types import InputError, Sampling
+from outrider.heads.objective import HeadContext
+from outrider.heads.spec import HeadSpec
+from outrider.learning.batch import Document
+from outrider.learning.divergences import CHUNK, HARD, divergence
+from outrider.learning.learner import Learner
+from outrider.learning.options import HeadOptions
+from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.open import open_config, open_model, open_tokenizer
+from outrider.setup import Setup
+from outrider.training.data.batches import Batches
+from outrider.training.data.capture import capture
+from outrider.training.data.documents import fingerprint_of
+from outrider.training.data.records import read_documents
+from outrider.training.data.regenerate import GenerationRequest, regenerate
+from outrider.training.data.shards import Captured, Contents
+from outrider.training.data.sources import Part
+from outrider.training.distill import Data, Distilled, distilled
+from outrider.training.estimate import Work, estimate, trial
+from outrider.training.loop import processes
+from outrider.training.loop.checkpoint import make_folder, newest
+from outrider.training.loop.journal import read
+from outrider.training.loop.settings import Settings
+from outrider.training.loop.steps import FOLDER, Progress, Trained, claimed, place, train
+from outrider.training.loop.watch import Watch, hold_out
+from outrider.training.options import DataOptions, DistillOptions, SteerOptions, WatchOptions
+from outrider.training.positions import positions_of
+from outrider.training.steer import steered_learner
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWERS = "answers.jsonl"
+"""The file of the target's answers, in the folder of the run."""
+STATES = "states"
+"""The folder of the target's captured states, in the folder of the run."""
+HELD_OUT = 0.05
+"""Share of the documents that is watched if no other file is named."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainTask:
+    """What is trained for whom, on what, and where it goes.
+
+    Attributes:
+        target: The target's directory or hub id.
+        out: Folder of the result. If it holds this run, the run goes on where it stopped.
+        settings: How to train.
+        data: The texts.
+        watch: What is measured beside.
+        drafter: The draft model that answers prompts faster, or that is trained; None: there is none.
+        estimate: Whether memory and hours are estimated, and nothing is trained.
+    """
+
+    target: str
+    out: Path
+    settings: Settings = field(default_factory=Settings)
+    data: DataOptions
+    watch: WatchOptions = field(default_factory=WatchOptions)
+    drafter: str | None = None
+    estimate: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run is about, beside its task.
+
+    Attributes:
+        name: The drafter's name in the catalog.
+        learner: Makes the learner from the target and the data.
+        divergence: Name of the loss.
+        about: What a run must keep when it goes on, beside what every run has.
+        regenerated: Whether the target answers the prompts of the corpus first.
+    """
+
+    name: str
+    learner: Callable[[HeadContext], Learner]
+    divergence: str
+    about: Mapping[str, Any]
+    regenerated: bool
+
+
+def train_head(spec: HeadSpec, options: HeadOptions, task: TrainTask, console: Console | None = None) -> dict[str, Any]:
+    """Train a head and write it.
+
+    Args:
+        options: Of the class `spec.options`.
+        console: Where progress is shown; None shows nothing.
+
+    Returns:
+        What was reached, as values of JSON: `out`, `step`, `log`, the acceptance `before` and `after`, and more.
+
+    Raises:
+        InputError: An option is not allowed, the data cannot be read, or the folder holds another run.
+    """
+    options.check()
+    plan = Plan(
+        name=spec.name,
+        learner=lambda context: spec.learner(options, context),
+        divergence=options.divergence,
+        about={**options.identity(), "head": spec.name, "texts": _texts(task)},
+        regenerated=task.data.regenerate,
+    )
+    return train_drafter(plan, task, console)
+
+
+def distill(options: DistillOptions, task: TrainTask, console: Console | None = None) -> dict[str, Any]:
+    """Train a draft model, `task.drafter`. Returns and raises as `train_head`."""
+    positions_of(options.positions, limit=1, seed=0)
+    data = Data.of(options.texts)
+
+    def learner(context: HeadContext) -> Learner:
+        return distilled(
+            str(task.drafter),
+            context.target,
+            context.tokenizer,
+            loss=options.divergence,
+            data=data,
+            seed=context.seed,
+            device=context.place,
+            positions=options.positions,
+        )
+
+    about = {"texts": options.texts, "positions": options.positions}
+    plan = Plan(name="model", learner=learner, divergence=options.divergence, about=about, regenerated=data.regenerated)
+    return train_drafter(plan, task, console)
+
+
+def steer(options: SteerOptions, task: TrainTask, console: Console | None = None) -> dict[str, Any]:
+    """Train a draft model, `task.drafter`, and what steers it. Returns and raises as `train_head`."""
+    positions_of(options.positions, limit=1, seed=0)
+
+    def learner(context: HeadContext) -> Learner:
+        return steered_learner(
+            str(task.drafter),
+            context.target,
+            context.tokenizer,
+            loss=options.divergence,
+            num_speculative_tokens=context.depth,
+            device=context.place,
+            rank=options.rank,
+            taps=options.taps,
+            frozen=options.frozen,
+            positions=options.positions,
+            seed=context.seed,
+        )
+
+    told = {
+        name: value for name, value in options.identity().items() if name in ("rank", "taps", "frozen", "positions")
+    }
+    plan = Plan(
+        name="steered",
+        learner=learner,
+        divergence=options.divergence,
+        about={**told, "texts": _texts(task)},
+        regenerated=task.data.regenerate,
+    )
+    return train_drafter(plan, task, console)
+
+
+def _texts(task: TrainTask) -> str:
+    """What is learnt on, in a word."""
+    return "target" if task.data.regenerate else "fixed"
+
+
+def train_drafter(plan: Plan, task: TrainTask, console: Console | None = None) -> dict[str, Any]:
+    """Train a drafter as a plan says. Arguments and errors are those of `train_head`."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    # Wrong names are told before anything is loaded.
+    if plan.divergence != HARD:
+        divergence(plan.divergence)
+    device = place(task.settings)
+    with claimed(task.out):
+        return _trained(plan, task, device, console or Console(quiet=True))
+
+
+def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console) -> dict[str, Any]:
+    """The same, once the folder is held."""
+    settings, tokenizer = task.settings, open_tokenizer(task.target)
+    learnt, watched = _documents(plan, task, tokenizer, console=console)
+    target = open_model(task.target, device=device).requires_grad_(False)
+    context = HeadContext(
+        target=target,
+        tokenizer=tokenizer,
+        documents=learnt,
+        depth=task.watch.depth,
+        max_length=settings.max_length,
+        seed=settings.seed,
+        device=device,
+    )
+    learner = plan.learner(context)
+    about = {
+        **plan.about,
+        "target": Path(task.target).name,
+        "drafter": None if task.drafter is None else Path(task.drafter).name,
+        "divergence": plan.divergence,
+        "documents": fingerprint_of(learnt),
+        "held_out": fingerprint_of(watched),
+        "capture": task.data.capture,
+        **asdict(task.watch),
+    }
+    console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
+    captured = _captured(task, learner, target, learnt, console) if task.data.capture and not task.estimate else None
+    batches = Batches(
+        learnt, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed, captured=captured
+    )
+    watch = Watch(
+        watched,
+        depth=task.watch.depth,
+        max_length=settings.max_length,
+        temperature=1 if task.watch.watch_temperature else 0,
+    )
+    if task.estimate or newest(task.out / FOLDER) is None:
+        planned = _estimated(learner, target, batches, settings)
+        console.print(planned, style="cyan")
+        if task.estimate:
+            return {"estimate": planned}
+    with _shown(console) as show:
+        done = train(learner, batches, settings, task.out, watch, show, about=about)
+    found = learner.found(done.out, watch.batches()) if processes.is_first() else {}
+    return _record(task, done) | dict(found) if processes.is_first() else {}
+
+
+def _estimated(learner: Learner, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
+    """The memory and the time that training will take: from the models, and from a few passes."""
+    rows = min(settings.micro_batch_size or settings.batch_size, max(1, settings.batch_size // processes.count()))
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    work = Work(
+        rows=rows,
+        length=settings.max_length,
+        chunk=CHUNK,
+        activation_bytes=4 if half is None else 2,
+        num_shards=processes.num_shards(),
+    )
+    trained = [p for p in learner.parameters() if p.requires_grad]
+    if isinstance(learner, Distilled):
+        planned = str(estimate(learner.model, target, work, target_bytes=target.dtype.itemsize))
+    else:
+        planned = f"{sum(p.numel() for p in trained):,} trained parameters"
+    batch = batches.share(batches.batch(0), range(rows)).to(target.device)
+
+    def loss() -> torch.Tensor:
+        with torch.autocast(target.device.type, dtype=half, enabled=half is not None):
+            found = learner(batch)
+        return found.total / max(1.0, float(found.weight))
+
+    timed = trial(loss, trained, num_tokens=int(batch.lengths.sum()))
+    return f"{planned}\n{timed}"
+
+
+def _documents(
+    plan: Plan, task: TrainTask, tokenizer: "PreTrainedTokenizerBase | None", *, console: Console
+) -> tuple[Sequence[Document], Sequence[Document]]:
+    """The documents to learn from, and those to watch."""
+    data, part = task.data, _part(task.data)
+    # What is longer than the target's context cannot be captured as a whole.
+    most = Anatomy.of(open_config(task.target)).longest_context if data.capture else None
+    if plan.regenerated:
+        corpus = read_documents(_answers(task, console), tokenizer, max_tokens=most)
+    else:
+        corpus = read_documents(data.data, tokenizer, part=part, limit=data.limit, max_tokens=most)
+    if data.held_out:
+        return corpus, read_documents(
+            data.held_out, tokenizer, part=replace(part, split=data.held_out_split or data.split)
+        )
+    return hold_out(corpus, HELD_OUT, seed=task.settings.seed)
+
+
+def _part(data: DataOptions) -> Part:
+    """The part of the corpus to read, and what it calls its fields."""
+    return Part(split=data.split, config=data.subset, columns=data.columns)
+
+
+def _answers(task: TrainTask, console: Console) -> Path:
+    """The file of the target's answers to the prompts of the corpus. The first process of each machine writes it."""
+    folder, data, part = task.out / FOLDER, task.data, _part(task.data)
+    make_folder(folder)
+    if processes.is_first_of_machine():
+        drafter = "suffix" if task.drafter is None else f"model:path={task.drafter}"
+        engine = assemble(Setup(target=task.target, drafter=drafter, device=task.settings.device))
+        width = engine.parts.target.vocab_size
+        corpus = read_documents(
+            data.data, engine.tokenizer, part=part, limit=data.limit, prompts=True, vocab_size=width
+        )
+        wanted = max(1, task.settings.max_length // 2)
+        generation = GenerationRequest(sampling=Sampling(seed=task.settings.seed), max_new_tokens=wanted)
+        console.print(f"the target answers {len(corpus):,} prompts", style="cyan")
+        done = regenerate(engine, corpus, folder / ANSWERS, generation)
+        if done.failed:
+            console.print(f"{len(done.failed):,} prompts have no answer", style="red")
+    processes.wait()
+    return folder / ANSWERS
+
+
+def _captured(
+    task: TrainTask, learner: Learner, target: PreTrainedModel, documents: Sequence[Document], console: Console
+) -> Captured:
+    """The target's states along the corpus. The first process of each machine captures those that are not there."""
+    if not learner.captured_taps:
+        raise InputError(
+            "capture needs texts that stay as they are and a loss that reads the target; leave out capture, on_policy "
+            "and ce"
+        )
+    folder = task.out / FOLDER / STATES
+    if processes.is_first_of_machine():
+        columns = (
+            TextColumn("captured"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        with Bars(*columns, console=console, disable=console.quiet) as bars:
+            bar = bars.add_task("captured", total=len(documents))
+            capture(
+                target,
+                documents,
+                Contents(taps=learner.captured_taps),
+                out=folder,
+                progress=lambda count: bars.update(bar, completed=count),
+            )
+    processes.wait()
+    return Captured.open(folder, model=target, documents=documents)
+
+
+@contextmanager
+def _shown(console: Console) -> Iterator[Callable[[Progress], None]]:
+    """A bar of the steps, with the loss, the last measurement and the time left."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bars(*columns, TextColumn("{task.fields[said]}"), console=console, disable=console.quiet) as bars:
+        bar = bars.add_task("training", total=None, said="")
+
+        def show(progress: Progress) -> None:
+            said = f"{progress.seconds_left or 0:.0f} s left"
+            if progress.loss is not None:
+                said += f", loss {progress.loss:.4f}"
+            if progress.watched is not None:
+                said += f", block efficiency {progress.watched.block_efficiency:.3f}"
+            bars.update(bar, total=progress.steps, completed=progress.step, said=said)
+
+        yield show
+
+
+def _record(task: TrainTask, done: Trained) -> dict[str, Any]:
+    """What was reached."""
+    lines = read(done.log)
+    watched = [line for line in lines if line["kind"] == "watch"]
+    record: dict[str, Any] = {"out": str(done.out), "step": done.step, "log": str(done.log)}
+    if watched:
+        kept = next((line for line in watched if line["step"] == done.step), watched[-1])
+        names = ("block_efficiency", "block_efficiency_greedy")
+        judged = names[0] if task.watch.watch_temperature else names[1]
+        first, *later = (line[judged] for line in watched)
+        record |= {"before": {name: watched[0][name] for name in names}, "after": {name: kept[name] for name in names}}
+        record |= {"improved": kept[judged] > first, "score_before": first, "score_later": max(later, default=first)}
+    return record
