@@ -5,7 +5,7 @@ DeepSeek 2026, https://arxiv.org/abs/2607.05147
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from outrider.core.inputs import InputError, unknown
 from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.protocol import Rows
 from outrider.heads.dflash import DFlashHead
-from outrider.heads.objective import HeadContext
 from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOptions, BlockState, TrainedBlocks
@@ -185,13 +184,6 @@ class DSparkHead(DFlashHead):
             self.confidence_head = ConfidenceHead(config.layers.hidden_size, rank)
 
     @classmethod
-    def new(cls, options: DSparkOptions, context: HeadContext) -> Self:  # type: ignore[override]
-        head = super().new(options, context)
-        # The head begins as one without it.
-        nn.init.zeros_(head.markov_head.markov_w2.weight)
-        return head
-
-    @classmethod
     def sizes(cls, options: DSparkOptions) -> dict[str, Any]:
         return {
             "from_anchor": True,
@@ -199,6 +191,11 @@ class DSparkHead(DFlashHead):
             "markov_rank": options.markov_rank,
             "confidence": "markov" if options.confidence else None,
         }
+
+    def draw(self) -> None:
+        super().draw()
+        # The head begins as one without it.
+        nn.init.zeros_(self.markov_head.markov_w2.weight)
 
     def informed(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
@@ -317,7 +314,8 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         with torch.no_grad():
             for weight in (*markov.parameters(), *judge.parameters()):
                 weight.copy_(torch.randn(weight.shape, generator=dice))
-        return replace(super().on_tables(vocab_size, seed), markov=markov, judge=judge)
+        found = cast(DSparkDrafter, super().on_tables(vocab_size, seed))
+        return replace(found, markov=markov, judge=judge)
 
     @property
     def _head(self) -> MarkovHead:

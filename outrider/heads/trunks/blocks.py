@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -216,12 +216,11 @@ class BlockHead(Head):
             self.register_buffer("d2t", torch.zeros(config.num_outputs or 0, dtype=torch.long))
 
     @classmethod
-    def new(cls, options: BlockOptions, context: HeadContext) -> Self:
+    def new(cls, options: BlockOptions, context: HeadContext) -> "BlockHead":
         """A new head, with layers as wide as the target's."""
         info, ends = context.info, context.info.ends()
         mask_id = options.mask_token_id
-        if mask_id is None:
-            mask_id = unknown_token(context.target, context.tokenizer)
+        mask_id = unknown_token(context.target, context.tokenizer) if mask_id is None else mask_id
         known = context.target.get_input_embeddings().weight.shape[0]
         if not 0 <= mask_id < known:
             raise InputError(f"mask_token_id must be in 0..{known - 1}, the target's tokens, got {mask_id}")
@@ -235,15 +234,12 @@ class BlockHead(Head):
             **cls.sizes(options),
         )
         head = cls(config, ends, info.vocab_size)
-        for module in head.modules():
-            if isinstance(module, nn.Linear):
-                # As large as trained ones: with smaller ones the mask's own embedding drowns what layers add to it.
-                nn.init.normal_(module.weight, std=module.in_features**-0.5)
         head.check_depth(context.depth)
+        head.draw()
         return head
 
     @classmethod
-    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> Self:
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockHead":
         path, answers = checkpoint.path, trained if isinstance(trained, Answers) else Answers()
         config = block_config(checkpoint.config, path, answers)
         if config.method != cls.method:
@@ -265,8 +261,8 @@ class BlockHead(Head):
         return made(lambda: cls(config, ends, target.vocab_size), tensors, path)
 
     @classmethod
-    def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> Self:
-        head = super().init_from(place, options, context)
+    def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "BlockHead":
+        head: Any = super().init_from(place, options, context)
         if head.config.num_outputs is not None:
             raise InputError(
                 f"the head in {place.path} has an output layer of its own, and only heads that use their target's can "
@@ -279,6 +275,13 @@ class BlockHead(Head):
     def sizes(cls, options: Any) -> dict[str, Any]:
         """What the config of a new head says beside what all heads on this trunk say."""
         return {}
+
+    def draw(self) -> None:
+        """Draw the weights of a new head."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                # As large as trained ones: with smaller ones the mask's own embedding drowns what layers add to it.
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
 
     @abstractmethod
     def contexts(self, features: Float[Tensor, "*batch dim"]) -> Sequence[Float[Tensor, "*batch hidden"]]:
@@ -496,7 +499,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
     from_anchor: bool = False
 
     @classmethod
-    def of(cls, head: BlockHead, target: TargetInfo, trained: TrainedHead) -> Self:
+    def of(cls, head: BlockHead, target: TargetInfo, trained: TrainedHead) -> "BlockDrafter":
         """The drafter with a head, where the user wants it."""
         config, ids = head.config, head.ids
         return cls(
