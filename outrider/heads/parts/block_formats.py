@@ -128,9 +128,10 @@ class Answers:
     """What a user says of a head whose files leave it open.
 
     Attributes:
-        mask_token_id: The token that stands for an unknown token.
-        sample_from_anchor: Whether the anchor's position guesses the first token.
-        causal: Whether a position of a block sees no later one of it.
+        mask_token_id: The token that stands for an unknown token, where the files do not say it.
+        sample_from_anchor: Whether the anchor's position guesses the first token, where the files do not say it.
+        causal: Whether a position of a block sees no later one of it, where the files do not say it (JetSpec heads: it
+            does not).
     """
 
     mask_token_id: int | None = None
