@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import Frontier, Guess, InputError, Running
-from outrider.drafters.dflash import DFlashDrafter, DFlashPath
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.protocol import Rows
 from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssistant
-from outrider.heads.block_formats import ASSISTANTS
 from outrider.heads.checkpoint import read_config
+from outrider.heads.dflash import SPEC as DFLASH
+from outrider.heads.parts.block_formats import ASSISTANTS
+from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.target_info import TargetInfo
 
@@ -142,12 +143,12 @@ class AssistantPath(HeadPath):
     def recognises(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
         return config.get("model_type") in (*SINGLE_POSITION, *ASSISTANTS)
 
-    def bind(self, target_info: TargetInfo) -> AssistantDrafter | DFlashDrafter:
+    def bind(self, target_info: TargetInfo) -> AssistantDrafter | BlockDrafter:
         """Load the assistant."""
         kind = read_config(self.path, revision=self.revision).get("model_type")
         if kind in ASSISTANTS:
-            drafter = DFlashPath(**vars(self)).bind(target_info)
-            if target_info.num_layers in drafter.tapped:
+            drafter = DFLASH.at(**vars(self)).bind(target_info)
+            if target_info.num_layers in drafter.taps:
                 raise InputError(
                     f"the assistant in {self.path} reads what leaves the target's last layer, and its config does not "
                     "say whether before or after the final norm; give the target that it was published with"

@@ -3,8 +3,6 @@
 from outrider.core.row import LEVIATHAN, Row
 from outrider.drafters.assistant import AssistantPath
 from outrider.drafters.blockwise_path import BlockwisePath
-from outrider.drafters.dflash import DFlarePath, DFlashPath
-from outrider.drafters.dspark import DSparkPath
 from outrider.drafters.hydra import HydraPath
 from outrider.drafters.medusa import MedusaPath
 from outrider.drafters.mlp_speculator import MLPSpeculatorPath
@@ -132,21 +130,21 @@ DRAFTERS = (
     Row(
         family="drafter",
         name="dflash",
-        home=DFlashPath,
+        home="outrider.heads.dflash:SPEC",
         summary="a head that guesses a block of tokens in one forward, each without the others",
         source="DFlash 2026, https://arxiv.org/abs/2602.06036",
     ),
     Row(
         family="drafter",
         name="dflare",
-        home=DFlarePath,
+        home="outrider.heads.dflare:SPEC",
         summary="dflash with a mixture of the target's layers for each layer of the head",
         source="Tencent 2026, https://github.com/Tencent/AngelSlim",
     ),
     Row(
         family="drafter",
         name="dspark",
-        home=DSparkPath,
+        home="outrider.heads.dspark:SPEC",
         summary="dflash with a sequential head that corrects each guess by the token before it",
         source="DeepSeek 2026, https://arxiv.org/abs/2607.05147",
     ),

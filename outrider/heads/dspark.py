@@ -3,16 +3,43 @@ r"""DSpark: DFlash with a small sequential head, which corrects each guess by th
 DeepSeek 2026, https://arxiv.org/abs/2607.05147
 """
 
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from outrider.core.inputs import unknown
-from outrider.core.types import InputError
-from outrider.heads.dflash import BlockConfig, DFlash, Method
+from outrider.core.inputs import InputError, unknown
+from outrider.core.types import Frontier, Guess, Running
+from outrider.drafters.protocol import Rows
+from outrider.heads.dflash import DFlashHead
+from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOptions, BlockState, TrainedBlocks
+from outrider.learning.options import size
+from outrider.lm.head import HeadLM
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.trees.chained import Follow
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkOptions(BlockOptions):
+    """Train a DSpark head: DFlash with a small sequential head that corrects each guess by the token before it.
+
+    Attributes:
+        markov: What a guess is corrected by: the token before it (vanilla), gated by the trunk's output (gated), or all
+            tokens since the anchor (rnn).
+        markov_rank: Width of the sequential head.
+        confidence: Train a head that estimates how likely each guess is accepted, for --length confident.
+    """
+
+    block_size: int = size(7, least=2)
+    markov: str = size("vanilla")
+    markov_rank: int = size(256)
+    confidence: bool = size(True)
 
 
 class MarkovHead(nn.Module):
@@ -130,7 +157,7 @@ class ConfidenceHead(nn.Module):
         return logits[..., 0]
 
 
-class DSpark(DFlash):
+class DSparkHead(DFlashHead):
     r"""A DFlash head whose guess after $y$ has the logits $U_k + W_2 e(y)$, with $U_k$ those of the trunk.
 
     So a guess depends on the tokens of the block before it, and the guesses of a block have a joint law.
@@ -156,6 +183,20 @@ class DSpark(DFlash):
             rank = config.markov_rank if config.confidence == "markov" else 0
             self.confidence_head = ConfidenceHead(config.layers.hidden_size, rank)
 
+    @classmethod
+    def sizes(cls, options: DSparkOptions) -> dict[str, Any]:
+        return {
+            "from_anchor": True,
+            "markov": options.markov,
+            "markov_rank": options.markov_rank,
+            "confidence": "markov" if options.confidence else None,
+        }
+
+    def draw(self) -> None:
+        super().draw()
+        # The head begins as one without it.
+        nn.init.zeros_(self.markov_head.markov_w2.weight)
+
     def informed(
         self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
     ) -> Float[Tensor, "*batch depth inner"]:
@@ -179,7 +220,185 @@ class DSpark(DFlash):
         return logits
 
 
+@dataclass(kw_only=True)
+class SparkState(BlockState):
+    """One request's slot and block, and what the sequential head has read; changes in place.
+
+    Attributes:
+        hidden: The trunk's output features of the positions that guess; None on tables.
+        read: For the root and each expanded node, the state of the sequential head behind it.
+        survival: For each of these, how likely a token drawn there is accepted, with all before it; empty without a
+            confidence head.
+    """
+
+    hidden: Float[Tensor, "depth hidden"] | None = None
+    read: dict[int, Float[Tensor, " rank"]] = field(default_factory=dict)
+    survival: dict[int, Float[Tensor, ""]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DSparkDrafter(BlockDrafter[SparkState]):
+    r"""Guess after a node of token $y$ at depth k with the logits $U_k + W_2 e(y)$, in chains and in trees.
+
+    $U_k$ is the trunk's guess for that depth. $e$ may depend on the tokens between the anchor and $y$ too.
+
+    Attributes:
+        markov: The sequential head; None: that of `lm`.
+        judge: The confidence head beside `markov`.
+
+    References:
+        DeepSeek 2026. https://arxiv.org/abs/2607.05147
+    """
+
+    rows: ClassVar[Rows] = "sampled"
+    state: ClassVar[type[Any]] = SparkState
+
+    markov: MarkovHead | None = None
+    judge: ConfidenceHead | None = None
+
+    @property
+    def estimates(self) -> bool:
+        return self._judge is not None
+
+    @torch.inference_mode()
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        first = 0 if self.from_anchor else 1
+        extension = self.run_block(states, depths)
+        blocks = extension.logits.split(list(depths))
+        for i, (state, block, depth) in enumerate(zip(states, blocks, depths, strict=True)):
+            own = self.own(state)
+            own.block, own.read, own.survival = block, {}, {}
+            if extension.features is not None:
+                begin = i * self.block_size + first
+                own.hidden = extension.features[begin : begin + depth]
+        anchors = torch.tensor([state.tokens[-1] for state in states])
+        root = np.zeros(len(states), dtype=np.int64)
+        logits, read = self._corrected(states, root, anchors, self._head.start(len(states)))
+        for state, row in zip(states, read, strict=True):
+            self.own(state).read[0] = row
+        survival = self._survival(states, root, root, root - 1, anchors)
+        return Guess(logits=logits, short_list=self.short_list, survival=survival)
+
+    @torch.inference_mode()
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        owners = [states[owner] for owner in frontier.owners.tolist()]
+        above = zip(owners, frontier.parents.tolist(), strict=True)
+        before = torch.stack([self.own(owner).read[parent] for owner, parent in above])
+        logits, read = self._corrected(owners, frontier.depths, frontier.tokens, before)
+        for owner, node, row in zip(owners, frontier.nodes.tolist(), read, strict=True):
+            self.own(owner).read[node] = row
+        survival = self._survival(owners, frontier.depths, frontier.nodes, frontier.parents, frontier.tokens)
+        return Guess(logits=logits, short_list=self.short_list, survival=survival)
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        left, depth = np.array(counts), 0
+        read = torch.stack([self.own(state).read[0] for state in states])
+
+        @torch.inference_mode()
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            nonlocal left, depth, read
+            if not (left > 0).all():
+                read = read[torch.from_numpy(np.flatnonzero(left > 0)).to(read.device)]
+            depth += 1
+            alive = [state for state, count in zip(states, counts, strict=True) if count >= depth]
+            left = left[left > 0] - 1
+            logits, read = self._corrected(alive, np.full(len(alive), depth), tokens, read)
+            return logits
+
+        return step
+
+    def on_tables(self, vocab_size: int, seed: int) -> "DSparkDrafter":
+        markov = MarkovHead(vocab_size, vocab_size, vocab_size, 0).double()
+        judge = ConfidenceHead(0, vocab_size).double()
+        dice = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in (*markov.parameters(), *judge.parameters()):
+                weight.copy_(torch.randn(weight.shape, generator=dice))
+        found = cast(DSparkDrafter, super().on_tables(vocab_size, seed))
+        return replace(found, markov=markov, judge=judge)
+
+    @property
+    def _head(self) -> MarkovHead:
+        return self.markov or cast(DSparkHead, cast(HeadLM, self.lm).running).markov_head
+
+    @property
+    def _judge(self) -> ConfidenceHead | None:
+        if self.markov is not None:
+            return self.judge
+        return cast(DSparkHead, cast(HeadLM, self.lm).running).confidence_head
+
+    def _survival(
+        self,
+        states: Sequence[Running],
+        depths: Int[np.ndarray, " n"],
+        nodes: Int[np.ndarray, " n"],
+        parents: Int[np.ndarray, " n"],
+        tokens: Int[Tensor, " n"],
+    ) -> Float[Tensor, " n"] | None:
+        """How likely a token drawn behind each node is accepted, with all before it; None without a confidence head."""
+        if (judge := self._judge) is None:
+            return None
+        pairs = list(zip(map(self.own, states), depths.tolist(), strict=True))
+        hidden = None
+        if all(own.hidden is not None for own, _ in pairs):
+            hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
+        device = judge.proj.weight.device
+        chances = judge(hidden, self._head.markov_w1(tokens.to(device, non_blocking=True))).sigmoid()
+        found = []
+        for (own, _), node, parent, chance in zip(pairs, nodes.tolist(), parents.tolist(), chances, strict=True):
+            own.survival[node] = chance * own.survival[parent] if parent >= 0 else chance
+            found.append(own.survival[node])
+        return torch.stack(found)
+
+    def _corrected(
+        self,
+        states: Sequence[Running],
+        depths: Int[np.ndarray, " n"],
+        tokens: Int[Tensor, " n"],
+        before: Float[Tensor, "n rank"],
+    ) -> tuple[Float[Tensor, "n width"], Float[Tensor, "n rank"]]:
+        """Guesses after some nodes, and the states of the sequential head behind them.
+
+        Args:
+            states: The request of each node.
+            depths: The depth of each node.
+            tokens: The token of each node.
+            before: The state of the sequential head behind its parent.
+        """
+        pairs = list(zip(map(self.own, states), depths.tolist(), strict=True))
+        base = torch.stack([_at(own.block, depth) for own, depth in pairs])
+        hidden = None
+        if all(own.hidden is not None for own, _ in pairs):
+            hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
+        after, read = self._head.step(before, tokens.to(base.device, non_blocking=True), hidden)
+        added = self._head(read)
+        return base + added[:, : base.shape[1]], after
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is a DSpark head."""
+    return method_of(config) == DSparkHead.method
+
+
 def _given(hidden: Float[Tensor, "n hidden"] | None) -> Float[Tensor, "n hidden"]:
     if hidden is None:
         raise ValueError("this sequential head reads the trunk's output features")
     return hidden
+
+
+def _at(rows: Float[Tensor, "depth width"] | None, depth: int) -> Float[Tensor, " width"]:
+    if rows is None:
+        raise RuntimeError("a block is guessed before its nodes are expanded")
+    return rows[depth]
+
+
+SPEC = HeadSpec(
+    name="dspark",
+    head=DSparkHead,
+    drafter=DSparkDrafter,
+    published=published,
+    trained=TrainedBlocks,
+    options=DSparkOptions,
+    objective=BlockObjective,
+    exports=("dspark",),
+)

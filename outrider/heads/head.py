@@ -120,15 +120,19 @@ class TrainedHead:
         """The longest context of the head, at most the target's."""
         return min(self.max_context or target.max_context, target.max_context)
 
-    def lm(self, module: nn.Module, target: TargetInfo) -> HeadLM:
-        """A head's module, or a part of it, as a language model. Its forwards run as the target's do where they can."""
+    def lm(self, module: nn.Module, target: TargetInfo, *, more: int = 0) -> HeadLM:
+        """A head's module, or a part of it, as a language model. Its forwards run as the target's do where they can.
+
+        Args:
+            more: Positions that it has beyond the longest context.
+        """
         placed = module.to(*self.place(target)).eval().requires_grad_(False)
         return beside(
             target.target_forward,
             target.forward,
             placed,
             max_slots=target.max_slots,
-            max_context=self.longest(target),
+            max_context=self.longest(target) + more,
         )
 
     def check_target(self, shape: TargetShape | None, hidden_size: int, target: TargetInfo) -> None:

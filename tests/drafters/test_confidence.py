@@ -1,6 +1,7 @@
 """DSpark's confidence head: what it says, that stopping by it keeps the law, and what it learns."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,18 +12,16 @@ from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
+from outrider.heads.dspark import SPEC, DSparkOptions
+from outrider.heads.objective import HeadContext
 from outrider.learning.batch import Document
-from outrider.learning.block_loss import BlockLoss
-from outrider.learning.divergences import divergence
 from outrider.lengths.confident import ConfidentLength
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.refusals import Cell, refusal
-from outrider.training.blocks import BlockLearner
 from outrider.training.data.batches import Batches
-from outrider.training.fresh_block import Shape, fresh_head
 from outrider.verifiers.token import TokenVerifier
 from tests.world.block_checkpoints import BLOCK, RANK, block_logits, checkpoints
 from tests.world.heads import head
@@ -150,26 +149,29 @@ def documents():
 
 def test_confidence_learns_the_chance_of_acceptance_and_nothing_else_learns_from_it():
     model = tiny("llama").float().requires_grad_(False)
-    shape = Shape(method="dspark", layers=1, block_size=4, markov_rank=6)
-    plain = fresh_head(model, None, Shape(**{**vars(shape), "confidence": False}))
+    options = DSparkOptions(layers=1, block_size=4, markov_rank=6, num_anchors=4)
+    learners = [
+        SPEC.learner(replace(options, confidence=confidence), HeadContext(target=model, depth=4))
+        for confidence in (False, True)
+    ]
+    plain, made = (learner.head for learner in learners)
     trunk = {name for name, _ in plain.named_parameters()}
-    made = fresh_head(model, None, shape)
     assert {name for name, _ in made.named_parameters()} - trunk == {
         "confidence_head.proj.weight",
         "confidence_head.proj.bias",
     }
     made.load_state_dict(plain.state_dict(), strict=False)
-    given = Batches(documents(), num_rows=6, max_length=16, seed=0).batch(0)
+    given = Batches(documents(), batch_size=6, max_length=16, seed=0).batch(0)
     grads = []
-    for each in (plain, made):
-        learner = BlockLearner(each, model, loss=BlockLoss(of=divergence("fkl")), num_anchors=4)
+    for learner in learners:
         loss = learner(given)
         loss.total.backward()
-        grads.append({name: weight.grad.clone() for name, weight in each.named_parameters() if name in trunk})
+        grads.append({name: weight.grad.clone() for name, weight in learner.head.named_parameters() if name in trunk})
     assert all(torch.allclose(grads[0][name], grads[1][name], atol=1e-6) for name in trunk)
     steps = torch.optim.Adam(made.confidence_head.parameters(), lr=0.1)
     losses = []
-    learner = BlockLearner(made.requires_grad_(False), model, loss=BlockLoss(of=divergence("tvd")), num_anchors=4)
+    made.requires_grad_(False)
+    learner = SPEC.objective(made, replace(options, divergence="tvd"), learners[1].context)
     made.confidence_head.requires_grad_(True)
     for _ in range(40):
         loss = learner(given)
@@ -180,8 +182,8 @@ def test_confidence_learns_the_chance_of_acceptance_and_nothing_else_learns_from
     assert losses[-1] < losses[0]
     assert all(math.isfinite(each) for each in losses)
     # Heads without training are right as often as chance has it, and that is what confidence has learnt.
-    found = learner._guesses(learner._with_states(given), learner._context(learner._with_states(given)),
-                             learner.anchors(given), 3)  # fmt: skip
+    whole = learner.with_states(given)
+    found = learner._guesses(whole, learner._context(whole), learner.anchors(given), 3)
     with torch.no_grad():
         said = made.confidence(found.inner).sigmoid()
         rows = model(given.tokens, use_cache=False).logits[found.rows, found.before].softmax(-1)

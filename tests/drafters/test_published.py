@@ -18,11 +18,11 @@ from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.assistant import AssistantDrafter
-from outrider.drafters.dflash import DFlashDrafter
 from outrider.drafters.mtp import MtpDrafter, MtpPath
 from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
+from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.mtp import behind_pattern
@@ -264,7 +264,7 @@ def test_the_assistant_of_muse_glimmer_drafts_what_transformers_drafts(tmp_path)
     target, place = muse_glimmer(size, tmp_path)
     target = target.double()
     busy = engine(target, catalog.make("drafter", str(place)).bind)
-    assert isinstance(busy.parts.drafter, DFlashDrafter)
+    assert isinstance(busy.parts.drafter, BlockDrafter)
     made, drafts = ours(busy, PROMPT, 30)
     assert made == busy.plain().generate([PROMPT], max_new_tokens=30, sampling=GREEDY)[0].tokens
     assistant = AutoModel.from_pretrained(place, dtype=torch.float64)

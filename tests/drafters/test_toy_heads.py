@@ -13,8 +13,8 @@ from outrider import catalog
 from outrider.core.types import Running, Sampling, ShortList
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.head_path import HeadPath
 from outrider.drafters.protocol import Drafter, Observed
+from outrider.drafters.recognition import is_head
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -238,7 +238,8 @@ def test_a_short_list_of_tokens_drafts_these_alone_and_changes_no_output(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_states_what_it_reads_and_keeps(kind):
-    traits = Traits.of(type(head(kind, TargetInfo.of(target(1), None))))
+    row = catalog.rows("drafter").get(kind)
+    traits = Traits.of(toy(kind, TargetInfo.of(target(1), None)).__class__ if row is None else row.kind)
     assert traits.reads_hidden_states
     assert traits.keeps_cache == (kind not in ("blockwise", "medusa", "mlp_speculator"))
     assert not traits.context_pure
@@ -247,7 +248,7 @@ def test_a_head_states_what_it_reads_and_keeps(kind):
 
 
 def test_every_head_of_the_catalog_is_tested_here():
-    named = {name for name, row in catalog.rows("drafter").items() if issubclass(row.make, HeadPath)}
+    named = {name for name, row in catalog.rows("drafter").items() if is_head(row.kind)}
     # Assistants need a target of their own, in test_published.
     assert named - {"assistant"} == set(CHECKPOINTS) == set(KINDS) - {*TOYS, *LAYERS}
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
@@ -17,9 +18,10 @@ from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.heads.block_formats import SPECULATORS, Answers, block_config
-from outrider.heads.blocks import read_block, write_block
-from outrider.heads.dflash import Sight
+from outrider.heads.checkpoint import Checkpoint
+from outrider.heads.objective import HeadContext
+from outrider.heads.parts.block_formats import SPECULATORS, Answers, Sight, block_config
+from outrider.heads.trunks.blocks import BlockHead
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
@@ -35,6 +37,7 @@ from tests.world.block_checkpoints import (
     speculators,
     trunk,
 )
+from tests.world.block_heads import BLOCKS
 from tests.world.zoo import VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
@@ -99,11 +102,19 @@ def engine(drafter: Drafter, lm: LanguageModel, tree: str = "chain", verifier: s
 
 
 def bound(place: str, lm: LanguageModel, **answers: object) -> Drafter:
-    return (
-        catalog.make("drafter", f"{kind_in(place)}:path={place}")
-        .__class__(path=place, **answers)
-        .bind(TargetInfo.of(lm, None))
-    )
+    return catalog.rows("drafter")[kind_in(place)].made(path=place, **answers).bind(TargetInfo.of(lm, None))
+
+
+def read(place: str, model: PreTrainedModel) -> BlockHead:
+    """The head in a folder whose name begins with its kind."""
+    spec = BLOCKS[kind_in(place)]
+    return spec.head.load(Checkpoint(path=place), TargetInfo.of_model(model), spec.at(place))
+
+
+def write(head: BlockHead, folder: Path, model: PreTrainedModel, dtype: torch.dtype | None = None) -> None:
+    """Write a head as training does."""
+    spec = BLOCKS[head.method]
+    spec.objective(head, spec.options(), HeadContext(target=model, dtype=dtype)).write(folder)
 
 
 def kind_in(place: str) -> str:
@@ -134,10 +145,9 @@ def test_a_checkpoint_of_each_layout_guesses_what_a_naive_reference_guesses(tmp_
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in CAUSAL])
 def test_a_head_that_is_written_and_read_again_is_the_same(tmp_path, kind):
     made, model = checkpoints(VOCAB)[kind], tiny("llama")
-    ends = LanguageModel(model, max_slots=1).ends
-    head = read_block(made.save(tmp_path / kind), ends, VOCAB)
-    write_block(head, tmp_path / "again", model)
-    again = read_block(str(tmp_path / "again"), ends, VOCAB)
+    head, folder = read(made.save(tmp_path / kind), model), tmp_path / "again" / kind
+    write(head, folder, model)
+    again = read(str(folder), model)
     assert replace(head.config, layers=again.config.layers) == again.config
     theirs = again.state_dict()
     assert head.state_dict().keys() == theirs.keys()
@@ -147,8 +157,7 @@ def test_a_head_that_is_written_and_read_again_is_the_same(tmp_path, kind):
 
 def test_a_head_that_was_trained_for_a_target_of_another_shape_is_refused(tmp_path):
     model = tiny("llama")
-    head = read_block(checkpoints(VOCAB)["dflash"].save(tmp_path / "x"), LanguageModel(model, max_slots=1).ends, VOCAB)
-    write_block(head, tmp_path / "dflash", model)
+    write(read(checkpoints(VOCAB)["dflash"].save(tmp_path / "dflash"), model), tmp_path / "dflash", model)
     with pytest.raises(
         InputError, match="trained for a target with 3 layers of width 32, and this target has 2 layers"
     ):
@@ -174,8 +183,7 @@ def test_the_written_files_have_the_names_and_keys_that_vllm_reads(monkeypatch, 
     model = tiny("llama")
     for kind in ("dflash", "dspark-rnn"):
         made = checkpoints(VOCAB)[kind]
-        head = read_block(made.save(tmp_path / kind), LanguageModel(model, max_slots=1).ends, VOCAB)
-        write_block(head, tmp_path / "out", model, torch.bfloat16)
+        write(read(made.save(tmp_path / kind), model), tmp_path / "out", model, torch.bfloat16)
         tensors = load_file(tmp_path / "out" / "model.safetensors")
         assert tensors.keys() == made.tensors.keys()
         assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
@@ -252,9 +260,7 @@ def block_rows(head, size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", ["dflash-z-lab", "dflash-swa", "dspark-deepspec", *CAUSAL])
 def test_the_rows_of_a_causal_head_alone_do_not_change_when_the_block_gets_shorter(tmp_path, kind):
-    head = read_block(
-        checkpoints(VOCAB)[kind].save(tmp_path / kind), LanguageModel(tiny("llama"), max_slots=1).ends, VOCAB
-    )
+    head = read(checkpoints(VOCAB)[kind].save(tmp_path / kind), tiny("llama"))
     long, short = block_rows(head, BLOCK), block_rows(head, BLOCK - 1)
     difference = float((long[: len(short)] - short).abs().max())
     assert (difference < 1e-12) == (kind in CAUSAL), difference
@@ -364,13 +370,12 @@ def test_a_config_that_does_not_fit_gets_one_sentence(tmp_path, case):
 
 def test_a_head_that_the_layout_cannot_describe_is_not_written(tmp_path):
     model = tiny("llama")
-    ends = LanguageModel(model, max_slots=1).ends
     inner = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
     for more in ({"causal": True}, {"input_embedding_scale": 2.0}):
         config = authors("DFlashDraftModel", VOCAB, {**inner, **more}, block_size=BLOCK)
         place = replace(checkpoints(VOCAB)["dflash"], config=config).save(tmp_path / "dflash")
         with pytest.raises(InputError, match="cannot be written"):
-            write_block(read_block(place, ends, VOCAB), tmp_path / "out", model)
+            write(read(place, model), tmp_path / "out", model)
     assert not (tmp_path / "out").exists()
 
 

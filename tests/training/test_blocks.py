@@ -6,23 +6,29 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.dflash import DFlash
-from outrider.heads.dspark import DSpark
+from outrider.heads.dspark import DSparkHead
+from outrider.heads.objective import HeadContext, slot_balanced
+from outrider.heads.trunks.blocks import (
+    Anchors,
+    BlockHead,
+    BlockObjective,
+    _misjudged,
+    blocks,
+    layers_like,
+    unknown_token,
+)
 from outrider.learning.batch import Batch, Document
 from outrider.learning.block_loss import BlockLoss
-from outrider.learning.divergences import divergence
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
-from outrider.training.blocks import Anchors, BlockLearner, _misjudged, blocks
 from outrider.training.data.batches import Batches
-from outrider.training.fresh_block import Shape, fresh_head, known_head, layers_like, unknown_token
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch
-from outrider.training.positions import slot_balanced
 from tests.world.block_checkpoints import checkpoints
 from tests.world.block_heads import BLOCKS, block_drafter, block_head
 from tests.world.forced import forced_guesses
@@ -50,19 +56,29 @@ def target_info(dtype: torch.dtype = torch.float32) -> TargetInfo:
     return TargetInfo.of(LanguageModel(tiny("llama").to(dtype), max_slots=2), None)
 
 
-def learner(kind: str = "dflash", **named: object) -> BlockLearner:
+def learner(kind: str = "dflash", **named: object) -> BlockObjective:
     """A head with random weights and its target."""
     sizes = {name: named.pop(name) for name in ("windows", "markov", "from_anchor", "block_size") if name in named}
-    around = target_info()
-    given = {"loss": BlockLoss(of=divergence("fkl"))} | named
-    return BlockLearner(block_head(kind, around, **sizes), tiny("llama").float(), **given)
+    return of(block_head(kind, target_info(), **sizes), **named)
 
 
-def trained(made: BlockLearner, given: Batch, places: torch.Tensor) -> torch.Tensor:
+def of(head: BlockHead, **named: object) -> BlockObjective:
+    """What a head learns."""
+    spec = BLOCKS[head.method]
+    return spec.objective(head, spec.options(**named), HeadContext(target=tiny("llama").float()))
+
+
+def fresh(kind: str, target: PreTrainedModel, tokenizer: object = None, **named: object) -> BlockObjective:
+    """A new head of a target."""
+    spec = BLOCKS[kind]
+    return spec.learner(spec.options(**named), HeadContext(target=target, tokenizer=tokenizer, depth=2))
+
+
+def trained(made: BlockObjective, given: Batch, places: torch.Tensor) -> torch.Tensor:
     """The logits of all guesses of some blocks, as in training, with the text's own tokens before them."""
     config = made.head.config
     with torch.no_grad():
-        whole = made._with_states(given)
+        whole = made.with_states(given)
         hidden = blocks(made.head, whole.tokens, made._context(whole), places)
         hidden = hidden[:, :, config.first : config.first + config.max_depth]
         before = (places[..., None] + torch.arange(config.max_depth)).clamp(max=given.tokens.shape[1] - 1)
@@ -102,7 +118,7 @@ def test_a_block_depends_on_nothing_behind_its_anchor_and_on_no_other_block(kind
     for j in range(4):
         alone = trained(made, given, places[:, j : j + 1])
         assert torch.allclose(alone[:, 0], before[:, j], atol=1e-4)
-    tokens, states = given.tokens.clone(), made._with_states(given)
+    tokens, states = given.tokens.clone(), made.with_states(given)
     tokens[:, 9:] = (tokens[:, 9:] + 1) % VOCAB
     after = trained(made, replace(given, tokens=tokens), places)
     assert torch.equal(before[:, 0, :2], after[:, 0, :2])
@@ -122,7 +138,7 @@ def test_a_batch_has_the_loss_of_its_rows():
 
 
 def test_the_loss_is_that_of_every_guess_of_a_learnt_token_weighted_by_depth():
-    made, given = learner(num_anchors=3, loss=BlockLoss(of=divergence("fkl"), hard=0.25, gamma=2.0)), batch()
+    made, given = learner(num_anchors=3, hard=0.25, gamma=2.0), batch()
     target, drawn = tiny("llama").float(), made.anchors(given)
     with torch.no_grad():
         found, rows = made(given), target(given.tokens, use_cache=False).logits
@@ -148,7 +164,7 @@ def test_the_loss_is_that_of_every_guess_of_a_learnt_token_weighted_by_depth():
 def test_balanced_depths_have_the_same_weight_however_few_anchors_have_them():
     texts = documents(3)
     given = Batches(texts, batch_size=3, max_length=24, seed=0).batch(0)
-    made = learner(num_anchors=99, loss=BlockLoss(of=divergence("fkl"), gamma=1e9))
+    made = learner(num_anchors=99, gamma=1e9)
     counts = made.places_of(texts, 24)
     made.slot_weights = tuple(float(each == 0) for each in range(len(counts)))
     with torch.no_grad():
@@ -186,10 +202,10 @@ def test_weights_by_survival_are_the_expected_number_of_guesses_that_follow():
     assert torch.allclose(found, torch.stack([r[0] + r[0] * r[1] + r.prod(), r[0] * r[1] + r.prod(), r.prod()]))
 
 
-@pytest.mark.parametrize("of", ["fkl", None])
-def test_captured_states_give_the_loss_of_live_ones(of):
-    made, given = learner(loss=BlockLoss(of=of and divergence(of)), num_anchors=4), batch()
-    captured = made._with_states(given)
+@pytest.mark.parametrize("divergence", ["fkl", "ce"])
+def test_captured_states_give_the_loss_of_live_ones(divergence):
+    made, given = learner(divergence=divergence, num_anchors=4), batch()
+    captured = made.with_states(given)
     with torch.no_grad():
         live = made(given)
         assert float(made(captured).total) == pytest.approx(float(live.total), rel=1e-6)
@@ -224,14 +240,14 @@ def test_what_is_watched_are_drafts_behind_every_learnt_token():
 def test_a_text_with_more_anchors_than_are_judged_at_once_is_judged_whole(monkeypatch):
     made, given = learner(), batch()
     whole = made.judged(given, 2)
-    monkeypatch.setattr("outrider.training.blocks.JUDGED_AT_ONCE", 3)
+    monkeypatch.setattr("outrider.heads.trunks.blocks.JUDGED_AT_ONCE", 3)
     parts = made.judged(given, 2)
     assert len(whole.log_ratios) == len(parts.log_ratios) > 9
     order = [np.lexsort(each.log_ratios.T) for each in (whole, parts)]
     assert np.allclose(whole.log_ratios[order[0]], parts.log_ratios[order[1]], atol=1e-5)
 
 
-def with_weights_of(child: DFlash, parent: DFlash) -> DFlash:
+def with_weights_of(child: BlockHead, parent: BlockHead) -> BlockHead:
     """A child that computes what its parent computes."""
     child.load_state_dict(parent.state_dict(), strict=False)
     return child
@@ -242,13 +258,10 @@ def test_a_sequential_head_that_adds_nothing_leaves_dflash_that_samples_from_the
     parent = block_head("dflash", around, from_anchor=True)
     for markov in ("vanilla", "gated", "rnn"):
         child = with_weights_of(block_head("dspark", around, markov=markov, seed=8), parent)
-        assert isinstance(child, DSpark)
+        assert isinstance(child, DSparkHead)
         torch.nn.init.zeros_(child.markov_head.markov_w2.weight)
         places = torch.tensor([[4, 6]]).expand(3, -1)
-        rows = [
-            trained(BlockLearner(head, tiny("llama").float(), loss=BlockLoss()), batch(), places)
-            for head in (parent, child)
-        ]
+        rows = [trained(of(head), batch(), places) for head in (parent, child)]
         assert torch.allclose(rows[0], rows[1], atol=1e-4)
 
 
@@ -265,10 +278,7 @@ def test_a_mixture_of_one_layer_with_the_same_projections_leaves_dflash():
             layer.self_attn.k_proj_target.load_state_dict(layer.self_attn.k_proj.state_dict())
             layer.self_attn.v_proj_target.load_state_dict(layer.self_attn.v_proj.state_dict())
     places = torch.tensor([[4, 6]]).expand(3, -1)
-    rows = [
-        trained(BlockLearner(head, tiny("llama").float(), loss=BlockLoss()), batch(), places)
-        for head in (parent, child)
-    ]
+    rows = [trained(of(head), batch(), places) for head in (parent, child)]
     assert torch.allclose(rows[0], rows[1], atol=1e-4)
 
 
@@ -285,9 +295,9 @@ def repeated(given: Batch) -> Batches:
 @pytest.mark.parametrize("kind", BLOCKS)
 def test_a_new_head_learns_and_all_of_it_moves(tmp_path, kind):
     target = tiny("llama").float()
-    head = fresh_head(target, letters(), Shape(method=kind, layers=2, block_size=4, markov_rank=6, markov="gated"))
-    of = divergence("tvd" if kind == "dspark" else "fkl")
-    made = BlockLearner(head, target, loss=BlockLoss(of=of, hard=0.1), num_anchors=8)
+    more = {"markov_rank": 6, "markov": "gated", "divergence": "tvd"} if kind == "dspark" else {}
+    made = fresh(kind, target, letters(), layers=2, block_size=4, hard=0.1, num_anchors=8, **more)
+    config = made.head.config
     before = {name: weight.clone() for name, weight in made.state_dict().items()}
     still = {name: weight.clone() for name, weight in target.state_dict().items()}
     with torch.no_grad():
@@ -301,21 +311,19 @@ def test_a_new_head_learns_and_all_of_it_moves(tmp_path, kind):
     assert [name for name, weight in made.state_dict().items() if torch.equal(weight, before[name])] == []
     assert all(torch.equal(weight, still[name]) for name, weight in target.state_dict().items())
     lm = LanguageModel(target, max_slots=2)
-    drafter = catalog.rows("drafter")[kind].make(path=str(done.out)).bind(TargetInfo.of(lm, None))
-    assert (drafter.taps, drafter.mask_id, drafter.block_size) == (head.config.taps, head.config.mask_id, 4)
+    drafter = catalog.make("drafter", f"{kind}:path={done.out}").bind(TargetInfo.of(lm, None))
+    assert (drafter.taps, drafter.mask_id, drafter.block_size) == (config.taps, config.mask_id, 4)
     assert drafter.from_anchor is (kind == "dspark")
 
 
 def test_a_new_head_fits_its_target():
     for name in ("llama", "gpt2", "gemma3", "qwen3_moe"):
         target = tiny(name).float()
-        head = fresh_head(target, None, Shape(method="dflash", layers=1, block_size=3))
-        made = BlockLearner(head, target, loss=BlockLoss(of=divergence("fkl")), num_anchors=2)
-        found = made(batch())
+        found = fresh("dflash", target, layers=1, block_size=3, num_anchors=2)(batch())
         assert float(found.weight) > 0
         assert torch.isfinite(found.total)
     with pytest.raises(InputError, match="several residual streams"):
-        fresh_head(tiny("gemma3n"), None, Shape(method="dflash"))
+        fresh("dflash", tiny("gemma3n"))
     config = layers_like(tiny("llama").config, 2, VOCAB)
     assert (config.num_hidden_layers, config.hidden_size, config.head_dim) == (2, 32, 8)
     assert unknown_token(tiny("llama"), None) == 0
@@ -328,29 +336,33 @@ def test_a_new_head_fits_its_target():
 
 def test_what_does_not_fit_is_refused(tmp_path):
     target = tiny("llama").float()
-    for shape, message in (
-        (Shape(method="dflash", taps=(9,)), r"taps must be in 0..3"),
-        (Shape(method="dflash", taps=(1, 1)), "different hidden states"),
-        (Shape(method="dflash", mask_token_id=VOCAB), "mask_token_id must be in"),
-        (Shape(method="dflash", block_size=1), "block_size must be >= 2"),
-        (Shape(method="dflash", layers=0), "must have a layer"),
-        (Shape(method="dspark", markov="gru"), "unknown sequential head 'gru'"),
-        (Shape(method="dspark", markov_rank=0), "markov_rank must be >= 1"),
+    for kind, wrong, message in (
+        ("dflash", {"taps": (9,)}, r"taps must be in 0..3"),
+        ("dflash", {"taps": (1, 1)}, "different hidden states"),
+        ("dflash", {"mask_token_id": VOCAB}, "mask_token_id must be in"),
+        ("dflash", {"block_size": 1}, "block_size must be >= 2"),
+        ("dflash", {"block_size": 2}, "a block of 2 guesses 1 tokens, and depth is 2"),
+        ("dflash", {"layers": 0}, "layers must be >= 1"),
+        ("dspark", {"markov": "gru"}, "unknown sequential head 'gru'"),
+        ("dspark", {"markov_rank": 0}, "markov_rank must be >= 1"),
+        ("dflash", {"num_anchors": 0}, "num_anchors must be >= 1"),
+        ("dflash", {"gamma": 0.0}, "gamma must be > 0"),
+        ("dflash", {"hard": 1.5}, "hard must be in 0..1"),
+        ("dflash", {"weighting": "all"}, "weighting must be decay or survival"),
     ):
         with pytest.raises(InputError, match=message):
-            fresh_head(target, None, shape)
-    own = checkpoints(VOCAB)["dflash-own-ends"].save(tmp_path)
-    with pytest.raises(InputError, match="has an output layer of its own"):
-        known_head(own, target, "dflash")
-    with pytest.raises(InputError, match="is a dflash head; use outrider train dflash"):
-        known_head(own, target, "dspark")
-    with pytest.raises(InputError, match="num_anchors must be >= 1"):
-        learner(num_anchors=0)
+            fresh(kind, target, **wrong)
+    made = checkpoints(VOCAB)
+    own, plain = (made[kind].save(tmp_path / kind) for kind in ("dflash-own-ends", "dflash"))
+    for kind, wrong, message in (
+        ("dflash", {"init_from": own}, "has an output layer of its own"),
+        ("dspark", {"init_from": own}, "is no dspark head"),
+        ("dflash", {"init_from": plain, "layers": 2, "hard": 0.1}, "^layers: the head in"),
+    ):
+        with pytest.raises(InputError, match=message):
+            fresh(kind, target, **wrong)
     with pytest.raises(InputError, match="a block of 4 guesses 3 tokens, and depth is 5"):
         learner().judged(batch(), 5)
-    for wrong in ({"gamma": 0.0}, {"hard": 1.5}, {"weighting": "all"}):
-        with pytest.raises(InputError, match="must be"):
-            BlockLoss(**wrong)
     assert isinstance(learner().anchors(batch()), Anchors)
 
 

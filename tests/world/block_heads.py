@@ -3,15 +3,18 @@
 import torch
 from transformers import Qwen3Config
 
-from outrider.drafters.dflash import DFlareDrafter, DFlashDrafter
-from outrider.drafters.dspark import DSparkDrafter
-from outrider.heads.blocks import HEADS
-from outrider.heads.dflash import BlockConfig, DFlash, Sight
-from outrider.lm.head import HeadLM
+from outrider import catalog
+from outrider.heads.parts.block_formats import BlockConfig, Sight
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.blocks import BlockDrafter, BlockHead
 from outrider.lm.target_info import TargetInfo
 
-BLOCKS: dict[str, type[DFlashDrafter]] = {"dflash": DFlashDrafter, "dflare": DFlareDrafter, "dspark": DSparkDrafter}
-"""The drafters of the catalog that guess blocks."""
+BLOCKS: dict[str, HeadSpec] = {
+    name: row.kind
+    for name, row in catalog.rows("drafter").items()
+    if issubclass(getattr(row.kind, "head", object), BlockHead)
+}
+"""The heads of the catalog that guess blocks."""
 
 
 def block_head(
@@ -24,7 +27,7 @@ def block_head(
     windows: bool = False,
     taps: tuple[int, ...] = (1, 2),
     seed: int = 5,
-) -> DFlash:
+) -> BlockHead:
     """A tiny head that guesses blocks; its random weights are always the same."""
     size = around.hidden_size
     layers = Qwen3Config(
@@ -52,22 +55,14 @@ def block_head(
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
-        head = HEADS[kind](config, around.ends(), around.vocab_size)
+        head = BLOCKS[kind].head(config, around.ends(), around.vocab_size)
         for weight in head.parameters():
             noise = torch.randn(weight.shape)
             weight.data.copy_(weight + 0.3 * noise if weight.dim() == 1 else 1.5 * noise / weight.shape[-1] ** 0.5)
     return head.to(around.device, around.dtype).eval()
 
 
-def block_drafter(kind: str, around: TargetInfo, head: DFlash | None = None, **more: object) -> DFlashDrafter:
+def block_drafter(kind: str, around: TargetInfo, head: BlockHead | None = None, **more: object) -> BlockDrafter:
     """A drafter with such a head."""
     head = block_head(kind, around, **more) if head is None else head
-    config = head.config
-    lm = HeadLM(head, max_slots=around.max_slots, max_context=around.max_context + config.block_size)
-    return BLOCKS[kind](
-        lm=lm,
-        block_size=config.block_size,
-        mask_id=config.mask_id,
-        from_anchor=config.from_anchor,
-        tapped=config.taps,
-    )
+    return BLOCKS[kind].drafter.of(head, around, BLOCKS[kind].at(""))

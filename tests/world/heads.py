@@ -13,10 +13,10 @@ from transformers import LlamaConfig
 from transformers.modeling_layers import MtpModel
 
 from outrider import catalog
-from outrider.drafters.block import BlockDrafter
 from outrider.drafters.mtp import MtpPath
 from outrider.drafters.protocol import Drafter
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
+from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.heads.trunks.features import OwnFeatures
 from outrider.lm.forwards.head_package import KINDS, Kind
 from outrider.lm.head import HeadLM
@@ -66,18 +66,6 @@ class ToyOwnFeatures(OwnFeatures):
         return (1,)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ToyBlock(BlockDrafter):
-    """Guesses whole blocks."""
-
-    @property
-    def taps(self):
-        return (2,)
-
-    def features(self, taps):
-        return taps[2]
-
-
 def toy(kind: str, around: TargetInfo, *, compile: bool = False, **more: object) -> OwnFeatures | BlockDrafter:
     """A toy drafter, `own features` or `block`, whose random weights are always the same."""
     torch.manual_seed(5)
@@ -86,7 +74,7 @@ def toy(kind: str, around: TargetInfo, *, compile: bool = False, **more: object)
         module, max_slots=around.max_slots, max_context=around.max_context, forward="compiled" if compile else "eager"
     )
     if kind == "block":
-        return ToyBlock(lm=lm, block_size=4, mask_id=0, **more)
+        return BlockDrafter(lm=lm, reads=(2,), block_size=4, mask_id=0, **more)
     return ToyOwnFeatures(lm=lm, **more)
 
 

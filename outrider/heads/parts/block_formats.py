@@ -1,21 +1,27 @@
-"""The config files of DFlash, DFlare and DSpark heads: vLLM's `speculators` layout, and those of their authors.
+"""The sizes of DFlash, DFlare and DSpark heads, and the files that say them: vLLM's `speculators` layout, and those of
+their authors.
 
 A layout that leaves open what a head computes is not guessed at: the user is asked.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from reprlib import repr as short
-from typing import Any, cast, get_args
+from typing import Any, Literal, cast, get_args
 
+import torch
+from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.core.types import InputError
 from outrider.heads.checkpoint import MOST_COUNT, factor, nested, size, whole_numbers
-from outrider.heads.dflash import BlockConfig, Method, Sight
 from outrider.heads.parts.layer_config import made_config
 from outrider.lm.hf.open import reason_of
 
+Method = Literal["dflash", "dflare", "dspark"]
+"""The heads that guess blocks."""
+Confidence = Literal["markov", "trunk"]
+"""What a confidence head reads."""
 SPECULATORS = {"dflash": "DFlashSpeculator", "dflare": "DFlareSpeculator", "dspark": "DSparkSpeculator"}
 """The architectures of the `speculators` layout."""
 AUTOMODEL = "Qwen3DFlashDraftModel"
@@ -33,8 +39,88 @@ ROTARY = ("rope_theta", "rope_scaling")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """The types of layers: with all of the context, and with a window."""
 _OF_FILES = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
+UNUSED = ("t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Tensors that a checkpoint may have and a head does not need."""
+CONFIDENCE = "confidence_head.proj."
+"""What the names of DSpark's confidence head begin with."""
 VERSION = "0.5.0"
 """The version of the `speculators` layout that is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sight:
+    """What the positions of a block see in one layer. They see all of the context, unless it has a window.
+
+    Attributes:
+        window: They see positions closer than this; None: at any distance.
+        causal: Whether they see no later position of the block.
+    """
+
+    window: int | None = None
+    causal: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """The sizes of a head that guesses blocks.
+
+    Attributes:
+        method: Which head it is.
+        layers: The decoder layers, as a config of Qwen 3 describes them.
+        block_size: Positions of a block, the anchor's included.
+        mask_id: The token that stands for an unknown token.
+        taps: The target's hidden states that it reads, in the order in which they stand side by side.
+        target_size: Width of the target's hidden states.
+        from_anchor: Whether the anchor's position guesses the first token; otherwise the first mask's position does.
+        sights: What each layer sees; empty: everything.
+        embedding_scale: Factor of the input embeddings.
+        num_embeddings: Rows of its own input embedding; None: it uses the target's.
+        num_outputs: Tokens of its own output layer; None: it uses the target's.
+        listed: Whether its own output layer has a list of the tokens that it can guess.
+        apart: Whether the context has key and value projections of its own (DFlare).
+        markov: The kind of sequential head (DSpark): `vanilla`, `gated` or `rnn`.
+        markov_rank: Its width.
+        confidence: What its confidence head reads beside the trunk's output: `markov`, the tokens before as the
+            sequential head does, or `trunk`, nothing; None: it has none.
+
+    Raises:
+        InputError: A size makes no sense.
+    """
+
+    method: Method
+    layers: PreTrainedConfig
+    block_size: int
+    mask_id: int
+    taps: tuple[int, ...]
+    target_size: int
+    from_anchor: bool = False
+    sights: tuple[Sight, ...] = ()
+    embedding_scale: float = 1.0
+    num_embeddings: int | None = None
+    num_outputs: int | None = None
+    listed: bool = False
+    apart: bool = False
+    markov: str = "vanilla"
+    markov_rank: int = 0
+    confidence: Confidence | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 2:
+            raise InputError(f"block_size must be >= 2, the anchor and one mask at least, got {self.block_size}")
+        if not self.taps or len(set(self.taps)) < len(self.taps) or min(self.taps) < 0:
+            raise InputError(f"taps must be one or more different hidden states, got {list(self.taps)}")
+        if self.layers.num_hidden_layers < 1:
+            raise InputError(f"the head must have a layer, got {self.layers.num_hidden_layers}")
+
+    @property
+    def max_depth(self) -> int:
+        """How many tokens a block guesses."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @property
+    def first(self) -> int:
+        """The position of a block that guesses the first token."""
+        return 0 if self.from_anchor else 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +128,10 @@ class Answers:
     """What a user says of a head whose files leave it open.
 
     Attributes:
-        mask_token_id: The token that stands for an unknown token.
-        sample_from_anchor: Whether the anchor's position guesses the first token.
-        causal: Whether a position of a block sees no later one of it.
+        mask_token_id: The token that stands for an unknown token, where the files do not say it.
+        sample_from_anchor: Whether the anchor's position guesses the first token, where the files do not say it.
+        causal: Whether a position of a block sees no later one of it, where the files do not say it (JetSpec heads: it
+            does not).
     """
 
     mask_token_id: int | None = None
@@ -94,12 +181,39 @@ def block_config(found: Mapping[str, Any], path: str, answers: Answers) -> Block
         raise InputError(f"config.json of {path} does not describe a {method} head: {short(error)}") from error
 
 
-def record(config: BlockConfig, target: str, architecture: str) -> dict[str, Any]:
+def with_tensors(
+    config: BlockConfig, tensors: Mapping[str, Tensor], path: str, vocab_size: int
+) -> tuple[BlockConfig, dict[str, Tensor]]:
+    """The config with what the tensors of a checkpoint say of the head, and the tensors under the head's names.
+
+    Args:
+        path: Where they lie, for messages.
+        vocab_size: Width of the target's logits.
+
+    Raises:
+        InputError: The tokens that the head knows are not the target's.
+    """
+    found = _renamed(tensors, config)
+    output, embedding = found.get("lm_head.weight"), found.get("embed_tokens.weight")
+    if output is None or (len(output) >= vocab_size and not found.get("d2t", torch.zeros(1)).any()):
+        # All tokens, at their own places.
+        found.pop("d2t", None)
+    config = replace(
+        config,
+        num_outputs=None if output is None else len(output),
+        num_embeddings=None if embedding is None else len(embedding),
+        listed="d2t" in found,
+        confidence=_confidence(config, found),
+    )
+    _check(config, found, path, vocab_size)
+    return config, found
+
+
+def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
     """The config file of a head in the `speculators` layout.
 
     Args:
         target: Directory or hub id of its target.
-        architecture: The target's class.
 
     Raises:
         InputError: The layout cannot describe the head.
@@ -148,7 +262,7 @@ def record(config: BlockConfig, target: str, architecture: str) -> dict[str, Any
             "algorithm": config.method,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
-            "verifier": {"name_or_path": target, "architectures": [architecture]},
+            "verifier": {"name_or_path": target, "architectures": []},
         },
     }
 
@@ -309,7 +423,7 @@ def _sights_of_speculators(
         if causal is None:
             said = "has no sliding_window_non_causal, which speculators takes for false and vLLM for true"
             raise _open_question(path, said)
-        return _sights(slides, _window(getattr(layers, "sliding_window", None), path), inside=causal)
+        return _sights(slides, _window(layers, layers.sliding_window, path), inside=causal)
     if both is None or both:
         return ()
     # The default of speculators, which its windows alone read. vLLM takes it for the answer for all layers.
@@ -337,7 +451,7 @@ def _sights_of_authors(
     given = inner.get("swa_window_size")
     if named and None not in (own, given) and given != own:
         raise InputError(f"config.json of {path} names two windows: swa_window_size {given} and sliding_window {own}")
-    window = _window(own if given is None else given, path)
+    window = _window(layers, own if given is None else given, path)
     # So that the config says the same where it is written again.
     layers.sliding_window, layers.layer_types = window, [LAYER_TYPES[each] for each in slides]
     return _sights(slides, window, inside=named if causal is None else causal, everywhere=bool(causal))
@@ -386,7 +500,7 @@ def _sliding(layers: PreTrainedConfig, path: str) -> list[bool]:
     return [kind == LAYER_TYPES[1] for kind in kinds]
 
 
-def _window(given: Any, path: str) -> int:
+def _window(layers: PreTrainedConfig, given: Any, path: str) -> int:
     """How far layers with a window see."""
     if given is None:
         raise InputError(f"config.json of {path} has layers with a window and does not say how long it is")
@@ -425,3 +539,57 @@ def _markov(said: Mapping[str, Any], path: str) -> str:
 
 def _rank(said: Mapping[str, Any], method: Method, path: str) -> int:
     return 0 if method != "dspark" else size(said, "markov_rank", path, default=256, least=0)
+
+
+def _renamed(tensors: Mapping[str, Tensor], config: BlockConfig) -> dict[str, Tensor]:
+    """The tensors under the names of the `speculators` layout, without those that are not used."""
+    found = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    for ours, theirs in (("fc", "encoder.fc"), ("hidden_norm", "encoder.output_norm_enc")):
+        if f"{theirs}.weight" in found:
+            found[f"{ours}.weight"] = found.pop(f"{theirs}.weight")
+    if config.method == "dflare" and "layer_fusion_weights" in found:
+        # The authors' layout has one norm for all layers.
+        norm, count = found.pop("hidden_norm.weight", None), config.layers.num_hidden_layers
+        found["fusion_weights"] = found.pop("layer_fusion_weights")
+        if norm is not None:
+            found |= {f"fusion_norms.{i}.weight": norm.clone() for i in range(count)}
+    weight, bias = f"{CONFIDENCE}weight", f"{CONFIDENCE}bias"
+    if config.method != "dspark":
+        found = {name: tensor for name, tensor in found.items() if not name.startswith(CONFIDENCE)}
+    elif weight in found and bias not in found:
+        found[bias] = found[weight].new_zeros(1)
+    return {name: tensor for name, tensor in found.items() if name not in UNUSED and not name.endswith("inv_freq")}
+
+
+def _confidence(config: BlockConfig, tensors: Mapping[str, Tensor]) -> Confidence | None:
+    """What the confidence head reads, by the width of its weight."""
+    weight = tensors.get(f"{CONFIDENCE}weight")
+    if weight is None:
+        return None
+    return "trunk" if weight.shape[-1] == config.layers.hidden_size else "markov"
+
+
+def _check(config: BlockConfig, tensors: Mapping[str, Tensor], path: str, vocab_size: int) -> None:
+    """Raise InputError if the tokens that a head knows are not the target's."""
+    # An assistant of transformers has its target's vocabulary.
+    known = config.layers.vocab_size or vocab_size
+    if known < vocab_size:
+        raise InputError(
+            f"the head in {path} knows {known:,} tokens, and this target has {vocab_size:,}; give a head that was "
+            "trained for this target"
+        )
+    if not config.listed and config.num_outputs is not None and config.num_outputs < vocab_size:
+        raise InputError(
+            f"the head in {path} guesses {config.num_outputs:,} of {vocab_size:,} tokens, and has no list (d2t) of them"
+        )
+    if config.listed:
+        offsets = tensors["d2t"].long()
+        ids = torch.arange(len(offsets)) + offsets
+        rising = bool((ids[1:] > ids[:-1]).all())
+        if len(ids) != config.num_outputs or not rising or int(ids[-1]) >= vocab_size or int(ids[0]) < 0:
+            raise InputError(f"the list of tokens (d2t) of the head in {path} does not fit this target; get it again")
+    if not 0 <= config.mask_id < (config.num_embeddings or known):
+        raise InputError(
+            f"the head in {path} has the mask token {config.mask_id}, and its tokens are below {known}; say the right "
+            "one with mask_token_id=..."
+        )

@@ -1,0 +1,857 @@
+r"""Heads that guess a whole block of tokens in one forward (DFlash and its variants): the module, the drafter, the
+objective.
+
+DFlash 2026, https://arxiv.org/abs/2602.06036
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, embedding
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from outrider.core.types import Guess, InputError, Request, Running, ShortList
+from outrider.drafters.marginal import MarginalDrafter
+from outrider.drafters.protocol import Observed
+from outrider.drafters.slotted import SlotState, SlottedDrafter
+from outrider.heads.checkpoint import TARGET, Checkpoint, TargetShape, made
+from outrider.heads.head import Head, TrainedHead
+from outrider.heads.objective import HeadContext, HeadObjective
+from outrider.heads.parts.block_formats import (
+    Answers,
+    BlockConfig,
+    Method,
+    Sight,
+    block_config,
+    speculators_config,
+    with_tensors,
+)
+from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
+from outrider.learning.attention import GroupKeys
+from outrider.learning.batch import Batch, Document
+from outrider.learning.block_loss import BlockLoss, usual_gamma
+from outrider.learning.divergences import Divergence, among_likeliest, chunked, cross_entropy, divergence
+from outrider.learning.learner import Judged, Loss
+from outrider.learning.options import HeadOptions, loss, size
+from outrider.learning.target_rows import rows_at, with_rows
+from outrider.learning.top_rows import TopRows
+from outrider.lm.forwards.head_package import Kind
+from outrider.lm.head import HeadLM, KVCache, sees_all
+from outrider.lm.hf.anatomy import rotary_parameters
+from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.protocol import Extension, Segment
+from outrider.lm.tabular import TabularLM, random_rows
+from outrider.lm.target_info import TargetInfo
+
+TABLE_BLOCK = 5
+"""Positions of a block in proofs on tables."""
+ANCHOR_DRAW = 40
+"""What the draw of a row decides, beside its seed, its step and its number."""
+JUDGED_AT_ONCE = 32
+"""Blocks of a text that are judged in one forward."""
+DISTANCE = divergence("tvd")
+"""How far rows are from each other: the chance that token verification rejects."""
+RowsOfBoth = Callable[[slice, Float[Tensor, "rows vocab"]], tuple[Tensor, Tensor]]
+"""Takes the head's logits of some guesses. Returns the target's row and the head's for each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockOptions(HeadOptions):
+    """What a head that guesses blocks can be told.
+
+    Attributes:
+        layers: Decoder layers. By default 5, and 7 of dflare.
+        block_size: Positions of a block, the anchor's included. By default 8, and 7 of dspark. A block guesses one
+            token less than it has positions, or with dspark as many.
+        taps: The target's hidden states that are read, such as 2x10x18; by default 5, and 9 of dflare, at even
+            distances.
+        mask_token_id: The token that stands for an unknown one; by default one that texts do not have.
+        num_anchors: Most anchors of a text, drawn anew each time it comes. Each has a block of its own.
+        gamma: A guess at depth k counts exp(-(k - 1) / gamma); by default 7 for blocks of 16, 5 for 10, 4 for 8.
+        weighting: How much a guess counts: decay, by its depth; or survival, by how likely the guesses before it are
+            accepted (D-PACE).
+        hard: Share of the cross-entropy of the text's own tokens beside the divergence.
+    """
+
+    layers: int = size(5, least=1)
+    block_size: int = size(8, least=2)
+    taps: tuple[int, ...] | None = size(None)
+    mask_token_id: int | None = size(None, least=0)
+    num_anchors: int = loss(64, least=1)
+    gamma: float | None = loss(None)
+    weighting: str = loss("decay")
+    hard: float = loss(0.0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.block_loss(None, self.block_size)
+
+    def block_loss(self, of: Divergence | None, block_size: int) -> BlockLoss:
+        """What is minimised. Raises InputError if a number is out of range.
+
+        Args:
+            of: As in `BlockLoss`.
+            block_size: Positions of a block of the head.
+        """
+        gamma = usual_gamma(block_size) if self.gamma is None else self.gamma
+        return BlockLoss(of=of, hard=self.hard, gamma=gamma, weighting=self.weighting)
+
+
+def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
+    r"""Hidden states at even distances: the outputs of layers $1 + i (L - 4) / (n - 1)$, rounded. Fewer where these
+    are the same.
+
+    Tap k enters layer k, so the output of layer k is tap k + 1.
+
+    Example:
+        >>> spread_taps(36, 5), spread_taps(36, 9), spread_taps(2, 5)
+        ((2, 10, 18, 26, 34), (2, 6, 10, 14, 18, 22, 26, 30, 34), (1,))
+    """
+    places = [1 + i * (num_layers - 4) / max(1, count - 1) for i in range(count)] if count > 1 else [num_layers / 2]
+    return tuple(sorted({min(max(1, round(place) + 1), max(1, num_layers - 1)) for place in places}))
+
+
+class BlockAttention(Attention):
+    """Attention of the positions of a block to each other and to the context.
+
+    The keys and values of a context position are made of the target's features there.
+
+    Args:
+        apart: Whether the context has projections of its own.
+    """
+
+    def __init__(self, config: PreTrainedConfig, layer: int, *, apart: bool = False) -> None:
+        super().__init__(config, layer, normed=True)
+        self.apart = apart
+        if apart:
+            bias = self.k_proj.bias is not None
+            self.k_proj_target = nn.Linear(config.hidden_size, self.k_proj.out_features, bias=bias)
+            self.v_proj_target = nn.Linear(config.hidden_size, self.v_proj.out_features, bias=bias)
+
+    def remember(
+        self, context: Float[Tensor, "rows width hidden"], rotary: Float[Tensor, "2 rows width dim"], cache: KVCache
+    ) -> None:
+        """Store keys and values of context positions."""
+        to_keys, to_values = (self.k_proj_target, self.v_proj_target) if self.apart else (self.k_proj, self.v_proj)
+        keys = self._heads(to_keys(context), self.k_norm)
+        keys, _ = apply_rotary_pos_emb(keys, keys, rotary[0], rotary[1])
+        cache.update(keys, self._heads(to_values(context)), self.layer)
+
+
+class BlockLayer(nn.Module):
+    """A decoder layer of Qwen 3 over the positions of a block."""
+
+    def __init__(self, config: PreTrainedConfig, layer: int, *, apart: bool = False) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = BlockAttention(config, layer, apart=apart)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size)
+
+    def forward(
+        self,
+        states: Float[Tensor, "rows width hidden"],
+        rotary: Float[Tensor, "2 rows width dim"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: KVCache,
+    ) -> Float[Tensor, "rows width hidden"]:
+        states = states + self.self_attn(self.input_layernorm(states), rotary, mask, cache)
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class BlockHead(Head):
+    r"""A head that reads a block of the anchor and masks, and sees the target's features of all positions before it.
+
+    With the tapped states $o_1 \ldots o_n$ of a position, `contexts` makes what the keys and values of each layer are
+    made of. The features do not pass through the layers. The target's embedding and output layer are used, unless the
+    checkpoint has its own.
+
+    A target's embedding counts without the factor by which some targets scale it. Its output layer counts with scales
+    and caps.
+
+    Attributes:
+        feature_size: Width of the tapped states side by side.
+        vocab_size: Width of the logits.
+        method: Its name in files.
+        num_taps: How many hidden states a new head reads by default.
+
+    Args:
+        config: The sizes.
+        ends: The target's ends.
+        vocab_size: Width of the target's logits.
+
+    References:
+        DFlash 2026. https://arxiv.org/abs/2602.06036
+    """
+
+    method: ClassVar[Method]
+    num_taps: ClassVar[int] = 5
+    kinds: ClassVar[Sequence[Kind]] = (Kind(logits=False), Kind(features=False))
+
+    def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
+        super().__init__()
+        size, eps = config.layers.hidden_size, config.layers.rms_norm_eps
+        self.config, self.ends = config, ends
+        self.feature_size = len(config.taps) * config.target_size
+        self.vocab_size = vocab_size if config.num_outputs is None else config.num_outputs
+        if not config.listed:
+            self.vocab_size = min(self.vocab_size, vocab_size)
+        count = config.layers.num_hidden_layers
+        self.layers = nn.ModuleList(BlockLayer(config.layers, i, apart=config.apart) for i in range(count))
+        self.norm = nn.RMSNorm(size, eps=eps)
+        self.rotary = Rotary(config.layers)
+        if config.num_embeddings is not None:
+            self.embed_tokens = nn.Embedding(config.num_embeddings, size)
+        if config.num_outputs is not None:
+            self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
+        if config.listed:
+            self.register_buffer("d2t", torch.zeros(config.num_outputs or 0, dtype=torch.long))
+
+    @classmethod
+    def new(cls, options: BlockOptions, context: HeadContext) -> "BlockHead":
+        """A new head, with layers as wide as the target's."""
+        info, ends = context.info, context.info.ends()
+        mask_id = options.mask_token_id
+        mask_id = unknown_token(context.target, context.tokenizer) if mask_id is None else mask_id
+        known = context.target.get_input_embeddings().weight.shape[0]
+        if not 0 <= mask_id < known:
+            raise InputError(f"mask_token_id must be in 0..{known - 1}, the target's tokens, got {mask_id}")
+        config = BlockConfig(
+            method=cls.method,
+            layers=layers_like(context.anatomy.text, options.layers, max(known, info.vocab_size)),
+            block_size=options.block_size,
+            mask_id=mask_id,
+            taps=spread_taps(info.num_layers, cls.num_taps) if options.taps is None else tuple(options.taps),
+            target_size=info.hidden_size,
+            **cls.sizes(options),
+        )
+        head = cls(config, ends, info.vocab_size)
+        head.check_depth(context.depth)
+        head.draw()
+        return head
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockHead":
+        path, answers = checkpoint.path, trained if isinstance(trained, Answers) else Answers()
+        config = block_config(checkpoint.config, path, answers)
+        if config.method != cls.method:
+            raise InputError(f"the head in {path} is a {config.method} head; use drafter {config.method}")
+        trained.check_target(checkpoint.target, config.target_size, target)
+        if max(config.taps) > target.num_layers:
+            raise InputError(
+                f"the head in {path} reads the hidden states {list(config.taps)}, and this target has "
+                f"{target.num_layers} layers; give a head that was trained for this target"
+            )
+        config, tensors = with_tensors(config, checkpoint.tensors(), path, target.vocab_size)
+        borrowed = config.num_embeddings is None or config.num_outputs is None
+        if borrowed and config.layers.hidden_size != target.hidden_size:
+            raise InputError(
+                f"the head in {path} is {config.layers.hidden_size} wide and uses the embedding or the output "
+                f"layer of its target, and this target's are {target.hidden_size} wide"
+            )
+        ends = target.ends()
+        return made(lambda: cls(config, ends, target.vocab_size), tensors, path)
+
+    @classmethod
+    def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "BlockHead":
+        head: Any = super().init_from(place, options, context)
+        if head.config.num_outputs is not None:
+            raise InputError(
+                f"the head in {place.path} has an output layer of its own, and only heads that use their target's can "
+                "be trained further"
+            )
+        head.check_depth(context.depth)
+        return head
+
+    @classmethod
+    def sizes(cls, options: Any) -> dict[str, Any]:
+        """What the config of a new head says beside what all heads on this trunk say."""
+        return {}
+
+    def draw(self) -> None:
+        """Draw the weights of a new head."""
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                # As large as trained ones: with smaller ones the mask's own embedding drowns what layers add to it.
+                nn.init.normal_(module.weight, std=module.in_features**-0.5)
+
+    @abstractmethod
+    def contexts(self, features: Float[Tensor, "*batch dim"]) -> Sequence[Float[Tensor, "*batch hidden"]]:
+        """For each layer, what the keys and values of context positions are made of."""
+
+    def reads(self, num_layers: int) -> tuple[int, ...]:
+        return self.config.taps
+
+    def freeze(self) -> None:
+        if self.config.num_embeddings is not None:
+            self.embed_tokens.requires_grad_(False)
+
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """In the layout of speculators."""
+        config = {**speculators_config(self.config, name), TARGET: target.record()}
+        return {**config, "torch_dtype": str(dtype).removeprefix("torch.")}, self.state_dict()
+
+    @property
+    def ids(self) -> Int[Tensor, " width"] | None:
+        """The tokens that it can guess, ascending; None: all."""
+        if not self.config.listed:
+            return None
+        offsets = self.get_buffer("d2t")
+        return torch.arange(len(offsets), device=offsets.device) + offsets
+
+    def check_depth(self, depth: int) -> None:
+        """Raise InputError if a block guesses fewer tokens."""
+        if depth > self.config.max_depth:
+            raise InputError(
+                f"a block of {self.config.block_size} guesses {self.config.max_depth} tokens, and depth is {depth}; "
+                "give a smaller depth or a larger block size"
+            )
+
+    def extra_repr(self) -> str:
+        """The choices that no tensor shows."""
+        names = ("block_size", "mask_id", "taps", "from_anchor", "sights", "embedding_scale", "markov")
+        return ", ".join(f"{name}={getattr(self.config, name)}" for name in names)
+
+    def forward(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        features: Float[Tensor, "rows width dim"] | None,
+        positions: Int[Tensor, "rows width"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: KVCache,
+    ) -> Float[Tensor, "rows width hidden"]:
+        """Features of context positions are remembered, whatever the tokens there. Without features, the nodes are a
+        block: its output features are those below the output layer.
+        """
+        if features is None:
+            return self.block(tokens, positions, mask, cache)
+        contexts = self.contexts(features)
+        rotary = self.rotary(contexts[0], positions)
+        for layer, context in zip(self._layers(), contexts, strict=True):
+            layer.self_attn.remember(context, rotary, cache)
+        return contexts[-1]
+
+    def block(
+        self,
+        tokens: Int[Tensor, "rows width"],
+        positions: Int[Tensor, "rows width"],
+        mask: Bool[Tensor, "rows 1 width keys"],
+        cache: KVCache,
+        places: Int[Tensor, "rows keys"] | None = None,
+    ) -> Float[Tensor, "rows width hidden"]:
+        """Output features of blocks.
+
+        Args:
+            places: Position of each key; None: keys stand in the order of their positions, without gaps.
+        """
+        states = self.embed(tokens)
+        rotary = self.rotary(states, positions)
+        for i, layer in enumerate(self._layers()):
+            seen = mask
+            if self.config.sights and self.config.sights[i] != Sight():
+                keys = torch.arange(mask.shape[-1], device=mask.device)[None] if places is None else places
+                seen = mask & _within(self.config.sights[i], positions, keys)[:, None]
+            states = layer(states, rotary, seen, cache)
+        return self.norm(states)
+
+    def embed(self, tokens: Int[Tensor, "*batch"]) -> Float[Tensor, "*batch hidden"]:
+        """Input embeddings in the head's own dtype."""
+        table = self.embed_tokens.weight if self.config.num_embeddings is not None else _table(self.ends)
+        found = self.ends.embed(tokens) if table is None else embedding(tokens, table)
+        return found.to(self.norm.weight.dtype) * self.config.embedding_scale
+
+    def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
+        if self.config.num_outputs is not None:
+            return self.lm_head(hidden)
+        if not hidden.numel():
+            return hidden.new_zeros(*hidden.shape[:-1], self.vocab_size)
+        table = _table(self.ends)
+        return self.ends.head(hidden if table is None else hidden.to(table.device, table.dtype))
+
+    def informed(
+        self, hidden: Float[Tensor, "*batch depth hidden"], before: Int[Tensor, "*batch depth"]
+    ) -> Float[Tensor, "*batch depth inner"]:
+        """What `informed_logits` reads, where the tokens before each guess are known: in training.
+
+        Args:
+            hidden: Output features of the positions that guess, in order.
+            before: The token before each guessed one; the anchor first.
+        """
+        return hidden
+
+    def informed_logits(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch vocab"]:
+        """Logits of guesses whose tokens before them are known."""
+        return self.logits(inner)
+
+    def confidence(self, inner: Float[Tensor, "*batch inner"]) -> Float[Tensor, "*batch"] | None:
+        """The logits of the probabilities that guesses are accepted, from what `informed_logits` reads; None where it
+        estimates none.
+        """
+        return None
+
+    def _layers(self) -> list[BlockLayer]:
+        return [layer for layer in self.layers if isinstance(layer, BlockLayer)]
+
+
+def _within(
+    sight: Sight, queries: Int[Tensor, "rows width"], keys: Int[Tensor, "#rows keys"]
+) -> Bool[Tensor, "rows width keys"]:
+    """The keys that a layer's sight allows, by their positions."""
+    ahead = keys[:, None, :] - queries[:, :, None]
+    seen = ahead <= 0 if sight.causal else torch.ones_like(ahead, dtype=torch.bool)
+    return seen if sight.window is None else seen & (ahead.abs() < sight.window)
+
+
+def _table(ends: EmbeddingAndHead) -> Tensor | None:
+    """The weights of the target's embedding; None where it has no such table."""
+    found = getattr(ends.embed, "weight", None)
+    return found if isinstance(found, Tensor) and found.is_floating_point() else None
+
+
+def layers_like(text: PreTrainedConfig, num_layers: int, vocab_size: int) -> PreTrainedConfig:
+    """The config of decoder layers that are as wide as a target's.
+
+    Args:
+        text: The target's text config.
+        vocab_size: Rows of the target's embedding.
+    """
+    heads = getattr(text, "num_attention_heads", None) or max(1, text.hidden_size // 64)
+    inner = getattr(text, "intermediate_size", None)
+    rotary: dict[str, Any] = next(iter(rotary_parameters(text)), {})
+    return Qwen3Config(
+        vocab_size=vocab_size,
+        hidden_size=text.hidden_size,
+        intermediate_size=inner if isinstance(inner, int) else 4 * text.hidden_size,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        rms_norm_eps=getattr(text, "rms_norm_eps", None) or 1e-6,
+        max_position_embeddings=getattr(text, "max_position_embeddings", None) or 1 << 15,
+        rope_parameters={"rope_type": "default", "rope_theta": float(rotary.get("rope_theta") or 10000.0)},
+        tie_word_embeddings=False,
+    )
+
+
+def unknown_token(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """A token that can stand for an unknown one: the tokenizer's mask, else one behind its last, else its padding or
+    its unknown token, else token 0.
+    """
+    if tokenizer is None:
+        return 0
+    if tokenizer.mask_token_id is not None:
+        return int(tokenizer.mask_token_id)
+    behind = max(tokenizer.get_vocab().values()) + 1
+    if behind < target.get_input_embeddings().weight.shape[0]:
+        return behind
+    return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.unk_token_id) if i is not None), 0)
+
+
+@dataclass(kw_only=True)
+class BlockState(SlotState):
+    """One request's slot of a head, and the block that it guessed last; changes in place.
+
+    The slot holds keys and values for every position before the anchor.
+
+    Attributes:
+        block: Logits for the positions behind the anchor, in order.
+    """
+
+    block: Float[Tensor, "depth vocab"] | None = None
+
+
+Blocks = TypeVar("Blocks", bound=BlockState)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
+    """Guess all tokens behind the anchor at once: one row per position, independent of the other guesses.
+
+    The head reads the target's features of all positions before the anchor, and caches its keys and values for them.
+    For a draft it reads a block behind them: the anchor, and one mask token per further position. All positions of the
+    block see each other.
+
+    Attributes:
+        lm: The head; a table in proofs.
+        reads: The target's hidden states that it reads, in order.
+        block_size: Positions of a block, the anchor's included.
+        mask_id: The token that stands for an unknown token.
+        from_anchor: Whether the anchor's position guesses the first token; otherwise the first mask's position does.
+
+    References:
+        DFlash 2026. https://arxiv.org/abs/2602.06036
+    """
+
+    state: ClassVar[type[Any]] = BlockState
+
+    lm: HeadLM | TabularLM
+    reads: tuple[int, ...]
+    block_size: int
+    mask_id: int
+    from_anchor: bool = False
+
+    @classmethod
+    def of(cls, head: BlockHead, target: TargetInfo, trained: TrainedHead) -> "BlockDrafter":
+        """The drafter with a head, where the user wants it."""
+        config, ids = head.config, head.ids
+        return cls(
+            lm=trained.lm(head, target, more=config.block_size),
+            reads=config.taps,
+            block_size=config.block_size,
+            mask_id=config.mask_id,
+            from_anchor=config.from_anchor,
+            short_list=None if ids is None else ShortList.of(ids.to(target.device), target.vocab_size),
+        )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.reads
+
+    @property
+    def max_context(self) -> int | None:
+        return self.lm.max_context - self.block_size
+
+    @property
+    def max_depth(self) -> int:
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    def open(self, request: Request) -> Blocks:
+        return self.state(slot=self.lm.open())
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        """Run the head on the new features. Its cache of a position does not depend on the token there."""
+        features = torch.cat([observed.taps[tap] for tap in self.reads], -1).to(self.lm.device, non_blocking=True)
+        segments = []
+        for i, state in enumerate(states):
+            slot, first, end = self.own(state).slot, int(observed.offsets[i]), int(observed.offsets[i + 1])
+            end = min(end, first + self.lm.max_context - self.lm.length(slot))
+            tokens = torch.from_numpy(observed.tokens[first:end]).to(self.lm.device, non_blocking=True)
+            segments.append(Segment(slot=slot, tokens=tokens, features=features[first:end], logits="none"))
+        self.lm.extend(segments)
+        self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        blocks = self.run_block(states, depths).logits.split(list(depths))
+        for state, block in zip(states, blocks, strict=True):
+            self.own(state).block = block
+        return Guess(logits=torch.stack([block[0] for block in blocks]), short_list=self.short_list)
+
+    def run_block(self, states: Sequence[Running], depths: Sequence[int]) -> Extension:
+        """Run the head on a block behind each request; nothing of it stays in the cache. The logits are those of the
+        first `depths[i]` guesses.
+        """
+        size, first = self.block_size, 0 if self.from_anchor else 1
+        tokens = torch.full((len(states), size), self.mask_id)
+        tokens[:, 0] = torch.tensor([state.tokens[-1] for state in states])
+        rows, sight = tokens.to(self.lm.device, non_blocking=True), sees_all(size)
+        segments = [
+            Segment(slot=self.own(state).slot, tokens=row, logits=range(first, first + depth), sees=sight)
+            for state, row, depth in zip(states, rows, depths, strict=True)
+        ]
+        extension = self.lm.extend(segments)
+        self.lm.commit({segment.slot: [] for segment in segments})
+        return extension
+
+    def guessed(self, state: Running) -> Float[Tensor, "depth vocab"] | None:
+        return self.own(state).block
+
+    def needs(self, state: object, length: int) -> int:
+        return min(self.lm.length(self.checked(state).slot), length)
+
+    def reuse(self, state: object, request: Request, length: int) -> Blocks:
+        own = self.checked(state)
+        self.lm.truncate(own.slot, self.needs(state, length))
+        return self.state(slot=own.slot)
+
+    def fork(self, state: object, request: Request, length: int) -> Blocks:
+        return self.state(slot=self.lm.copy(self.checked(state).slot, self.needs(state, length)))
+
+    def cast(self, target_info: TargetInfo) -> "BlockDrafter":
+        return replace(self, lm=self.lm.cast(target_info.dtype))
+
+    def on_tables(self, vocab_size: int, seed: int) -> "BlockDrafter":
+        lm = TabularLM(random_rows(vocab_size, seed), vocab_size)
+        return replace(self, lm=lm, reads=(0,), block_size=TABLE_BLOCK, mask_id=0, short_list=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedBlocks(Answers, TrainedHead):
+    """A head that guesses blocks on disk: the `speculators` layout, or an author's own. What only the user can say of
+    it are the fields of `Answers`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Anchors:
+    """The anchors of some rows.
+
+    Attributes:
+        places: Where they stand.
+        real: Which of them count; a row with fewer anchors than another is filled up.
+    """
+
+    places: Int[Tensor, "rows anchors"]
+    real: Bool[Tensor, "rows anchors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Guesses:
+    """The guesses of some blocks that count.
+
+    Attributes:
+        inner: What the head makes their logits of, as `BlockHead.informed` says.
+        labels: The text's tokens there.
+        rows: The row of each.
+        before: The place of the token before each.
+        valid: Where they stand among all guesses of the blocks.
+    """
+
+    inner: Float[Tensor, "n inner"]
+    labels: Int[Tensor, " n"]
+    rows: Int[Tensor, " n"]
+    before: Int[Tensor, " n"]
+    valid: Bool[Tensor, "rows anchors depth"]
+
+
+class BlockObjective(HeadObjective):
+    r"""A head that learns to guess blocks along texts.
+
+    Anchors are drawn among the learnt tokens. The block of an anchor at $a$ sees the target's features at positions
+    below $a$, because the feature at $a$ is not known while drafting, and its own positions. All blocks of a text run
+    in one forward and do not see each other. A position of a block that lies behind the text, or guesses a token that
+    is not learnt, counts for nothing.
+
+    A confidence head learns $1 - \mathrm{TV}(p, q)$ of each guess, the chance that token verification accepts it. The
+    rest of the head does not learn from that.
+    """
+
+    head: BlockHead
+    options: BlockOptions
+
+    @cached_property
+    def loss(self) -> BlockLoss:
+        """What is minimised."""
+        return self.options.block_loss(self.divergence, self.head.config.block_size)
+
+    def forward(self, batch: Batch) -> Loss:
+        """The loss of the guesses of all drawn blocks."""
+        batch = self.with_states(batch)
+        drawn = self.anchors(batch)
+        found = self._guesses(batch, self._context(batch), drawn, self.head.config.max_depth)
+        counts = bool(found.valid.any())
+        of_labels = self.loss.reads_labels
+        agreed = torch.zeros(len(found.labels), dtype=torch.bool, device=found.inner.device)
+        said = torch.zeros(len(found.labels), device=found.inner.device)
+        sure, of = self.head.confidence(found.inner.detach()), self.loss.of
+        far = torch.zeros(len(found.labels), device=found.inner.device)
+        both = None
+        if sure is not None or of is not None:
+            both = self._rows_of_both(with_rows(batch, self.ends, self.shape.num_layers, self.head.vocab_size), found)
+
+        def each(rows: slice, logits: Float[Tensor, "rows vocab"]) -> Float[Tensor, " rows"]:
+            agreed[rows] = among_likeliest(found.labels[rows], logits.detach())
+            hard = logits.new_zeros(())
+            if of_labels:
+                hard = cross_entropy(found.labels[rows], logits)
+                said[rows] = -hard.detach().float()
+            if both is None:
+                return hard
+            theirs, ours = both(rows, logits)
+            if sure is not None:
+                far[rows] = DISTANCE(theirs, ours.detach()).float()
+            if of is None:
+                return hard
+            soft = of(theirs, ours)
+            return soft if not self.loss.hard else self.loss.hard * hard + (1 - self.loss.hard) * soft
+
+        values = chunked(each, found.inner, self.head.informed_logits, chunk=self.chunk, width=self.head.vocab_size)
+        if sure is not None:
+            values = values + _misjudged(sure, far)
+        weights = torch.zeros_like(values)
+        if counts:
+            log_q = torch.zeros(found.valid.shape, device=found.inner.device)
+            log_q[found.valid] = said
+            every = self.loss.weights(log_q, found.valid)
+            slots = None if self.slot_weights is None else every.new_tensor(self.slot_weights)
+            weights = (every if slots is None else every * slots)[found.valid]
+        return Loss(
+            total=(weights * values).sum(),
+            weight=weights.sum().double(),
+            parts={
+                "agreement": (weights * agreed).sum(),
+                **({"log_likelihood": (weights * said).sum()} if of_labels else {}),
+            },
+        )
+
+    def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " depths"]:
+        """How many anchors of some texts have a guess at each depth, in rows of at most so many tokens."""
+        depths, counts = np.arange(self.head.config.max_depth), np.zeros(self.head.config.max_depth, dtype=np.int64)
+        for document in documents:
+            learnt = min(len(document.tokens) - document.start, max_length)
+            counts += np.maximum(learnt - 1 - depths, 0)
+        return torch.from_numpy(counts).double()
+
+    def anchors(self, batch: Batch) -> Anchors:
+        """The anchors of the rows in the batch's step, in order. Each is a learnt token that another follows."""
+        learnt = batch.learnt.cpu().numpy()
+        drawn: list[Int[np.ndarray, " anchors"]] = []
+        for row, number in enumerate(batch.rows):
+            places = np.flatnonzero(learnt[row, :-1] & learnt[row, 1:])
+            if not len(places):
+                # The one learnt token follows a prompt.
+                places = np.flatnonzero(learnt[row, 1:])
+            dice = np.random.default_rng([self.context.seed, batch.step, number, ANCHOR_DRAW])
+            drawn.append(np.sort(dice.permutation(places)[: self.options.num_anchors]))
+        return _filled(drawn, batch.tokens.device)
+
+    @torch.no_grad()
+    def judged(self, batch: Batch, depth: int) -> Judged:
+        """Drafts along the texts of a batch, which begin behind every learnt token."""
+        self.head.check_depth(depth)
+        if batch.learnt.shape[1] <= depth:
+            return Judged(log_ratios=np.zeros((0, depth)), agrees=np.zeros((0, depth), dtype=bool))
+        batch = self.with_states(batch)
+        begins = batch.learnt.unfold(1, depth + 1, 1).all(-1).cpu().numpy()
+        every, context = _filled([np.flatnonzero(row) for row in begins], batch.tokens.device), self._context(batch)
+        ratios, agrees = [np.zeros((0, depth))], [np.zeros((0, depth), dtype=bool)]
+        for first in range(0, every.places.shape[1], JUDGED_AT_ONCE):
+            part = slice(first, first + JUDGED_AT_ONCE)
+            some = Anchors(places=every.places[:, part], real=every.real[:, part])
+            if not bool(some.real.any()):
+                continue
+            found = self._guesses(batch, context, some, depth)
+            values, equal = self._compared(batch, found)
+            # Blocks that count have `depth` guesses that count.
+            ratios.append(values.view(-1, depth).double().cpu().numpy())
+            agrees.append(equal.view(-1, depth).cpu().numpy())
+        return Judged(log_ratios=np.concatenate(ratios), agrees=np.concatenate(agrees))
+
+    def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        config, tensors = super().record(dtype)
+        config["speculators_config"]["verifier"]["architectures"] = [type(self.context.target).__name__]
+        return config, tensors
+
+    def with_states(self, batch: Batch) -> Batch:
+        """As of every head; where the target's rows were captured, its last states are not needed."""
+        captured = batch.logits_of_target is not None or batch.rows_of_target is not None
+        return batch if captured and set(self.taps) <= batch.hidden.keys() else super().with_states(batch)
+
+    def _context(self, batch: Batch) -> GroupKeys:
+        """Keys and values of all positions of the texts."""
+        cache, weight = GroupKeys(self.head.config.block_size), self.head.norm.weight
+        features = torch.cat([batch.hidden[tap].to(weight.dtype) for tap in self.taps], -1)
+        rows, length = batch.tokens.shape
+        places = torch.arange(length, device=batch.tokens.device).expand(rows, -1)
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=batch.tokens.device)
+        self.head(batch.tokens, features, places, mask.expand(rows, 1, length, length), cache)
+        return cache
+
+    def _guesses(self, batch: Batch, context: GroupKeys, anchors: Anchors, depth: int) -> _Guesses:
+        """The first `depth` guesses of the blocks of some anchors; one that counts for nothing if there are none."""
+        config = self.head.config
+        hidden = blocks(self.head, batch.tokens, context, anchors.places)
+        ahead = torch.arange(depth, device=batch.tokens.device)
+        before = anchors.places[..., None] + ahead
+        inside = before + 1 < batch.lengths[:, None, None]
+        before = before.clamp(max=batch.tokens.shape[1] - 2)
+        rows = torch.arange(len(before), device=before.device)[:, None, None].expand(before.shape)
+        valid = anchors.real[..., None] & inside & batch.learnt[rows, before + 1]
+        inner = self.head.informed(hidden[:, :, config.first : config.first + depth], batch.tokens[rows, before])
+        kept = valid
+        if not bool(valid.any()):
+            kept = torch.zeros_like(valid)
+            kept[0, 0, 0] = True
+        return _Guesses(
+            inner=inner[kept],
+            labels=batch.tokens[rows, before + 1][kept],
+            rows=rows[kept],
+            before=before[kept],
+            valid=valid,
+        )
+
+    def _rows_of_both(self, batch: Batch, found: _Guesses) -> RowsOfBoth:
+        """The target's rows of some guesses and the head's own, over the same outcomes."""
+        if batch.logits_of_target is None and batch.rows_of_target is not None:
+            kept, places = batch.rows_of_target, (found.rows, found.before)
+            top = TopRows(tokens=kept.tokens[places], log_probs=kept.log_probs[places], log_rest=kept.log_rest[places])
+            return lambda rows, draft: (top[rows].outcomes, top[rows].grouped(draft))
+
+        def live(rows: slice, draft: Float[Tensor, "rows vocab"]) -> tuple[Tensor, Tensor]:
+            logits = self._target_logits(batch, found, rows)
+            width = min(logits.shape[-1], draft.shape[-1])
+            return logits[..., :width], draft[..., :width]
+
+        return live
+
+    @torch.no_grad()
+    def _target_logits(self, batch: Batch, found: _Guesses, rows: slice) -> Float[Tensor, "rows vocab"]:
+        """The target's logits of the tokens that some guesses are of."""
+        places = (found.rows[rows], found.before[rows])
+        if batch.logits_of_target is not None:
+            return rows_at(batch.logits_of_target, *places)
+        return self.ends.head(self.ends.norm(batch.hidden[self.shape.num_layers][places]))
+
+    def _compared(self, batch: Batch, found: _Guesses) -> tuple[Float[Tensor, " n"], Bool[Tensor, " n"]]:
+        """The log-ratio of each label's probabilities, and whether the likeliest tokens of both agree."""
+        ratios, agrees = [], []
+        for begin in range(0, len(found.labels), self.chunk):
+            rows = slice(begin, begin + self.chunk)
+            ours, theirs = self.head.informed_logits(found.inner[rows]), self._target_logits(batch, found, rows)
+            width = min(ours.shape[-1], theirs.shape[-1])
+            log_q, log_p = (each[..., :width].float().log_softmax(-1) for each in (ours, theirs))
+            ratios.append((log_q - log_p).gather(-1, found.labels[rows, None])[:, 0])
+            agrees.append(log_q.argmax(-1) == log_p.argmax(-1))
+        return torch.cat(ratios), torch.cat(agrees)
+
+
+def blocks(
+    head: BlockHead, tokens: Int[Tensor, "rows length"], context: GroupKeys, places: Int[Tensor, "rows anchors"]
+) -> Float[Tensor, "rows anchors block hidden"]:
+    """The output features of the blocks of some anchors, all in one forward.
+
+    Args:
+        context: Keys and values of all positions of the texts.
+        places: Where the anchors stand.
+    """
+    size, length = head.config.block_size, tokens.shape[1]
+    read = torch.full((*places.shape, size), head.config.mask_id, device=tokens.device)
+    read[..., 0] = tokens.gather(1, places)
+    positions = (places[..., None] + torch.arange(size, device=tokens.device)).flatten(1)
+    along = torch.arange(length, device=tokens.device)
+    number = torch.arange(positions.shape[1], device=tokens.device) // size
+    behind = along < places.repeat_interleave(size, 1)[..., None]
+    together = (number[:, None] == number).expand(len(tokens), -1, -1)
+    keys = torch.cat([along.expand(len(tokens), -1), positions], 1)
+    mask = torch.cat([behind, together], -1)[:, None]
+    return head.block(read.flatten(1), positions, mask, context, keys).unflatten(1, (-1, size))
+
+
+def _misjudged(sure: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
+    """The divergence of what a confidence head says from what it should say: 1 less the distance of the rows.
+
+    Args:
+        sure: Its logits.
+        far: The distances.
+    """
+    # A sum of rounded differences may be a little above 1.
+    far = far.clamp(0, 1)
+    least = torch.special.entr(far) + torch.special.entr(1 - far)
+    return binary_cross_entropy_with_logits(sure.float(), 1 - far, reduction="none") - least
+
+
+def _filled(drawn: list[Int[np.ndarray, " _"]], device: torch.device) -> Anchors:
+    """Anchors of rows that have different numbers of them."""
+    most = max(1, *(len(each) for each in drawn))
+    places = np.zeros((len(drawn), most), dtype=np.int64)
+    for row, each in enumerate(drawn):
+        places[row, : len(each)] = each
+    real = np.arange(most) < np.array([len(each) for each in drawn])[:, None]
+    return Anchors(places=torch.from_numpy(places).to(device), real=torch.from_numpy(real).to(device))
