@@ -145,6 +145,7 @@ def main(
         about = (
             f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
             f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {batch_size} rows, "
-            f"{budget.num_tokens:,} tokens, in each way, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
+            f"{budget.num_tokens:,} tokens, in each way, with {seeds} seeds. "
+            f"Held-out prompts: {Sums(rows).num_prompts}."
         )
         place.finish(replace(findings(rows), text=about))

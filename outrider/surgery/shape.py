@@ -78,8 +78,8 @@ def smaller_shape(
         >>> smaller_shape(big, heads=1)
         Traceback (most recent call last):
         ...
-        outrider.core.inputs.InputError: heads must be a multiple of 2 or of 4 (2 groups of 4 share keys and values), got
-        1
+        outrider.core.inputs.InputError: heads must be a multiple of 2 or of 4 (2 groups of 4 share keys and values),
+        got 1
     """
     wanted = {"layers": layers, "width": width, "heads": heads, "feed_forward": feed_forward}
     for name, value in wanted.items():

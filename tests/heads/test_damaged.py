@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from outrider.heads.files import read_config, read_tensors
 from safetensors.torch import save_file
 from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
+from outrider.heads.checkpoint import read_config, read_tensors
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target
