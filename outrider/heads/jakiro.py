@@ -148,7 +148,12 @@ class JakiroHead(EagleHead):
     def sizes_in(cls, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         gate = tensors.get(f"{EXPERTS[1]}experts.0.gate_proj.weight")
         size = None if gate is None or not len(gate) else len(gate)
-        return {"mixture": config.get("mixture", "features"), "expert_size": size}
+        mixture = config.get("mixture", MIXTURES[0])
+        if mixture not in MIXTURES:
+            raise InputError(
+                f"mixture in the config of a Jakiro head must be {', '.join(MIXTURES)}, got {short(mixture)}"
+            )
+        return {"mixture": mixture, "expert_size": size}
 
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "JakiroHead":
