@@ -11,11 +11,9 @@ from safetensors.torch import load_file
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.blockwise_path import BlockwisePath
-from outrider.heads.blockwise import read_blockwise, write_blockwise
-from outrider.heads.checkpoint import TargetShape
+from outrider.heads.blockwise import SPEC as BLOCKWISE
+from outrider.heads.checkpoint import TargetShape, write_head
 from outrider.heads.parallel import SPEC as PARALLEL
-from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.heads.parts.backoff import FILE
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
@@ -39,13 +37,13 @@ def test_blockwise_heads_are_recognised_and_compute_what_their_description_says(
     known = around()
     tensors = blockwise(tmp_path, known)
     path = catalog.make("drafter", str(tmp_path))
-    assert path == BlockwisePath(path=str(tmp_path))
+    assert path == BLOCKWISE.at(str(tmp_path))
     drafter = path.bind(known)
     hidden = torch.randn(3, known.hidden_size, dtype=torch.float64)
     for i in range(4):
         inner = (hidden @ tensors[f"heads.{i}.up.weight"].T + tensors[f"heads.{i}.up.bias"]).clamp_min(0)
         made = hidden + inner @ tensors[f"heads.{i}.down.weight"].T + tensors[f"heads.{i}.down.bias"]
-        assert torch.allclose(drafter.heads.logits(drafter.heads(hidden, i), i), known.head(made), atol=1e-12)
+        assert torch.allclose(drafter.head.logits(drafter.head(hidden, i), i), known.head(made), atol=1e-12)
     assert drafter.max_depth == 4
 
 
@@ -81,18 +79,19 @@ def test_what_is_written_reads_back(tmp_path):
     first.mkdir()
     hidden = torch.randn(3, known.hidden_size, dtype=torch.float64)
     blockwise(first, known)
-    heads = read_blockwise(str(first), known.ends())
-    write_blockwise(heads, second, SHAPE, torch.float64)
-    again = read_blockwise(str(second), known.ends())
+    heads = BLOCKWISE.at(str(first)).bind(known).head
+    write_head(second, *heads.record(SHAPE, torch.float64, ""), torch.float64)
+    again = BLOCKWISE.at(str(second)).bind(known).head
     assert again.config == heads.config
     for i in range(4):
         assert torch.equal(again.logits(again(hidden, i), i), heads.logits(heads(hidden, i), i))
     for form in ("eagle", "medusa"):
         parallel(first, known, form=form)
-        head = ParallelFile.read(str(first)).head(known.ends(), 64)
-        write_parallel(head, second, SHAPE, torch.float64)
-        file = ParallelFile.read(str(second))
-        assert (file.form, file.num_slots, file.layer.rope_parameters) == (form, 3, head.config.rope_parameters)
+        head = PARALLEL.at(str(first)).bind(known).lm.module
+        write_head(second, *head.record(SHAPE, torch.float64, ""), torch.float64)
+        found = PARALLEL.at(str(second)).bind(known).lm.module
+        assert (found.form, found.num_slots) == (form, 3)
+        assert found.config.rope_parameters == head.config.rope_parameters
         assert {name: tensor.tolist() for name, tensor in load_file(second / "model.safetensors").items()} == {
             name: tensor.tolist() for name, tensor in load_file(first / "model.safetensors").items()
         }
@@ -108,7 +107,7 @@ def change(folder: Path, **fields: object) -> None:
 def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
     known = around()
     blockwise(tmp_path, known)
-    path = BlockwisePath(path=str(tmp_path))
+    path = BLOCKWISE.at(str(tmp_path))
     for wrong, message in (
         (replace(known, hidden_size=64), "width 32, and this target's have width 64"),
         (replace(known, vocab_size=99), "knows 64 tokens, and this target has 99"),
@@ -123,14 +122,14 @@ def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
     ):
         with pytest.raises(InputError, match=message):
-            BlockwisePath(path=str(tmp_path), **fields)
+            BLOCKWISE.at(str(tmp_path), **fields)
     (tmp_path / FILE).unlink()
     with pytest.raises(InputError, match="there is no n-gram model"):
         replace(path, paths=2).bind(known)
     assert replace(path, paths=2, mu=0.0).bind(known).model is None
     for fields, message in (
-        ({"num_heads": None}, "must give num_heads as a whole number"),
-        ({"num_heads": 0}, "num_heads of blockwise heads must be >= 1, got 0"),
+        ({"num_heads": None}, r"num_heads in config.json of .* must be a whole number in 1\.\.256, got None"),
+        ({"num_heads": 0}, "must be a whole number in .*, got 0"),
         ({"num_heads": 5}, r"heads\.4\.down\.bias.* missing"),
         ({"outrider_head": None}, "holds no blockwise heads"),
     ):
@@ -144,9 +143,9 @@ def test_a_parallel_head_that_does_not_fit_is_refused_in_one_sentence(tmp_path):
     known = around()
     path = PARALLEL.at(path=str(tmp_path))
     for fields, message in (
-        ({"num_slots": None}, "must give layer and num_slots"),
+        ({"num_slots": None}, "num_slots in config.json of .* must be a whole number"),
         ({"num_slots": 7}, "slots is of another shape"),
-        ({"num_slots": -1}, "must have >= 0 mask slots, got -1"),
+        ({"num_slots": -1}, "must be a whole number in .*, got -1"),
         ({"form": "dflash"}, "must be eagle or medusa, got 'dflash'"),
         ({"outrider_head": None}, "holds no parallel head"),
         ({"layer": {"model_type": "gpt2"}}, "layers of the type 'gpt2'"),
@@ -169,8 +168,8 @@ def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
     blockwise(tmp_path, known)
     (tmp_path / FILE).write_bytes(grams)
     with pytest.raises(InputError, match="knows 63 tokens, and the heads beside it 64"):
-        BlockwisePath(path=str(tmp_path), paths=2).bind(known)
-    assert np.isfinite(BlockwisePath(path=str(tmp_path), paths=2, mu=0.0).bind(known).mu)
+        BLOCKWISE.at(str(tmp_path), paths=2).bind(known)
+    assert np.isfinite(BLOCKWISE.at(str(tmp_path), paths=2, mu=0.0).bind(known).mu)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +208,8 @@ def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tm
     path = PARALLEL.at(path=str(tmp_path))
     for more, fields, message in (
         ({"tokens": None}, {}, "does not say how many tokens it drafts; add slots=N"),
-        ({}, {"mask_token_id": None}, "must give mask_token_id"),
+        ({}, {"mask_token_id": None}, "say it with mask_token_id="),
         ({}, {"mask_token_id": 64}, "does not fit it"),
-        ({"flags": {"fc_norm": True}}, {}, "norms the target's states"),
         ({}, {"norm_before_residual": None}, "has no norm_before_residual"),
     ):
         peagle(tmp_path, known, **more)
@@ -220,7 +218,11 @@ def test_a_peagle_head_that_leaves_a_question_open_is_refused_in_one_sentence(tm
             path.bind(known)
     peagle(tmp_path, known, tokens=None)
     assert replace(path, slots=6).bind(known).max_depth == 7
-    with pytest.raises(InputError, match="slots must be >= 0, got -1"):
+    change(tmp_path, norm_before_residual=None, mask_token_id=None)
+    assert replace(path, slots=2, norm_before_residual=False, mask_token_id=7).bind(known).lm.module.mask_id == 7
+    with pytest.raises(InputError, match=r"is a P-EAGLE head .* use drafter parallel"):
+        catalog.make("drafter", f"eagle3:path={tmp_path}").bind(known)
+    with pytest.raises(InputError, match=r"slots must be in 0\.\.256, got -1"):
         replace(path, slots=-1)
     parallel(tmp_path, known)
     assert replace(path, slots=1).bind(known).max_depth == 2
