@@ -16,6 +16,7 @@ import typer.main
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from outrider import catalog
 from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
@@ -91,8 +92,6 @@ class HeadCommand(Command):
     def _whole(self) -> Any:
         """The command with all its options."""
         with _training():
-            from outrider import catalog
-
             spec = catalog.rows("drafter")[str(self.name)].kind
 
         def command(
@@ -121,11 +120,11 @@ class TrainCommands(Commands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        from outrider.drafters.rows import DRAFTERS
+        from outrider import catalog
 
-        for row in DRAFTERS:
-            if isinstance(row.home, str) and (help := _help_of(row.home)) is not None:
-                self.add_command(HeadCommand(row.name, row.home, help))
+        for name, row in catalog.rows("drafter").items():
+            if (help := _help_of(row.home)) is not None:
+                self.add_command(HeadCommand(name, row.home, help))
 
 
 def help_in(words: str | None) -> str:
