@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads, read_blockwise, write_blockwise
 from outrider.heads.checkpoint import local_file
@@ -20,9 +21,6 @@ from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.training.state_heads import DECAY, StateHeadsLearner
-
-HEAD_DRAW = 50
-"""What the draw of a step's head decides, beside its seed and its step."""
 
 
 class Blockwise(StateHeadsLearner):
@@ -70,7 +68,7 @@ class Blockwise(StateHeadsLearner):
         if not self._one_head or not self.training:
             return super().counted(batch)
         weights = self.decay ** np.arange(self.num_guesses)
-        dice = np.random.default_rng([self._seed, batch.step, HEAD_DRAW])
+        dice = step_generator(Purpose.HEAD, seed=self._seed, step=batch.step)
         return (int(dice.choice(self.num_guesses, p=weights / weights.sum())),)
 
     def write(self, folder: Path) -> None:
