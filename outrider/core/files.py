@@ -122,7 +122,7 @@ def written(path: Path) -> Iterator[None]:
         raise InputError(f"{path} cannot be written: {reason(error)}") from error
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """What the system said, without the words of a library around it."""
     said = (isinstance(error, OSError) and error.strerror) or str(error).partition("\n")[0]
     return said.partition("I/O error: ")[2].partition(" (os error")[0] or said
