@@ -20,8 +20,6 @@ from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.model import ModelDrafter, ModelPath
 from outrider.drafters.protocol import Observed, Rows
-from outrider.heads.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, local_file, made
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff, write_backoff
@@ -38,6 +36,8 @@ from outrider.heads.trunks.last_state import (
 )
 from outrider.learning.batch import Batch
 from outrider.learning.options import loss, size
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, local_file, made
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
