@@ -5,6 +5,7 @@ A method is imported when it is needed.
 
 import dataclasses
 import os
+from typing import Any
 
 from outrider.core.inputs import InputError, field_values, unknown
 from outrider.core.row import LEVIATHAN, Family, Row
@@ -398,11 +399,11 @@ def make(family: Family, text: str) -> object:
             kind = drafter_at(text, {name: row.kind for name, row in known.items()})
             return known[kind].made(path=text)
         raise unknown(family, name, known)
-    kind = known[name].make
-    values = field_values(f"{family} {name!r}", kind, rest, first=True)
+    configured: Any = known[name].make
+    values = field_values(f"{family} {name!r}", configured, rest, first=True)
     missing = [
         field.name
-        for field in dataclasses.fields(kind)
+        for field in dataclasses.fields(configured)
         if field.name not in (*values, "spec")
         and field.default is dataclasses.MISSING
         and field.default_factory is dataclasses.MISSING

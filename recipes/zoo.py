@@ -141,7 +141,8 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
         "different tokens": len(set(chain(*outputs))),
         "generate reads alike": outputs == plain,
     }
-    target, drafter = as_lm(model, max_slots=3), ModelDrafter(lm=as_lm(noisy(model), max_slots=3))
+    target = as_lm(model, max_slots=3)
+    drafter: ModelDrafter = ModelDrafter(lm=as_lm(noisy(model), max_slots=3))
     for way, (tree, rule) in WAYS.items():
         if way == "trees" and Anatomy.of(model).recurrent:
             continue

@@ -97,7 +97,7 @@ class HeadCommand(Command):
             settings: Settings,
             texts: DataOptions,
             watch: WatchOptions,
-            options: spec.options,  # type: ignore[name-defined]
+            options: spec.options,
             target: Target,
             out: Out,
             estimate: Estimate = False,

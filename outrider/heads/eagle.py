@@ -98,7 +98,8 @@ class EagleHead(FeatureHead):
         qkv_bias: bool | None = None,
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=own_embedding)
-        self.ids, self.fc = None, self.fusion(bias)
+        self.ids: Int[Tensor, " width"] | None = None
+        self.fc = self.fusion(bias)
         self.layers = nn.ModuleList(self.layer(i, qkv_bias) for i in range(config.num_hidden_layers))
 
     @classmethod

@@ -150,7 +150,7 @@ class ParallelHead(FeatureHead):
     def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "ParallelHead":
         if is_peagle(place.checkpoint.config, place.checkpoint.names):
             raise InputError(f"the head in {place.path} is a P-EAGLE head, and these are not trained further here")
-        return super().init_from(place, options, context)
+        return cast(ParallelHead, super().init_from(place, options, context))
 
     def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """`slots`, `fc` of the form `eagle`, and the layers under the names of a Llama's."""

@@ -396,7 +396,8 @@ class FeatureDrafter(OwnFeatures[Features]):
     def fields_of(head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> dict[str, Any]:
         """The fields that all drafters with such a head have."""
         lm = trained.lm(head, target)
-        few = None if head.ids is None else ShortList.of(head.ids.to(lm.device), target.vocab_size)
+        ids = cast(Tensor | None, head.ids)
+        few = None if ids is None else ShortList.of(ids.to(lm.device), target.vocab_size)
         return {"lm": lm, "reads": head.reads(target.num_layers), "short_list": few}
 
     @property

@@ -260,7 +260,9 @@ class StateHeadsDrafter(MarginalDrafter, LastStateHeadDrafter[Heads]):
         return self.own(state).rows
 
     def on_tables(self: Own, vocab_size: int, seed: int) -> Own:
-        return replace(super().on_tables(vocab_size, seed), short_list=None)
+        made: Any = super().on_tables(vocab_size, seed)
+        found: Own = replace(made, short_list=None)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
