@@ -91,11 +91,11 @@ class TrainCommands(Commands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        from outrider.drafters.rows import DRAFTERS
+        from outrider import catalog
 
-        for row in DRAFTERS:
-            if isinstance(row.home, str) and (help := _help_of(row.home)) is not None:
-                self.add_command(HeadCommand(row.name, row.home, help))
+        for name, row in catalog.rows("drafter").items():
+            if (help := _help_of(row.home)) is not None:
+                self.add_command(HeadCommand(name, row.home, help))
 
 
 def help_in(words: str | None) -> str:
