@@ -19,10 +19,18 @@ from outrider.cli.request import ENDING, RequestOptions
 from outrider.core.inputs import field_value
 from outrider.setup import Setup, documentation
 from outrider.training.loop.settings import Settings
+from outrider.training.options import DataOptions, WatchOptions
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
-HEADINGS = {Setup: "Setup", RequestOptions: "Sampling", LearnOptions: "Learning", Settings: "Training"}
+HEADINGS = {
+    Setup: "Setup",
+    RequestOptions: "Sampling",
+    LearnOptions: "Learning",
+    Settings: "Training",
+    DataOptions: "Texts",
+    WatchOptions: "Watching",
+}
 """The heading of each dataclass's options in the help; of others, `HEAD`."""
 HEAD = "Head"
 FILES, SPEED = "Files of options", "Speed, memory"

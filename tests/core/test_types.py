@@ -35,7 +35,7 @@ WRONG = {
     "engine.encode(None)": "a prompt is a text, a list of token ids or a list of chat messages, got None",
     "engine.encode(b'Once')": "a prompt is a text, a list of token ids or a list of chat messages, got b'Once'",
     "engine.encode({'role': 'user'})": (
-        "a prompt is a text, a list of token ids or a list of chat messages, got {'role': 'user'}"
+        "a prompt that is a mapping holds messages, or input_ids of a tokenizer; this holds 'role'"
     ),
     "engine.encode([5, 6.0])": (
         "a prompt is a text, a list of token ids or a list of chat messages; this list holds 6.0"
