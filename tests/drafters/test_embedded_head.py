@@ -1,6 +1,5 @@
 """The head that ships with the package drafts well for the target that ships with it, and changes no output."""
 
-
 import outrider
 from outrider.core.types import Sampling
 from outrider.embedded import ASSETS, EMBEDDED_HEAD

@@ -109,10 +109,14 @@ def _mtp(around: TargetInfo, count: int) -> MtpModel:
     return found
 
 
+OF_ITS_OWN_TARGET = "assistant"
+"""Reads the keys and values of the target that it was published with; its tests are in test_published."""
 HEADS: dict[str, HeadSpec] = {
-    name: row.kind for name, row in catalog.rows("drafter").items() if isinstance(row.kind, HeadSpec)
+    name: row.kind
+    for name, row in catalog.rows("drafter").items()
+    if isinstance(row.kind, HeadSpec) and name != OF_ITS_OWN_TARGET
 }
-"""The heads of the catalog."""
+"""The heads of the catalog that any target can have."""
 TRAINED = [name for name, spec in HEADS.items() if spec.options is not None]
 """Those that are trained here."""
 TOYS = ("own features", "block")
