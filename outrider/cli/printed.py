@@ -3,14 +3,13 @@
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from outrider.engine.engine import Engine
-    from outrider.engine.output import Output
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
 
 
 def print_json(record: Mapping[str, Any]) -> None:
@@ -19,14 +18,14 @@ def print_json(record: Mapping[str, Any]) -> None:
     print(json.dumps(record, ensure_ascii=not utf8), flush=True)
 
 
-def print_output(index: int, output: "Output") -> None:
+def print_output(index: int, output: Output) -> None:
     """Print one of several outputs."""
     console = Console(highlight=False, soft_wrap=True)
     console.rule(f"output {index + 1}: {output.finish_reason}, {len(output.tokens)} tokens", align="left")
     console.print(output.text, markup=False)
 
 
-def print_measures(outputs: Sequence["Output"]) -> None:
+def print_measures(outputs: Sequence[Output]) -> None:
     """Print the numbers of tokens, of steps and of accepted draft tokens."""
     tokens = sum(len(o.tokens) for o in outputs)
     steps = sum(o.num_steps for o in outputs)
@@ -44,7 +43,7 @@ def print_line(line: str) -> None:
     Console(stderr=True, highlight=False, soft_wrap=True).print(line, style="cyan")
 
 
-def note_room(engine: "Engine", max_new_tokens: int | None) -> None:
+def note_room(engine: Engine, max_new_tokens: int | None) -> None:
     """Say what will end an output, if the context is full before it has the tokens that were asked for."""
     longest = engine.parts.target.max_context
     if max_new_tokens is not None and max_new_tokens >= longest:

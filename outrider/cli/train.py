@@ -19,7 +19,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
-from outrider.cli.printed import note_room, print_json
 from outrider.cli.request import RequestOptions
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
@@ -208,6 +207,7 @@ def steer(
 def _answer(task: AnswerTask) -> None:
     """Answer the prompts, and print what was done."""
     from outrider.cli.opened import opened
+    from outrider.cli.printed import note_room, print_json
 
     with _training():
         from outrider.training.data.records import read_documents
@@ -269,6 +269,7 @@ def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) ->
     Args:
         name: The drafter's name in the catalog.
     """
+    from outrider.cli.printed import print_json
     from outrider.training.loop import processes
 
     main = processes.is_first()

@@ -131,12 +131,12 @@ def test_heads_of_one_depth_each_come_with_a_tree(monkeypatch, capsys, tmp_path,
         ("eagle", ("--column", "prompt"), "--column must be a pair such as prompt=question, got 'prompt'"),
         ("eagle", ("--draft-vocab", "5"), "No such option"),
         ("eagle3", ("--draft-vocab", "999"), "the draft vocabulary must have 1..64 tokens, got 999"),
-        ("eagle3", ("--taps", "3,1"), "taps must be numbers with x between them"),
+        ("eagle3", ("--taps", "3,1"), "taps must be whole numbers joined by x"),
         ("poss", ("--norm-output",), "norm_output: for trunk eagle3 alone"),
         ("parallel", ("--depth", "3", "--slots", "1"), "so a depth of 3 cannot be watched"),
         ("dflash", ("--block-size", "2"), "guesses 1 tokens, and --depth is 2"),
         ("dflash", ("--mask-token-id", "999"), "mask_token_id must be in 0..63"),
-        ("blockwise", ("--ngram-order", "7"), "must be in 1..4, got 7"),
+        ("blockwise", ("--ngram-order", "7"), "ngram_order must be one of 0, 1, 2, 3, 4, got 7"),
     ],
 )
 def test_wrong_options_of_heads_get_one_sentence(monkeypatch, capsys, tmp_path, alone, kind, wrong, message) -> None:
@@ -185,7 +185,7 @@ def test_one_command_trains_a_steered_drafter(monkeypatch, capsys, tmp_path, pai
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (("--taps", "3,1"), "taps must be numbers with x between them"),
+        (("--taps", "3,1"), "taps must be whole numbers joined by x"),
         (("--taps", "99"), "taps must be in 0..3"),
         (("--rank", "0"), "rank must be >= 1"),
         (("--positions", "gap"), "use plain, padding or gaps"),
