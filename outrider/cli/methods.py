@@ -142,6 +142,6 @@ def _traits(kind: Any) -> tuple[str, ...]:
 def _fields(make: type) -> dict[str, str]:
     shown = {}
     for field in dataclasses.fields(make):
-        if not field.name.startswith("_"):
+        if not field.name.startswith("_") and field.name != "spec":
             shown[field.name] = "required" if field.default is dataclasses.MISSING else str(field.default)
     return shown

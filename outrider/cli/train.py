@@ -16,6 +16,7 @@ import typer.main
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from outrider import catalog
 from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
@@ -90,8 +91,6 @@ class HeadCommand(Command):
     def _whole(self) -> Any:
         """The command with all its options."""
         with _training():
-            from outrider import catalog
-
             spec = catalog.rows("drafter")[str(self.name)].kind
 
         def command(

@@ -17,7 +17,6 @@ from outrider.heads.objective import GuessObjective, Places, frequent_tokens, sl
 from outrider.learning import divergences
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import divergence
-from outrider.learning.options import SIZE
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
@@ -26,6 +25,7 @@ from outrider.training.data.batches import Batches
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch
+from outrider.trees.fixed import FixedTree, likeliest_topology
 from tests.world.forced import forced_guesses
 from tests.world.heads import HEADS, TRAINED
 from tests.world.learners import batch, documents, head_learner, moved, repeated
@@ -83,13 +83,6 @@ def target() -> PreTrainedModel:
 def fresh(kind: str, model: PreTrainedModel | None = None, *, loss: str | None = "fkl", **more: Any) -> GuessObjective:
     """A new head that learns."""
     return head_learner(name_of(kind), model or target(), loss=loss, depth=GAMMA, **told(kind, **more))
-
-
-def further(kind: str, place: Path, *, loss: str) -> GuessObjective:
-    """The learner of a head on disk, which says its sizes itself."""
-    sizes = {each.name for each in fields(HEADS[name_of(kind)].options) if each.metadata.get("kind") == SIZE}
-    options = {name: value for name, value in told(kind).items() if name not in sizes}
-    return head_learner(name_of(kind), target(), loss=loss, depth=GAMMA, init_from=str(place), **options)
 
 
 def learner(kind: str, **more: Any) -> GuessObjective:
@@ -264,7 +257,7 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
         if sampling.temperature == 0:
             plain = engine.plain().generate(prompts, max_new_tokens=12, sampling=sampling)
             assert [out.tokens for out in drafted] == [out.tokens for out in plain]
-    again = further(kind, tmp_path / "head", loss="tvd")
+    again = fresh(kind, loss="tvd", init_from=str(tmp_path / "head"))
     for mine, theirs in zip(learnt_logits(again, batch()), learnt_logits(made, batch()), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
 
@@ -325,6 +318,17 @@ def test_balanced_guesses_have_the_same_weight_however_few_places_they_have():
     assert float(found.total) == pytest.approx(whole * sum(parts), rel=1e-4)
 
 
+def test_the_tree_that_fits_is_of_the_heads_that_were_kept(tmp_path):
+    made = learner("medusa", tree_nodes=5)
+    made.write(tmp_path)
+    expected = likeliest_topology(made.accuracies([batch()], greedy=False), 5)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.zero_()
+    [(name, tree)] = made.found(tmp_path, [batch()]).items()
+    assert (name, catalog.make("tree", tree)) == ("tree", FixedTree(children=expected, chosen=True))
+
+
 def test_shared_heads_keep_the_targets_output_layer(tmp_path):
     made = head_learner("medusa", target(), loss="fkl", depth=GAMMA, shared=True)
     train(made, repeated(batch()), SETTINGS, tmp_path)
@@ -334,10 +338,10 @@ def test_shared_heads_keep_the_targets_output_layer(tmp_path):
 
 def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     for wrong, message in [
-        ({"num_heads": 0}, "num_heads of Medusa heads must be >= 1, got 0"),
-        ({"num_layers": -1}, "num_hidden_layers of Medusa heads must be >= 0"),
+        ({"depth": 0}, "num_heads of Medusa heads must be >= 1, got 0"),
+        ({"layers": -1}, "layers must be >= 0, got -1"),
         ({"decay": 0.0}, "decay must be > 0"),
-        ({"begin": str(tmp_path)}, r"no config\.json"),
+        ({"init_from": str(tmp_path)}, r"no config\.json"),
     ]:
         with pytest.raises(InputError, match=message):
             head_learner("medusa", target(), **wrong)
@@ -346,7 +350,7 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("medusa").judged(batch(), 4)
     head_learner("medusa", target(), depth=1).write(tmp_path)
-    with pytest.raises(InputError, match="the heads are for hidden states of width 32 and 64 tokens"):
+    with pytest.raises(InputError, match="knows 64 tokens, and this target has 65"):
         head_learner("medusa", _wider(), init_from=str(tmp_path))
 
 
