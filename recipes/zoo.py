@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedConfig, PreTrainedModel, logging
 
-from outrider.bench.folder import read_rows, write
+from outrider.bench.folder import read_rows
 from outrider.bench.report import table
 from outrider.catalog import make
+from outrider.core import files
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
@@ -332,4 +333,4 @@ def main(
     if page is None:
         typer.echo(text)
     else:
-        write(page, text)
+        files.replace(page, text.encode())

@@ -21,13 +21,13 @@ from transformers import PreTrainedConfig
 
 from outrider.core.types import Frontier, Guess, InputError, Running
 from outrider.drafters.protocol import Drafter, Rows
-from outrider.heads.checkpoint import Checkpoint
 from outrider.heads.dflash import SPEC as DFLASH
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.parts.block_formats import ASSISTANTS
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import LastState, LastStateDrafter
 from outrider.lm.hf.assistant import open_assistant
+from outrider.lm.hf.checkpoint import Checkpoint
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo

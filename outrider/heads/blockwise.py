@@ -16,11 +16,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
+from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.model import ModelDrafter, ModelPath
 from outrider.drafters.protocol import Observed, Rows
-from outrider.heads.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, local_file, made
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff, write_backoff
@@ -37,6 +36,8 @@ from outrider.heads.trunks.last_state import (
 )
 from outrider.learning.batch import Batch
 from outrider.learning.options import loss, size
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, local_file, made
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
@@ -44,8 +45,6 @@ from outrider.trees.chained import Follow
 
 NAME = "blockwise"
 """The value of the key `KIND`."""
-HEAD_DRAW = 50
-"""What the draw of a step's head decides, beside its seed and its step."""
 LOWEST = -1e4
 """A logit so low that its token has the probability 0 beside any path, at any usual temperature."""
 
@@ -452,7 +451,7 @@ class BlockwiseObjective(StateHeadsObjective):
         if not self.options.one_head or not self.training:
             return super().counted(batch)
         weights = self.options.decay ** np.arange(self.num_guesses)
-        dice = np.random.default_rng([self.context.seed, batch.step, HEAD_DRAW])
+        dice = step_generator(Purpose.HEAD, seed=self.context.seed, step=batch.step)
         return (int(dice.choice(self.num_guesses, p=weights / weights.sum())),)
 
     def write(self, folder: Path) -> None:

@@ -14,7 +14,6 @@ from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError, Request, Running
 from outrider.drafters.protocol import Observed
-from outrider.heads.checkpoint import Checkpoint, made, size
 from outrider.heads.head import TrainedHead
 from outrider.heads.parts.layer_config import layer_config, qkv_bias_of
 from outrider.heads.parts.layers import DecoderLayer, Rotary, norm_of
@@ -23,6 +22,7 @@ from outrider.heads.trunks.last_state import LastStateHead, randomise
 from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead, SequentialState
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import HeadLM, KVCache
+from outrider.lm.hf.checkpoint import Checkpoint, made, size
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import open_config
 from outrider.lm.protocol import Segment

@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import TARGET, Checkpoint, TargetShape, factor, made
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
@@ -24,6 +22,8 @@ from outrider.heads.trunks.last_state import (
     randomise,
 )
 from outrider.learning.options import size
+from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, factor, made
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import MOST_COUNT, Checkpoint, made, size
 from outrider.heads.head import TrainedHead
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import randomise
 from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead
+from outrider.lm.hf.checkpoint import MOST_COUNT, Checkpoint, made, size
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 

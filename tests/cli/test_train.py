@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import outrider
 from outrider import catalog
 from outrider.drafters.steering import read_steering
-from outrider.heads.checkpoint import read_config
 from outrider.learning.options import SIZE
+from outrider.lm.hf.checkpoint import read_config
 from outrider.training.loop.journal import read
 from tests.cli.runs import run, run_apart
 from tests.world.heads import HEADS, TRAINED

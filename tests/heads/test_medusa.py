@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import TargetShape, read_config, write_head
 from outrider.heads.medusa import SPEC, MedusaConfig, MedusaHeads
+from outrider.lm.hf.checkpoint import TargetShape, read_config, write_head
 from outrider.lm.target_info import TargetInfo
 from tests.world.models import target
 from tests.world.published import medusa_of_its_authors, medusa_of_vllm, medusa_with_fewer_tokens

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.heads.blockwise import SPEC as BLOCKWISE
-from outrider.heads.checkpoint import TargetShape, write_head
 from outrider.heads.parallel import SPEC as PARALLEL
 from outrider.heads.parts.backoff import FILE
+from outrider.lm.hf.checkpoint import TargetShape, write_head
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo

@@ -16,13 +16,13 @@ from outrider.core.types import Guess, Request, Running, ShortList
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Observed
 from outrider.drafters.stateful import StatefulDrafter
-from outrider.heads.checkpoint import read_tensors
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import GuessObjective, Places
 from outrider.learning.batch import Batch
 from outrider.learning.options import HeadOptions, loss
 from outrider.lm.forwards.packed import packed
 from outrider.lm.head import suited
+from outrider.lm.hf.checkpoint import read_tensors
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.fixed import likeliest_topology
