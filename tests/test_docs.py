@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,10 +25,29 @@ def fenced(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if fenced(p, "python")], ids=lambda p: p.name)
-def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
+@pytest.fixture
+def files(monkeypatch, tmp_path) -> Iterator[None]:
+    """The files that pages show whole, where Python imports them from."""
+    shown = {
+        name: body
+        for page in PAGES
+        for name, body in re.findall(
+            r"^```python file=(\w+)\.py\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+    }
+    for name, body in shown.items():
+        (tmp_path / f"{name}.py").write_text(body, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(catalog, "ROWS", catalog.ROWS)  # A page may add a method.
+    yield
+    for name in shown:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if fenced(p, "python")], ids=lambda p: p.name)
+@pytest.mark.usefixtures("files")
+def test_python_examples_run(page, capsys):
     space: dict[str, object] = {}
     for i, block in enumerate(fenced(page, "python")):
         exec(compile(block, f"{page.name}, example {i}", "exec"), space)

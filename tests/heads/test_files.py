@@ -12,7 +12,7 @@ from outrider.core.types import InputError
 from outrider.heads.medusa import SPEC as MEDUSA
 from outrider.lm.hf.checkpoint import INDICES, READ, read_names, read_tensors
 from outrider.lm.target_info import TargetInfo
-from tests.world.heads import CHECKPOINTS
+from tests.world.heads import HEADS, write_head
 from tests.world.models import target
 from tests.world.published import drawn, medusa_of_its_authors, written
 
@@ -29,10 +29,10 @@ def split(folder: Path, *, safe: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickled"])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", HEADS)
 def test_a_head_in_several_files_is_the_head_in_one(tmp_path, kind, safe):
     around = TargetInfo.of(target(1), None)
-    CHECKPOINTS[kind](tmp_path, around)
+    write_head(kind, tmp_path, around)
     path = catalog.make("drafter", f"{kind}:path={tmp_path}")
     whole, names = path.bind(around), read_names(str(tmp_path))
     index = split(tmp_path, safe=safe)
@@ -66,7 +66,7 @@ def test_of_a_model_with_heads_only_the_files_of_heads_are_read(tmp_path):
 
 def test_damaged_indices_and_missing_files_get_one_sentence(tmp_path):
     around = TargetInfo.of(target(1), None)
-    CHECKPOINTS["medusa"](tmp_path, around)
+    write_head("medusa", tmp_path, around)
     index = split(tmp_path)
     whole = index.read_text()
     places = json.loads(whole)["weight_map"]
