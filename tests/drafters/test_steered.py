@@ -206,10 +206,10 @@ def test_what_must_be_seen_again_is_one_position_at_most():
     drafter = busy.parts.drafter
     busy.generate([prompt], max_new_tokens=5, sampling=GREEDY)
     warm = busy._schedule.prefixes.oldest
-    digested = busy.parts.target.length(warm.slot)
-    for length in range(digested + 1):
+    num_read = busy.parts.target.length(warm.slot)
+    for length in range(num_read + 1):
         assert max(0, length - 1) <= drafter.needs(warm.drafter_state, length) <= length
-    assert drafter.needs(warm.drafter_state, digested) == digested
+    assert drafter.needs(warm.drafter_state, num_read) == num_read
 
 
 @dataclass(frozen=True, kw_only=True)

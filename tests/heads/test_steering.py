@@ -47,7 +47,7 @@ def test_at_the_start_the_states_are_summed_and_nothing_is_added(rank):
 def test_the_vectors_of_single_layers_are_parts_of_those_of_all(rank):
     made = noisy(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
     states = torch.randn(2, 3, 15)
-    layers = made.layers(made.digest(states))
+    layers = made.layers(made.project(states))
     assert torch.allclose(torch.cat([layers(0), layers(1)], -1), made(states), atol=1e-6)
 
 
