@@ -11,7 +11,7 @@ from torch import nn
 from outrider.core.types import InputError
 from outrider.drafters.protocol import Drafter, check_longest
 from outrider.heads.checkpoint import TargetShape
-from outrider.lm.head import HeadLM, beside
+from outrider.lm.head import HeadLM, head_lm
 from outrider.lm.hf.open import as_device, as_dtype
 from outrider.lm.target_info import TargetInfo
 
@@ -103,7 +103,7 @@ class HeadPath:
 
 def running_head(module: nn.Module, target_info: TargetInfo, *, max_context: int) -> HeadLM:
     """A head's module as a language model whose forwards run as the target's do, where they can."""
-    return beside(
+    return head_lm(
         target_info.target_forward,
         target_info.forward,
         module,

@@ -94,7 +94,7 @@ class Steering(nn.Module):
             self.gather.bias.zero_()
             self.inject.weight.zero_()
 
-    def beside(self, taps: Mapping[int, Float[Tensor, "*batch hidden"]]) -> Float[Tensor, "*batch all"]:
+    def concatenate(self, taps: Mapping[int, Float[Tensor, "*batch hidden"]]) -> Float[Tensor, "*batch all"]:
         """The tapped states of each position side by side, as the module reads them."""
         return torch.cat([taps[tap] for tap in self.config.taps], -1)
 

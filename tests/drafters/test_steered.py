@@ -167,7 +167,7 @@ def test_a_guess_is_the_draft_models_with_the_vectors_of_the_step_in_which_each_
     with torch.no_grad(), tapped(llama_model.model.layers, drafter.taps) as taps:
         llama_model(torch.tensor([whole]), use_cache=False)
     with torch.no_grad():
-        vectors = drafter.steering(drafter.steering.beside(taps))[0]
+        vectors = drafter.steering(drafter.steering.concatenate(taps))[0]
     for text, rows in seen.items():
         anchor = len(text) - 1
         added = torch.zeros(len(text), vectors.shape[-1], dtype=torch.float64)
