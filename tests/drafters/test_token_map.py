@@ -28,7 +28,7 @@ from tests.world import models
 from tests.world.forced import forced_guesses
 from tests.world.models import llama
 from tests.world.published import eagle
-from tests.world.published_kin import griffin, jakiro
+from tests.world.published_eagle_variants import griffin, jakiro
 from tests.world.tables import tables
 from tests.world.tokenizers import byte_level
 from tests.world.verifiers import each, judges_of
