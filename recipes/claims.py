@@ -128,7 +128,7 @@ texts, so that texts which happen to be easy cancel (`outrider.bench.figures`). 
 categories, the same for all methods. Methods are run with further seeds until an interval twice as wide would decide
 every claim about them, or until the seeds are used up.
 
-**Tokens per second** are tokens per step over seconds per step. Digesting the prompt, which is the same for all, is
+**Tokens per second** are tokens per step over seconds per step. Prefill, which is the same for all, is
 left out. The seconds are those of timed runs, in which all methods took turns on a prompt: medians over prompts, each
 run divided by how much slower than usual all methods were on its prompt (`outrider.bench.step_seconds`). They were
 timed once, at the commits that stand at the end of this page.

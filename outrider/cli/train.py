@@ -29,7 +29,7 @@ from outrider.training.options import DataOptions, DistillOptions, SteerOptions,
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Options of requests that answers for training have."""
-OTHERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
+NOT_OF_ANSWERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
 """Options of requests that they lack."""
 NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture")
 """Options of texts that prompts lack."""
@@ -135,7 +135,7 @@ train = App(name="train", help="Train drafters, and make the data for it.", cls=
 
 
 @train.command()
-@with_options(without=(*OTHERS, *NOT_OF_PROMPTS))
+@with_options(without=(*NOT_OF_ANSWERS, *NOT_OF_PROMPTS))
 def data(
     setup: Setup,
     request: RequestOptions,

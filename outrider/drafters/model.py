@@ -84,7 +84,7 @@ class ModelDrafter(SlottedDrafter[Tree]):
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         behind = [s for s in states if len(s.tokens) - 1 - self._length(s) >= BACKLOG]
-        self._digest(behind, [len(s.tokens) - 1 for s in behind])
+        self._prefill(behind, [len(s.tokens) - 1 for s in behind])
         owns = [self.own(s) for s in states]
         missing = [len(s.tokens) - self.lm.length(own.slot) for s, own in zip(states, owns, strict=True)]
         tokens = [token for s, count in zip(states, missing, strict=True) for token in s.tokens[-count:]]
@@ -126,7 +126,7 @@ class ModelDrafter(SlottedDrafter[Tree]):
         counts = observed.counts()
         known = [min(len(s.tokens) - 1, self._length(s) + count) for s, count in zip(states, counts, strict=True)]
         behind = [(s, end) for s, end in zip(states, known, strict=True) if end - self._length(s) >= BACKLOG]
-        self._digest([s for s, _ in behind], [end for _, end in behind])
+        self._prefill([s for s, _ in behind], [end for _, end in behind])
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         kept = {}
@@ -178,7 +178,7 @@ class ModelDrafter(SlottedDrafter[Tree]):
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens).to(self.lm.device, non_blocking=True)
 
-    def _digest(self, states: Sequence[Running], ends: Sequence[int]) -> None:
+    def _prefill(self, states: Sequence[Running], ends: Sequence[int]) -> None:
         """Prefill each request's tokens up to `ends`, in chunks, without logits."""
         pairs = list(zip(states, ends, strict=True))
         while pairs := [(s, end) for s, end in pairs if self._length(s) < min(end, self.lm.max_context)]:

@@ -77,13 +77,13 @@ class SteeredDrafter(ModelDrafter[SteeredState]):
         return SteeredState(slot=self.lm.open(), request=request)
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        beside = self.steering.beside(observed.taps)
+        hidden = self.steering.concatenate(observed.taps)
         for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
             if count:
                 own = self.own(state)
                 own.num_seen += count
                 # A copy, so that the states of all other positions can be freed.
-                own.newest = beside[int(observed.offsets[i + 1]) - 1].clone()
+                own.newest = hidden[int(observed.offsets[i + 1]) - 1].clone()
         super().observe(states, observed)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:

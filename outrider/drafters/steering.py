@@ -95,11 +95,11 @@ class Steering(nn.Module):
             self.gather.bias.zero_()
             self.inject.weight.zero_()
 
-    def beside(self, taps: Mapping[int, Float[Tensor, "*batch hidden"]]) -> Float[Tensor, "*batch all"]:
+    def concatenate(self, taps: Mapping[int, Float[Tensor, "*batch hidden"]]) -> Float[Tensor, "*batch all"]:
         """The tapped states of each position side by side, as the module reads them."""
         return torch.cat([taps[tap] for tap in self.config.taps], -1)
 
-    def digest(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch inner"]:
+    def project(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch inner"]:
         """What the vectors of all layers are made of: $\\mathrm{LayerNorm}(g)$, or $A$ times it."""
         return self.narrow(self.norm(self.gather(states)))
 
@@ -110,7 +110,7 @@ class Steering(nn.Module):
 
     def forward(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch widths"]:
         """The vectors of all layers, side by side."""
-        return self.inject(self.digest(states))
+        return self.inject(self.project(states))
 
 
 def write_steering(steering: Steering, folder: Path, dtype: torch.dtype) -> None:

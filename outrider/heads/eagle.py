@@ -226,7 +226,7 @@ class EagleHead(FeatureHead):
             hidden = layer(hidden, rotary, mask, cache)
         return hidden
 
-    def digest(
+    def prefill(
         self,
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],

@@ -292,7 +292,7 @@ class Eagle3Head(FeatureHead):
             hidden = layer(hidden, rotary, mask, cache)
         return hidden
 
-    def digest(
+    def prefill(
         self,
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.protocol import Observed, check_longest
 from outrider.heads.trunks.features import BACKLOG, FeatureDrafter, FeatureState, output_features
-from outrider.lm.head import HeadLM, KVCache, beside
+from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
@@ -376,7 +376,7 @@ class MtpPath:
         longest = min(self.max_context or target_info.max_context, target_info.max_context)
         heads = [MtpHead(model, number, ends, target_info.vocab_size) for number in range(len(model.layers))]
         first, *deeper = (
-            beside(
+            head_lm(
                 target_info.target_forward,
                 target_info.forward,
                 head.to(target_info.device, target_info.dtype).requires_grad_(False),

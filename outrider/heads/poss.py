@@ -269,9 +269,9 @@ class PossDrafter(FeatureDrafter[PossState]):
         own, first = self.checked(state), self.needs(state, length)
         kept = []
         for lm, each in zip(self.lms, own.all(), strict=True):
-            unread = pending_of(lm, each, first)
+            pending = pending_of(lm, each, first)
             lm.truncate(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(FeatureState(slot=each.slot, pending_features=unread))
+            kept.append(FeatureState(slot=each.slot, pending_features=pending))
         return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
 
     def fork(self, state: object, request: Request, length: int) -> PossState:

@@ -38,7 +38,7 @@ SIDES = 8
 PAIRS = 2**12
 """Throws that are compared with each other."""
 
-Make = Callable[[Sequence[Running]], Dice]
+MakeDice = Callable[[Sequence[Running]], Dice]
 """Makes the dice of a step, as `step_dice` does."""
 
 
@@ -70,7 +70,7 @@ class DiceLaw:
         return self.p_value > BOUND
 
 
-def dice_law(vocab_size: int, make: Make = step_dice, device: torch.device | None = None) -> DiceLaw:
+def dice_law(vocab_size: int, make: MakeDice = step_dice, device: torch.device | None = None) -> DiceLaw:
     """Throw the dice many times, each draw under a key of its own, as requests with the seeds 0, 1, 2 ... would.
 
     Coins land as often as their probability says. An index is picked as often as its weight says; beside a chi-square
@@ -96,7 +96,7 @@ def dice_law(vocab_size: int, make: Make = step_dice, device: torch.device | Non
 class _Tests:
     """The tests under way; changes in place."""
 
-    def __init__(self, make: Make, device: torch.device) -> None:
+    def __init__(self, make: MakeDice, device: torch.device) -> None:
         self._make, self._device = make, device
         self._requests: dict[int, Request] = {}
         self.found: dict[str, float] = {}

@@ -17,7 +17,7 @@ from outrider.core.constraint import Constraint
 from outrider.core.dice import Draws, Pick, Purpose
 from outrider.core.sampling import Prefix, to_rows
 from outrider.core.types import Ahead, Request, Running, Sampling, Step
-from outrider.decoding.progress import PREFILL_CHUNK, begin, digest, end, undigested
+from outrider.decoding.progress import PREFILL_CHUNK, begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
 from outrider.lm.protocol import Segment
 
@@ -320,8 +320,8 @@ def _resume(parts: Parts, request: Request, before: _Before) -> Running:
 
 def _prefill(parts: Parts, states: Sequence[Running]) -> None:
     """Prefill all tokens but the newest of every state."""
-    while behind := [(state, count) for state in states if (count := len(undigested(parts, state)))]:
-        digest(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
+    while behind := [(state, count) for state in states if (count := len(pending_tokens(parts, state)))]:
+        prefill_chunk(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
 
 
 def _one_by_one(

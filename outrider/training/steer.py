@@ -104,7 +104,7 @@ class Steered(Distilled):
         """The draft model's states below its output layer, with the vectors of states that are so many tokens old."""
         taps = {tap: batch.hidden[tap].to(self.steering.gather.weight.dtype) for tap in self.steering.config.taps}
         source, reads = sources(batch.learnt, offset)
-        inner = self.steering.digest(self.steering.beside(taps))
+        inner = self.steering.project(self.steering.concatenate(taps))
         rows = torch.arange(len(inner), device=inner.device)[:, None]
         with steered(self._parts, self.steering.layers(inner[rows, source] * reads[..., None])):
             return self._states[0].of(batch.tokens, at)

@@ -44,7 +44,7 @@ def test_one_step_of_a_chain_of_four_at_vocabulary_three_keeps_the_law(verifier,
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_steps_that_digest_what_came_before_keep_the_law(verifier):
+def test_steps_that_prefill_what_came_before_keep_the_law(verifier):
     found = law(tables(2, verifier, 2, seed=5), [0, 1, 0], 2, prefilled=False)
     assert found.error < BOUND
 

@@ -176,10 +176,10 @@ def test_draws_of_one_request_do_not_depend_on_the_batch():
         alone = PhiloxDice(seeds=[3], steps=[9]).pick(
             weights, Draws(requests=np.array([0]), slots=np.array([4]), purpose=purpose)
         )
-        beside = PhiloxDice(seeds=[8, 3], steps=[1, 9]).pick(
+        batched = PhiloxDice(seeds=[8, 3], steps=[1, 9]).pick(
             weights.expand(2, -1), Draws(requests=np.array([0, 1]), slots=np.array([40, 4]), purpose=purpose)
         )
-        assert int(alone[0]) == int(beside[1])
+        assert int(alone[0]) == int(batched[1])
 
 
 def test_draws_without_replacement_are_what_drawing_in_turn_gives():

@@ -26,7 +26,7 @@ from tests.world.block_checkpoints import checkpoints
 from tests.world.learners import head_learner, moved
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
-from tests.world.published_kin import griffin, jakiro, poss
+from tests.world.published_eagle_variants import griffin, jakiro, poss
 from tests.world.zoo import scrambled
 
 

@@ -1,4 +1,4 @@
-"""What heads share that go on with features of their own (EAGLE and its kin)."""
+"""What heads share that go on with features of their own (EAGLE and its variants)."""
 
 import math
 from collections.abc import Callable, Mapping

@@ -96,7 +96,7 @@ class FeatureHead(Head):
         """The feature that a draft token is read with, from what was output before it; by default the same."""
         return head_output
 
-    def digest(
+    def prefill(
         self,
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],
@@ -155,7 +155,7 @@ class FeatureState(TreeState):
     follows.
 
     Attributes:
-        unread: Features of the next positions.
+        pending_features: Features of the next positions.
         head_output: For the root and each expanded node, the feature that the head returned.
     """
 
@@ -321,7 +321,7 @@ def append_features(
     features: Float[Tensor, "n dim"],
     offsets: Int[np.ndarray, " bounds"],
 ) -> None:
-    """Note the features of new positions. Where many are unread, a head reads them now.
+    """Note the features of new positions. Where many are pending, a head reads them now.
 
     Args:
         lm: The head.
@@ -487,7 +487,7 @@ class FeatureObjective(GuessObjective):
             if number and self.head.specialist(number) != self.head.specialist(number - 1):
                 reader, kept = self.head.reader(self.head.specialist(number)), GroupKeys()
                 for pair in pairs:
-                    reader.digest(*pair, kept)
+                    reader.prefill(*pair, kept)
             if self.head.specialists:
                 pairs.append((tokens, features, positions))
             head_output = reader(tokens, features, positions, seen, kept)
