@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.protocol import Observed, check_longest
 from outrider.heads.trunks.features import BACKLOG, FeatureDrafter, FeatureState, output_features
-from outrider.lm.head import HeadLM, KVCache
+from outrider.lm.head import HeadLM, KVCache, head_lm
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
