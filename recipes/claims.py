@@ -15,8 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from outrider.bench.circumstances import ROOT
-from outrider.bench.folder import read_record, write
+from outrider.bench.folder import read_record
 from outrider.bench.report import table
+from outrider.core import files
 from outrider.core.types import InputError
 
 MEASUREMENTS = ROOT / "measurements"
@@ -384,5 +385,5 @@ def main(
     if out is None:
         typer.echo(page(runs))
     else:
-        write(out, page(runs))
+        files.replace(out, page(runs).encode())
         typer.echo(f"wrote {out}")

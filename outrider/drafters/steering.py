@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from outrider.core import files
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import file_tensors, json_object, made, replace_file, size, whole_numbers
+from outrider.lm.hf.checkpoint import file_tensors, json_object, made, size, whole_numbers
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
 """The files of a steering, beside those of its draft model."""
@@ -117,8 +118,9 @@ def write_steering(steering: Steering, folder: Path, dtype: torch.dtype) -> None
     folder.mkdir(parents=True, exist_ok=True)
     described = {"format": FORMAT, "convention": CONVENTION, **dataclasses.asdict(steering.config)}
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in steering.state_dict().items()}
-    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path))
-    replace_file(folder / CONFIG, lambda path: path.write_text(json.dumps(described, indent=2) + "\n"))
+    with files.replaced(folder / WEIGHTS) as fresh:
+        save_file(tensors, fresh)
+    files.replace(folder / CONFIG, (json.dumps(described, indent=2) + "\n").encode())
 
 
 def read_steering(path: str, *, revision: str | None = None) -> Steering:

@@ -1,12 +1,12 @@
 """The engines: their modes, environments and drivers, and what turns Hugging Face models into theirs."""
 
 import hashlib
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.core import files
 from recipes.engines.environments import ENVIRONMENTS, HERE, CannotMake, Environment, Room, compiler
 
 DRAFT_MODEL = "draft model"
@@ -70,9 +70,8 @@ def llama_driver(room: Room | None) -> list[str]:
         names = ["-lllama-common", "-lllama", "-lggml", "-lggml-base", "-lggml-cpu"]
         # An old tag, because the libraries find each other by the path of the program.
         link = [f"-L{library.parent}", *names, f"-Wl,--disable-new-dtags,-rpath,{library.parent}"]
-        fresh = driver.with_suffix(".new")
-        room.run(compiler(), "-O3", "-march=native", "-std=c++17", *include, source, "-o", fresh, *link)
-        fresh.rename(driver)
+        with files.replaced(driver) as fresh:
+            room.run(compiler(), "-O3", "-march=native", "-std=c++17", *include, source, "-o", fresh, *link)
     return [str(driver)]
 
 
@@ -96,12 +95,9 @@ def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dty
         return source.absolute()
     place = folder.absolute() / "models" / f"{digest(source / 'model.safetensors')}-{room.place.name}-{dtype}"
     if not place.exists():
-        fresh = place.with_name(f"{place.name}.new")
-        fresh.parent.mkdir(parents=True, exist_ok=True)
-        if fresh.is_dir():
-            shutil.rmtree(fresh)
-        engine.convert(room, source.absolute(), fresh, dtype)
-        fresh.rename(place)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with files.replaced(place) as fresh:
+            engine.convert(room, source.absolute(), fresh, dtype)
     return place
 
 

@@ -7,7 +7,7 @@ import pytest
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Sampling, Verdict
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -228,7 +228,7 @@ class ReusesOneDraw:
     """Token verification that recovers with the slot it accepted with."""
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        everything = everyone(draft, 0, "accept")
+        everything = everyone(draft, 0, Purpose.ACCEPT)
         dice.accept(np.full(draft.num_requests, 0.5), everything)
         dice.accept(np.full(draft.num_requests, 0.5), everything)
         return TokenVerifier().verify(draft, target_rows, dice)
