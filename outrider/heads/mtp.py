@@ -123,7 +123,7 @@ class LayersState(FeatureState):
             In `fed`, the root's number is that of the newest committed position that is pending, or -1.
         nodes: The expanded nodes of the draft, by number.
         waiting: For each further layer, the committed positions that it has read in this step. Until the commit they
-            are pending in its slot, before the nodes of the draft, and their features count as unread.
+            are pending in its slot, before the nodes of the draft, and their features count as pending.
     """
 
     deeper: list[FeatureState]
@@ -250,16 +250,16 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     def reuse(self, state: object, request: Request, length: int) -> LayersState:
         own, states = self.checked(state), []
-        for lm, each, (read, unread) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
+        for lm, each, (read, pending) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
             lm.truncate(each.slot, read)
-            states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(unread)))
+            states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(pending)))
         return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
     def fork(self, state: object, request: Request, length: int) -> LayersState:
         own = self.checked(state)
         states = [
-            FeatureState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(unread))
-            for lm, each, (read, unread) in zip(self.lms, own.layers, self._valid(own, length), strict=True)
+            FeatureState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(pending))
+            for lm, each, (read, pending) in zip(self.lms, own.layers, self._valid(own, length), strict=True)
         ]
         return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
@@ -330,7 +330,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         """For each layer, the positions in its slot and its pending features that a text with the same first `length`
         tokens can use.
 
-        Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have an unread feature of every position
+        Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have an pending feature of every position
         from its own newest one to the newest one of layer k.
         """
         ends = [lm.length(each.slot) + k for k, (lm, each) in enumerate(zip(self.lms, own.layers, strict=True))]
@@ -338,11 +338,11 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         for k, end in enumerate(ends):
             newest.append(max(k, min(end, length - 1, newest[-1] + 1 if newest else end)))
         for k in range(len(ends) - 1, 0, -1):
-            unread = own.layers[k].num_pending if newest[k] == ends[k] else 0
-            newest[k - 1] = min(newest[k - 1], newest[k] + unread - 1)
+            pending = own.layers[k].num_pending if newest[k] == ends[k] else 0
+            newest[k - 1] = min(newest[k - 1], newest[k] + pending - 1)
         first = min(own.num_pending, length - ends[0]) if newest[0] == ends[0] else 0
         left = [first, *(before + 1 - after for before, after in pairwise(newest))]
-        return [(end - k, unread) for k, (end, unread) in enumerate(zip(newest, left, strict=True))]
+        return [(end - k, pending) for k, (end, pending) in enumerate(zip(newest, left, strict=True))]
 
     def _unfed(self, state: Running, k: int, nodes: Sequence[int]) -> list[int]:
         """The nodes, and those before them, that layer k has not read; parents first. Its first position is k + 1."""
