@@ -9,17 +9,12 @@ from hypothesis import given as for_any
 from hypothesis import strategies as st
 
 from outrider.core.types import InputError
+from outrider.heads.objective import slot_balanced
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import divergence
 from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
-from outrider.training.positions import (
-    RandomGaps,
-    RandomPadding,
-    acceptance_by_position,
-    positions_of,
-    slot_balanced,
-)
+from outrider.training.positions import RandomGaps, RandomPadding, acceptance_by_position, positions_of
 from tests.world.zoo import VOCAB, tiny
 
 LIMIT = 300
