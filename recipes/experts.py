@@ -9,26 +9,22 @@ held-out prompts at temperatures 0 and 1.
 
 import copy
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Annotated
 
 import torch
 import typer
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Row, Sums
-from outrider.bench.folder import folder
-from outrider.bench.report import Findings, Table
-from outrider.host.threads import use_threads
+from outrider.bench.claims import Paper
+from outrider.bench.evidence import Sums
+from outrider.bench.report import Table
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_model
 from outrider.surgery.experts import METHODS, prune_experts
-from outrider.training.data.batches import Batches
 from outrider.training.distill import Distilled
-from outrider.training.loop.settings import Settings
-from recipes import options
-from recipes.trained import TEMPERATURES, Texts, Way, against, efficiencies, kept_states, made, short_run
+from recipes import options, trained
+from recipes.trained import Budget, Contrast, Texts, Way, findings, kept_states, made
 
 UNCURL = Paper(name="Muzio et al. 2024, UNCURL", url="https://arxiv.org/abs/2409.01483")
 REAP = Paper(name="Lasby et al. 2025, REAP", url="https://arxiv.org/abs/2510.13999")
@@ -37,15 +33,7 @@ HALF, FEWER = "at half of the experts mostly equal or better", "at a quarter of 
 FRESH = "fresh"
 CALIBRATION = 65_536
 """Most tokens of the target's answers that decide which experts are kept."""
-QUICK = {
-    "experts": "4",
-    "num_texts": 8,
-    "steps": 2,
-    "num_prompts": 4,
-    "length": 44,
-    "batch_size": 4,
-    "seeds": 1,
-}
+QUICK = trained.QUICK | {"experts": "4", "num_texts": 8, "length": 44}
 
 
 def untrained(method: str, count: int) -> str:
@@ -73,10 +61,10 @@ def fresh(config: PreTrainedConfig, kind: type[PreTrainedModel], seed: int) -> P
 
 
 def ways(
-    target: PreTrainedModel, counts: Sequence[int], texts: Texts, settings: Callable[[int], Settings]
+    target: PreTrainedModel, counts: Sequence[int], texts: Texts, budget: Budget
 ) -> tuple[list[Way], list[Way], dict[str, int]]:
     """The pruned models as they are; all models that are distilled; and their numbers of parameters."""
-    states = kept_states(target, texts.answers)
+    batches = budget.batches(texts.answers, kept_states(target, texts.answers))
     needed = 1 + CALIBRATION // max(len(each.tokens) for each in texts.answers)
     calibration = [each.tokens.tolist() for each in texts.answers[:needed]]
 
@@ -84,13 +72,7 @@ def ways(
         def learner(seed: int) -> Distilled:
             return Distilled(model(seed).requires_grad_(True), target, loss=divergence("fkl"))
 
-        def batches(seed: int) -> Batches:
-            told = settings(seed)
-            return Batches(
-                texts.answers, batch_size=told.batch_size, max_length=told.max_length, seed=seed, captured=states
-            )
-
-        return Way(name=name, learner=learner, batches=batches, settings=settings)
+        return Way(name=name, learner=learner, batches=batches, settings=budget.settings)
 
     bare, trained, sizes = list[Way](), list[Way](), dict[str, int]()
     for count in counts:
@@ -112,59 +94,48 @@ def ways(
     return bare, trained, sizes
 
 
-def claims(sums: Sums, counts: Sequence[int], before: int) -> list[Claim]:
-    """What the papers say, and what we find.
+def contrasts(counts: Sequence[int], before: int) -> list[Contrast]:
+    """What the papers say, and what else we compare.
 
     Args:
         before: Experts of the target.
     """
     found = []
-    for t in TEMPERATURES:
-        for count in counts:
-            share = f"{count} of {before} experts"
-            said = HALF if 2 * count >= before else FEWER
-            scratch = f"than a fresh one of equal size, both distilled, {share}"
-            merging = f"Merging experts emits more tokens per step than keeping the most used ones, {share}"
-            cases = (
-                (UNCURL, f"Merged experts emit more tokens per step {scratch}", "uncurl", FRESH, said),
-                (UNCURL, f"The most used experts emit more tokens per step {scratch}", "frequency", FRESH, None),
-                (REAP, f"The loudest experts emit more tokens per step {scratch}", "reap", FRESH, None),
-                (UNCURL, f"{merging}, distilled", "uncurl", "frequency", "better"),
-                (
-                    REAP,
-                    f"Keeping the loudest experts emits more tokens per step than merging, {share}, distilled",
-                    "reap",
-                    "uncurl",
-                    "better on texts that are generated",
-                ),
-            )
-            for paper, sentence, ours, theirs, published in cases:
-                pair = distilled(ours, count), distilled(theirs, count)
-                found.append(against(paper, sums, sentence, *pair, t, published=published))
-            for ours, theirs, sentence, published in (
-                (untrained("uncurl", count), untrained("frequency", count), f"{merging}, not distilled", "better"),
-                (
-                    untrained("uncurl", count),
-                    distilled(FRESH, count),
-                    f"Merged experts that are not distilled emit more tokens per step than a distilled fresh model of "
-                    f"equal size, {share}",
-                    None,
-                ),
-                (
-                    distilled("uncurl", count),
-                    untrained("uncurl", count),
-                    f"Distillation helps merged experts, {share}",
-                    None,
-                ),
-            ):
-                found.append(against(UNCURL, sums, sentence, ours, theirs, t, published=published))
+    for count in counts:
+        share = f"{count} of {before} experts"
+        said = HALF if 2 * count >= before else FEWER
+        scratch = f"than a fresh one of equal size, both distilled, {share}"
+        merging = f"Merging experts emits more tokens per step than keeping the most used ones, {share}"
+        uncurl, frequency, reap, new = (distilled(name, count) for name in ("uncurl", "frequency", "reap", FRESH))
+        merged, used = (untrained(name, count) for name in ("uncurl", "frequency"))
+        found += [
+            Contrast(UNCURL, f"Merged experts emit more tokens per step {scratch}", uncurl, new, published=said),
+            Contrast(UNCURL, f"The most used experts emit more tokens per step {scratch}", frequency, new),
+            Contrast(REAP, f"The loudest experts emit more tokens per step {scratch}", reap, new),
+            Contrast(UNCURL, f"{merging}, distilled", uncurl, frequency, published="better"),
+            Contrast(
+                REAP,
+                f"Keeping the loudest experts emits more tokens per step than merging, {share}, distilled",
+                reap,
+                uncurl,
+                published="better on texts that are generated",
+            ),
+            Contrast(UNCURL, f"{merging}, not distilled", merged, used, published="better"),
+            Contrast(
+                UNCURL,
+                "Merged experts that are not distilled emit more tokens per step than a distilled fresh model of equal "
+                f"size, {share}",
+                merged,
+                new,
+            ),
+            Contrast(UNCURL, f"Distillation helps merged experts, {share}", uncurl, merged),
+        ]
     return found
 
 
-def findings(rows: Sequence[Row], counts: Sequence[int], before: int, sizes: dict[str, int], whole: int) -> Findings:
-    """The tables and the claims."""
-    sums = Sums(rows, crossed=True)
-    names = [
+def in_order(counts: Sequence[int]) -> list[str]:
+    """The names of all drafters, as the table has them."""
+    return [
         name
         for count in counts
         for name in (
@@ -172,51 +143,35 @@ def findings(rows: Sequence[Row], counts: Sequence[int], before: int, sizes: dic
             distilled(FRESH, count),
         )
     ]
-    lines = [["target", f"{whole:,}", "1.00"], *([n, f"{s:,}", f"{s / whole:.2f}"] for n, s in sizes.items())]
-    size = Table(title="Parameters", head=["model", "parameters", "of the target"], lines=lines)
-    return Findings(tables=[efficiencies(sums, names, rows), size], claims=claims(sums, counts, before))
 
 
+@options.with_fields(
+    Budget, without=("text_steps",), num_texts=800, length=96, steps=100, learning_rate=1e-3, num_prompts=64
+)
 def main(
+    budget: Budget,
     target: Annotated[str, typer.Option(help="Directory of a target with experts, as `moe_target` writes it.")],
-    data: Annotated[Path, typer.Option(help="Texts as JSON lines, plain or gzipped.")],
-    work: Annotated[Path, typer.Option(help="Folder of this target's answers and of the drafters.")],
-    prompts: options.Prompts,
-    out: options.Out = None,
     experts: Annotated[str, typer.Option(help="How many experts are kept in each layer; several with commas.")] = "2,4",
-    num_texts: Annotated[int, typer.Option(min=2, help="Texts to learn from.")] = 800,
-    length: Annotated[int, typer.Option(min=44, help="Tokens of a text.")] = 96,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of every distillation.")] = 100,
-    batch_size: Annotated[int, typer.Option(min=1, help="Rows of a step.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Highest rate.")] = 1e-3,
-    seeds: options.Seeds = 3,
-    num_prompts: options.NumPrompts = 64,
-    threads: options.Threads = 1,
 ) -> None:
     """Prune, distil and compare."""
-    use_threads(threads)
     counts = options.whole_numbers("--experts", experts)
-    given = {"target": target, "experts": experts, "num_texts": num_texts, "length": length, "steps": steps}
-    given |= {"batch_size": batch_size, "learning_rate": learning_rate, "num_prompts": num_prompts, "seeds": seeds}
-    with folder(out, "experts", {**given, "out": out}) as place:
+    budget = replace(budget, target=target)
+    with budget.folder("experts", target=target, experts=experts) as place:
         model = opened(target, counts)
-        texts = Texts.made(
-            work / "texts", data, prompts, num_texts=num_texts, length=length, num_prompts=num_prompts, target=target
-        )
-
-        def settings(seed: int) -> Settings:
-            return short_run(seed, steps, batch_size, length, learning_rate)
-
-        bare, trained, sizes = ways(model, counts, texts, settings)
+        texts, keep = budget.texts(place.progress), budget.work / "experts"
+        bare, learnt, sizes = ways(model, counts, texts, budget)
         # A pruned model as it is has no seed: it is judged once.
-        once = made(place, bare, 1, texts, work / "experts")
-        rows = [row | {"seed": seed} for row in once for seed in range(seeds)]
-        rows += made(place, trained, seeds, texts, work / "experts")
+        once = made(place, bare, 1, keep, texts.judge)
+        rows = [row | {"seed": seed} for row in once for seed in range(budget.seeds)]
+        rows += made(place, learnt, budget.seeds, keep, texts.judge)
         before = getattr(model.config, "num_local_experts", None) or model.config.num_experts
-        found = findings(rows, counts, before, sizes, model.num_parameters())
         about = (
-            f"A target of {before} experts in each layer. Distillation: {steps} steps of {batch_size} rows, "
-            f"{steps * batch_size * length:,} tokens of the target's answers, forward KL, {seeds} seeds, each with "
+            f"A target of {before} experts in each layer. Distillation: {budget.steps} steps of {budget.batch_size} "
+            f"rows, {budget.num_tokens:,} tokens of the target's answers, forward KL, {budget.seeds} seeds, each with "
             f"another order of the data. Held-out prompts: {Sums(rows).num_prompts}."
         )
-        place.finish(Findings(tables=found.tables, claims=found.claims, text=about))
+        whole = model.num_parameters()
+        lines = [["target", f"{whole:,}", "1.00"], *([n, f"{s:,}", f"{s / whole:.2f}"] for n, s in sizes.items())]
+        size = Table(title="Parameters", head=["model", "parameters", "of the target"], lines=lines)
+        found = findings(rows, contrasts(counts, before), about, in_order(counts))
+        place.finish(replace(found, tables=[*found.tables, size]))

@@ -5,40 +5,43 @@ one target what `python -m recipes heads --engine` does with all heads and the e
 states are computed in the training steps. Without a GPU the recipe ends with an error and writes nothing.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
 
-from outrider.bench.folder import folder
 from outrider.core.types import InputError
-from recipes import options
-from recipes.head_runs import Timing
-from recipes.head_texts import Wanted
+from recipes import options, trained
+from recipes.head_plan import Plan
 from recipes.head_ways import chosen_heads
-from recipes.heads import Plan, PromptFiles, PromptsOfFile, TimedPrompts, run
-from recipes.trained import Budget
+from recipes.heads import run
 
-QUICK = {"num_texts": 12, "steps": 2, "num_prompts": 2, "length": 48, "batch_size": 2, "timed_prompts": 1}
+QUICK = {name: value for name, value in trained.QUICK.items() if name != "seeds"} | {
+    "num_texts": 12,
+    "num_prompts": 2,
+    "batch_size": 2,
+    "timed_prompts": 1,
+}
 
 
+@options.with_fields(
+    Plan,
+    without=("text_steps", "seeds", "engine", "stand_in", "compiled", "dtype", "threads"),
+    num_texts=8000,
+    length=512,
+    steps=2000,
+    batch_size=16,
+    learning_rate=3e-4,
+    timed_prompts=24,
+    max_new_tokens=256,
+    rounds=3,
+)
 def main(
+    plan: Plan,
     target: Annotated[str, typer.Option(help="Directory or hub id of the target.")],
-    data: options.Data,
-    work: options.Work,
-    prompts: PromptFiles,
-    out: options.Out = None,
     head: Annotated[str, typer.Option(help="The head, by its name in the recipe `heads`.")] = "eagle3",
-    num_texts: options.NumTexts = 8000,
-    length: options.Length = 512,
-    steps: options.Steps = 2000,
-    batch_size: options.NumRows = 16,
-    learning_rate: options.LearningRate = 3e-4,
-    num_prompts: PromptsOfFile = 60,
-    timed_prompts: TimedPrompts = 24,
-    max_new_tokens: options.MaxNewTokens = 256,
-    rounds: options.Rounds = 3,
 ) -> None:
     """Train one head for a larger target."""
     chosen = chosen_heads(head)
@@ -46,28 +49,15 @@ def main(
         raise InputError(f"--head must be one head, got {head!r}")
     if not torch.cuda.is_available():
         raise InputError("this recipe has not been run: it needs a CUDA device, and torch finds none here")
-    budget = Budget(
-        num_texts=num_texts,
-        length=length,
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        seeds=1,
-        num_prompts=num_prompts,
-    )
-    wanted = Wanted(
-        data=data,
-        prompts=tuple(prompts),
-        num_texts=num_texts,
-        length=length,
-        num_prompts=num_prompts,
+    own = replace(
+        plan,
         target=target,
         device="cuda",
+        work=plan.work / Path(target).name,
+        seeds=1,
+        engine=True,
+        dtype="auto",
+        threads=torch.get_num_threads(),
     )
-    timing = Timing(num_prompts=timed_prompts, max_new_tokens=max_new_tokens, rounds=rounds, dtype="auto")
-    own = work / Path(target).name
-    plan = Plan(budget=budget, wanted=wanted, timing=timing, work=own, threads=torch.get_num_threads())
-    names = [file.name for file in plan.wanted.prompts]
-    given = {**vars(budget), "target": target, "head": head, "prompts": names, "rounds": rounds, "out": out}
-    with folder(out, "gpu_head", given) as place:
-        run(plan, chosen, place)
+    with own.folder("gpu_head", target=target, head=head, prompts=own.names, rounds=own.rounds) as place:
+        run(own, chosen, place)

@@ -1,17 +1,17 @@
 """What papers say of their heads, against the rows of the recipe `heads`."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
 
 from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Row, Sums, gain
+from outrider.bench.evidence import Estimate, Row, Sums, gain
 from recipes.head_runs import PLAIN, common, folded
 from recipes.head_ways import CHAIN, DYNAMIC, LATTICE
-from recipes.trained import DEPTH, TEMPERATURES, of
+from recipes.trained import DEPTH, TEMPERATURES, Contrast, efficiency, of
 
 EAGLE3 = Paper(name="Li et al. 2025, EAGLE-3", url="https://arxiv.org/abs/2503.01840")
 POSS = Paper(name="Huang et al. 2025, PosS", url="https://arxiv.org/abs/2506.03566")
@@ -33,141 +33,111 @@ UNITS: dict[Measure, str] = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Contrast:
+DYNAMICS, LATTICE_AND_CHAIN = (DYNAMIC.name, DYNAMIC.name), (LATTICE.name, CHAIN)
+
+
+@dataclass(frozen=True)
+class OfHeads(Contrast):
     """A published comparison of two heads, or of two ways to draft with one.
 
     Attributes:
-        says: The claim, without its temperature.
-        ours: The better head, and what it drafts where runs are compared.
-        theirs: The other.
+        drafts: What the two draft where runs are compared.
     """
 
-    paper: Paper
-    says: str
-    ours: tuple[str, str]
-    theirs: tuple[str, str]
-    measure: Measure
-    published: float | str | None = None
-    note: str = ""
+    _: KW_ONLY
+    measure: Measure = "tokens"
+    drafts: tuple[str, str] = (CHAIN, CHAIN)
 
-
-def _chain(head: str) -> tuple[str, str]:
-    return head, CHAIN
-
-
-def _dynamic(head: str) -> tuple[str, str]:
-    return head, DYNAMIC.name
-
-
-def _lattice(head: str) -> tuple[str, str]:
-    return head, LATTICE.name
+    @property
+    def sides(self) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Head and draft, of ours and of theirs."""
+        return (self.ours, self.drafts[0]), (self.theirs, self.drafts[1])
 
 
 CONTRASTS = (
-    Contrast(
-        paper=EAGLE3,
-        says="EAGLE-3 emits more tokens per step than EAGLE, chains of 5",
-        ours=_chain("eagle3"),
-        theirs=_chain("eagle"),
-        measure="tokens",
-    ),
-    Contrast(
-        paper=EAGLE3,
-        says="EAGLE-3 emits more tokens per step than EAGLE-2, dynamic trees of 16 nodes",
-        ours=_dynamic("eagle3"),
-        theirs=_dynamic("eagle"),
+    OfHeads(EAGLE3, "EAGLE-3 emits more tokens per step than EAGLE, chains of 5", "eagle3", "eagle"),
+    OfHeads(
+        EAGLE3,
+        "EAGLE-3 emits more tokens per step than EAGLE-2, dynamic trees of 16 nodes",
+        "eagle3",
+        "eagle",
         measure="decoded tokens",
+        drafts=DYNAMICS,
     ),
-    Contrast(
-        paper=EAGLE3,
-        says="EAGLE-3 is faster than EAGLE-2, dynamic trees of 16 nodes",
-        ours=_dynamic("eagle3"),
-        theirs=_dynamic("eagle"),
+    OfHeads(
+        EAGLE3,
+        "EAGLE-3 is faster than EAGLE-2, dynamic trees of 16 nodes",
+        "eagle3",
+        "eagle",
         measure="speed",
+        drafts=DYNAMICS,
         published=40,
         note="the paper has about 1.4 times EAGLE-2's speed",
     ),
-    Contrast(
-        paper=POSS,
-        says="PosS accepts more than EAGLE at positions 3 to 5",
-        ours=_chain("poss"),
-        theirs=_chain("eagle"),
-        measure="late",
-        published="more",
+    *(
+        OfHeads(
+            POSS, f"PosS accepts more than {title} at positions 3 to 5", "poss", head, measure="late", published="more"
+        )
+        for head, title in (("eagle", "EAGLE"), ("hass", "HASS"))
     ),
-    Contrast(
-        paper=POSS,
-        says="PosS accepts more than HASS at positions 3 to 5",
-        ours=_chain("poss"),
-        theirs=_chain("hass"),
-        measure="late",
-        published="more",
-    ),
-    Contrast(
-        paper=GRIFFIN,
-        says="GRIFFIN emits more tokens per step than EAGLE, chains of 5",
-        ours=_chain("griffin"),
-        theirs=_chain("eagle"),
-        measure="tokens",
-        published=8,
-    ),
-    Contrast(
-        paper=JAKIRO,
-        says="Jakiro is faster than EAGLE-2, dynamic trees of 16 nodes",
-        ours=_dynamic("jakiro"),
-        theirs=_dynamic("eagle"),
+    OfHeads(GRIFFIN, "GRIFFIN emits more tokens per step than EAGLE, chains of 5", "griffin", "eagle", published=8),
+    OfHeads(
+        JAKIRO,
+        "Jakiro is faster than EAGLE-2, dynamic trees of 16 nodes",
+        "jakiro",
+        "eagle",
         measure="speed",
+        drafts=DYNAMICS,
         published="3 to 6",
         note="the figure at temperature 0; the authors' sampler at temperature 1 is not lossless",
     ),
-    Contrast(
-        paper=PARALLEL,
-        says="ParallelSpec is faster than Medusa, chains of 5",
-        ours=_chain("parallel"),
-        theirs=_chain("medusa"),
+    OfHeads(
+        PARALLEL,
+        "ParallelSpec is faster than Medusa, chains of 5",
+        "parallel",
+        "medusa",
         measure="speed",
         published="up to 62",
     ),
-    Contrast(
-        paper=PARALLEL,
-        says="ParallelSpec emits more tokens per step than Medusa, chains of 5",
-        ours=_chain("parallel"),
-        theirs=_chain("medusa"),
-        measure="tokens",
+    OfHeads(
+        PARALLEL,
+        "ParallelSpec emits more tokens per step than Medusa, chains of 5",
+        "parallel",
+        "medusa",
         published=38,
         note="the paper accepts 3.31 tokens where Medusa accepts 2.39",
     ),
-    Contrast(
-        paper=BLOCKWISE,
-        says="Rescored drafts of blockwise heads emit more tokens per step than raw ones",
-        ours=_chain("blockwise"),
-        theirs=_chain("blockwise raw"),
+    OfHeads(
+        BLOCKWISE,
+        "Rescored drafts of blockwise heads emit more tokens per step than raw ones",
+        "blockwise",
+        "blockwise raw",
         measure="decoded tokens",
         published="5 to 21",
     ),
-    Contrast(
-        paper=DDTREE,
-        says="A lattice of 16 nodes emits more tokens per step than the chain of a DFlash head",
-        ours=_lattice("dflash"),
-        theirs=_chain("dflash"),
+    OfHeads(
+        DDTREE,
+        "A lattice of 16 nodes emits more tokens per step than the chain of a DFlash head",
+        "dflash",
+        "dflash",
         measure="decoded tokens",
+        drafts=LATTICE_AND_CHAIN,
     ),
-    Contrast(
-        paper=DDTREE,
-        says="A lattice of 16 nodes is faster than the chain of a DFlash head",
-        ours=_lattice("dflash"),
-        theirs=_chain("dflash"),
+    OfHeads(
+        DDTREE,
+        "A lattice of 16 nodes is faster than the chain of a DFlash head",
+        "dflash",
+        "dflash",
         measure="speed",
+        drafts=LATTICE_AND_CHAIN,
         published=36,
         note="the paper has 7.5 times plain decoding's speed where the chain has 5.5 times",
     ),
-    Contrast(
-        paper=DFLARE,
-        says="DFlare emits more tokens per step than DFlash, chains of 5",
-        ours=_chain("dflare"),
-        theirs=_chain("dflash"),
-        measure="tokens",
+    OfHeads(
+        DFLARE,
+        "DFlare emits more tokens per step than DFlash, chains of 5",
+        "dflare",
+        "dflash",
         published="5 to 11, in speed",
     ),
 )
@@ -201,52 +171,40 @@ def late(rows: Sequence[Row], temperature: int) -> list[Row]:
     ]
 
 
-def _along_texts(contrast: Contrast, rows: Sequence[Row], temperature: int) -> Claim | None:
-    ours, theirs = contrast.ours[0], contrast.theirs[0]
-    some = common(rows, (ours, theirs))
+def _along_texts(contrast: OfHeads, rows: Sequence[Row], temperature: int) -> Claim | None:
+    some = common(rows, (contrast.ours, contrast.theirs))
     if not some:
         return None
-    over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
     if contrast.measure == "late":
-        some, over, under = late(some, temperature), "late_over", "late_under"
-    sums = Sums(some, crossed=True)
-    return _claim(contrast, sums, sums.ratio(ours, over, under), sums.ratio(theirs, over, under), temperature)
+        sums = Sums(late(some, temperature), crossed=True)
+        ours, theirs = (sums.ratio(head, "late_over", "late_under") for head, _ in contrast.sides)
+    else:
+        sums = Sums(some, crossed=True)
+        ours, theirs = (efficiency(sums, head, temperature) for head, _ in contrast.sides)
+    return _claim(contrast, sums, gain(ours, theirs), temperature)
 
 
-def _of_runs(contrast: Contrast, rows: Sequence[Row], temperature: int) -> Claim | None:
+def _of_runs(contrast: OfHeads, rows: Sequence[Row], temperature: int) -> Claim | None:
     named = [
         {**row, "method": f"{head}, {row['draft']}"}
-        for head in dict.fromkeys((contrast.ours[0], contrast.theirs[0]))
+        for head in dict.fromkeys((contrast.ours, contrast.theirs))
         for row in folded([row for row in rows if row["method"] == head and row["temperature"] == temperature])
     ]
-    ways = {side: (", ".join(side), f"{side[0]}, {PLAIN}") for side in (contrast.ours, contrast.theirs)}
-    some = common(named, {name for pair in ways.values() for name in pair})
+    some = common(named, {f"{head}, {each}" for head, draft in contrast.sides for each in (draft, PLAIN)})
     if not some:
         return None
     sums = Sums(some, crossed=True)
 
-    def figure(side: tuple[str, str]) -> Float[np.ndarray, " samples"]:
-        draft, plain = ways[side]
+    def figure(head: str, draft: str) -> Float[np.ndarray, " samples"]:
+        if contrast.measure == "decoded tokens":
+            return sums.efficiency(f"{head}, {draft}")
         # Each head was timed beside its own plain runs.
-        return sums.efficiency(draft) if contrast.measure == "decoded tokens" else sums.speed(draft) / sums.speed(plain)
+        return sums.speed(f"{head}, {draft}") / sums.speed(f"{head}, {PLAIN}")
 
-    return _claim(contrast, sums, figure(contrast.ours), figure(contrast.theirs), temperature)
+    ours, theirs = (figure(*side) for side in contrast.sides)
+    return _claim(contrast, sums, gain(ours, theirs), temperature)
 
 
-def _claim(
-    contrast: Contrast,
-    sums: Sums,
-    ours: Float[np.ndarray, " samples"],
-    theirs: Float[np.ndarray, " samples"],
-    temperature: int,
-) -> Claim:
-    return contrast.paper.claim(
-        f"{contrast.says}, temperature {temperature}.",
-        gain(ours, theirs),
-        num_prompts=sums.num_prompts,
-        published=contrast.published,
-        unit=UNITS[contrast.measure],
-        least=0.0,
-        note=contrast.note,
-        rests_on=(" ".join(contrast.ours), " ".join(contrast.theirs)),
-    )
+def _claim(contrast: OfHeads, sums: Sums, found: Estimate, temperature: int) -> Claim:
+    rests_on = [" ".join(side) for side in contrast.sides]
+    return contrast.claim(found, temperature, sums.num_prompts, UNITS[contrast.measure], rests_on)

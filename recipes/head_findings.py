@@ -11,10 +11,10 @@ from outrider.bench.evidence import Estimate, Row, Sums
 from outrider.bench.plot import Curve, Panel
 from outrider.bench.report import Findings, Table
 from recipes.head_claims import claims
+from recipes.head_plan import set_of
 from recipes.head_runs import best_other, drafts_of, told
-from recipes.head_texts import set_of
 from recipes.head_ways import CHAIN
-from recipes.trained import DEPTH, TEMPERATURES, of
+from recipes.trained import DEPTH, TEMPERATURES, efficiency, of
 
 PHASES = ("trained", "made", "decoded")
 """Rows of a trained head, of a held-out prompt, and of a run."""
@@ -38,8 +38,7 @@ class OfHead:
     def efficiency(self, temperature: int, file: str | None = None) -> Estimate:
         """Tokens per step along the texts of a file of prompts, or of all."""
         rows = [row for row in self.made if file is None or set_of(row["category"]) == file]
-        over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
-        return Estimate.of(Sums(rows, crossed=True).ratio(self.name, over, under))
+        return Estimate.of(efficiency(Sums(rows, crossed=True), self.name, temperature))
 
     def acceptance(self, temperature: int) -> list[float | None]:
         """Probability that the token at each position is accepted if those before it are; None if they never are."""

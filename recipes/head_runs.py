@@ -13,10 +13,9 @@ from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, as_row, on_engine
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
-from outrider.bench.workload import Question
 from outrider.lm.forwards.packed import worth_packing
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
-from recipes.head_texts import Wanted
+from recipes.head_plan import Plan
 from recipes.head_ways import CHAIN, Head
 from recipes.stand_in import stand_in
 from recipes.trained import DEPTH, TEMPERATURES
@@ -25,26 +24,6 @@ PLAIN = "plain"
 KEPT = ("prompt", "category", "tokens", "steps", "seconds", "drafted", "accepted", "digest")
 """What is kept of a run's row."""
 OF_STEPS = ("free_tokens", "free_steps", "later_steps")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """What is decoded.
-
-    Attributes:
-        num_prompts: Held-out prompts of each file.
-        rounds: How often each run is repeated.
-        dtype: What target and heads compute in.
-        stand_in: Whether the target is the stand-in, which says what the embedded target says and costs more.
-        compiled: Whether target and heads are compiled ahead of time.
-    """
-
-    num_prompts: int
-    max_new_tokens: int
-    rounds: int
-    dtype: str
-    stand_in: bool = False
-    compiled: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +47,13 @@ class Kind:
 class Decoder:
     """A target, loaded once for the engines of all heads."""
 
-    def __init__(self, timing: Timing, wanted: Wanted) -> None:
-        self.tokenizer = open_tokenizer(wanted.target)
-        if timing.stand_in:
-            self.model = stand_in() if timing.dtype == "auto" else stand_in().to(DTYPES[timing.dtype])
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.tokenizer = plan, open_tokenizer(plan.target)
+        if plan.stand_in:
+            self.model = stand_in() if plan.dtype == "auto" else stand_in().to(DTYPES[plan.dtype])
         else:
-            self.model = open_model(wanted.target, dtype=timing.dtype, device=wanted.device)
-        self._forward = "compiled" if timing.compiled else "packed" if worth_packing(self.model) else "eager"
+            self.model = open_model(plan.target, dtype=plan.dtype, device=plan.device)
+        self._forward = "compiled" if plan.compiled else "packed" if worth_packing(self.model) else "eager"
         self.plain = self.load(drafter="none", length="fixed:1")
 
     def load(self, **parts: object) -> outrider.Engine:
@@ -85,53 +64,44 @@ class Decoder:
         engine.rest()
         return engine
 
-    def engines(self, head: Head, place: Path, costly: bool) -> dict[str, outrider.Engine]:
+    def engines(self, head: Head, place: Path) -> dict[str, outrider.Engine]:
         """The engines of a trained head, by what they draft. They share its weights."""
         drafter: object = head.spec(place)
         found = {PLAIN: self.plain}
-        for draft in head.drafts(costly):
+        for draft in head.drafts(self.plan.stand_in):
             engine = self.load(drafter=drafter, tree=draft.tree, length=f"fixed:{draft.depth}")
             found[draft.name], drafter = engine, engine.parts.drafter
         return found
 
 
-def decode(
-    place: Folder, head: Head, folders: Mapping[int, Path], decoder: Decoder, timing: Timing, wanted: Wanted
-) -> None:
+def decode(place: Folder, head: Head, folders: Mapping[int, Path], decoder: Decoder) -> None:
     """All drafts of a head take turns with plain decoding, on every prompt and with every trained seed.
 
     Args:
         folders: The trained heads by their seeds.
     """
-    drafts = [PLAIN, *(draft.name for draft in head.drafts(timing.stand_in))]
+    plan = decoder.plan
+    drafts = [PLAIN, *(draft.name for draft in head.drafts(plan.stand_in))]
     kinds = [Kind(draft=draft, seed=seed, temperature=t) for seed in folders for t in TEMPERATURES for draft in drafts]
     jobs = [
         Job(questions=(question,))
-        for file in wanted.prompts
-        for question in named(wanted.questions(decoder.plain, file, timing.num_prompts), file)
+        for file in plan.prompts
+        for question in plan.questions(decoder.plain, file, plan.timed_prompts)
     ]
     loaded: dict[int, dict[str, outrider.Engine]] = {}
 
     def one(turn: Turn[Kind, Job]) -> Row:
         seed = turn.way.seed
         if seed not in loaded:
-            loaded[seed] = decoder.engines(head, folders[seed], timing.stand_in)
-        return _run(loaded[seed][turn.way.draft], turn.way, turn.job, timing, turn.round)
+            loaded[seed] = decoder.engines(head, folders[seed])
+        return _run(loaded[seed][turn.way.draft], turn.way, turn.job, plan, turn.round)
 
-    place.take("decoded", turns(kinds, jobs, rounds=timing.rounds), one)
-
-
-def named(found: Sequence[Question], file: Path) -> list[Question]:
-    """Prompts whose categories name their file."""
-    return [
-        Question(id=f"{file.stem}/{each.id}", category=f"{file.stem}: {each.category}", tokens=each.tokens)
-        for each in found
-    ]
+    place.take("decoded", turns(kinds, jobs, rounds=plan.rounds), one)
 
 
-def _run(engine: outrider.Engine, kind: Kind, job: Job, timing: Timing, round_: int) -> Row:
+def _run(engine: outrider.Engine, kind: Kind, job: Job, plan: Plan, round_: int) -> Row:
     """A run, as a row. Its draws are those of the head's seed and the round."""
-    conditions = Conditions(max_new_tokens=timing.max_new_tokens, temperature=float(kind.temperature))
+    conditions = Conditions(max_new_tokens=plan.max_new_tokens, temperature=float(kind.temperature))
     own = Job(questions=job.questions, seed=1 + kind.seed + 100 * round_)
     row = as_row(on_engine(engine, own, conditions), kind.draft, own, conditions, deepest=DEPTH)
     parts = {f"{part}_seconds": row["profile"][part] for part in ("target", "drafter")}

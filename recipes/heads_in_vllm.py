@@ -36,11 +36,11 @@ from outrider.lm.hf.open import open_tokenizer
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
 from recipes import options
-from recipes.engines.engine import ENGINES, Engine
+from recipes.engines import vllm
+from recipes.engines.driver import Asked, Options
+from recipes.engines.engine import Engine
 from recipes.engines.environments import CannotMake
-from recipes.engines.process import Driver, Refused, Stopped
-from recipes.engines.talk import Asked, Options
-from recipes.engines.vllm_driver import PLAIN
+from recipes.engines.process import Process, Refused, Stopped
 from recipes.peers import environments
 from recipes.trained import embedded_target, short_run
 
@@ -154,14 +154,14 @@ def there(plan: Plan, prompts: Sequence[list[int]], mode: str, head: Path | None
         batch=len(prompts),
         context=context,
     )
-    with Driver(engine.start(room), given) as driver:
+    with Process(engine.command(room)) as driver:
+        driver.start(given)
         made = driver.ask(Asked(prompts=list(prompts), new_tokens=plan.max_new_tokens, temperature=0.0, seed=0))
-        counts = driver.counts
     return Said(
         tokens=made.tokens,
-        steps=len(prompts) + counts["drafts"] if counts else sum(map(len, made.tokens)),
-        drafted=counts.get("draft_tokens", 0),
-        accepted=counts.get("accepted_tokens", 0),
+        steps=len(prompts) + made.counts["drafts"] if made.counts else sum(map(len, made.tokens)),
+        drafted=made.counts.get("draft_tokens", 0),
+        accepted=made.counts.get("accepted_tokens", 0),
     )
 
 
@@ -231,7 +231,7 @@ def kept(out: Path | None) -> Iterator[Path]:
         yield Path(place)
 
 
-def run(plan: Plan, engine: Engine = ENGINES["vllm"]) -> Findings:
+def run(plan: Plan, engine: Engine = vllm.ENGINE) -> Findings:
     """Write heads, decode with each in both engines, and say what was found."""
     if unknown := set(plan.heads) - set(LEARNERS):
         raise InputError(f"unknown head {sorted(unknown)[0]!r}; available: {', '.join(LEARNERS)}")
@@ -242,7 +242,7 @@ def run(plan: Plan, engine: Engine = ENGINES["vllm"]) -> Findings:
         chosen = questions(plan.prompts, plan.num_prompts, encode=first.encode, longest=longest)
         prompts = [list(question.tokens) for question in chosen]
         try:
-            plain = there(plan, prompts, PLAIN, None, engine)
+            plain = there(plan, prompts, vllm.PLAIN, None, engine)
         except (CannotMake, Stopped, Refused) as error:
             found = Findings(tables=[], text=f"{engine.title} does not run here, so nothing was compared: {error}")
         else:

@@ -1,10 +1,11 @@
 """Options that several recipes share, each declared once."""
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
@@ -57,17 +58,21 @@ OF_SETTING: dict[str, Any] = {
 """The option of each field of a `Setting`."""
 
 
-def with_setting(*, without: Collection[str] = (), **defaults: object) -> Callable[[Callable[..., None]], Any]:
-    """Decorate a recipe's function, whose first parameter is a `Setting`: the setting's fields become options.
+def with_fields(
+    kind: type[Any], *, without: Collection[str] = (), **defaults: object
+) -> Callable[[Callable[..., None]], Any]:
+    """Decorate a recipe's function, whose first parameter is a dataclass: the dataclass's fields become options.
 
-    The function's other parameters stay options.
+    A field whose type is annotated with an option is that option; those of a `Setting` are in `OF_SETTING`. The
+    function's other parameters stay options.
 
     Args:
-        without: Fields that the recipe has no option for; they keep the defaults of `Setting`.
-        defaults: Defaults of fields, where they differ from those of `Setting`.
+        kind: The dataclass.
+        without: Fields that the recipe has no option for; they keep their own defaults.
+        defaults: Defaults of fields, where they differ from the dataclass's.
 
     Example:
-        >>> @with_setting(num_prompts=40)
+        >>> @with_fields(Setting, num_prompts=40)
         ... def main(setting: Setting, clock: Clock = False) -> None:
         ...     print(setting.num_prompts, setting.seeds, clock)
         >>> main()
@@ -75,14 +80,16 @@ def with_setting(*, without: Collection[str] = (), **defaults: object) -> Callab
         >>> main(seeds=3, clock=True)
         40 3 True
     """
-    if unknown := {*without, *defaults} - set(OF_SETTING):
-        raise TypeError(f"{', '.join(sorted(unknown))} are no fields of a setting")
-    usual = inspect.signature(Setting).parameters
+    annotated = {f.name: f.type for f in dataclasses.fields(kind) if get_origin(f.type) is Annotated}
+    known = OF_SETTING if kind is Setting else annotated
+    if unknown := {*without, *defaults} - set(known):
+        raise TypeError(f"{', '.join(sorted(unknown))} are no fields of a {kind.__name__.lower()}")
+    usual = inspect.signature(kind).parameters
     fields = [
         inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name, usual[name].default), annotation=option
         )
-        for name, option in OF_SETTING.items()
+        for name, option in known.items()
         if name not in without
     ]
 
@@ -96,13 +103,17 @@ def with_setting(*, without: Collection[str] = (), **defaults: object) -> Callab
             bound = signature.bind(**given)
             bound.apply_defaults()
             values = bound.arguments
-            main(Setting(**{field.name: values.pop(field.name) for field in fields}), **values)
+            main(kind(**{field.name: values.pop(field.name) for field in fields}), **values)
 
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
         return run
 
     return decorate
+
+
+with_setting = functools.partial(with_fields, Setting)
+"""The same for a recipe on a pair of models."""
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:

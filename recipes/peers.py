@@ -28,8 +28,8 @@ from outrider.bench.speedup import rate
 from outrider.bench.workload import PROMPTS
 from outrider.core.types import InputError
 from recipes import options
-from recipes.engines.engine import ENGINES, Engine
-from recipes.peers_runs import DTYPES, MODELS, OURS, Plan, compared, contest, methods_of, prompts, timed
+from recipes.engines.engine import Engine
+from recipes.peers_runs import DTYPES, ENGINES, MODELS, OURS, Plan, compared, contest, methods_of, prompts, timed
 from recipes.stand_in import PARAMETERS
 
 QUICK = {"peers": "transformers", "num_prompts": 2, "max_new_tokens": 8, "rounds": 1, "batch_sizes": "1,2"}

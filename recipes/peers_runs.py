@@ -15,14 +15,23 @@ from outrider.core import files
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
+from recipes.engines import llama, openvino, transformers, vllm
+from recipes.engines import outrider as ours
 from recipes.engines.agreement import agreement
-from recipes.engines.engine import ENGINES, Engine, converted, digest
+from recipes.engines.driver import Asked, Driver, Options
+from recipes.engines.engine import Engine, converted, digest
 from recipes.engines.environments import CannotMake
-from recipes.engines.process import Driver, Refused, Stopped
-from recipes.engines.talk import Asked, Options
+from recipes.engines.process import Process, Refused, Stopped
 from recipes.stand_in import PARAMETERS, build
 
 OURS = "outrider"
+ENGINES: Mapping[str, Engine] = {
+    OURS: ours.ENGINE,
+    "transformers": transformers.ENGINE,
+    "vllm": vllm.ENGINE,
+    "llama": llama.ENGINE,
+    "openvino": openvino.ENGINE,
+}
 MODELS = ("embedded", "stand-in")
 DTYPES = ("bfloat16", "float32")
 WARM = 8
@@ -132,20 +141,22 @@ class Contest:
         wanted = new_tokens or self.plan.max_new_tokens
         asked = Asked(prompts=job.prompts, new_tokens=wanted, temperature=way.temperature, seed=job.seed)
         try:
-            run = driver.ask(asked)
+            answer = driver.ask(asked)
         except Refused as error:
             self.left_out[case] = str(error)
             return None
         except Stopped as error:
             self.left_out[f"{case}, and all runs after it"] = str(error)
-            self.drivers.pop(method).close()
+            self.drivers.pop(method).stop()
             return None
-        counts = {len(tokens) for tokens in run.tokens}
-        if counts != {wanted} or len(run.tokens) != batch:
+        counts = {len(tokens) for tokens in answer.tokens}
+        if counts != {wanted} or len(answer.tokens) != batch:
             written = ", ".join(map(str, sorted(counts)))
-            self.left_out[case] = f"it wrote {written} tokens for {len(run.tokens)} prompts, not {wanted} for {batch}"
+            self.left_out[case] = (
+                f"it wrote {written} tokens for {len(answer.tokens)} prompts, not {wanted} for {batch}"
+            )
             return None
-        return run
+        return Run(tokens=answer.tokens, seconds=answer.seconds)
 
 
 @contextmanager
@@ -163,7 +174,9 @@ def contest(plan: Plan, place: Folder, context: int, engines: Mapping[str, Engin
             try:
                 for method, options, command in _commands(name, engine, plan, context):
                     try:
-                        made.drivers[method] = Driver(command, options)
+                        driver = Process(command)
+                        driver.start(options)
+                        made.drivers[method] = driver
                     except Stopped as error:
                         made.left_out[method.name] = str(error)
                     place.progress.advance(task)
@@ -172,7 +185,7 @@ def contest(plan: Plan, place: Folder, context: int, engines: Mapping[str, Engin
         yield made
     finally:
         for driver in made.drivers.values():
-            driver.close()
+            driver.stop()
 
 
 def _commands(name: str, engine: Engine, plan: Plan, context: int) -> list[tuple[Method, Options, list[str]]]:
@@ -193,7 +206,7 @@ def _commands(name: str, engine: Engine, plan: Plan, context: int) -> list[tuple
             batch=max(plan.batch_sizes),
             context=context,
         )
-        found.append((method, options, engine.start(room)))
+        found.append((method, options, engine.command(room)))
     return found
 
 

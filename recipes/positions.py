@@ -17,14 +17,11 @@ from jaxtyping import Float
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 import outrider
-from outrider.bench.claims import Claim, Paper
+from outrider.bench.claims import Paper
 from outrider.bench.evidence import Estimate, Row, Sums
-from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
-from outrider.bench.turns import Turn, turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.host.threads import use_threads
 from outrider.learning.batch import Document
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_config, open_tokenizer
@@ -32,20 +29,20 @@ from outrider.training.data.batches import Batches
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import GenerationRequest, regenerate
 from outrider.training.distill import Distilled
-from outrider.training.loop.steps import train
 from outrider.training.positions import acceptance_by_position, positions_of
-from recipes import options
-from recipes.distill import SHAPE
+from recipes import options, trained
 from recipes.trained import (
+    SHAPE,
     SLOTS,
     TEMPERATURES,
     Budget,
-    Seed,
+    Contrast,
     Texts,
     Way,
-    embedded_target,
+    contrasted,
     fresh_draft,
     kept_states,
+    made,
     spread,
 )
 
@@ -54,15 +51,17 @@ PUBLISHED = "0.2 to 0.8, in F1 of answers"
 """The paper's gain; it is on extractive question answering."""
 ABSOLUTE, PADDED = "absolute", "absolute, random padding"
 ROTARY, GAPPED = "rotary", "rotary, random gaps"
-QUICK = {
-    "num_texts": 24,
-    "steps": 2,
-    "num_prompts": 4,
-    "length": 48,
-    "batch_size": 4,
-    "seeds": 1,
-    "long": 140,
-}
+CONTRASTS = (
+    Contrast(
+        PADDING,
+        "Random padding accepts more behind the trained length, absolute positions",
+        PADDED,
+        ABSOLUTE,
+        published=PUBLISHED,
+    ),
+    Contrast(PADDING, "Random gaps accept more behind the trained length, rotary positions", GAPPED, ROTARY),
+)
+QUICK = trained.QUICK | {"long": 140}
 
 
 def absolute_draft(seed: int) -> GPT2LMHeadModel:
@@ -132,29 +131,6 @@ def accepted(learner: Distilled, document: Document, borders: Sequence[int]) -> 
     return row
 
 
-def made(
-    place: Folder, found: Sequence[Way], seeds: int, texts: Sequence[Document], length: int, keep: Path
-) -> list[Row]:
-    """Make and judge every drafter: a row for each way, seed and text."""
-
-    def run(turn: Turn[Way, Seed]) -> Row:
-        way, seed = turn.way, turn.job
-        learner = way.learner(seed.number)
-        if way.settings is not None and way.batches is not None:
-            train(learner, way.batches(seed.number), way.settings(seed.number), keep / way.name / seed.name)
-        learner.eval()
-        borders = (length, 2 * length)
-        each = [
-            {"prompt": str(i), "category": text.domain or "", **accepted(learner, text, borders)}  # type: ignore[arg-type]
-            for i, text in enumerate(texts)
-        ]
-        return {"method": way.name, "seed": seed.number, "each": each}
-
-    todo = list(turns(list(found), [Seed(number=number) for number in range(seeds)], seed="made"))
-    rows = place.take("made", todo, run)
-    return [{"method": row["method"], "seed": row["seed"], **each} for row in rows for each in row["each"]]
-
-
 def bucket(sums: Sums, method: str, temperature: int, number: int) -> str:
     """Acceptance in a bucket of positions; a dash if no text reaches it."""
     name = f"{temperature}_{number}"
@@ -176,62 +152,45 @@ def findings(rows: Sequence[Row], length: int, about: str) -> Findings:
     """Tables and claims."""
     sums = Sums(rows, crossed=True)
     names = (f"below {length}", f"{length} to {2 * length - 1}", f"from {2 * length}")
-    tables, claims = [], list[Claim]()
-    for t in TEMPERATURES:
-        lines = [[method, *(bucket(sums, method, t, number) for number in range(3))] for method in sums.methods]
-        title = f"Acceptance of the first draft token by absolute position, temperature {t}"
-        tables.append(Table(title=title, head=("draft model", *names), lines=lines))
-        for theirs, ours, what, published in (
-            (ABSOLUTE, PADDED, "Random padding accepts more behind the trained length, absolute positions", PUBLISHED),
-            (ROTARY, GAPPED, "Random gaps accept more behind the trained length, rotary positions", None),
-        ):
-            claims.append(
-                PADDING.claim(
-                    f"{what}, temperature {t}.",
-                    Estimate.of(100 * (behind(sums, ours, t) - behind(sums, theirs, t))),
-                    num_prompts=sums.num_prompts,
-                    published=published,
-                    unit="percentage points of acceptance",
-                    least=0.0,
-                    rests_on=(ours, theirs),
-                )
-            )
+    tables = [
+        Table(
+            title=f"Acceptance of the first draft token by absolute position, temperature {t}",
+            head=("draft model", *names),
+            lines=[[method, *(bucket(sums, method, t, number) for number in range(3))] for method in sums.methods],
+        )
+        for t in TEMPERATURES
+    ]
+    claims = contrasted(
+        CONTRASTS,
+        sums,
+        lambda method, t: behind(sums, method, t),
+        unit="percentage points of acceptance",
+        by=lambda ours, theirs: Estimate.of(100 * (ours - theirs)),
+    )
     return Findings(tables=tables, claims=claims, text=about)
 
 
+@options.with_fields(Budget, without=("text_steps",), steps=250, learning_rate=3e-3, num_prompts=60)
 def main(
-    data: options.Data,
-    work: options.Work,
-    prompts: options.Prompts,
-    out: options.Out = None,
-    num_texts: options.NumTexts = 3000,
-    length: options.Length = 128,
+    budget: Budget,
     long: Annotated[int, typer.Option(min=44, help="Tokens of a text that drafters are judged on.")] = 448,
-    steps: options.Steps = 250,
-    batch_size: options.NumRows = 8,
-    learning_rate: options.LearningRate = 3e-3,
-    seeds: options.Seeds = 3,
-    num_prompts: options.NumPrompts = 60,
-    threads: options.Threads = 1,
 ) -> None:
     """Train and compare."""
-    use_threads(threads)
-    budget = Budget(
-        num_texts=num_texts,
-        length=length,
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        seeds=seeds,
-        num_prompts=num_prompts,
-    )
-    with folder(out, "positions", {**vars(budget), "long": long, "out": out}) as place:
-        texts = budget.texts(work, data, prompts)
-        held = long_texts(work / f"long-{long}.jsonl", prompts, num_prompts, long)
-        rows = made(place, ways(embedded_target(), texts, budget), seeds, held, length, work / "positions")
+    with budget.folder("positions", long=long) as place:
+        texts, length = budget.texts(place.progress), budget.length
+        held = long_texts(budget.work / f"long-{long}.jsonl", budget.prompts, budget.num_prompts, long)
+
+        def judge(learner: Distilled) -> list[Row]:
+            return [
+                {"prompt": str(i), "category": text.domain or "", **accepted(learner, text, (length, 2 * length))}
+                for i, text in enumerate(held)
+            ]
+
+        found = ways(budget.model(), texts, budget)
+        rows = made(place, found, budget.seeds, budget.work / "positions", judge)
         about = (
             f"Draft models distilled from random weights on {budget.num_tokens:,} tokens of the target's "
-            f"answers of {length} tokens, with {seeds} seeds; judged along {Sums(rows).num_prompts} texts of the "
-            f"target of up to {long} tokens."
+            f"answers of {length} tokens, with {budget.seeds} seeds; judged along {Sums(rows).num_prompts} texts of "
+            f"the target of up to {long} tokens."
         )
         place.finish(findings(rows, length, about))

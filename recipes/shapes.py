@@ -20,9 +20,9 @@ from jaxtyping import Float
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import outrider
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Estimate, Row, Sums, gain
-from outrider.bench.folder import Folder, folder
+from outrider.bench.claims import Paper
+from outrider.bench.evidence import Estimate, Row, Sums
+from outrider.bench.folder import Folder
 from outrider.bench.report import Findings, Table
 from outrider.bench.turns import Turn, turns
 from outrider.core.types import Sampling
@@ -36,31 +36,26 @@ from outrider.lm.hf.open import open_config
 from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
-from recipes import options
+from recipes import options, trained
 from recipes.trained import (
     DEPTH,
     TEMPERATURES,
     Budget,
+    Contrast,
     Seed,
     Texts,
     Way,
+    contrasted,
     efficiencies,
-    embedded_target,
+    efficiency,
     kept_states,
     made,
-    of,
 )
 
 PAPER = Paper(name="Yan et al. 2024, Decoding speculative decoding", url="https://arxiv.org/abs/2402.01528")
 PUBLISHED = 111
 """The paper's gain in throughput over earlier draft models, in percent."""
-QUICK = {
-    "num_texts": 24,
-    "steps": 2,
-    "num_prompts": 4,
-    "length": 48,
-    "batch_size": 4,
-    "seeds": 1,
+QUICK = trained.QUICK | {
     "layers": "1,4",
     "rounds": 1,
     "timed_threads": 1,
@@ -140,8 +135,7 @@ def speeds(sums: Sums, times: Sequence[Row], shape: str, temperature: int) -> Fl
     found = []
     for length in range(1, DEPTH + 1):
         seconds = [row["seconds"] for row in times if (row["shape"], row["length"]) == (shape, length)]
-        name = of(temperature, length)
-        found.append(sums.ratio(shape, f"tokens_{name}", f"steps_{name}") / statistics.median(seconds))
+        found.append(efficiency(sums, shape, temperature, length) / statistics.median(seconds))
     best = int(np.argmax([each[0] for each in found]))
     return found[best]
 
@@ -150,76 +144,51 @@ def findings(rows: Sequence[Row], times: Sequence[Row], family: dict[str, Sized]
     """Tables and claims."""
     sums = Sums(rows, crossed=True)
     lines: list[Sequence[object]] = []
-    claims: list[Claim] = []
     by_depth = sorted(family, key=lambda name: family[name].shape.layers)
     for name in by_depth:
         steps = [1000 * row["seconds"] for row in times if (row["shape"], row["length"]) == (name, DEPTH)]
         line: list[object] = [name, f"{family[name].num_parameters:,}", f"{statistics.median(steps):.1f}"]
         line += [Estimate.of(speeds(sums, times, name, t)).text(".0f") for t in TEMPERATURES]
         lines.append(line)
-    for t in TEMPERATURES:
-        for deep in by_depth[1:]:
-            layers = family[deep].shape.layers
-            claims.append(
-                PAPER.claim(
-                    f"One wide layer is faster than {layers} narrow ones of equal size, temperature {t}.",
-                    gain(speeds(sums, times, by_depth[0], t), speeds(sums, times, deep, t)),
-                    num_prompts=sums.num_prompts,
-                    published=PUBLISHED,
-                    unit="% of tokens per second",
-                    least=0.0,
-                    note="each with its best length; the interval is that of block efficiency over medians of seconds",
-                )
-            )
+    contrasts = [
+        Contrast(
+            PAPER,
+            f"One wide layer is faster than {family[deep].shape.layers} narrow ones of equal size",
+            by_depth[0],
+            deep,
+            published=PUBLISHED,
+            note="each with its best length; the interval is that of block efficiency over medians of seconds",
+        )
+        for deep in by_depth[1:]
+    ]
+    claims = contrasted(contrasts, sums, lambda shape, t: speeds(sums, times, shape, t), unit="% of tokens per second")
     head = ("shape", "parameters", f"ms of a step, {DEPTH} tokens", *(f"tokens/s, T {t}" for t in TEMPERATURES))
     speed = Table(title="Tokens per second at the best length", head=head, lines=lines)
     return Findings(tables=[efficiencies(sums, by_depth, rows), speed], claims=claims, text=about)
 
 
+@options.with_fields(Budget, without=("text_steps",), steps=400, learning_rate=3e-3)
 def main(
-    data: options.Data,
-    work: options.Work,
-    prompts: options.Prompts,
-    out: options.Out = None,
+    budget: Budget,
     parameters: Annotated[int, typer.Option(min=1, help="Parameters of every shape.")] = 3_300_000,
     layers: Annotated[str, typer.Option(help="Numbers of layers, with commas.")] = "1,2,4,12",
-    num_texts: options.NumTexts = 3000,
-    length: options.Length = 128,
-    steps: options.Steps = 400,
-    batch_size: options.NumRows = 8,
-    learning_rate: options.LearningRate = 3e-3,
-    seeds: options.Seeds = 3,
-    num_prompts: options.NumPrompts = 1000,
     rounds: options.Rounds = 3,
     max_new_tokens: options.MaxNewTokens = 48,
     timed_prompts: Annotated[int, typer.Option(min=1, max=4, help="Prompts that steps are timed on.")] = 4,
-    threads: options.Threads = 1,
     timed_threads: Annotated[int, typer.Option(min=1, help="Threads while steps are timed.")] = 2,
 ) -> None:
     """Train, time and compare."""
-    use_threads(threads)
-    budget = Budget(
-        num_texts=num_texts,
-        length=length,
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        seeds=seeds,
-        num_prompts=num_prompts,
-    )
     given = {"layers": layers, "parameters": parameters, "max_new_tokens": max_new_tokens}
-    given |= {"timed_prompts": timed_prompts, "timed_threads": timed_threads, "rounds": rounds, "out": out}
-    with folder(out, "shapes", {**vars(budget), **given}) as place:
-        texts = budget.texts(work, data, prompts)
+    given |= {"timed_prompts": timed_prompts, "timed_threads": timed_threads, "rounds": rounds}
+    with budget.folder("shapes", **given) as place:
+        texts, drafters = budget.texts(place.progress), budget.work / "shapes"
         family = shapes(parameters, options.whole_numbers("--layers", layers))
-        rows = made(place, ways(family, embedded_target(), texts, budget), seeds, texts, work / "shapes")
+        rows = made(place, ways(family, budget.model(), texts, budget), budget.seeds, drafters, texts.judge)
         use_threads(timed_threads)
-        times = timed(
-            place, family, work / "shapes", rounds=rounds, num_tokens=max_new_tokens, num_prompts=timed_prompts
-        )
+        times = timed(place, family, drafters, rounds=rounds, num_tokens=max_new_tokens, num_prompts=timed_prompts)
         about = (
             f"Draft models distilled from random weights on {budget.num_tokens:,} tokens of the target's "
-            f"answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}. Steps are timed with "
+            f"answers, with {budget.seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}. Steps are timed with "
             f"{timed_threads} threads, in {rounds} rounds."
         )
         place.finish(findings(rows, times, family, about))

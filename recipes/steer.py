@@ -5,18 +5,14 @@ text. One copy of it is distilled, one is distilled together with a module that 
 stay as they are, one is steered. All have the same number of steps, rows and tokens.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from outrider.bench.claims import Claim, Paper
-from outrider.bench.evidence import Row, Sums
-from outrider.bench.folder import folder
-from outrider.bench.report import Findings
+from outrider.bench.claims import Paper
+from outrider.bench.evidence import Sums
 from outrider.drafters.steering import usual_taps
-from outrider.host.threads import use_threads
 from outrider.learning.divergences import divergence
 from outrider.learning.learner import Learner
 from outrider.lm.hf.open import open_model
@@ -24,26 +20,33 @@ from outrider.training.data.capture import capture
 from outrider.training.data.shards import Contents
 from outrider.training.distill import Distilled
 from outrider.training.steer import steered_learner
-from recipes import options
-from recipes.distill import SHAPE
-from recipes.trained import (
-    DEPTH,
-    TEMPERATURES,
-    Budget,
-    Texts,
-    Way,
-    against,
-    efficiencies,
-    embedded_target,
-    made,
-)
+from recipes import options, trained
+from recipes.trained import DEPTH, SHAPE, Budget, Contrast, Texts, Way, findings, made
 
 PAPER = Paper(name="Berdoz et al. 2025, SD2", url="https://arxiv.org/abs/2511.09844")
 PUBLISHED = {0: "up to 22", 1: "up to 35"}
 """The paper's gain in accepted tokens over distillation, in percent, by temperature."""
 DISTILLED, STEERED = "distilled", "distilled and steered"
 FROZEN, FROZEN_STEERED = "frozen", "frozen and steered"
-QUICK = {"num_texts": 24, "steps": 2, "text_steps": 2, "num_prompts": 4, "length": 48, "batch_size": 4, "seeds": 1}
+CONTRASTS = (
+    Contrast(
+        PAPER,
+        "Steering and distillation emit more tokens per step than distillation alone",
+        STEERED,
+        DISTILLED,
+        published=PUBLISHED,
+        note="the paper's figure is the gain in accepted tokens",
+    ),
+    Contrast(
+        PAPER,
+        "A frozen draft model emits more tokens per step when it is steered",
+        FROZEN_STEERED,
+        FROZEN,
+        published="up to 100",
+        note="the paper doubles the accepted tokens for Vicuna-7B with a draft model of 160M",
+    ),
+)
+QUICK = trained.QUICK | {"text_steps": 2}
 
 
 def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> list[Way]:
@@ -80,64 +83,16 @@ def ways(base: Path, target: PreTrainedModel, texts: Texts, budget: Budget) -> l
     ]
 
 
-def findings(rows: Sequence[Row], about: str) -> Findings:
-    """The table and the claims."""
-    sums = Sums(rows, crossed=True)
-    claims: list[Claim] = []
-    for t in TEMPERATURES:
-        sentence = "Steering and distillation emit more tokens per step than distillation alone"
-        claims.append(
-            against(
-                PAPER,
-                sums,
-                sentence,
-                STEERED,
-                DISTILLED,
-                t,
-                published=PUBLISHED[t],
-                note="the paper's figure is the gain in accepted tokens",
-            )
-        )
-        sentence = "A frozen draft model emits more tokens per step when it is steered"
-        note = "the paper doubles the accepted tokens for Vicuna-7B with a draft model of 160M"
-        claims.append(against(PAPER, sums, sentence, FROZEN_STEERED, FROZEN, t, published="up to 100", note=note))
-    return Findings(tables=[efficiencies(sums, sums.methods, rows)], claims=claims, text=about)
-
-
-def main(
-    data: options.Data,
-    work: options.Work,
-    prompts: options.Prompts,
-    out: options.Out = None,
-    num_texts: options.NumTexts = 3000,
-    length: options.Length = 128,
-    steps: options.Steps = 150,
-    text_steps: options.TextSteps = 500,
-    batch_size: options.NumRows = 8,
-    learning_rate: options.LearningRate = 1e-3,
-    seeds: options.Seeds = 3,
-    num_prompts: options.NumPrompts = 1000,
-    threads: options.Threads = 1,
-) -> None:
+@options.with_fields(Budget, text_steps=500)
+def main(budget: Budget) -> None:
     """Train and compare."""
-    use_threads(threads)
-    budget = Budget(
-        num_texts=num_texts,
-        length=length,
-        steps=steps,
-        batch_size=batch_size,
-        learning_rate=learning_rate,
-        seeds=seeds,
-        num_prompts=num_prompts,
-        text_steps=text_steps,
-    )
-    with folder(out, "steer", {**vars(budget), "out": out}) as place:
-        texts = budget.texts(work, data, prompts)
-        found = ways(budget.draft(work, texts, SHAPE), embedded_target(), texts, budget)
-        rows = made(place, found, seeds, texts, work / "steer")
+    with budget.folder("steer") as place:
+        texts = budget.texts(place.progress)
+        found = ways(budget.draft(texts), budget.model(), texts, budget)
+        rows = made(place, found, budget.seeds, budget.work / "steer", texts.judge)
         about = (
             f"A draft model of {SHAPE['num_hidden_layers']} layer of width {SHAPE['hidden_size']}, first trained on "
-            f"{budget.num_text_tokens:,} tokens of text, then {steps} steps of {batch_size} rows of the target's "
-            f"answers, with {seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
+            f"{budget.num_text_tokens:,} tokens of text, then {budget.steps} steps of {budget.batch_size} rows of the "
+            f"target's answers, with {budget.seeds} seeds. Held-out prompts: {Sums(rows).num_prompts}."
         )
-        place.finish(findings(rows, about))
+        place.finish(findings(rows, CONTRASTS, about))

@@ -4,24 +4,28 @@ A drafter is judged without decoding. The target writes a text for every held-ou
 along it say how many steps decoding is expected to take (`outrider.theory.coverage`).
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
+from rich.progress import Progress as ProgressBars
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import outrider
 from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Estimate, Row, Sums, gain
-from outrider.bench.folder import Folder
-from outrider.bench.report import Table
-from outrider.bench.turns import turns
+from outrider.bench.folder import Folder, folder
+from outrider.bench.report import Findings, Table
+from outrider.bench.turns import Turn, turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
+from outrider.host.threads import use_threads
 from outrider.learning.batch import Document
 from outrider.learning.learner import Judging, Learner
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
@@ -33,7 +37,8 @@ from outrider.training.data.regenerate import GenerationRequest, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings
-from outrider.training.loop.steps import train
+from outrider.training.loop.steps import Progress, train
+from recipes import options
 
 SLOTS = 32
 """Answers that the target writes at once."""
@@ -42,6 +47,19 @@ PROMPT = 32
 DEPTH = 5
 """Tokens of a draft."""
 TEMPERATURES = (0, 1)
+SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+}
+"""Of draft models that are trained here."""
+AMOUNTS = (
+    *("num_texts", "length", "steps", "batch_size", "learning_rate", "seeds", "num_prompts", "text_steps", "out"),
+)
+"""What is recorded of a budget."""
+QUICK = {"num_texts": 24, "steps": 2, "num_prompts": 4, "length": 48, "batch_size": 4, "seeds": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,47 +78,9 @@ class Texts:
     held: dict[int, Sequence[Document]]
     more: Sequence[Document]
 
-    @classmethod
-    def made(
-        cls,
-        folder: Path,
-        data: Path,
-        prompts: Path,
-        *,
-        num_texts: int,
-        length: int,
-        num_prompts: int,
-        target: str | None = None,
-    ) -> "Texts":
-        """Read texts and let the target write; what an earlier run has written to the folder is not written again.
-
-        Args:
-            folder: Where the target's answers are kept.
-            data: Texts, as `outrider train data` reads them.
-            prompts: Held-out prompts.
-            num_texts: How many texts to learn from; each is cut to `length` tokens, and shorter ones are left out.
-            num_prompts: How many of the held-out prompts to judge on, at most, spread over all of them.
-            target: By default the embedded one.
-        """
-        folder.mkdir(parents=True, exist_ok=True)
-        place = target or str(EMBEDDED_TARGET)
-        tokenizer = open_tokenizer(place)
-        texts, more = long_texts(data, tokenizer, num_texts, length)
-        engine = outrider.load(place, drafter="none", max_slots=SLOTS)
-        generation = GenerationRequest(
-            sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT, max_new_tokens=length - PROMPT
-        )
-        regenerate(engine, texts, folder / "answers.jsonl", generation)
-        exact = outrider.load(place, drafter="none", max_slots=SLOTS, dtype="float32")
-        asked = spread(list(read_documents(prompts, tokenizer, prompts=True)), num_prompts)
-        held: dict[int, Sequence[Document]] = {}
-        for temperature in TEMPERATURES:
-            drawn = Sampling(temperature=float(temperature), seed=11)
-            file = folder / f"held-out-{len(asked)}-temperature-{temperature}.jsonl"
-            regenerate(exact, asked, file, GenerationRequest(sampling=drawn, max_new_tokens=length - PROMPT))
-            held[temperature] = list(read_documents(file, None))
-        answers = list(read_documents(folder / "answers.jsonl", None))
-        return cls(texts=texts, answers=answers, held=held, more=more)
+    def judge(self, learner: Any) -> list[Row]:
+        """What `judged` says of a learner along the held-out texts."""
+        return judged(learner, self)
 
 
 def spread(documents: Sequence[Document], count: int) -> list[Document]:
@@ -142,22 +122,17 @@ class Way:
     settings: Callable[[int], Settings] | None = None
 
 
-def made(place: Folder, ways: Iterable[Way], seeds: int, texts: Texts, keep: Path) -> list[Row]:
-    """Make every drafter with every seed and judge it: a row for each way, seed, temperature and prompt.
+def made(place: Folder, ways: Iterable[Way], seeds: int, keep: Path, judge: Callable[[Any], list[Row]]) -> list[Row]:
+    """Make every drafter with every seed and judge it: a row for each way and seed, and each thing it is judged on.
 
     Args:
         keep: Folder of the drafters. One that an earlier run has made is not made again.
+        judge: Judges a learner, such as `judged`.
     """
 
-    def run(turn: Any) -> Row:
+    def run(turn: Turn[Way, Seed]) -> Row:
         way, seed = turn.way, turn.job
-        learner = way.learner(seed.number)
-        done: dict[str, Any] = {}
-        if way.settings is not None and way.batches is not None:
-            found = train(learner, way.batches(seed.number), way.settings(seed.number), keep / way.name / seed.name)
-            done = {"steps": found.step}
-        learner.eval()
-        return {"method": way.name, "seed": seed.number, **done, "each": judged(learner, texts)}
+        return learnt(way, seed.number, keep / way.name / seed.name, judge)
 
     todo = list(turns(list(ways), [Seed(number=number) for number in range(seeds)], seed="made"))
     return [
@@ -165,6 +140,22 @@ def made(place: Folder, ways: Iterable[Way], seeds: int, texts: Texts, keep: Pat
         for row in place.take("made", todo, run)
         for each in row["each"]
     ]
+
+
+def learnt(
+    way: Way,
+    seed: int,
+    place: Path,
+    judge: Callable[[Any], list[Row]],
+    progress: Callable[[Progress], None] | None = None,
+) -> Row:
+    """Make a drafter with a seed in its folder, and judge it."""
+    learner = way.learner(seed)
+    done: dict[str, Any] = {}
+    if way.settings is not None and way.batches is not None:
+        done = {"steps": train(learner, way.batches(seed), way.settings(seed), place, progress=progress).step}
+    learner.eval()
+    return {"method": way.name, "seed": seed, **done, "each": judge(learner)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,27 +269,49 @@ def draft_of_text(place: Path, corpus: Sequence[Document], settings: Settings, s
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What all drafters of a comparison have in common.
+    """What a recipe that trains drafters is told; all its drafters have it in common.
 
     Attributes:
-        num_texts: Texts to learn from.
-        length: Tokens of a text.
-        steps: Optimizer steps of every drafter.
-        batch_size: Rows of a step.
-        learning_rate: The highest.
-        seeds: How often every drafter is made.
-        num_prompts: Held-out prompts, at most.
         text_steps: Steps on text, with twice as many rows, of the draft model that all begin with; 0: none.
+        target: Directory or hub id.
+        device: Where the target runs. On the CPU what is judged is computed in float32.
     """
 
-    num_texts: int
-    length: int
-    steps: int
-    batch_size: int
-    learning_rate: float
-    seeds: int
-    num_prompts: int
-    text_steps: int = 0
+    data: options.Data
+    work: options.Work
+    prompts: options.Prompts
+    out: options.Out = None
+    num_texts: options.NumTexts = 3000
+    length: options.Length = 128
+    steps: options.Steps = 150
+    text_steps: options.TextSteps = 0
+    batch_size: options.NumRows = 8
+    learning_rate: options.LearningRate = 1e-3
+    seeds: options.Seeds = 3
+    num_prompts: options.NumPrompts = 1000
+    threads: options.Threads = 1
+    target: str = str(EMBEDDED_TARGET)
+    device: str = "cpu"
+
+    @contextmanager
+    def folder(self, recipe: str, **more: object) -> Iterator[Folder]:
+        """The folder of a recipe's run, with all that its rows depend on.
+
+        Args:
+            more: What the recipe is told besides.
+        """
+        use_threads(self.threads)
+        with folder(self.out, recipe, {**{name: getattr(self, name) for name in AMOUNTS}, **more}) as place:
+            yield place
+
+    @property
+    def judging_dtype(self) -> str:
+        """What is judged is computed in."""
+        return "float32" if self.device == "cpu" else "auto"
+
+    def model(self) -> PreTrainedModel:
+        """The target, not to be trained."""
+        return open_model(self.target, dtype=self.judging_dtype, device=self.device).requires_grad_(False).eval()
 
     @property
     def num_tokens(self) -> int:
@@ -314,15 +327,54 @@ class Budget:
         """How a drafter is trained."""
         return short_run(seed, self.steps, self.batch_size, self.length, self.learning_rate)
 
-    def texts(self, work: Path, data: Path, prompts: Path) -> Texts:
-        """Texts and answers, in a folder that all recipes with the same texts may share."""
-        counts = {"num_texts": self.num_texts, "length": self.length, "num_prompts": self.num_prompts}
-        return Texts.made(work / "texts", data, prompts, **counts)  # type: ignore[arg-type]
+    def texts(self, progress: ProgressBars) -> Texts:
+        """What to learn from and to judge on; what an earlier run has written to the folder is not written again.
 
-    def draft(self, work: Path, texts: Texts, shape: dict[str, int]) -> Path:
+        All recipes with the same texts may share the working folder.
+        """
+        place, new = self.work / "texts", self.length - PROMPT
+        place.mkdir(parents=True, exist_ok=True)
+        texts, more = long_texts(self.data, open_tokenizer(self.target), self.num_texts, self.length)
+
+        def written(engine: outrider.Engine, asked: Sequence[Document], name: str, **how: Any) -> list[Document]:
+            bar = progress.add_task(name, total=None)
+            request = GenerationRequest(max_new_tokens=new, **how)
+            regenerate(
+                engine,
+                asked,
+                place / f"{name}.jsonl",
+                request,
+                progress=lambda now: progress.update(bar, total=now.num_prompts, completed=now.num_done),
+            )
+            return list(read_documents(place / f"{name}.jsonl", None))
+
+        plain: dict[str, Any] = {"drafter": "none", "max_slots": SLOTS, "device": self.device}
+        engine = outrider.load(self.target, **plain)
+        answers = written(engine, texts, "answers", sampling=Sampling(temperature=1.0, seed=7), prompt_tokens=PROMPT)
+        exact = outrider.load(
+            self.target, drafter="none", max_slots=SLOTS, device=self.device, dtype=self.judging_dtype
+        )
+        held: dict[int, Sequence[Document]] = {}
+        for temperature in TEMPERATURES:
+            drawn = Sampling(temperature=float(temperature), seed=11)
+            held[temperature] = [
+                document
+                for name, asked in self.asked(exact).items()
+                for document in written(
+                    exact, asked, f"held-{name}-{len(asked)}-temperature-{temperature}", sampling=drawn
+                )
+            ]
+        return Texts(texts=texts, answers=answers, held=held, more=more)
+
+    def asked(self, engine: outrider.Engine) -> dict[str, list[Document]]:
+        """Held-out prompts, by a name for what the target says to them."""
+        found = list(read_documents(self.prompts, engine.tokenizer, prompts=True))
+        return {"out": spread(found, self.num_prompts)}
+
+    def draft(self, texts: Texts) -> Path:
         """The draft model that has learnt text; its folder."""
         on_text = short_run(0, self.text_steps, 2 * self.batch_size, self.length, 3e-3)
-        return draft_of_text(work / f"draft-{self.text_steps}", texts.more, on_text, shape)
+        return draft_of_text(self.work / f"draft-{self.text_steps}", texts.more, on_text, SHAPE)
 
     def batches(self, documents: Sequence[Document], captured: Captured | None) -> Callable[[int], Batches]:
         """The batches of these documents, by seed."""
@@ -336,29 +388,72 @@ def kept_states(target: PreTrainedModel, documents: Sequence[Document]) -> Captu
     return capture(target, documents, Contents(taps=(target.config.num_hidden_layers,)))
 
 
-def against(
-    paper: Paper,
+@dataclass(frozen=True)
+class Contrast:
+    """A published sentence: one drafter is better than another. Recipes write them as rows of a table.
+
+    Attributes:
+        says: The claim, without its temperature.
+        ours: The better drafter.
+        theirs: The other.
+        published: The paper's figure, or its figure at each temperature.
+    """
+
+    paper: Paper
+    says: str
+    ours: str
+    theirs: str
+    _: KW_ONLY
+    published: float | str | Mapping[int, str] | None = None
+    note: str = ""
+
+    def claim(
+        self, found: Estimate, temperature: int, num_prompts: int, unit: str, rests_on: Sequence[str] = ()
+    ) -> Claim:
+        """What was found, at a temperature."""
+        published = self.published[temperature] if isinstance(self.published, Mapping) else self.published
+        return self.paper.claim(
+            f"{self.says}, temperature {temperature}.",
+            found,
+            num_prompts=num_prompts,
+            published=published,
+            unit=unit,
+            least=0.0,
+            note=self.note,
+            rests_on=rests_on or (self.ours, self.theirs),
+        )
+
+
+Figure = Callable[[str, int], Float[np.ndarray, " samples"]]
+"""A figure of a drafter at a temperature, with its bootstrap."""
+
+
+def contrasted(
+    contrasts: Sequence[Contrast],
     sums: Sums,
-    sentence: str,
-    ours: str,
-    theirs: str,
-    temperature: int,
+    figure: Figure | None = None,
     *,
-    published: float | str | None,
-    note: str = "",
-) -> Claim:
-    """A claim that a drafter makes a step emit more tokens than another."""
-    over, under = f"tokens_{of(temperature)}", f"steps_{of(temperature)}"
-    return paper.claim(
-        f"{sentence}, temperature {temperature}.",
-        gain(sums.ratio(ours, over, under), sums.ratio(theirs, over, under)),
-        num_prompts=sums.num_prompts,
-        published=published,
-        unit="% of block efficiency",
-        least=0.0,
-        note=note,
-        rests_on=(ours, theirs),
-    )
+    unit: str = "% of block efficiency",
+    by: Callable[..., Estimate] = gain,
+) -> list[Claim]:
+    """The contrasts at both temperatures.
+
+    Args:
+        figure: What is compared; by default tokens per step.
+        by: The comparison of two figures.
+    """
+    measured = figure or functools.partial(efficiency, sums)
+    return [
+        each.claim(by(measured(each.ours, t), measured(each.theirs, t)), t, sums.num_prompts, unit)
+        for t in TEMPERATURES
+        for each in contrasts
+    ]
+
+
+def efficiency(sums: Sums, method: str, temperature: int, length: int = DEPTH) -> Float[np.ndarray, " samples"]:
+    """Tokens per step with drafts of a length."""
+    name = of(temperature, length)
+    return sums.ratio(method, f"tokens_{name}", f"steps_{name}")
 
 
 def efficiencies(sums: Sums, methods: Sequence[str], rows: Sequence[Row]) -> Table:
@@ -373,10 +468,23 @@ def efficiencies(sums: Sums, methods: Sequence[str], rows: Sequence[Row]) -> Tab
             runs = [[row for row in own if row["seed"] == seed] for seed in seeds]
             each = [sum(row[over] for row in run) / sum(row[under] for row in run) for run in runs]
             first = sums.ratio(method, f"first_{temperature}", f"places_{temperature}")
-            line += [Estimate.of(sums.ratio(method, over, under)).text(".3f")]
+            line += [Estimate.of(efficiency(sums, method, temperature)).text(".3f")]
             line += [f"{min(each):.3f} to {max(each):.3f}", Estimate.of(first).text(".3f")]
         lines.append(line)
     head = ["drafter"]
     for temperature in TEMPERATURES:
         head += [f"tokens per step, T {temperature}", f"by seed, T {temperature}", f"first token, T {temperature}"]
     return Table(title="Block efficiency, chains of 5 tokens", head=head, lines=lines)
+
+
+def findings(
+    rows: Sequence[Row], contrasts: Sequence[Contrast], about: str, methods: Sequence[str] | None = None
+) -> Findings:
+    """The table and the claims of drafters that are compared by tokens per step.
+
+    Args:
+        methods: The order of the table; by default that of the rows.
+    """
+    sums = Sums(rows, crossed=True)
+    table = efficiencies(sums, methods or sums.methods, rows)
+    return Findings(tables=[table], claims=contrasted(contrasts, sums), text=about)

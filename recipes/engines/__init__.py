@@ -1,1 +1,1 @@
-"""Engines that the recipe `peers` compares. Each has a driver: a program that reads token ids and writes new ones."""
+"""Engines that the recipe `peers` compares. Each has a file: its driver, its environment, what converts models."""

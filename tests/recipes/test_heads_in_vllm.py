@@ -10,10 +10,10 @@ import pytest
 
 from outrider.core.types import InputError
 from recipes import heads_in_vllm
+from recipes.engines.driver import Options
 from recipes.engines.engine import Engine
 from recipes.engines.environments import CannotMake, Environment, Room
-from recipes.engines.talk import Options
-from recipes.engines.vllm_driver import load
+from recipes.engines.vllm import VllmDriver
 from recipes.heads_in_vllm import Plan, run
 
 
@@ -21,7 +21,7 @@ def scripted(_: Room | None) -> list[str]:
     return [sys.executable, "-m", "tests.recipes.scripted_driver"]
 
 
-SCRIPTED = Engine(title="Scripted", modes=("plain",), start=scripted)
+SCRIPTED = Engine(title="Scripted", modes=("plain",), command=scripted)
 
 
 def plan(place: Path, *heads: str) -> Plan:
@@ -81,4 +81,4 @@ def test_options_that_vllm_refuses_are_told_with_its_reason(monkeypatch):
         mode="dspark", target="t", draft="d", dtype="float32", threads=1, draft_tokens=5, ngram=3, batch=2, context=99
     )
     with pytest.raises(ValueError, match=r"^Model Runner V1 does not support: dspark$"):
-        load(options)
+        VllmDriver().start(options)

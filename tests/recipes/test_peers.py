@@ -12,10 +12,13 @@ from outrider.embedded import EMBEDDED_DRAFT
 from outrider.lm.hf.open import open_model
 from recipes import peers, peers_runs
 from recipes.engines.agreement import agreement
-from recipes.engines.engine import ENGINES, Engine, converted
-from recipes.engines.environments import CannotMake, Environment, Room, compiler, requirements
-from recipes.engines.process import Driver, Refused, Stopped
-from recipes.engines.talk import Asked, Options
+from recipes.engines.driver import Asked, Options
+from recipes.engines.engine import Engine, converted
+from recipes.engines.environments import CannotMake, Environment, Room
+from recipes.engines.llama import compiler
+from recipes.engines.process import Process, Refused, Stopped
+from recipes.engines.vllm import requirements
+from recipes.peers_runs import ENGINES
 
 PROMPTS = [[0, 100, 200, 300, 400], [0, 500, 600]]
 
@@ -36,13 +39,14 @@ def scripted(_: Room | None) -> list[str]:
 
 
 SCRIPTED = {
-    "scripted": Engine(title="Scripted", modes=("plain", "alone", "dies", "short", "does not start"), start=scripted)
+    "scripted": Engine(title="Scripted", modes=("plain", "alone", "dies", "short", "does not start"), command=scripted)
 }
 
 
 def test_a_driver_decodes_until_its_input_ends():
     target = open_model(str(EMBEDDED_DRAFT), dtype="float32", device="cpu")
-    with Driver(ENGINES["transformers"].start(None), options("draft model")) as driver:
+    with Process(ENGINES["transformers"].command(None)) as driver:
+        driver.start(options("draft model"))
         [output] = driver.ask(asked(PROMPTS[:1])).tokens
         assert len(output) == 12
         found = agreement(target, PROMPTS[0], output)
@@ -69,12 +73,12 @@ def test_a_driver_decodes_until_its_input_ends():
 )
 def test_a_driver_that_does_not_start_says_how_it_ended(program, sentence):
     with pytest.raises(Stopped, match=sentence):
-        Driver([sys.executable, "-c", program], options("plain"), start=0.5 if "sleep" in program else 60)
+        Process([sys.executable, "-c", program], patience=0.5 if "sleep" in program else 60).start(options("plain"))
 
 
 def test_a_driver_that_does_not_exist_is_told_by_a_sentence():
     with pytest.raises(Stopped, match="cannot be started: No such file"):
-        Driver(["/no/such/driver"], options("plain"))
+        Process(["/no/such/driver"]).start(options("plain"))
 
 
 @pytest.fixture(scope="module")

@@ -1,16 +1,15 @@
-"""A Llama of Hugging Face in llama.cpp's format: `llama_model.py SOURCE OUT DTYPE`, run where gguf is installed.
-
-The weights keep their values: they are written as bfloat16 or as float32, as asked for.
-"""
+"""llama.cpp: `plain`, `ngram` and `draft model`. Its driver is `llama_driver.cpp`; here is what it needs."""
 
 import json
-import sys
+import shutil
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
+
+from recipes.engines.engine import DRAFT_MODEL, Engine, digest
+from recipes.engines.environments import CannotMake, Environment, Room
 
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -54,11 +53,16 @@ def interleaved(bits: NDArray[np.uint16], heads: int) -> NDArray[np.uint16]:
     return bits.reshape(heads, 2, -1, bits.shape[1]).swapaxes(1, 2).reshape(bits.shape)
 
 
-def convert(source: Path, out: Path, dtype: str) -> None:
-    """Write the model and its vocabulary."""
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+def write_model(source: str, out: str, dtype: str) -> None:
+    """Write a Llama of Hugging Face and its vocabulary in llama.cpp's format.
+
+    The weights keep their values: they are written as bfloat16 or as float32, as asked for.
+    """
+    import gguf
+
+    config = json.loads((Path(source) / "config.json").read_text(encoding="utf-8"))
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(str(out), "llama")
+    writer = gguf.GGUFWriter(out, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -71,8 +75,8 @@ def convert(source: Path, out: Path, dtype: str) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    add_vocabulary(writer, json.loads((source / "tokenizer.json").read_text(encoding="utf-8")), config)
-    for tensor, bits in read(source / "model.safetensors").items():
+    add_vocabulary(writer, json.loads((Path(source) / "tokenizer.json").read_text(encoding="utf-8")), config)
+    for tensor, bits in read(Path(source) / "model.safetensors").items():
         if tensor == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         if "q_proj" in tensor or "k_proj" in tensor:
@@ -90,6 +94,8 @@ def convert(source: Path, out: Path, dtype: str) -> None:
 
 def add_vocabulary(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any]) -> None:
     """The tokens: llama.cpp compares those of target and draft model."""
+    import gguf
+
     texts = [f"<unused {i}>" for i in range(config["vocab_size"])]
     kinds = [gguf.TokenType.NORMAL] * len(texts)
     for text, i in tokenizer["model"]["vocab"].items():
@@ -107,5 +113,60 @@ def add_vocabulary(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any
     writer.add_add_bos_token(False)
 
 
-if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+def convert(room: Room, source: Path, out: Path, dtype: str) -> None:
+    """As a file."""
+    room.call("recipes.engines.llama", "write_model", source, out, dtype)
+
+
+def make(room: Room) -> None:
+    """llama.cpp, compiled for this machine; its sources stay, because the driver is compiled against them."""
+    compiler()
+    llama, gguf = room.pins
+    sources = room.place / "sources"
+    room.pip("download", "--no-deps", "--no-binary", llama.partition("==")[0], "--dest", sources, llama)
+    [archive] = sources.glob("*.tar.gz")
+    shutil.unpack_archive(archive, sources, filter="data")
+    [folder] = (path for path in sources.iterdir() if path.is_dir())
+    folder.rename(room.place / "llama")
+    # Without the library for pictures, which nothing here needs and which takes a third of the time.
+    room.pip("install", "--config-settings=cmake.args=-DLLAVA_BUILD=OFF", room.place / "llama", gguf)
+
+
+def compiler() -> str:
+    """A C++ compiler.
+
+    Raises:
+        CannotMake: There is none.
+    """
+    found = [name for name in ("c++", "g++", "clang++") if shutil.which(name)]
+    if not found:
+        raise CannotMake("there is no C++ compiler; install one (c++, g++ or clang++)")
+    return found[0]
+
+
+def command(room: Room | None) -> list[str]:
+    """Starts the driver, compiled before if its source is new."""
+    if room is None:
+        raise CannotMake("llama.cpp has an environment of its own")
+    source = Path(__file__).with_name("llama_driver.cpp")
+    driver = room.place / f"driver-{digest(source)}"
+    if not driver.exists():
+        below = room.place / "llama" / "vendor" / "llama.cpp"
+        library = sorted(room.place.glob("venv/**/libllama-common.so"))[0]
+        include = [f"-I{below / part}" for part in ("common", "include", "ggml/include", "vendor")]
+        names = ["-lllama-common", "-lllama", "-lggml", "-lggml-base", "-lggml-cpu"]
+        # An old tag, because the libraries find each other by the path of the program.
+        link = [f"-L{library.parent}", *names, f"-Wl,--disable-new-dtags,-rpath,{library.parent}"]
+        fresh = driver.with_suffix(".new")
+        room.run(compiler(), "-O3", "-march=native", "-std=c++17", *include, source, "-o", fresh, *link)
+        fresh.rename(driver)
+    return [str(driver)]
+
+
+ENGINE = Engine(
+    title="llama.cpp",
+    modes=("plain", "ngram", DRAFT_MODEL),
+    command=command,
+    environment=Environment(name="llama", pins=("llama-cpp-python==0.3.36", "gguf==0.19.0"), make=make),
+    convert=convert,
+)

@@ -1,6 +1,6 @@
-"""The driver's side of the conversation: JSON lines over standard input and output, with the standard library alone.
+"""What drives an engine, and how a driver in a process of its own is talked to: JSON lines, the standard library alone.
 
-A driver is started with `Options` as its one argument, an object of JSON. When its models are loaded it writes
+The process is started with `Options` as its one argument, an object of JSON. When its models are loaded it writes
 `{"ready": true}`. Then it reads one `Asked` per line. It answers with `{"tokens": [[...], ...], "seconds": 1.5}`, and
 with `"counts": {...}` beside them if it counts something, or with `{"refused": "..."}` where its engine cannot do the
 run. It ends when its input ends.
@@ -10,8 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 
@@ -55,13 +55,37 @@ class Asked:
     seed: int
 
 
-Decode = Callable[[Asked], list[list[int]]]
-"""Decodes the prompts of a run; returns the new tokens of each. One that has a method `counts` says how often something
-happened so far, by name."""
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What an engine decoded: the new tokens of each prompt.
+
+    Attributes:
+        seconds: How long it took; whoever asks the engine itself measures it.
+        counts: How often something happened since the start, by name; empty where the engine counts nothing.
+    """
+
+    tokens: list[list[int]]
+    seconds: float = 0.0
+    counts: dict[str, int] = field(default_factory=dict)
 
 
-def drive(load: Callable[[Options], Decode]) -> None:
-    """Load an engine, then decode what is asked for until the input ends."""
+class Driver:
+    """What drives an engine: it is started once, asked for runs, and stopped. Each engine's file has one."""
+
+    def start(self, options: Options) -> None:
+        """Load the models."""
+        raise NotImplementedError
+
+    def ask(self, asked: Asked) -> Answer:
+        """Decode the prompts of a run."""
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """End what `start` began."""
+
+
+def serve(driver: Driver) -> None:
+    """Start a driver, and answer what comes over standard input until it ends."""
     # Engines print what they like; it must not get between the answers.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -69,16 +93,15 @@ def drive(load: Callable[[Options], Decode]) -> None:
     def say(answer: Mapping[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
 
-    decode = load(Options(**json.loads(sys.argv[1])))
-    counts = getattr(decode, "counts", dict)
+    driver.start(Options(**json.loads(sys.argv[1])))
     say({"ready": True})
     for line in sys.stdin:
         asked = Asked(**json.loads(line))
         began = time.perf_counter()
         try:
-            tokens = decode(asked)
+            answer = driver.ask(asked)
         except Exception as error:
             say({"refused": f"{type(error).__name__}: {error}"})
         else:
-            seconds = time.perf_counter() - began
-            say({"tokens": tokens, "seconds": seconds, "counts": counts()})
+            say(asdict(replace(answer, seconds=time.perf_counter() - began)))
+    driver.stop()
