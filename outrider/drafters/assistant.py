@@ -15,11 +15,11 @@ from outrider.drafters.head_path import HeadPath
 from outrider.drafters.last_state import LastState, LastStateDrafter, newest
 from outrider.drafters.protocol import Rows
 from outrider.heads.assistant import Assistant, KeysValues, Seen, TabularAssistant
-from outrider.heads.checkpoint import read_config
 from outrider.heads.dflash import SPEC as DFLASH
 from outrider.heads.parts.block_formats import ASSISTANTS
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lm.hf.assistant import open_assistant
+from outrider.lm.hf.checkpoint import read_config
 from outrider.lm.target_info import TargetInfo
 
 SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")

@@ -12,8 +12,8 @@ from outrider.drafters.model import ModelPath
 from outrider.drafters.rescored import RescoredDrafter
 from outrider.drafters.state_heads import running
 from outrider.heads.blockwise import is_blockwise, read_blockwise
-from outrider.heads.checkpoint import TargetShape, local_file, read_config
 from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff
+from outrider.lm.hf.checkpoint import TargetShape, local_file, read_config
 from outrider.lm.target_info import TargetInfo
 
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from outrider.core.types import InputError
 from outrider.drafters.protocol import Drafter, check_longest
-from outrider.heads.checkpoint import TargetShape
 from outrider.lm.head import HeadLM, beside
+from outrider.lm.hf.checkpoint import TargetShape
 from outrider.lm.hf.open import as_device, as_dtype
 from outrider.lm.target_info import TargetInfo
 

@@ -13,10 +13,10 @@ from outrider.drafters.head_path import HeadPath, running_head
 from outrider.drafters.last_state import last_state
 from outrider.drafters.protocol import Observed
 from outrider.drafters.sequential import SequentialDrafter, SequentialState, placed
-from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.hydra import HydraConfig, HydraHeads, is_hydra, read_hydra
 from outrider.heads.sequential import randomise
 from outrider.lm.head import HeadLM
+from outrider.lm.hf.checkpoint import TargetShape, read_config
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TABLE_FEATURES

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 from outrider.core.types import InputError, ShortList
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.state_heads import StateHeadsDrafter, randomise, running
-from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, is_medusa, read_medusa
+from outrider.lm.hf.checkpoint import TargetShape, read_config
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from outrider.drafters.head_path import HeadPath
 from outrider.drafters.sequential import SequentialDrafter, placed
-from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.mlp_speculator import (
     MLPSpeculator,
     MLPSpeculatorConfig,
@@ -17,6 +16,7 @@ from outrider.heads.mlp_speculator import (
     read_mlp_speculator,
 )
 from outrider.heads.sequential import randomise
+from outrider.lm.hf.checkpoint import TargetShape, read_config
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 

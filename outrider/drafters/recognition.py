@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider.core.place import check_place
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import CONFIG, read_config, read_names
+from outrider.lm.hf.checkpoint import CONFIG, read_config, read_names
 
 PLAIN, STEERED, STEERING = "model", "steered", "steering.json"
 """The drafters that are transformers models, and the file that tells them apart."""

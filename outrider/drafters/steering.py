@@ -14,7 +14,7 @@ from transformers.utils import cached_file
 
 from outrider.core import files
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import file_tensors, json_object, made, size, whole_numbers
+from outrider.lm.hf.checkpoint import file_tensors, json_object, made, size, whole_numbers
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
 """The files of a steering, beside those of its draft model."""

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import relu
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import (
+from outrider.heads.state_heads import StateHeads
+from outrider.lm.hf.checkpoint import (
     KIND,
     MOST_COUNT,
     TARGET,
@@ -22,7 +23,6 @@ from outrider.heads.checkpoint import (
     size,
     write_head,
 )
-from outrider.heads.state_heads import StateHeads
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 NAME = "blockwise"

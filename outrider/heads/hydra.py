@@ -13,12 +13,12 @@ from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import made, read_config, read_tensors, size
 from outrider.heads.parts.layer_config import layer_config, qkv_bias_of
 from outrider.heads.parts.layers import DecoderLayer, Rotary, norm_of
 from outrider.heads.sequential import SequentialHead
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import KVCache
+from outrider.lm.hf.checkpoint import made, read_config, read_tensors, size
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import open_config
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import TARGET, TargetShape, factor, made, read_config, read_tensors, size, write_head
 from outrider.heads.state_heads import StateHeads
+from outrider.lm.hf.checkpoint import TARGET, TargetShape, factor, made, read_config, read_tensors, size, write_head
 
 KIND = "medusa"
 """The `model_type` of vLLM's form."""

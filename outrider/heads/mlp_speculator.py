@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import MOST_COUNT, made, read_config, read_tensors, size
 from outrider.heads.sequential import SequentialHead
+from outrider.lm.hf.checkpoint import MOST_COUNT, made, read_config, read_tensors, size
 
 KIND = "mlp_speculator"
 """The `model_type` of such a checkpoint."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import TargetShape, write_head
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.checkpoint import TargetShape, write_head
 from outrider.lm.hf.taps import tapped
 from outrider.lm.target_info import TargetInfo
 

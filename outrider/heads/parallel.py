@@ -19,8 +19,6 @@ from transformers import PreTrainedConfig
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Guess, InputError, Running
 from outrider.drafters.marginal import MarginalDrafter
-from outrider.heads.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.eagle3 import MASK, SPECULATORS, Eagle3Head, TrainedEagle3
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext, Places
@@ -32,6 +30,8 @@ from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import PADDING, Batch, Document
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.lm.head import KVCache
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.protocol import Observed
-from outrider.heads.checkpoint import KIND, MOST_COUNT, Checkpoint, load_into
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, has_specialists
 from outrider.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3SizeOptions, TrainedEagle3
 from outrider.heads.eagle3 import published as published_eagle3
@@ -38,6 +36,8 @@ from outrider.heads.trunks.features import (
 from outrider.learning.batch import Batch
 from outrider.learning.options import loss, size
 from outrider.lm.head import HeadLM
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, Checkpoint, load_into
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo

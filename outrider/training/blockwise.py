@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
 from outrider.heads.blockwise import BlockwiseConfig, BlockwiseHeads, read_blockwise, write_blockwise
-from outrider.heads.checkpoint import local_file
 from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff, write_backoff
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import CHUNK, Divergence
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.checkpoint import local_file
 from outrider.lm.hf.embedding_and_head import find_embedding_and_head
 from outrider.lm.hf.open import logit_width
 from outrider.training.state_heads import DECAY, StateHeadsLearner

@@ -6,7 +6,7 @@ import pytest
 
 import outrider
 from outrider import catalog
-from outrider.heads.checkpoint import read_config
+from outrider.lm.hf.checkpoint import read_config
 from tests.cli.runs import run
 from tests.cli.test_train import FEW, pair  # noqa: F401 (a fixture)
 from tests.cli.test_train_heads import without_drafter

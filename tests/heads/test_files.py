@@ -9,8 +9,8 @@ from huggingface_hub import save_torch_state_dict
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import INDICES, READ, read_names, read_tensors
 from outrider.heads.medusa import read_medusa
+from outrider.lm.hf.checkpoint import INDICES, READ, read_names, read_tensors
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target

@@ -11,8 +11,8 @@ from torch import Tensor
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.medusa import MedusaPath
-from outrider.heads.checkpoint import TargetShape, read_config
 from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
+from outrider.lm.hf.checkpoint import TargetShape, read_config
 from outrider.lm.target_info import TargetInfo
 from tests.world.models import target
 from tests.world.published import medusa_of_its_authors, medusa_of_vllm, medusa_with_fewer_tokens

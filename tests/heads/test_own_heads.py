@@ -13,10 +13,10 @@ from outrider import catalog
 from outrider.core.types import InputError
 from outrider.drafters.blockwise_path import BlockwisePath
 from outrider.heads.blockwise import read_blockwise, write_blockwise
-from outrider.heads.checkpoint import TargetShape
 from outrider.heads.parallel import SPEC as PARALLEL
 from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.heads.parts.backoff import FILE
+from outrider.lm.hf.checkpoint import TargetShape
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo

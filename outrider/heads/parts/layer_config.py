@@ -12,9 +12,9 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import MOST_COUNT, size
 from outrider.heads.parts.layers import Rotary
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.checkpoint import MOST_COUNT, size
 from outrider.lm.hf.open import reason_of
 
 KNOWN = ("llama", "qwen3", "qwen2", "mistral", "mixtral")

@@ -23,7 +23,6 @@ from outrider.core.types import Guess, InputError, Request, Running, ShortList
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import SlotState, SlottedDrafter
-from outrider.heads.checkpoint import TARGET, Checkpoint, TargetShape, made
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.parts.block_formats import (
@@ -47,6 +46,7 @@ from outrider.learning.top_rows import TopRows
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import HeadLM, KVCache, sees_all
 from outrider.lm.hf.anatomy import rotary_parameters
+from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, made
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.tabular import TabularLM, random_rows
