@@ -16,10 +16,10 @@ import typer.main
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from outrider import catalog
 from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
-from outrider.cli.printed import note_room, print_json
 from outrider.cli.request import RequestOptions
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
@@ -91,8 +91,6 @@ class HeadCommand(Command):
     def _whole(self) -> Any:
         """The command with all its options."""
         with _training():
-            from outrider import catalog
-
             spec = catalog.rows("drafter")[str(self.name)].kind
 
         def command(
@@ -121,11 +119,11 @@ class TrainCommands(Commands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        from outrider.drafters.rows import DRAFTERS
+        from outrider import catalog
 
-        for row in DRAFTERS:
-            if isinstance(row.home, str) and (help := _help_of(row.home)) is not None:
-                self.add_command(HeadCommand(row.name, row.home, help))
+        for name, row in catalog.rows("drafter").items():
+            if (help := _help_of(row.home)) is not None:
+                self.add_command(HeadCommand(name, row.home, help))
 
 
 def help_in(words: str | None) -> str:
@@ -208,6 +206,7 @@ def steer(
 def _answer(task: AnswerTask) -> None:
     """Answer the prompts, and print what was done."""
     from outrider.cli.opened import opened
+    from outrider.cli.printed import note_room, print_json
 
     with _training():
         from outrider.training.data.records import read_documents
@@ -269,6 +268,7 @@ def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) ->
     Args:
         name: The drafter's name in the catalog.
     """
+    from outrider.cli.printed import print_json
     from outrider.training.loop import processes
 
     main = processes.is_first()

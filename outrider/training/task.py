@@ -205,6 +205,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         tokenizer=tokenizer,
         documents=learnt,
         depth=task.watch.depth,
+        watch_temperature=task.watch.watch_temperature,
         max_length=settings.max_length,
         seed=settings.seed,
         device=device,

@@ -17,11 +17,10 @@ from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.assistant import AssistantDrafter
-from outrider.drafters.mtp import MtpDrafter, MtpPath
-from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
+from outrider.heads.assistant import AssistantDrafter
+from outrider.heads.mtp import MtpDrafter, MtpLayersDrafter, MtpPath
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant

@@ -14,9 +14,9 @@ from outrider.core.types import Running, Sampling, ShortList
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Observed
-from outrider.drafters.recognition import is_head
 from outrider.drafters.traits import Traits
 from outrider.engine.engine import Engine
+from outrider.heads.recognition import is_head
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.model import LanguageModel

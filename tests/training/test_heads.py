@@ -25,6 +25,7 @@ from outrider.training.data.batches import Batches
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch
+from outrider.trees.fixed import FixedTree, likeliest_topology
 from tests.world.forced import forced_guesses
 from tests.world.learners import head_learner
 from tests.world.zoo import VOCAB, tiny
@@ -89,7 +90,7 @@ def repeated(given: Batch) -> Batches:
 
 def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: object) -> GuessObjective:
     """A learner whose weights are no longer those of the start."""
-    made = LEARNERS[kind](target() if loss is None else divergence(loss), **more)
+    made = LEARNERS[kind](target(), loss=loss, **more)
     dice = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for weight in made.parameters():
@@ -326,6 +327,17 @@ def test_balanced_guesses_have_the_same_weight_however_few_places_they_have():
     assert float(found.total) == pytest.approx(whole * sum(parts), rel=1e-4)
 
 
+def test_the_tree_that_fits_is_of_the_heads_that_were_kept(tmp_path):
+    made = learner("medusa", tree_nodes=5)
+    made.write(tmp_path)
+    expected = likeliest_topology(made.accuracies([batch()], greedy=False), 5)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.zero_()
+    [(name, tree)] = made.found(tmp_path, [batch()]).items()
+    assert (name, catalog.make("tree", tree)) == ("tree", FixedTree(children=expected, chosen=True))
+
+
 def test_shared_heads_keep_the_targets_output_layer(tmp_path):
     made = head_learner("medusa", target(), loss="fkl", depth=GAMMA, shared=True)
     train(made, repeated(batch()), SETTINGS, tmp_path)
@@ -335,10 +347,10 @@ def test_shared_heads_keep_the_targets_output_layer(tmp_path):
 
 def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     for wrong, message in [
-        ({"num_heads": 0}, "num_heads of Medusa heads must be >= 1, got 0"),
-        ({"num_layers": -1}, "num_hidden_layers of Medusa heads must be >= 0"),
+        ({"depth": 0}, "num_heads of Medusa heads must be >= 1, got 0"),
+        ({"layers": -1}, "layers must be >= 0, got -1"),
         ({"decay": 0.0}, "decay must be > 0"),
-        ({"begin": str(tmp_path)}, r"no config\.json"),
+        ({"init_from": str(tmp_path)}, r"no config\.json"),
     ]:
         with pytest.raises(InputError, match=message):
             head_learner("medusa", target(), **wrong)
@@ -347,7 +359,7 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("medusa").judged(batch(), 4)
     head_learner("medusa", target(), depth=1).write(tmp_path)
-    with pytest.raises(InputError, match="the heads are for hidden states of width 32 and 64 tokens"):
+    with pytest.raises(InputError, match="knows 64 tokens, and this target has 65"):
         head_learner("medusa", _wider(), init_from=str(tmp_path))
 
 

@@ -13,8 +13,8 @@ from transformers import LlamaConfig
 from transformers.modeling_layers import MtpModel
 
 from outrider import catalog
-from outrider.drafters.mtp import MtpPath
 from outrider.drafters.protocol import Drafter
+from outrider.heads.mtp import MtpPath
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.heads.trunks.features import OwnFeatures

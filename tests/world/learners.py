@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from outrider import catalog
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.batch import Document
+from outrider.learning.options import SIZE
 
 
 def head_learner(
@@ -29,7 +30,7 @@ def head_learner(
     Args:
         loss: The divergence; None: the cross-entropy of the text's own tokens.
         ids: The tokens that a new head can guess; None: all.
-        **options: What the head is told; there is no noise by default.
+        **options: What the head is told; there is no noise by default, and no size with `init_from`.
     """
     if ids is not None:
         options["draft_vocab"] = len(ids)
@@ -37,5 +38,8 @@ def head_learner(
     spec = catalog.rows("drafter")[name].kind
     if "noise" in {field.name for field in fields(spec.options)}:
         options = {"noise": 0.0, **options}
+    if "init_from" in options:
+        fixed = {field.name for field in fields(spec.options) if field.metadata.get("kind") == SIZE}
+        options = {key: value for key, value in options.items() if key not in fixed}
     context = HeadContext(target=target, documents=documents, depth=depth, seed=seed, dtype=dtype)
     return spec.learner(spec.options(divergence=loss or "ce", **options), context)

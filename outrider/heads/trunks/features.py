@@ -260,7 +260,7 @@ class OwnFeatures(SlottedDrafter[Features]):
         features = self.next_feature(
             torch.stack([self.own(states[owner]).head_output[parent] for owner, parent in pairs])
         )
-        segments = tree_segments(states, frontier, self.lm.device, features)
+        segments = tree_segments([self.own(state) for state in states], frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
             self.own(states[owner]).head_output[node] = output_features(extension)[i]
