@@ -184,8 +184,8 @@ def contest(plan: Plan, place: Folder, context: int, engines: Mapping[str, Engin
                 made.left_out[engine.title] = str(error)
         yield made
     finally:
-        for driver in made.drivers.values():
-            driver.stop()
+        for each in made.drivers.values():
+            each.stop()
 
 
 def _commands(name: str, engine: Engine, plan: Plan, context: int) -> list[tuple[Method, Options, list[str]]]:

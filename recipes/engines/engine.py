@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from outrider.core import files
 from recipes.engines.environments import Environment, Room
 
 DRAFT_MODEL = "draft model"
