@@ -330,7 +330,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         """For each layer, the positions in its slot and its pending features that a text with the same first `length`
         tokens can use.
 
-        Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have an pending feature of every position
+        Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have a pending feature of every position
         from its own newest one to the newest one of layer k.
         """
         ends = [lm.length(each.slot) + k for k, (lm, each) in enumerate(zip(self.lms, own.layers, strict=True))]
