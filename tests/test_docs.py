@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from outrider import catalog
-from outrider.cli import train
 from outrider.cli.app import main
 from outrider.cli.methods import markdown
 from outrider.core.inputs import REPOSITORY
@@ -53,20 +52,6 @@ def test_python_examples_run(page, capsys):
     for i, block in enumerate(fenced(page, "python")):
         exec(compile(block, f"{page.name}, example {i}", "exec"), space)
     assert "False" not in capsys.readouterr().out
-
-
-@pytest.mark.usefixtures("files")
-def test_a_head_is_one_file_and_one_row(capsys):
-    home = "gated:SPEC"
-    catalog.ROWS += (catalog.Row(family="drafter", name="gated", home=home, summary="a gate", source="-"),)
-    assert "| `gated` |" in markdown()
-    command = train.HeadCommand("gated", home, str(train._help_of(home)))
-    with pytest.raises(SystemExit) as ended:
-        command.main(["--help"])
-    assert ended.value.code == 0
-    said = " ".join(capsys.readouterr().out.split())
-    for words in ("Train a gated head", "--cosine", "Weight of the angle between", "0.5", "--regression"):
-        assert words in said
 
 
 COMMANDS = [
