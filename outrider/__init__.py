@@ -13,6 +13,7 @@ from outrider.setup import Setup
 if TYPE_CHECKING:
     from outrider.core.types import Request, Sampling, Step
     from outrider.engine.engine import Engine
+    from outrider.engine.generation import Generation
     from outrider.engine.output import Output, Update
     from outrider.integrate.custom import as_custom_generate
     from outrider.theory.optimum import optimal_acceptance
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "Engine",
+    "Generation",
     "InputError",
     "Output",
     "Request",
@@ -33,6 +35,7 @@ __all__ = [
 ]
 _HOMES = {
     "Engine": "engine.engine",
+    "Generation": "engine.generation",
     "Output": "engine.output",
     "Request": "core.types",
     "Sampling": "core.types",

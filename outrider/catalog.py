@@ -1,233 +1,357 @@
-"""Every method by name: its class, its paper, its guarantee. The one place where a string becomes an object."""
+"""Every method by name: its class, its paper, its guarantee. The one place where a string becomes an object.
+
+A method is imported when it is needed.
+"""
 
 import dataclasses
+import os
+from typing import Any
 
 from outrider.core.inputs import InputError, field_values, unknown
 from outrider.core.row import LEVIATHAN, Family, Row
-from outrider.decoding.pearl import PearlDecoding
-from outrider.decoding.step import StepDecoding
-from outrider.drafters.recognition import drafter_at, is_place
-from outrider.drafters.rows import DRAFTERS
-from outrider.lengths.adaedl import AdaedlLength
-from outrider.lengths.confident import ConfidentLength
-from outrider.lengths.fixed import FixedLength
-from outrider.lengths.goodput import GoodputLength
-from outrider.lengths.heuristic import HeuristicLength
-from outrider.lengths.planned import PlannedLength
-from outrider.lengths.svip import SvipLength
-from outrider.lengths.tetris import TetrisLength
-from outrider.trees.beam import BeamTree
-from outrider.trees.chain import ChainTree
-from outrider.trees.dynamic import DynamicTree
-from outrider.trees.fixed import FixedTree
-from outrider.trees.gumbel import GumbelTree
-from outrider.trees.iid import IidTree
-from outrider.trees.lattice import LatticeTree
-from outrider.trees.opt import OptTree
-from outrider.trees.top_plus_one import TopPlusOneTree
-from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.greedy_block import GreedyBlockVerifier
-from outrider.verifiers.kseq import KseqVerifier
-from outrider.verifiers.lenient import LenientVerifier
-from outrider.verifiers.match import MatchVerifier
-from outrider.verifiers.multipath import MultipathVerifier
-from outrider.verifiers.recursive import RecursiveVerifier
-from outrider.verifiers.token import TokenVerifier
-from outrider.verifiers.top_plus_one import TopPlusOneVerifier
-from outrider.verifiers.traversal import TraversalVerifier
-from outrider.verifiers.typical import TypicalVerifier
 
 ROWS = (
-    *DRAFTERS,
-    Row(family="tree", name="chain", home=ChainTree, summary="one child per node", source=LEVIATHAN),
+    Row(family="drafter", name="none", home="outrider.drafters.none:NoDrafter", summary="plain decoding", source="-"),
+    Row(
+        family="drafter",
+        name="ngram",
+        home="outrider.drafters.ngram:NgramDrafter",
+        summary="continue the longest, most recent match of the context's end",
+        source="Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding",
+    ),
+    Row(
+        family="drafter",
+        name="suffix",
+        home="outrider.drafters.suffix:SuffixDrafter",
+        summary="continue the longest repeated suffix, by a suffix automaton of context and corpus",
+        source="Oliaro et al. 2024, SuffixDecoding, https://arxiv.org/abs/2411.04975",
+    ),
+    Row(
+        family="drafter",
+        name="model",
+        home="outrider.drafters.model:ModelPath",
+        summary="a smaller LM; its tokenizer may differ",
+        source=LEVIATHAN,
+    ),
+    Row(
+        family="drafter",
+        name="steered",
+        home="outrider.drafters.steered:SteeredPath",
+        summary="a smaller LM that the target's hidden states steer",
+        source="Berdoz et al. 2025, SD², https://arxiv.org/abs/2511.09844",
+    ),
+    Row(
+        family="drafter",
+        name="blockwise",
+        home="outrider.heads.blockwise:SPEC",
+        summary="small heads on the target's last hidden state; a small LM or an n-gram model may refine their draft",
+        source="Stern et al. 2018, https://arxiv.org/abs/1811.03115; Kim et al. 2024, https://arxiv.org/abs/2404.09221",
+    ),
+    Row(
+        family="drafter",
+        name="mtp",
+        home="outrider.heads.mtp:MtpPath",
+        summary="the multi-token-prediction layers in the target's own checkpoint",
+        source="DeepSeek-AI 2024, DeepSeek-V3, https://arxiv.org/abs/2412.19437",
+    ),
+    Row(
+        family="drafter",
+        name="assistant",
+        home="outrider.heads.assistant:SPEC",
+        summary="the assistant that was published with a target: Gemma 4's or Muse Glimmer's",
+        source="Google 2026, https://huggingface.co/docs/transformers/model_doc/gemma4_assistant",
+    ),
+    Row(
+        family="drafter",
+        name="medusa",
+        home="outrider.heads.medusa:SPEC",
+        summary="heads that each guess one depth from the target's last hidden state",
+        source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
+    ),
+    Row(
+        family="drafter",
+        name="hydra",
+        home="outrider.heads.hydra:SPEC",
+        summary="medusa heads that read the draft tokens before; with a prefix layer it is Hydra++",
+        source="Ankner et al. 2024, Hydra, https://arxiv.org/abs/2402.05109",
+    ),
+    Row(
+        family="drafter",
+        name="mlp_speculator",
+        home="outrider.heads.mlp_speculator:SPEC",
+        summary="a recurrent state that reads the target's last state, then the draft token by token",
+        source="Wertheimer et al. 2024, https://arxiv.org/abs/2404.19124",
+    ),
+    Row(
+        family="drafter",
+        name="eagle",
+        home="outrider.heads.eagle:SPEC",
+        summary="a layer that continues the target's last features; with tree `dynamic` it is EAGLE-2",
+        source="Li et al. 2024, EAGLE, https://arxiv.org/abs/2401.15077",
+    ),
+    Row(
+        family="drafter",
+        name="eagle3",
+        home="outrider.heads.eagle3:SPEC",
+        summary="a layer that continues three fused hidden states of the target",
+        source="Li et al. 2025, EAGLE-3, https://arxiv.org/abs/2503.01840",
+    ),
+    Row(
+        family="drafter",
+        name="poss",
+        home="outrider.heads.poss:SPEC",
+        summary="eagle or eagle3 with a specialist for each part of a draft",
+        source="Huang et al. 2025, PosS, https://arxiv.org/abs/2506.03566",
+    ),
+    Row(
+        family="drafter",
+        name="griffin",
+        home="outrider.heads.griffin:SPEC",
+        summary="eagle with a fusion that the token guides, and a guess apart from the feature",
+        source="Hu et al. 2025, GRIFFIN, https://arxiv.org/abs/2502.11018",
+    ),
+    Row(
+        family="drafter",
+        name="jakiro",
+        home="outrider.heads.jakiro:SPEC",
+        summary="eagle with two small experts, whose contrast guesses the deepest tokens without a forward",
+        source="Huang et al. 2025, Jakiro, https://arxiv.org/abs/2502.06282",
+    ),
+    Row(
+        family="drafter",
+        name="parallel",
+        home="outrider.heads.parallel:SPEC",
+        summary="a layer that guesses all tokens of a draft in one forward, at learnt mask slots",
+        source="ParallelSpec 2024, https://arxiv.org/abs/2410.05589",
+    ),
+    Row(
+        family="drafter",
+        name="dflash",
+        home="outrider.heads.dflash:SPEC",
+        summary="a head that guesses a block of tokens in one forward, each without the others",
+        source="DFlash 2026, https://arxiv.org/abs/2602.06036",
+    ),
+    Row(
+        family="drafter",
+        name="dflare",
+        home="outrider.heads.dflare:SPEC",
+        summary="dflash with a mixture of the target's layers for each layer of the head",
+        source="Tencent 2026, https://github.com/Tencent/AngelSlim",
+    ),
+    Row(
+        family="drafter",
+        name="dspark",
+        home="outrider.heads.dspark:SPEC",
+        summary="dflash with a sequential head that corrects each guess by the token before it",
+        source="DeepSeek 2026, https://arxiv.org/abs/2607.05147",
+    ),
+    Row(
+        family="tree",
+        name="chain",
+        home="outrider.trees.chain:ChainTree",
+        summary="one child per node",
+        source=LEVIATHAN,
+    ),
     Row(
         family="tree",
         name="iid",
-        home=IidTree,
+        home="outrider.trees.iid:IidTree",
         summary="independent paths, repeated draws kept or, with dedup, dropped",
         source="Miao et al. 2023, SpecInfer, https://arxiv.org/abs/2305.09781",
     ),
     Row(
         family="tree",
         name="gumbel",
-        home=GumbelTree,
+        home="outrider.trees.gumbel:GumbelTree",
         summary="children drawn without replacement, a fixed number per depth",
         source="Jeon et al. 2024, RSD-C, https://arxiv.org/abs/2402.14160",
     ),
     Row(
         family="tree",
         name="beam",
-        home=BeamTree,
+        home="outrider.trees.beam:BeamTree",
         summary="stochastic beam: sequences drawn without replacement, a fixed number per level",
         source="Jeon et al. 2024, RSD-S, https://arxiv.org/abs/2402.14160",
     ),
     Row(
         family="tree",
         name="top_plus_one",
-        home=TopPlusOneTree,
+        home="outrider.trees.top_plus_one:TopPlusOneTree",
         summary="the likeliest n-1 tokens and one drawn from the rest",
         source="Hu et al. 2025, https://arxiv.org/abs/2502.18779",
     ),
     Row(
         family="tree",
         name="dynamic",
-        home=DynamicTree,
+        home="outrider.trees.dynamic:DynamicTree",
         summary="expand the likeliest nodes, keep the likeliest of all",
         source="Li et al. 2024, EAGLE-2, https://arxiv.org/abs/2406.16858",
     ),
     Row(
         family="tree",
         name="lattice",
-        home=LatticeTree,
+        home="outrider.trees.lattice:LatticeTree",
         summary="the best prefixes of per-position rows under a budget",
         source="Ringel and Romano 2026, DDTree, https://arxiv.org/abs/2604.12989",
     ),
     Row(
         family="tree",
         name="fixed",
-        home=FixedTree,
+        home="outrider.trees.fixed:FixedTree",
         summary="a given topology, children drawn without replacement or chosen",
         source="Chen et al. 2024, Sequoia, https://arxiv.org/abs/2402.12374",
     ),
     Row(
         family="tree",
         name="opt",
-        home=OptTree,
+        home="outrider.trees.opt:OptTree",
         summary="the tree with the largest expected acceptance; as deep as that pays",
         source="Wang et al. 2024, OPT-Tree, https://arxiv.org/abs/2406.17276",
     ),
     Row(
         family="verifier",
         name="token",
-        home=TokenVerifier,
+        home="outrider.verifiers.token:TokenVerifier",
         summary="accept token by token with probability min(1, p/q)",
         source=LEVIATHAN,
     ),
     Row(
         family="verifier",
         name="block",
-        home=BlockVerifier,
+        home="outrider.verifiers.block:BlockVerifier",
         summary="accept the block jointly; never fewer tokens than token in expectation",
         source="Sun et al. 2024, https://arxiv.org/abs/2403.10444",
     ),
     Row(
         family="verifier",
         name="match",
-        home=MatchVerifier,
+        home="outrider.verifiers.match:MatchVerifier",
         summary="draw from the target and follow the draft while it agrees",
         source="Li et al. 2024, EAGLE, https://arxiv.org/abs/2401.15077",
     ),
     Row(
         family="verifier",
         name="recursive",
-        home=RecursiveVerifier,
+        home="outrider.verifiers.recursive:RecursiveVerifier",
         summary="try children in turn, each against the residual that the earlier ones left",
         source="Yang et al. 2024, MCSD, https://arxiv.org/abs/2401.06706",
     ),
     Row(
         family="verifier",
         name="kseq",
-        home=KseqVerifier,
+        home="outrider.verifiers.kseq:KseqVerifier",
         summary="judge all independent draws of a node by one discounted ratio",
         source="Sun et al. 2023, SpecTr, https://arxiv.org/abs/2310.15141",
     ),
     Row(
         family="verifier",
         name="top_plus_one",
-        home=TopPlusOneVerifier,
+        home="outrider.verifiers.top_plus_one:TopPlusOneVerifier",
         summary="the optimal rule for top n-1 and one draw",
         source="Hu et al. 2025, https://arxiv.org/abs/2502.18779",
     ),
     Row(
         family="verifier",
         name="traversal",
-        home=TraversalVerifier,
+        home="outrider.verifiers.traversal:TraversalVerifier",
         summary="judge a tree from its leaves upwards; block verification for trees",
         source="Weng et al. 2025, https://arxiv.org/abs/2505.12398",
     ),
     Row(
         family="verifier",
         name="multipath",
-        home=MultipathVerifier,
+        home="outrider.verifiers.multipath:MultipathVerifier",
         summary="block verification of the highest-ranking of independent paths",
         source="GBV 2026, https://arxiv.org/abs/2602.16961",
     ),
     Row(
         family="verifier",
         name="greedy_block",
-        home=GreedyBlockVerifier,
+        home="outrider.verifiers.greedy_block:GreedyBlockVerifier",
         summary="accept the most that one block can, then less in the next; an experiment",
         source="Sun et al. 2024, appendix, https://arxiv.org/abs/2403.10444",
     ),
     Row(
         family="verifier",
         name="lenient",
-        home=LenientVerifier,
+        home="outrider.verifiers.lenient:LenientVerifier",
         summary="accept more than the law allows, by a stated factor",
         source="Zhou et al. 2023, DistillSpec, https://arxiv.org/abs/2310.08461",
     ),
     Row(
         family="verifier",
         name="typical",
-        home=TypicalVerifier,
+        home="outrider.verifiers.typical:TypicalVerifier",
         summary="accept what the target finds likely enough, given how sure it is",
         source="Cai et al. 2024, Medusa, https://arxiv.org/abs/2401.10774",
     ),
-    Row(family="length", name="fixed", home=FixedLength, summary="the same length at every step", source=LEVIATHAN),
+    Row(
+        family="length",
+        name="fixed",
+        home="outrider.lengths.fixed:FixedLength",
+        summary="the same length at every step",
+        source=LEVIATHAN,
+    ),
     Row(
         family="length",
         name="heuristic",
-        home=HeuristicLength,
+        home="outrider.lengths.heuristic:HeuristicLength",
         summary="longer after full acceptance, shorter after a rejection",
         source="Gante 2023, https://huggingface.co/blog/assisted-generation",
     ),
     Row(
         family="length",
         name="adaedl",
-        home=AdaedlLength,
+        home="outrider.lengths.adaedl:AdaedlLength",
         summary="stop where the entropy says that acceptance is unlikely; adapts",
         source="Agrawal et al. 2024, https://arxiv.org/abs/2410.18351",
     ),
     Row(
         family="length",
         name="svip",
-        home=SvipLength,
+        home="outrider.lengths.svip:SvipLength",
         summary="stop after a token that was drawn from an uncertain row",
         source="Zhang et al. 2024, https://arxiv.org/abs/2411.18462",
     ),
     Row(
         family="length",
         name="confident",
-        home=ConfidentLength,
+        home="outrider.lengths.confident:ConfidentLength",
         summary="stop where the drafter itself finds acceptance unlikely",
         source="DeepSeek 2026, DSpark, https://arxiv.org/abs/2607.05147",
     ),
     Row(
         family="length",
         name="planned",
-        home=PlannedLength,
+        home="outrider.lengths.planned:PlannedLength",
         summary="the length with the most tokens per second, by costs and past acceptance",
         source="Yan et al. 2024, https://arxiv.org/abs/2402.01528",
     ),
     Row(
         family="length",
         name="tetris",
-        home=TetrisLength,
+        home="outrider.lengths.tetris:TetrisLength",
         summary="draft longer, verify the most promising tokens of the batch",
         source="Wu et al. 2025, https://arxiv.org/abs/2502.15197",
     ),
     Row(
         family="length",
         name="goodput",
-        home=GoodputLength,
+        home="outrider.lengths.goodput:GoodputLength",
         summary="one length for the batch, by what steps are seen to cost; none where no draft pays",
         source="Liu et al. 2024, SmartSpec, https://arxiv.org/abs/2406.14066",
     ),
-    Row(family="decoding", name="step", home=StepDecoding, summary="draft, then verify the draft", source=LEVIATHAN),
+    Row(
+        family="decoding",
+        name="step",
+        home="outrider.decoding.step:StepDecoding",
+        summary="draft, then verify the draft",
+        source=LEVIATHAN,
+    ),
     Row(
         family="decoding",
         name="pearl",
-        home=PearlDecoding,
+        home="outrider.decoding.pearl:PearlDecoding",
         summary="draft the next tokens while the target verifies the last ones",
         source="Liu et al. 2024, PEARL, https://arxiv.org/abs/2408.11850",
     ),
@@ -241,8 +365,11 @@ def rows(family: Family) -> dict[str, Row]:
 
 def row_of(component: object) -> Row | None:
     """The catalog row of an object; None if its class is not in the catalog."""
-    kind = getattr(component, "spec", type(component))
-    return next((row for row in ROWS if row.kind is kind), None)
+    spec = getattr(component, "spec", None)
+    if spec is not None:
+        return next((row for row in ROWS if row.name == spec.name and row.kind is spec), None)
+    home = f"{type(component).__module__}:{type(component).__qualname__}"
+    return next((row for row in ROWS if row.home == home), None)
 
 
 def name_of(component: object) -> str:
@@ -267,14 +394,16 @@ def make(family: Family, text: str) -> object:
     known = rows(family)
     if name not in known:
         if family == "drafter" and is_place(text):
+            from outrider.heads.recognition import drafter_at
+
             kind = drafter_at(text, {name: row.kind for name, row in known.items()})
             return known[kind].made(path=text)
         raise unknown(family, name, known)
-    kind = known[name].make
-    values = field_values(f"{family} {name!r}", kind, rest, first=True)
+    configured: Any = known[name].make
+    values = field_values(f"{family} {name!r}", configured, rest, first=True)
     missing = [
         field.name
-        for field in dataclasses.fields(kind)
+        for field in dataclasses.fields(configured)
         if field.name not in (*values, "spec")
         and field.default is dataclasses.MISSING
         and field.default_factory is dataclasses.MISSING
@@ -282,3 +411,13 @@ def make(family: Family, text: str) -> object:
     if missing:
         raise InputError(f"{family} {name!r} needs {', '.join(missing)}, as in {name}:{missing[0]}=...")
     return known[name].made(**values)
+
+
+def is_place(text: str) -> bool:
+    """Whether a text is a directory, or looks like one or like a hub id.
+
+    Example:
+        >>> is_place("ngram"), is_place("org/name"), is_place("suffix:corpus=texts/all")
+        (False, True, False)
+    """
+    return os.path.isdir(text) or "/" in text.partition(":")[0]

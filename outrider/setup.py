@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from outrider.core import files
 from outrider.core.inputs import InputError, parse_json, shown, text_of, unknown, whole
 
 if TYPE_CHECKING:
@@ -148,16 +149,9 @@ class Setup:
         """
         file, written = Path(file), self.written()
         text = json.dumps(written, indent=2) + "\n" if file.suffix == ".json" else _toml(written)
-        fresh = file.with_name(f".{file.name}.{os.getpid()}")
-        try:
+        with files.written(file):
             file.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                fresh.write_text(text, encoding="utf-8")
-                fresh.replace(file)
-            finally:
-                fresh.unlink(missing_ok=True)
-        except OSError as error:
-            raise InputError(f"{file} cannot be written: {error.strerror}") from error
+            files.replace(file, text.encode())
 
 
 TABLE = Mapping[str, Any]

@@ -15,8 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from outrider.bench.circumstances import ROOT
-from outrider.bench.folder import read_record, write
+from outrider.bench.folder import read_record
 from outrider.bench.report import table
+from outrider.core import files
 from outrider.core.types import InputError
 
 MEASUREMENTS = ROOT / "measurements"
@@ -127,7 +128,7 @@ texts, so that texts which happen to be easy cancel (`outrider.bench.figures`). 
 categories, the same for all methods. Methods are run with further seeds until an interval twice as wide would decide
 every claim about them, or until the seeds are used up.
 
-**Tokens per second** are tokens per step over seconds per step. Digesting the prompt, which is the same for all, is
+**Tokens per second** are tokens per step over seconds per step. Prefill, which is the same for all, is
 left out. The seconds are those of timed runs, in which all methods took turns on a prompt: medians over prompts, each
 run divided by how much slower than usual all methods were on its prompt (`outrider.bench.step_seconds`). They were
 timed once, at the commits that stand at the end of this page.
@@ -384,5 +385,5 @@ def main(
     if out is None:
         typer.echo(page(runs))
     else:
-        write(out, page(runs))
+        files.replace(out, page(runs).encode())
         typer.echo(f"wrote {out}")

@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from outrider.core import files
 from outrider.embedded import EMBEDDED_TARGET
 
 REPEATS = {"story": 3, "math": 3}
@@ -184,11 +185,11 @@ def save(models: dict[str, PreTrainedModel], out: Path) -> None:
     for name, model in models.items():
         copy = LlamaForCausalLM(model.config).to(torch.bfloat16)
         copy.load_state_dict(model.state_dict())
-        fresh, place = out / f"{name}.new", out / name
-        copy.save_pretrained(fresh)
-        if place.exists():
-            place.rename(out / f"{name}.{time.time_ns()}")
-        fresh.rename(place)
+        place = out / name
+        with files.replaced(place) as fresh:
+            copy.save_pretrained(fresh)
+            if place.exists():
+                place.rename(out / f"{name}.{time.time_ns()}")
 
 
 def train_target(tokens: Int[Tensor, " tokens"], tokenizer: PreTrainedTokenizerBase, minutes: float, out: Path) -> None:
@@ -234,9 +235,8 @@ def speak(
         )
         rows.append(said.int())
         round_ += 1
-        fresh = out.with_suffix(".new")
-        torch.save(torch.cat(rows), fresh)
-        fresh.rename(out)
+        with files.replaced(out) as fresh:
+            torch.save(torch.cat(rows), fresh)
         print(f"{sum(len(r) for r in rows) * 256 / 1e6:.2f} M tokens spoken")
     return torch.cat(rows)
 

@@ -8,7 +8,6 @@ goes on from it and ends with the same weights.
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, MixtralConfig, MixtralForCausalLM, PreTrainedTokenizerBase
 
 from outrider.cli.prune import read_texts
+from outrider.core import files
 from outrider.core.destination import check_free
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
@@ -124,10 +124,9 @@ def train(
 
 
 def _save(values: dict[str, Any], settings: dict[str, Any], place: Path) -> None:
-    """Write a checkpoint under a temporary name, then rename."""
-    fresh = place.with_suffix(".new")
-    torch.save({**values, "settings": settings}, fresh)
-    os.replace(fresh, place)
+    """Write a checkpoint. The old one stays until the new one is complete."""
+    with files.replaced(place) as fresh:
+        torch.save({**values, "settings": settings}, fresh)
 
 
 def main(

@@ -11,6 +11,7 @@ from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, Run, as_row
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
+from outrider.core import files
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
@@ -215,7 +216,8 @@ def models(plan: Plan) -> tuple[Path, Path]:
         return EMBEDDED_TARGET, EMBEDDED_DRAFT
     place = plan.environments / "models" / f"{digest(EMBEDDED_TARGET / 'model.safetensors')}-stand-in-{PARAMETERS}"
     if not place.exists():
-        build(place.with_name(f"{place.name}.new")).rename(place)
+        with files.replaced(place) as fresh:
+            build(fresh)
     return place, EMBEDDED_DRAFT
 
 

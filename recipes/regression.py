@@ -22,8 +22,8 @@ from rich.progress import Progress
 
 import outrider
 from outrider.bench.circumstances import circumstances
-from outrider.bench.folder import write
 from outrider.bench.workload import PROMPTS, read_prompts
+from outrider.core import files
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.output import Output
@@ -181,7 +181,7 @@ def main(
     after = run(num_prompts, max_new_tokens) if recorded is None else read(recorded)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write(out / "outputs.json", json.dumps(after) + "\n")
+        files.replace(out / "outputs.json", (json.dumps(after) + "\n").encode())
     count = sum(map(len, after["outputs"].values()))
     if before is None:
         typer.echo(f"recorded {count} outputs of {len(after['outputs'])} configurations")

@@ -78,7 +78,7 @@ PLAIN = (
     Kind(name=REFERENCE, drafter="none", pad_to=2),
     Kind(name=TRANSFORMERS, drafter="none"),
 )
-OTHERS = (
+OTHER_KINDS = (
     Kind(name="suffix", drafter="suffix"),
     Kind(name="ngram", drafter="ngram"),
     Kind(name="gumbel 2x1x1x1", tree="gumbel:branching=2x1x1x1", length="fixed:4", depth=4),
@@ -87,7 +87,7 @@ OTHERS = (
 )
 
 
-def kinds(costs: Costs, lengths: Sequence[int] = LENGTHS, others: Sequence[Kind] = OTHERS) -> list[Kind]:
+def kinds(costs: Costs, lengths: Sequence[int] = LENGTHS, others: Sequence[Kind] = OTHER_KINDS) -> list[Kind]:
     """All kinds that are compared; the planned length gets the costs."""
     chains = [Kind(name=f"chain of {n}", length=f"fixed:{n}", depth=n) for n in lengths]
     told = f"planned:draft_cost={costs.draft:.4f},token_cost={costs.token:.4f}"
@@ -201,7 +201,7 @@ def run(
     parameters: int = PARAMETERS,
     dtype: str = "bfloat16",
     lengths: Sequence[int] = LENGTHS,
-    others: Sequence[Kind] = OTHERS,
+    others: Sequence[Kind] = OTHER_KINDS,
     costs: Costs | None = None,
 ) -> Findings:
     """Measure and write everything to the setting's folder. Costs are measured if they are not given."""

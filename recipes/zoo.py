@@ -24,9 +24,10 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedConfig, PreTrainedModel, logging
 
-from outrider.bench.folder import read_rows, write
+from outrider.bench.folder import read_rows
 from outrider.bench.report import table
 from outrider.catalog import make
+from outrider.core import files
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
@@ -140,7 +141,8 @@ def judge(model_type: str, variant: str = "", **more: Any) -> dict[str, Any]:
         "different tokens": len(set(chain(*outputs))),
         "generate reads alike": outputs == plain,
     }
-    target, drafter = as_lm(model, max_slots=3), ModelDrafter(lm=as_lm(noisy(model), max_slots=3))
+    target = as_lm(model, max_slots=3)
+    drafter: ModelDrafter = ModelDrafter(lm=as_lm(noisy(model), max_slots=3))
     for way, (tree, rule) in WAYS.items():
         if way == "trees" and Anatomy.of(model).recurrent:
             continue
@@ -332,4 +334,4 @@ def main(
     if page is None:
         typer.echo(text)
     else:
-        write(page, text)
+        files.replace(page, text.encode())

@@ -6,11 +6,13 @@ import re
 import shlex
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from outrider import catalog
+from outrider.cli import train
 from outrider.cli.app import main
 from outrider.cli.methods import markdown
 from outrider.core.inputs import REPOSITORY
@@ -24,14 +26,47 @@ def fenced(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if fenced(p, "python")], ids=lambda p: p.name)
-def test_python_examples_run(page, capsys, monkeypatch, tmp_path):
+@pytest.fixture
+def files(monkeypatch, tmp_path) -> Iterator[None]:
+    """The files that pages show whole, where Python imports them from."""
+    shown = {
+        name: body
+        for page in PAGES
+        for name, body in re.findall(
+            r"^```python file=(\w+)\.py\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+        )
+    }
+    for name, body in shown.items():
+        (tmp_path / f"{name}.py").write_text(body, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(catalog, "ROWS", catalog.ROWS)  # A page may add a method.
+    yield
+    for name in shown:
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if fenced(p, "python")], ids=lambda p: p.name)
+@pytest.mark.usefixtures("files")
+def test_python_examples_run(page, capsys):
     space: dict[str, object] = {}
     for i, block in enumerate(fenced(page, "python")):
         exec(compile(block, f"{page.name}, example {i}", "exec"), space)
     assert "False" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("files")
+def test_a_head_is_one_file_and_one_row(capsys):
+    home = "gated:SPEC"
+    catalog.ROWS += (catalog.Row(family="drafter", name="gated", home=home, summary="a gate", source="-"),)
+    assert "| `gated` |" in markdown()
+    command = train.HeadCommand("gated", home, str(train._help_of(home)))
+    with pytest.raises(SystemExit) as ended:
+        command.main(["--help"])
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    for words in ("Train a gated head", "--cosine", "Weight of the angle between", "0.5", "--regression"):
+        assert words in said
 
 
 COMMANDS = [

@@ -14,6 +14,7 @@ from outrider.bench.circumstances import circumstances, shown
 from outrider.bench.evidence import Row
 from outrider.bench.report import Findings
 from outrider.bench.turns import Named, Turn
+from outrider.core import files
 from outrider.core.types import InputError
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -23,13 +24,6 @@ AMOUNTS = ("out", "seeds", "rounds", "families", "as_is")
 
 W = TypeVar("W", bound=Named)
 J = TypeVar("J", bound=Named)
-
-
-def write(place: Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it."""
-    fresh = place.with_name(f"{place.name}.new")
-    fresh.write_text(text, encoding="utf-8")
-    fresh.replace(place)
 
 
 def read_rows(place: Path) -> list[Row]:
@@ -100,7 +94,7 @@ class Folder:
             self._begin(self.place)
             if self._now is not None:
                 self._record["resumed"].append(self._now)
-                write(self.place / "circumstances.json", json.dumps(self._record, indent=2) + "\n")
+                self._write_record(self.place)
                 self._now = None
             with (self.place / "rows.jsonl").open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
@@ -115,9 +109,12 @@ class Folder:
         except OSError as error:
             raise InputError(f"cannot make the folder {place}: {error.strerror}; give another with --out") from error
         # Without the line that was cut off.
-        write(place / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows))
-        write(place / "circumstances.json", json.dumps(self._record, indent=2) + "\n")
+        files.replace(place / "rows.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows).encode())
+        self._write_record(place)
         self._begun = True
+
+    def _write_record(self, place: Path) -> None:
+        files.replace(place / "circumstances.json", (json.dumps(self._record, indent=2) + "\n").encode())
 
     def take(
         self,
@@ -156,7 +153,7 @@ class Folder:
         """Write further rows under a name, numbers with six digits."""
         if self.place is not None:
             self._begin(self.place)
-            write(self.place / name, "".join(json.dumps(_rounded(row)) + "\n" for row in rows))
+            files.replace(self.place / name, "".join(json.dumps(_rounded(row)) + "\n" for row in rows).encode())
 
     def finish(self, findings: Findings) -> list[dict[str, Any]]:
         """Write what was found, print it, and return the claims as `claims.json` has them."""
@@ -167,7 +164,7 @@ class Folder:
             record = json.dumps(self._record, indent=2)
             first = json.dumps(self.rows[0], indent=2) if self.rows else "none"
             page = findings.html(self.recipe, self.made, count=len(self.rows), first=first, circumstances=record)
-            files = {
+            pages = {
                 "table.md": findings.markdown(self.recipe, self.made),
                 "report.html": page,
                 "claims.json": json.dumps(claims, indent=2) + "\n" if claims else "",
@@ -175,9 +172,9 @@ class Folder:
                 "summary.json": "" if findings.summary is None else json.dumps(findings.summary, indent=2) + "\n",
                 "circumstances.json": record + "\n",
             }
-            for name, text in files.items():
+            for name, text in pages.items():
                 if text:
-                    write(self.place / name, text)
+                    files.replace(self.place / name, text.encode())
         self.progress.stop()
         Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.made), markup=False)
         return claims

@@ -185,12 +185,7 @@ def _ask(console: Console) -> str | None:
 def _answer(conversation: Conversation) -> str:
     """Print the answer as it is generated, and return it. An interrupt ends the answer, not the conversation."""
     engine, request = conversation.engine, conversation.request
-    id = engine.add(
-        conversation.messages,
-        sampling=request.sampling(engine.sampling),
-        constraint=request.constraint(),
-        **request.ending(),
-    )
+    id = engine.add(conversation.messages, options=request.generation(engine.sampling))
     output = None
     try:
         while output is None:

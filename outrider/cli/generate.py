@@ -5,7 +5,7 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,11 @@ from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError
 from outrider.core.types import Sampling, Step
 from outrider.engine.engine import Engine
+from outrider.engine.generation import Generation
 from outrider.engine.output import Output, succeeded
 from outrider.engine.prompts import Prompt
 from outrider.engine.requests import check_count, nth
 from outrider.setup import Setup
-
-MAX_NEW_TOKENS = 128
-"""Most tokens of an output, by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +79,9 @@ class Task:
         if self.texts and self.file is not None:
             raise InputError("--prompt and --prompt-file were given together; give one of them")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """Arguments of `Engine.add` that all requests share."""
-        more = {"logprobs": self.logprobs, "constraint": self.request.constraint()}
-        return self.request.ending() | {name: value for name, value in more.items() if value is not None}
+    def generation(self, usual: Sampling) -> Generation:
+        """What is asked of each request."""
+        return replace(self.request.generation(usual), logprobs=self.logprobs)
 
     def wanted(self, prompts: Sequence[Entry]) -> list[Wanted]:
         """The outputs to make."""
@@ -194,8 +190,7 @@ def _stream(engine: Engine, entry: Entry, made: Run) -> None:
     """Print one output as it is generated. An interrupt ends it and still prints the measurements."""
     if entry.prompt is None:
         raise entry.error or InputError(f"{entry.place} is empty")
-    settings = made.task.request.sampling(engine.sampling)
-    id = engine.add(entry.prompt, sampling=settings, **made.task.options)
+    id = engine.add(entry.prompt, options=made.task.generation(engine.sampling))
     if isinstance(entry.prompt, str):
         Console(highlight=False, soft_wrap=True).print(entry.prompt, style="dim", end="", markup=False)
     output: Output | None = None
@@ -220,7 +215,7 @@ def _stream(engine: Engine, entry: Entry, made: Run) -> None:
 def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted], made: Run) -> None:
     """Run all requests together, with a progress bar on standard error. One that fails does not stop the others."""
     task, running = made.task, dict[str, Wanted]()
-    settings, options = task.request.sampling(engine.sampling), task.options
+    options = task.generation(engine.sampling)
     console = Console(stderr=True)
     on_screen = task.output is None and sys.stdout is not None and sys.stdout.isatty()
     hidden = task.as_json or on_screen or not console.is_terminal
@@ -232,8 +227,8 @@ def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted]
                 try:
                     if entry.prompt is None:
                         raise entry.error or InputError(f"{entry.place} is empty")
-                    sampling = nth(settings, each.sample_index)
-                    running[engine.add(entry.prompt, id=str(each.index), sampling=sampling, **options)] = each
+                    sampling = nth(options.sampling, each.sample_index)
+                    running[engine.add(entry.prompt, id=str(each.index), options=options, sampling=sampling)] = each
                 except InputError as error:
                     made.failed[entry.place] = error
                     progress.advance(bar)
@@ -270,7 +265,7 @@ def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
         from outrider.cli.compared import compared
 
         settings = task.request.sampling(engine.sampling)
-        report = compared(engine, prompts, settings, task.request.max_new_tokens or MAX_NEW_TOKENS)
+        report = compared(engine, prompts, settings, task.request.max_new_tokens or Generation.max_new_tokens)
     if task.as_json:
         for record in made.records if report is not None else ():
             print_json(record | {"compare": report})

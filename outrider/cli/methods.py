@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.table import Table
@@ -131,9 +131,9 @@ def _lossy_lengths() -> list[str]:
     return [form for form in forms if cast(LengthPolicy, catalog.make("length", form)).lossy]
 
 
-def _traits(make: type) -> tuple[str, ...]:
+def _traits(kind: Any) -> tuple[str, ...]:
     """The cells of a drafter's traits, one for each of `TRAITS`."""
-    traits = Traits.of(make)
+    traits = Traits.of(kind)
     answers = (traits.context_pure, traits.reads_hidden_states, traits.keeps_cache)
     yes_or_no = ["yes" if answer else "no" for answer in answers]
     return traits.rows, *yes_or_no, traits.trainer or "-", ", ".join(traits.exports) or "-"
@@ -142,6 +142,6 @@ def _traits(make: type) -> tuple[str, ...]:
 def _fields(make: type) -> dict[str, str]:
     shown = {}
     for field in dataclasses.fields(make):
-        if not field.name.startswith("_"):
+        if not field.name.startswith("_") and field.name != "spec":
             shown[field.name] = "required" if field.default is dataclasses.MISSING else str(field.default)
     return shown

@@ -17,12 +17,21 @@ from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
 from outrider.cli.request import ENDING, RequestOptions
 from outrider.core.inputs import field_value
+from outrider.learning.options import HeadOptions
 from outrider.setup import Setup, documentation
 from outrider.training.loop.settings import Settings
+from outrider.training.options import DataOptions, WatchOptions
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
-HEADINGS = {Setup: "Setup", RequestOptions: "Sampling", LearnOptions: "Learning", Settings: "Training"}
+HEADINGS = {
+    Setup: "Setup",
+    RequestOptions: "Sampling",
+    LearnOptions: "Learning",
+    Settings: "Training",
+    DataOptions: "Texts",
+    WatchOptions: "Watching",
+}
 """The heading of each dataclass's options in the help; of others, `HEAD`."""
 HEAD = "Head"
 FILES, SPEED = "Files of options", "Speed, memory"
@@ -94,15 +103,14 @@ def with_options(*, without: Collection[str] = ()) -> Callable[[Callable[..., No
 
 
 def kind_of(hint: Any) -> Any:
-    """What a value of a field is on the command line: the first type that the field allows. A table is a text, and so
-    are whole numbers as in 2x16x29.
+    """What a value of a field is on the command line: the first type that the field allows; a table is a text.
 
     Example:
-        >>> kind_of(int | None), kind_of(dict[str, int] | None), kind_of(tuple[str, ...])
-        (<class 'int'>, <class 'str'>, list[str])
+        >>> kind_of(int | None), kind_of(dict[str, int] | None), kind_of(tuple[int, ...])
+        (<class 'int'>, <class 'str'>, list[int])
     """
     first = typing.get_args(hint)[0] if isinstance(hint, types.UnionType) else hint
-    if typing.get_origin(first) is tuple and typing.get_args(first)[0] is str:
+    if typing.get_origin(first) is tuple:
         return list[typing.get_args(first)[0]]  # type: ignore[misc]
     return first if isinstance(first, type) and first in (bool, int, float, str, Path) else str
 
@@ -115,6 +123,9 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     for field in fields(group):
         if field.name not in without:
             name, kind = field.name.replace("_", "-"), kind_of(hints[field.name])
+            if kind == list[int] and issubclass(group, HeadOptions):
+                # Written as in 2x16x29.
+                kind = str
             help, _, _ = words.get(field.name, "").partition(" In Python")
             option = typer.Option(
                 f"--{name}/--no-{name}" if kind is bool else f"--{name}",

@@ -122,19 +122,19 @@ def _prompt(line: str, place: str) -> Prompt:
     """One line of JSON lines."""
     entry = parse_json(line, place)
     given = {key: entry[key] for key in KEYS if entry.get(key) is not None} if isinstance(entry, dict) else {}
-    beside = {key: entry[key] for key in BESIDE_MESSAGES if entry.get(key) is not None} if given else {}
+    arguments = {key: entry[key] for key in BESIDE_MESSAGES if entry.get(key) is not None} if given else {}
     if given and (options := sorted(OPTIONS.intersection(entry))):
         raise InputError(f"{place} holds {options[0]!r}, an option for all prompts; give it on the command line")
     match given:
         case {"prompt": str(prompt)} if len(given) == 1:
-            if beside:
-                raise InputError(f"{place} holds {min(beside)!r}, which belongs to messages, beside a prompt")
+            if arguments:
+                raise InputError(f"{place} holds {min(arguments)!r}, which belongs to messages, beside a prompt")
             return prompt
         case {"turns": [*turns]} if len(given) == 1 and turns and all(isinstance(turn, str) for turn in turns):
             messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-            return {"messages": messages, **beside} if beside else messages
+            return {"messages": messages, **arguments} if arguments else messages
         case {"messages": [*messages]} if len(given) == 1 and messages and all(map(_is_message, messages)):
-            return {"messages": messages, **beside} if beside else messages
+            return {"messages": messages, **arguments} if arguments else messages
     raise InputError(f"{place} is not {WANTED}")
 
 

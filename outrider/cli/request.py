@@ -10,8 +10,9 @@ from outrider.core.inputs import InputError, shown, text_of
 if TYPE_CHECKING:
     from outrider.constraints.grammar import Grammar
     from outrider.core.types import Sampling
+    from outrider.engine.generation import Generation
 else:
-    Grammar = Sampling = object
+    Grammar = Sampling = Generation = object
 
 DRAWING = (
     "temperature",
@@ -26,7 +27,7 @@ DRAWING = (
 )
 """Options that are fields of `Sampling`."""
 ENDING = ("max_new_tokens", "min_tokens", "stop", "stop_token_ids", "ignore_eos")
-"""Options that are arguments of `Engine.add`."""
+"""Options that are fields of `Generation`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,9 +89,12 @@ class RequestOptions:
             given["logit_bias"] = _biases(self.logit_bias)
         return replace(usual, **given)
 
-    def ending(self) -> dict[str, Any]:
-        """Arguments of `Engine.add` that were given."""
-        return {name: value for name, value in self.given().items() if name in ENDING}
+    def generation(self, usual: "Sampling") -> "Generation":
+        """What is asked of each request: the default settings, overridden by the given options, and the others."""
+        from outrider.engine.generation import Generation
+
+        ending = {name: value for name, value in self.given().items() if name in ENDING}
+        return Generation(sampling=self.sampling(usual), constraint=self.constraint(), **ending)
 
     def constraint(self) -> "Grammar | None":
         """The constraint on outputs, if one was given."""

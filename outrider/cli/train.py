@@ -3,8 +3,10 @@
 import ast
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,20 +14,22 @@ from typing import Annotated, Any
 import typer
 import typer.main
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from outrider.cli.failure import complain
+from outrider import catalog
+from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
-from outrider.cli.printed import print_json
 from outrider.cli.request import RequestOptions
-from outrider.core.inputs import needs
+from outrider.core.destination import locked_file
+from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
 from outrider.training.loop.settings import Settings
 from outrider.training.options import DataOptions, DistillOptions, SteerOptions, WatchOptions
 
 OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 """Options of requests that answers for training have."""
-OTHERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
+NOT_OF_ANSWERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
 """Options of requests that they lack."""
 NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture")
 """Options of texts that prompts lack."""
@@ -39,11 +43,37 @@ Begun = Annotated[str, typer.Option(help="The draft model to begin from, with th
 Estimate = Annotated[bool, typer.Option("--estimate", help="Print the memory and the hours that it takes, and stop.")]
 
 
+MAX_NEW_TOKENS = 256
+"""Most tokens of an answer, by default."""
+SHOWN = 3
+"""Most prompts without an answer that are named."""
 REPORT = "report.html"
+"""The page of a run, beside its log."""
 KNOWN = {
     *("out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"),
 }
 """What is told of every run; the rest was found out about its drafter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerTask:
+    """Which prompts the target answers, and how.
+
+    Attributes:
+        setup: The engine.
+        request: How answers are drawn.
+        data: Where the prompts are.
+        out: The file of answers.
+        prompt_tokens: Tokens of a text without a prompt that become the prompt.
+        as_json: Whether the result is printed as JSON.
+    """
+
+    setup: Setup
+    request: RequestOptions
+    data: DataOptions
+    out: Path
+    prompt_tokens: int
+    as_json: bool
 
 
 class HeadCommand(Command):
@@ -61,15 +91,13 @@ class HeadCommand(Command):
     def _whole(self) -> Any:
         """The command with all its options."""
         with _training():
-            from outrider import catalog
-
             spec = catalog.rows("drafter")[str(self.name)].kind
 
         def command(
             settings: Settings,
             texts: DataOptions,
             watch: WatchOptions,
-            options: spec.options,  # type: ignore[name-defined]
+            options: spec.options,
             target: Target,
             out: Out,
             estimate: Estimate = False,
@@ -91,11 +119,11 @@ class TrainCommands(Commands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        from outrider.drafters.rows import DRAFTERS
+        from outrider import catalog
 
-        for row in DRAFTERS:
-            if isinstance(row.home, str) and (help := _help_of(row.home)) is not None:
-                self.add_command(HeadCommand(row.name, row.home, help))
+        for name, row in catalog.rows("drafter").items():
+            if (help := _help_of(row.home)) is not None:
+                self.add_command(HeadCommand(name, row.home, help))
 
 
 def help_in(words: str | None) -> str:
@@ -107,7 +135,7 @@ train = App(name="train", help="Train drafters, and make the data for it.", cls=
 
 
 @train.command()
-@with_options(without=(*OTHERS, *NOT_OF_PROMPTS))
+@with_options(without=(*NOT_OF_ANSWERS, *NOT_OF_PROMPTS))
 def data(
     setup: Setup,
     request: RequestOptions,
@@ -123,9 +151,10 @@ def data(
     A prompt is what stands before an answer, or the beginning of a text. A run that was killed continues where it
     stopped.
     """
-    from outrider.cli.train_data import Task, run
-
-    run(Task(setup=setup, request=request, data=texts, out=out, prompt_tokens=prompt_tokens, as_json=as_json))
+    with locked_file(out):
+        _answer(
+            AnswerTask(setup=setup, request=request, data=texts, out=out, prompt_tokens=prompt_tokens, as_json=as_json)
+        )
 
 
 @train.command(help=help_in(DistillOptions.__doc__))
@@ -174,12 +203,72 @@ def steer(
     _run("steered", functools.partial(run.steer, options, task), as_json)
 
 
+def _answer(task: AnswerTask) -> None:
+    """Answer the prompts, and print what was done."""
+    from outrider.cli.opened import opened
+    from outrider.cli.printed import note_room, print_json
+
+    with _training():
+        from outrider.training.data.records import read_documents
+        from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
+        from outrider.training.data.sources import Part
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    part = Part(split=task.data.split, config=task.data.subset, columns=task.data.columns)
+    engine = opened(task.setup)
+    generation = GenerationRequest(
+        sampling=task.request.sampling(engine.sampling),
+        max_new_tokens=task.request.max_new_tokens or MAX_NEW_TOKENS,
+        prompt_tokens=task.prompt_tokens,
+    )
+    note_room(engine, task.request.max_new_tokens)
+    width = engine.parts.target.vocab_size
+    corpus = read_documents(
+        task.data.data, engine.tokenizer, part=part, limit=task.data.limit, prompts=True, vocab_size=width
+    )
+    if not task.as_json:
+        console.print(f"{corpus}", style="cyan")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=task.as_json) as progress:
+        bar = progress.add_task("answering", total=len(corpus))
+
+        def said(run: Regenerated) -> None:
+            if run.num_done == run.num_kept:
+                # Otherwise the time left would count answers of earlier runs.
+                progress.reset(bar, total=run.num_prompts, completed=run.num_kept)
+            progress.update(bar, completed=run.num_done)
+
+        try:
+            done = regenerate(engine, corpus, task.out, generation, progress=said)
+        except KeyboardInterrupt:
+            progress.stop()
+            print(f"interrupted; the same command continues {task.out}", file=sys.stderr)
+            raise typer.Exit(INTERRUPTED) from None
+    for number, failure in list(done.failed.items())[:SHOWN]:
+        complain(InputError(f"prompt {number} has no answer: {failure}"))
+    found = {
+        "prompts": done.num_prompts,
+        "kept": done.num_kept,
+        "answers": done.num_answers,
+        "tokens": done.num_tokens,
+        "failed": len(done.failed),
+        "out": str(task.out),
+    }
+    if task.as_json:
+        print_json(found)
+        return
+    failed = f"; {len(done.failed)} prompts have no answer" if done.failed else ""
+    kept = f", {done.num_kept} were there before" if done.num_kept else ""
+    console.print(f"{done.num_answers} answers with {done.num_tokens} tokens in {task.out}{kept}{failed}", style="cyan")
+
+
 def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) -> None:
     """Do the work with progress on standard error, and print what was reached.
 
     Args:
         name: The drafter's name in the catalog.
     """
+    from outrider.cli.printed import print_json
     from outrider.training.loop import processes
 
     main = processes.is_first()

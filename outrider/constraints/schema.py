@@ -145,11 +145,11 @@ class _Walk:
         if form is None:
             _check_types(schema, said, at)
             return
-        beside = said - {form}
+        others = said - {form}
         if form in ("const", "enum") and _fits(schema, form):
-            beside -= {"type"}
-        if beside:
-            word = sorted(beside)[0]
+            others -= {"type"}
+        if others:
+            word = sorted(others)[0]
             raise _refused(word, at, f"it is not read beside '{form}'; write it where '{form}' leads")
         given = schema[form]
         if form == "$ref":

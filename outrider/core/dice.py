@@ -1,18 +1,18 @@
-"""Every random draw of the project: uniforms keyed by request seed, step, purpose and slot, never by position alone."""
+"""Every random draw of the project: keyed by seed, step, purpose and slot or row, never by position alone."""
 
 import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import IntEnum, unique
 from functools import partial
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-Purpose = Literal["draft", "accept", "recover"]
 Pick = Callable[[Float[Tensor, "n vocab"]], Int[Tensor, " n"]]
 """Draws an index in proportion to the weights of each row."""
 BLOCK = 64
@@ -21,7 +21,60 @@ MANY = 2**17
 """From this many weights on, summing blocks first is faster than one running sum."""
 _WORD = 2**64 - 1
 _EMPTY = np.zeros(4, dtype=np.uint64)
-_PURPOSES: dict[Purpose, int] = {"draft": 0, "accept": 1, "recover": 2}
+
+
+@unique
+class Purpose(IntEnum):
+    """What a random draw decides. It is a part of the draw's key, so that two purposes never draw alike.
+
+    What a seed gives depends on these numbers: a number is never changed and never used again.
+
+    Attributes:
+        CUT: Where a training text without a prompt is cut, before the draft model continues it.
+        COIN: Whether the draft model continues a training text.
+        TOKENS: The tokens of this continuation.
+        AGE: How old the target's states are that a steered draft model learns with in a step.
+        NOISE: The noise on features in training.
+        ANCHORS: The tokens at which a text is learned in blocks.
+        GAPS: The gaps between the positions of a training text.
+        PADDING: The position at which a training text begins.
+        HEAD: The head that a step trains.
+        GROUPS: The places at which parallel guesses are learned.
+        DRAFT: A draft token, in decoding.
+        ACCEPT: Whether a draft token is accepted.
+        RECOVER: The token that replaces a rejected one, or follows the last one.
+        ORDER: The order of a corpus in an epoch.
+        CROP: The part of a long text.
+        HELD_OUT: The texts of a corpus that are watched and not learned.
+    """
+
+    CUT, COIN, TOKENS = 0, 1, 2
+    AGE, NOISE = 30, 31
+    ANCHORS, GAPS, PADDING = 40, 41, 42
+    HEAD, GROUPS = 50, 51
+    DRAFT, ACCEPT, RECOVER = 100, 101, 102
+    ORDER, CROP, HELD_OUT = 200, 201, 202
+
+
+_LANES = {Purpose.DRAFT: 0, Purpose.ACCEPT: 1, Purpose.RECOVER: 2}
+"""Which of a slot's numbers a purpose takes."""
+_OF_CORPUS = {Purpose.ORDER: 0, Purpose.CROP: 1, Purpose.HELD_OUT: 2}
+"""What stands for a purpose in the keys of `corpus_generator`."""
+
+
+def step_generator(purpose: Purpose, *, seed: int, step: int, row: int | None = None) -> np.random.Generator:
+    """The random numbers of a step of training: of one row of its global batch, or of the whole step.
+
+    Example:
+        >>> int(step_generator(Purpose.PADDING, seed=7, step=2, row=3).integers(1000))
+        815
+    """
+    return np.random.default_rng([seed, step, purpose] if row is None else [seed, step, row, purpose])
+
+
+def corpus_generator(purpose: Purpose, *, seed: int, index: int = 0) -> np.random.Generator:
+    """The random numbers that choose from a corpus, for one epoch, or for one text of the whole run."""
+    return np.random.default_rng([seed, _OF_CORPUS[purpose], index])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +224,7 @@ class PhiloxDice:
         steps: How many steps each request has made before.
 
     Example:
-        >>> draws = Draws(requests=np.array([0]), slots=np.array([3]), purpose="accept")
+        >>> draws = Draws(requests=np.array([0]), slots=np.array([3]), purpose=Purpose.ACCEPT)
         >>> alone = PhiloxDice(seeds=[7], steps=[2]).accept(np.array([0.5]), draws)
         >>> in_a_batch = PhiloxDice(seeds=[7, 8], steps=[2, 0]).accept(np.array([0.5]), draws)
         >>> bool(alone == in_a_batch)
@@ -182,13 +235,13 @@ class PhiloxDice:
         self._keys = list(zip(seeds, steps, strict=True))
         self._streams: dict[int, Float[np.ndarray, " numbers"]] = {}
 
-    def _set(self, request: int, purpose: int, stream: int) -> np.random.Philox:
+    def _set(self, request: int, lane: int, stream: int) -> np.random.Philox:
         """The generator at the beginning of a stream; setting one is several times faster than making one."""
         (seed, step), philox = self._keys[request], _OWN.philox
         philox.state = {
             "bit_generator": "Philox",
             "state": {
-                "counter": np.array([0, stream, purpose, step], dtype=np.uint64),
+                "counter": np.array([0, stream, lane, step], dtype=np.uint64),
                 "key": np.array([seed & _WORD, seed >> 64], dtype=np.uint64),
             },
             "buffer": _EMPTY,
@@ -199,10 +252,10 @@ class PhiloxDice:
         return philox
 
     def _uniform(self, request: int, slot: int, purpose: Purpose) -> float:
-        place = slot * len(_PURPOSES) + _PURPOSES[purpose]
+        place = slot * len(_LANES) + _LANES[purpose]
         stream = self._streams.get(request)
         if stream is None or len(stream) <= place:
-            size = max(16 * len(_PURPOSES), 2 * place)
+            size = max(16 * len(_LANES), 2 * place)
             # What NumPy's own `random` makes of the raw numbers.
             raw: Int[np.ndarray, " numbers"] = self._set(request, 0, 0).random_raw(size)
             stream = self._streams[request] = (raw >> 11) * 2.0**-53
@@ -233,8 +286,8 @@ class PhiloxDice:
 
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)
-        kind = _PURPOSES[draws.purpose]
-        return torch.from_numpy(np.stack([self._noise(r, kind, 1 + s, size) for r, s in pairs]))
+        lane = _LANES[draws.purpose]
+        return torch.from_numpy(np.stack([self._noise(r, lane, 1 + s, size) for r, s in pairs]))
 
-    def _noise(self, request: int, purpose: int, stream: int, size: int) -> Float[np.ndarray, " size"]:
-        return np.random.Generator(self._set(request, purpose, stream)).gumbel(size=size)
+    def _noise(self, request: int, lane: int, stream: int, size: int) -> Float[np.ndarray, " size"]:
+        return np.random.Generator(self._set(request, lane, stream)).gumbel(size=size)

@@ -13,23 +13,20 @@ class Row:
     """One method.
 
     Attributes:
-        home: Its class, or where its class or its spec is, as in `outrider.heads.eagle:SPEC`. It is imported when it
-            is needed.
+        home: Where its class or its spec is, as in `outrider.heads.eagle:SPEC`. It is imported when it is needed.
         summary: What it does, in one line.
         source: The paper, with its address.
     """
 
     family: Family
     name: str
-    home: type | str
+    home: str
     summary: str
     source: str
 
     @cached_property
     def kind(self) -> Any:
         """The class, or the spec of a head."""
-        if not isinstance(self.home, str):
-            return self.home
         module, _, name = self.home.partition(":")
         return getattr(import_module(module), name)
 

@@ -43,13 +43,13 @@ def at_once(
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
 
-    def beside() -> tuple[Drafted, float]:
+    def drafting() -> tuple[Drafted, float]:
         began = clock.now()
         with nullcontext() if side is None else torch.cuda.stream(side):
             drafted = draft()
         return drafted, clock.now() - began
 
-    future = worker.submit(beside)
+    future = worker.submit(drafting)
     try:
         found = read()
         wait([future])

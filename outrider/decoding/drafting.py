@@ -42,8 +42,8 @@ def room(parts: Parts, state: Running, left: int) -> int:
     step of a request is a plain one. That holds even if a reused slot already has these states, because the draws of a
     request must not depend on other requests.
     """
-    drafter, digested = drafter_of(state), len(state.tokens) - 1
-    if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < digested):
+    drafter, num_read = drafter_of(state), len(state.tokens) - 1
+    if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < num_read):
         return 0
     if drafter.max_context is not None:
         left = min(left, drafter.max_context - len(state.tokens) - 1)

@@ -123,7 +123,7 @@ class PearlDecoding:
         steps = [_made(s, side.reading, i, outcomes[i], counts[i], clock, len(states)) for i, s in enumerate(states)]
         parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
         clock.lap("commit")
-        _tell(parts, states, shadows, new, outcomes, steps)
+        _update_states(parts, states, shadows, new, outcomes, steps)
         clock.lap("drafter")
         return steps
 
@@ -339,7 +339,7 @@ def _outcome(
     )
 
 
-def _tell(
+def _update_states(
     parts: Parts,
     states: Sequence[Running],
     shadows: Sequence[Running],

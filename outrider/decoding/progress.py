@@ -39,19 +39,19 @@ def end(parts: Parts, state: Running) -> None:
     drafter_of(state).close(state.drafter_state)
 
 
-def undigested(parts: Parts, state: Running) -> list[int]:
+def pending_tokens(parts: Parts, state: Running) -> list[int]:
     """The committed tokens before the anchor that the target's cache lacks."""
     return state.tokens[parts.target.length(state.slot) : -1]
 
 
 def prefill(parts: Parts, state: Running) -> None:
     """Run the target on all tokens but the newest, chunk by chunk."""
-    while left := len(undigested(parts, state)):
-        digest(parts, [state], [min(left, PREFILL_CHUNK)])
+    while left := len(pending_tokens(parts, state)):
+        prefill_chunk(parts, [state], [min(left, PREFILL_CHUNK)])
 
 
 @torch.inference_mode()
-def digest(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> None:
+def prefill_chunk(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> None:
     """Run the target on the next `counts[i]` tokens of request i, in one forward; at least one, never the newest.
 
     Raises:
@@ -60,7 +60,7 @@ def digest(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> No
     drafter = drafter_of(states[0])
     if any(state.drafter is not drafter for state in states):
         raise ValueError("requests with different drafters cannot be prefilled in one forward")
-    chunks = [undigested(parts, state)[:count] for state, count in zip(states, counts, strict=True)]
+    chunks = [pending_tokens(parts, state)[:count] for state, count in zip(states, counts, strict=True)]
     extension = parts.target.extend(
         [
             Segment(slot=state.slot, tokens=torch.tensor(chunk).to(parts.target.device), logits="none")
@@ -119,7 +119,7 @@ def rewind(parts: Parts, state: Running, to: Mark) -> None:
     del state.tokens[to.num_tokens :]
     vars(state).update(vars(to.state))
     drafter = drafter_of(state)
-    digested = min(parts.target.length(state.slot), to.num_tokens - 1)
-    parts.target.truncate(state.slot, min(digested, drafter.needs(state.drafter_state, digested)))
-    state.drafter_state = drafter.reuse(state.drafter_state, state.request, digested)
+    num_read = min(parts.target.length(state.slot), to.num_tokens - 1)
+    parts.target.truncate(state.slot, min(num_read, drafter.needs(state.drafter_state, num_read)))
+    state.drafter_state = drafter.reuse(state.drafter_state, state.request, num_read)
     state.constraint_state = None

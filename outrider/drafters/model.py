@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
 from outrider.drafters.protocol import Observed, Rows, check_longest
-from outrider.drafters.slotted import SlottedDrafter, TreeState, state_of, tree_segments
+from outrider.drafters.slotted import SlottedDrafter, TreeState, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.lm.hf.narrow import narrowed
 from outrider.lm.hf.open import (
@@ -44,8 +44,11 @@ BACKLOG = 16
 the next draft's first forward."""
 
 
+Tree = TypeVar("Tree", bound=TreeState)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelDrafter(SlottedDrafter):
+class ModelDrafter(SlottedDrafter[Tree]):
     """Guess with the next-token distribution of `lm`.
 
     The draft model's cache holds every committed token but the newest one or two: after a full acceptance the last
@@ -60,6 +63,7 @@ class ModelDrafter(SlottedDrafter):
 
     rows: ClassVar[Rows] = "sampled"
     context_pure: ClassVar[bool] = True
+    state: ClassVar[type[Any]] = TreeState
     waits: ClassVar[bool] = True
     trainer: ClassVar[str | None] = "distill"
     exports: ClassVar[tuple[str, ...]] = ("draft_model",)
@@ -80,8 +84,8 @@ class ModelDrafter(SlottedDrafter):
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         behind = [s for s in states if len(s.tokens) - 1 - self._length(s) >= BACKLOG]
-        self._digest(behind, [len(s.tokens) - 1 for s in behind])
-        owns = [_own(s) for s in states]
+        self._prefill(behind, [len(s.tokens) - 1 for s in behind])
+        owns = [self.own(s) for s in states]
         missing = [len(s.tokens) - self.lm.length(own.slot) for s, own in zip(states, owns, strict=True)]
         tokens = [token for s, count in zip(states, missing, strict=True) for token in s.tokens[-count:]]
         segments = [
@@ -96,11 +100,11 @@ class ModelDrafter(SlottedDrafter):
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         features = self._features([states[owner] for owner in frontier.owners.tolist()])
-        segments = tree_segments(states, frontier, self.lm.device, features)
+        segments = tree_segments([self.own(state) for state in states], frontier, self.lm.device, features)
         return Guess(logits=self._widened(self.lm.extend(segments).logits), short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        owns = [_own(state) for state in states]
+        owns = [self.own(state) for state in states]
         for own, count in zip(owns, counts, strict=True):
             own.fed.update(zip(range(1, count + 1), range(count), strict=True))
         follow = chain(self.lm, [own.slot for own in owns], counts)
@@ -122,24 +126,24 @@ class ModelDrafter(SlottedDrafter):
         counts = observed.counts()
         known = [min(len(s.tokens) - 1, self._length(s) + count) for s, count in zip(states, counts, strict=True)]
         behind = [(s, end) for s, end in zip(states, known, strict=True) if end - self._length(s) >= BACKLOG]
-        self._digest([s for s, _ in behind], [end for _, end in behind])
+        self._prefill([s for s, _ in behind], [end for _, end in behind])
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         kept = {}
         for state, path in zip(states, paths, strict=True):
-            own = _own(state)
+            own = self.own(state)
             kept[own.slot] = [own.fed[node] for node in path if node in own.fed]
             own.fed.clear()
         self.lm.commit(kept)
 
     def reuse(self, state: object, request: Request, length: int) -> TreeState:
-        own = state_of(TreeState, state)
+        own = self.checked(state)
         self.lm.truncate(own.slot, min(length, self.lm.length(own.slot)))
         own.fed.clear()
         return own
 
     def fork(self, state: object, request: Request, length: int) -> TreeState:
-        own = state_of(TreeState, state)
+        own = self.checked(state)
         return TreeState(slot=self.lm.copy(own.slot, min(length, self.lm.length(own.slot))))
 
     def cast(self, target_info: TargetInfo) -> "ModelDrafter":
@@ -161,7 +165,7 @@ class ModelDrafter(SlottedDrafter):
         return None
 
     def _length(self, state: Running) -> int:
-        return self.lm.length(_own(state).slot)
+        return self.lm.length(self.own(state).slot)
 
     def _widened(self, logits: Float[Tensor, "n vocab"]) -> Float[Tensor, "n width"]:
         """Logits over the target's vocabulary, or over the short list."""
@@ -174,7 +178,7 @@ class ModelDrafter(SlottedDrafter):
     def _tensor(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor(tokens).to(self.lm.device, non_blocking=True)
 
-    def _digest(self, states: Sequence[Running], ends: Sequence[int]) -> None:
+    def _prefill(self, states: Sequence[Running], ends: Sequence[int]) -> None:
         """Prefill each request's tokens up to `ends`, in chunks, without logits."""
         pairs = list(zip(states, ends, strict=True))
         while pairs := [(s, end) for s, end in pairs if self._length(s) < min(end, self.lm.max_context)]:
@@ -182,7 +186,9 @@ class ModelDrafter(SlottedDrafter):
             for s, end in pairs:
                 first = self._length(s)
                 last = min(end, first + CHUNK, self.lm.max_context)
-                segments.append(Segment(slot=_own(s).slot, tokens=self._tensor(s.tokens[first:last]), logits="none"))
+                segments.append(
+                    Segment(slot=self.own(s).slot, tokens=self._tensor(s.tokens[first:last]), logits="none")
+                )
             self.lm.extend(segments)
             self.lm.commit({piece.slot: range(len(piece.tokens)) for piece in segments})
 
@@ -308,7 +314,3 @@ def shared_words(
             f"with at least {LEAST_SHARE:.0%} of them, or drafter suffix"
         )
     return words
-
-
-def _own(state: Running) -> TreeState:
-    return state_of(TreeState, state.drafter_state)

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from outrider.core.types import Frontier, Running
+from outrider.core.types import Frontier
 from outrider.drafters.stateful import StatefulDrafter
 from outrider.lm.protocol import LM, Segment
 
@@ -37,13 +37,6 @@ class TreeState(SlotState):
 
 
 Slotted = TypeVar("Slotted", bound=SlotState)
-
-
-def state_of(kind: type[Slotted], state: object) -> Slotted:
-    """A drafter's own state. Raises TypeError if it is another drafter's."""
-    if not isinstance(state, kind):
-        raise TypeError(f"this drafter keeps a {kind.__name__}, got {type(state).__name__}")
-    return state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,19 +69,19 @@ class SlottedDrafter(StatefulDrafter[Slotted]):
 
 
 def tree_segments(
-    states: Sequence[Running], frontier: Frontier, device: torch.device, features: Float[Tensor, "n dim"] | None = None
+    owns: Sequence[TreeState], frontier: Frontier, device: torch.device, features: Float[Tensor, "n dim"] | None = None
 ) -> list[Segment]:
     """One segment per request for the nodes of a frontier. Notes the pending numbers that the nodes will get.
 
     Args:
-        states: The requests; the state of each is a `TreeState`.
+        owns: What the drafter keeps of each request.
         device: Where the language model is.
         features: The vector that the language model reads with each node.
     """
     tokens, parents, nodes = frontier.tokens.to(device), frontier.parents.tolist(), frontier.nodes.tolist()
     starts, segments = np.flatnonzero(np.diff(frontier.owners, prepend=-1)).tolist(), []
     for first, end in zip(starts, [*starts[1:], len(nodes)], strict=True):
-        own = state_of(TreeState, states[int(frontier.owners[first])].drafter_state)
+        own = owns[int(frontier.owners[first])]
         above = np.array([own.fed.get(parent, -1) for parent in parents[first:end]])
         for node in nodes[first:end]:
             own.fed[node] = len(own.fed)

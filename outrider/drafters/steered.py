@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from outrider.core.types import Guess, InputError, Request, Running
 from outrider.drafters.model import ModelDrafter, shared_words
 from outrider.drafters.protocol import Observed, check_longest
-from outrider.drafters.slotted import TreeState, state_of
+from outrider.drafters.slotted import TreeState
 from outrider.drafters.steering import Steering, SteeringConfig, read_steering
 from outrider.lm.hf.open import logit_width, open_config, open_model, open_tokenizer
 from outrider.lm.steered import SteeredLM
@@ -39,7 +39,7 @@ class SteeredState(TreeState):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SteeredDrafter(ModelDrafter):
+class SteeredDrafter(ModelDrafter[SteeredState]):
     r"""Guess with a draft model whose feed-forward layers the target's newest hidden states steer.
 
     The newest states are those of the last position before the anchor: from them the target drew the anchor. Their
@@ -58,6 +58,7 @@ class SteeredDrafter(ModelDrafter):
     """
 
     context_pure: ClassVar[bool] = False
+    state: ClassVar[type[Any]] = SteeredState
     waits: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "steer"
     exports: ClassVar[tuple[str, ...]] = ()
@@ -76,31 +77,31 @@ class SteeredDrafter(ModelDrafter):
         return SteeredState(slot=self.lm.open(), request=request)
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        beside = self.steering.beside(observed.taps)
+        hidden = self.steering.concatenate(observed.taps)
         for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
             if count:
-                own = _own(state)
+                own = self.own(state)
                 own.num_seen += count
                 # A copy, so that the states of all other positions can be freed.
-                own.newest = beside[int(observed.offsets[i + 1]) - 1].clone()
+                own.newest = hidden[int(observed.offsets[i + 1]) - 1].clone()
         super().observe(states, observed)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        self._steer([_own(state) for state in states])
+        self._steer([self.own(state) for state in states])
         return super().begin(states, depths)
 
     def needs(self, state: object, length: int) -> int:
-        seen = state_of(SteeredState, state).num_seen
+        seen = self.checked(state).num_seen
         # Only the states of the last position are kept.
         return seen if seen <= length else max(0, length - 1)
 
     def reuse(self, state: object, request: Request, length: int) -> SteeredState:
-        own = state_of(SteeredState, state)
+        own = self.checked(state)
         self.lm.truncate(own.slot, self._kept(own, request, length))
         return self._shortened(own, own.slot, request, length)
 
     def fork(self, state: object, request: Request, length: int) -> SteeredState:
-        own = state_of(SteeredState, state)
+        own = self.checked(state)
         slot = self.lm.copy(own.slot, self._kept(own, request, length))
         return self._shortened(own, slot, request, length)
 
@@ -126,10 +127,10 @@ class SteeredDrafter(ModelDrafter):
                 own.vectors = vectors
 
     def _features(self, states: Sequence[Running]) -> Float[Tensor, "n widths"]:
-        return torch.stack([self._vectors(_own(state)) for state in states])
+        return torch.stack([self._vectors(self.own(state)) for state in states])
 
     def _newest_features(self, state: Running, count: int) -> Float[Tensor, "count widths"]:
-        steered = self._vectors(_own(state)).expand(count, -1)
+        steered = self._vectors(self.own(state)).expand(count, -1)
         in_prompt = len(state.request.prompt) - (len(state.tokens) - count)
         if in_prompt <= 0:
             return steered
@@ -225,7 +226,3 @@ class SteeredPath:
                 f"the steering in {self.path} was made for a target with {made[0]} layers of width {made[1]}, and this "
                 f"target has {here[0]} layers of width {here[1]}"
             )
-
-
-def _own(state: Running) -> SteeredState:
-    return state_of(SteeredState, state.drafter_state)

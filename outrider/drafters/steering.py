@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.utils import cached_file
 
+from outrider.core import files
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import file_tensors, json_object, made, replace_file, size, whole_numbers
+from outrider.lm.hf.checkpoint import file_tensors, json_object, made, size, whole_numbers
 
 CONFIG, WEIGHTS = "steering.json", "steering.safetensors"
 """The files of a steering, beside those of its draft model."""
@@ -94,11 +95,11 @@ class Steering(nn.Module):
             self.gather.bias.zero_()
             self.inject.weight.zero_()
 
-    def beside(self, taps: Mapping[int, Float[Tensor, "*batch hidden"]]) -> Float[Tensor, "*batch all"]:
+    def concatenate(self, taps: Mapping[int, Float[Tensor, "*batch hidden"]]) -> Float[Tensor, "*batch all"]:
         """The tapped states of each position side by side, as the module reads them."""
         return torch.cat([taps[tap] for tap in self.config.taps], -1)
 
-    def digest(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch inner"]:
+    def project(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch inner"]:
         """What the vectors of all layers are made of: $\\mathrm{LayerNorm}(g)$, or $A$ times it."""
         return self.narrow(self.norm(self.gather(states)))
 
@@ -109,7 +110,7 @@ class Steering(nn.Module):
 
     def forward(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch widths"]:
         """The vectors of all layers, side by side."""
-        return self.inject(self.digest(states))
+        return self.inject(self.project(states))
 
 
 def write_steering(steering: Steering, folder: Path, dtype: torch.dtype) -> None:
@@ -117,8 +118,9 @@ def write_steering(steering: Steering, folder: Path, dtype: torch.dtype) -> None
     folder.mkdir(parents=True, exist_ok=True)
     described = {"format": FORMAT, "convention": CONVENTION, **dataclasses.asdict(steering.config)}
     tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in steering.state_dict().items()}
-    replace_file(folder / WEIGHTS, lambda path: save_file(tensors, path))
-    replace_file(folder / CONFIG, lambda path: path.write_text(json.dumps(described, indent=2) + "\n"))
+    with files.replaced(folder / WEIGHTS) as fresh:
+        save_file(tensors, fresh)
+    files.replace(folder / CONFIG, (json.dumps(described, indent=2) + "\n").encode())
 
 
 def read_steering(path: str, *, revision: str | None = None) -> Steering:

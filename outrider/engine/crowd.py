@@ -17,7 +17,7 @@ SLOWER = 5.0
 """How many times slower than before steps must be."""
 LATEST = 8
 """How many of the latest steps are compared with earlier ones."""
-LEAST = 8
+MIN_STEPS = 8
 """Fewest earlier steps of a kind that say how long such a step takes."""
 USUAL = 128
 """Most earlier steps of a kind that are remembered."""
@@ -54,7 +54,7 @@ class Pace:
             seconds: Time of the target's forward.
         """
         earlier = self._usual.setdefault((requests, nodes.bit_length()), deque(maxlen=USUAL))
-        if len(earlier) >= LEAST:
+        if len(earlier) >= MIN_STEPS:
             self._latest.append(seconds / max(sorted(earlier)[len(earlier) // 2], 1e-9))
         earlier.append(seconds)
         return sorted(self._latest)[LATEST // 2] if len(self._latest) == LATEST else 1.0

@@ -4,7 +4,7 @@ import functools
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -21,10 +21,11 @@ from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.admission import Route
 from outrider.engine.crowd import Crowd, warn_of_crowd
+from outrider.engine.generation import Generation, Keywords, SharedKeywords, takes_options
 from outrider.engine.lock import Lock, alone
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
-from outrider.engine.prompts import Prompt, Tool, encode
+from outrider.engine.prompts import BESIDE_MESSAGES, Prompt, Tool, encode
 from outrider.engine.requests import bound, check, check_count, listed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
 from outrider.host.remembered import shapes
@@ -149,68 +150,53 @@ class Engine:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a prompt. Chat messages go through the tokenizer's chat template, which opens the answer, or
-        continues a last message of the assistant. The options are those of `add`.
+        continues a last message of the assistant. The options are those of `Generation`.
         """
         return encode(
             prompt, self.tokenizer, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs
         )
 
     @alone
+    @takes_options
     def add(
         self,
         prompt: Prompt | Request,
         *,
-        max_new_tokens: int = 128,
-        sampling: Sampling | None = None,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        min_tokens: int = 0,
-        logprobs: int | None = None,
-        ignore_eos: bool = False,
         id: str | None = None,
-        constraint: Constraint | Grammar | None = None,
-        tools: Sequence[Tool] | None = None,
-        documents: Sequence[Mapping[str, str]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        options: Generation | None = None,
+        **keywords: Unpack[Keywords],
     ) -> str:
         """Queue a request and return its id. Raises InputError if it cannot be run.
 
         Args:
-            max_new_tokens: Most tokens to emit.
-            sampling: How tokens are drawn; by default the engine's settings.
-            stop: One or several strings that end the output; the text ends before them.
-            stop_token_ids: Tokens that end the output, besides the model's own end tokens.
-            min_tokens: Fewest tokens before an end token may come or a stop string counts.
-            logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those
-                of the k likeliest tokens at each position as well.
-            ignore_eos: Continue after the model's own end tokens and stop strings.
-            constraint: A grammar that the output must follow, or any other constraint on tokens.
-            tools: Of chat messages: tools that the assistant may call, as JSON schemas or functions.
-            documents: Of chat messages: documents that the assistant may use, with title and text.
-            chat_template_kwargs: Of chat messages: other arguments of the chat template, such as `enable_thinking`.
+            prompt: A text, a list of token ids or a list of chat messages. A `Request` keeps its own settings: of the
+                options, `constraint` alone is read.
+            id: A name that no running request has; by default a random one.
+            options: What is asked of the request.
+            keywords: Fields of `Generation`; they override those of `options`.
         """
+        asked = Generation.of(options, keywords)
         if isinstance(prompt, Request):
             request = prompt
         else:
+            beside = {name: getattr(asked, name) for name in BESIDE_MESSAGES}
             request = Request(
                 id=id or uuid.uuid4().hex[:12],
-                prompt=tuple(
-                    self.encode(prompt, tools=tools, documents=documents, chat_template_kwargs=chat_template_kwargs)
-                ),
-                max_new_tokens=max_new_tokens,
-                sampling=sampling or self.sampling,
-                eos_ids=(frozenset() if ignore_eos else self.eos_ids)
-                | tokens("stop_token_ids", stop_token_ids, self.parts.target.vocab_size),
-                stop=texts(stop) + (() if ignore_eos else self.stop),
-                min_tokens=min_tokens,
-                logprobs=logprobs,
+                prompt=tuple(self.encode(prompt, **beside)),
+                max_new_tokens=asked.max_new_tokens,
+                sampling=asked.sampling or self.sampling,
+                eos_ids=(frozenset() if asked.ignore_eos else self.eos_ids)
+                | tokens("stop_token_ids", asked.stop_token_ids, self.parts.target.vocab_size),
+                stop=texts(asked.stop) + (() if asked.ignore_eos else self.stop),
+                min_tokens=asked.min_tokens,
+                logprobs=asked.logprobs,
             )
             if self.rules is not None and request.prompt:
-                asked = self.rules.of(request.prompt, request.max_new_tokens)
-                settings = replace(request.sampling, processors=(*asked, *request.sampling.processors))
+                rules = self.rules.of(request.prompt, request.max_new_tokens)
+                settings = replace(request.sampling, processors=(*rules, *request.sampling.processors))
                 request = replace(request, sampling=settings)
-        if constraint is not None:
-            rule = bound(constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
+        if asked.constraint is not None:
+            rule = bound(asked.constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
             request = replace(request, constraint=rule)
         if request.sampling.seed is not None:
             request = replace(request, repeats=request.sampling.temperature > 0)
@@ -254,13 +240,21 @@ class Engine:
             self._mail.deliver(Update(id=id, tokens=[], text="", output=output))
         return output
 
-    def stream(self, prompt: Prompt | Request, **options: object) -> Iterator[Update]:
+    @takes_options
+    def stream(
+        self,
+        prompt: Prompt | Request,
+        *,
+        id: str | None = None,
+        options: Generation | None = None,
+        **keywords: Unpack[Keywords],
+    ) -> Iterator[Update]:
         """Run one request beside all other active ones, and yield its updates.
 
-        Takes the options of `add`. Leaving the loop early cancels the request. If an error ends the request, it is
-        raised.
+        The arguments are those of `add`. Leaving the loop early cancels the request. If an error ends the request, it
+        is raised.
         """
-        id = self._claimed(prompt, **options)
+        id = self._claimed(prompt, Generation.of(options, keywords), id)
         try:
             ended = False
             while not ended:
@@ -270,65 +264,50 @@ class Engine:
         finally:
             self._leave([id])
 
+    @takes_options
     def generate(
         self,
         prompts: Iterable[Prompt],
         *,
-        max_new_tokens: int = 128,
         sampling: Sampling | Sequence[Sampling] | None = None,
         n: int = 1,
-        stop: str | Sequence[str] = (),
-        stop_token_ids: Sequence[int] = (),
-        min_tokens: int = 0,
-        logprobs: int | None = None,
-        ignore_eos: bool = False,
         progress: Callable[[Output], None] | None = None,
         constraint: Constraint | Grammar | Sequence[Constraint | Grammar | None] | None = None,
         errors: str = "raise",
-        tools: Sequence[Tool] | None = None,
-        documents: Sequence[Mapping[str, str]] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
+        options: Generation | None = None,
+        **keywords: Unpack[SharedKeywords],
     ) -> list[Output]:
         """Run prompts to their ends, as many at once as there are slots. Returns outputs in the order of the prompts.
 
-        Options that are not named below are those of `add`.
-
         Args:
             prompts: Texts, lists of token ids or lists of chat messages; or what a tokenizer returned for a batch.
-            sampling: Settings for all prompts, or one per prompt.
+            sampling: Settings for all prompts, or one per prompt. None takes those of `options`.
             n: Outputs per prompt; the outputs of one prompt follow each other. If a seed is given, the first output
                 uses it, and each other output uses a seed derived from it and the output's number.
             progress: Called with each output as it ends.
-            constraint: A constraint for all prompts, or one per prompt; None allows all tokens.
+            constraint: A constraint for all prompts, or one per prompt, of which None allows all tokens. By default
+                that of `options`.
             errors: `raise` raises the error that ends a request and cancels the other requests. `return` puts the error
                 into the request's output, and the other requests continue.
+            options: What is asked of each request.
+            keywords: Other fields of `Generation`; they override those of `options`.
         """
+        asked = Generation.of(options, keywords)
         prompts, n = listed(prompts), whole("n", n)
         check_count(n, len(prompts))
         if errors not in ("raise", "return"):
             raise InputError(f"errors must be 'raise' or 'return', got {errors!r}")
-        settings = one_each(sampling, len(prompts), "samplings")
-        rules = one_each(constraint, len(prompts), "constraints")
+        settings = one_each(asked.sampling if sampling is None else sampling, len(prompts), "samplings")
+        rules = one_each(asked.constraint if constraint is None else constraint, len(prompts), "constraints")
         ids: list[str] = []
         steps: dict[str, list[Step]] = {}
         outputs: dict[str, Output] = {}
         try:
             for prompt, setting, rule in zip(prompts, settings, rules, strict=True):
                 for k in range(n):
-                    options = {
-                        "max_new_tokens": max_new_tokens,
-                        "sampling": nth(setting, k),
-                        "stop": stop,
-                        "stop_token_ids": stop_token_ids,
-                        "min_tokens": min_tokens,
-                        "logprobs": logprobs,
-                        "ignore_eos": ignore_eos,
-                        "constraint": rule,
-                        "tools": tools,
-                        "documents": documents,
-                        "chat_template_kwargs": chat_template_kwargs,
-                    }
-                    ids.append(self._claimed(prompt, **options))
+                    # mypy infers `object` for the type of a constraint.
+                    own = replace(asked, sampling=nth(setting, k), constraint=rule)  # type: ignore[arg-type]
+                    ids.append(self._claimed(prompt, own))
                     steps[ids[-1]] = []
             while len(outputs) < len(ids):
                 for update in self._wait([id for id in ids if id not in outputs]):
@@ -387,9 +366,9 @@ class Engine:
         self._schedule.prefixes.clear()
 
     @alone
-    def _claimed(self, prompt: Prompt | Request, **options: object) -> str:
+    def _claimed(self, prompt: Prompt | Request, options: Generation, id: str | None = None) -> str:
         """Queue a request and open a mailbox for its updates."""
-        id = self.add(prompt, **options)  # type: ignore[arg-type]
+        id = self.add(prompt, id=id, options=options)
         self._mail.claim(id)
         return id
 

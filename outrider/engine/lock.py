@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 from outrider.core.inputs import InputError
 
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 PATIENCE = 1.0
 """Seconds after which a waiting thread looks whether the one that holds the lock is in its own process."""
@@ -36,11 +36,11 @@ class Lock:
         self._lock.release()
 
 
-def alone(method: Callable[Given, Result]) -> Callable[Given, Result]:
+def alone(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Let one thread at a time run a method of the engine."""
 
     @functools.wraps(method)
-    def locked(*args: Given.args, **named: Given.kwargs) -> Result:
+    def locked(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         with args[0]._lock:  # type: ignore[attr-defined]
             return method(*args, **named)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from outrider.decoding.drafting import drafter_of
-from outrider.decoding.progress import undigested
+from outrider.decoding.progress import pending_tokens
 from outrider.decoding.protocol import Parts
 from outrider.engine.seats import Seat
 
@@ -37,12 +37,12 @@ class Plan:
     """What to do about new prompts in one step.
 
     Attributes:
-        digest: Groups of chunks to prefill; a group shares a forward.
+        prefill: Groups of chunks to prefill; a group shares a forward.
         first: Groups of seats that make their first step now, without the decoding requests. That step also prefills
             the rest of the prompt.
     """
 
-    digest: list[list[Chunk]]
+    prefill: list[list[Chunk]]
     first: list[list[Seat]]
 
 
@@ -57,7 +57,7 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
     new = [seat for seat in seats if seat.running is not None and not seat.ready]
     decoding = any(seat.ready for seat in seats)
     for seat in new:
-        behind = len(undigested(parts, seat.state))
+        behind = len(pending_tokens(parts, seat.state))
         count = min(behind, left)
         left -= count
         seat.ready = behind == 0
@@ -67,11 +67,11 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
     plain = [chunk for chunk in chunks if chunk.last and _begins_plainly(chunk.seat)]
     groups, first = alike([chunk for chunk in chunks if chunk not in plain]), alike(plain)
     together = len(groups) + len(first) == 1 and not decoding and not any(seat.ready for seat in new)
-    if together and all(chunk.last for chunk in chunks) and _digests_in_step(parts, first):
+    if together and all(chunk.last for chunk in chunks) and _prefills_in_step(parts, first):
         for seat in new:
             seat.ready = True
-        return Plan(digest=[], first=[])
-    return Plan(digest=groups, first=[[chunk.seat for chunk in group] for group in first])
+        return Plan(prefill=[], first=[])
+    return Plan(prefill=groups, first=[[chunk.seat for chunk in group] for group in first])
 
 
 def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
@@ -90,7 +90,7 @@ def _begins_plainly(seat: Seat) -> bool:
     return bool(drafter_of(seat.state).taps) and seat.state.num_steps == 0
 
 
-def _digests_in_step(parts: Parts, plain: Sequence[object]) -> bool:
+def _prefills_in_step(parts: Parts, plain: Sequence[object]) -> bool:
     """Whether one forward may prefill the rest of a prompt and verify a draft behind it.
 
     It may not if decoding drafts ahead, or if a rejected draft would force a second prefill (`LM.crops`).

@@ -81,7 +81,7 @@ class Prefixes:
         return best if best is not None and best.shared else None
 
     def _found(self, prompt: Sequence[int], state: Running, warm: bool) -> Found:
-        digested = min(self.parts.target.length(state.slot), len(prompt) - 1)
-        pairs = zip(state.tokens[:digested], prompt, strict=False)
-        shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), digested)
+        num_read = min(self.parts.target.length(state.slot), len(prompt) - 1)
+        pairs = zip(state.tokens[:num_read], prompt, strict=False)
+        shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), num_read)
         return Found(state=state, shared=shared, warm=warm)

@@ -24,7 +24,7 @@ WANTED = "a prompt is a text, a list of token ids or a list of chat messages"
 NO_TOKENIZER = "there is no tokenizer beside the target; give prompts as lists of token ids"
 BESIDE_MESSAGES = ("tools", "documents", "chat_template_kwargs")
 """What a chat template takes besides the messages."""
-BESIDE_IDS = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"})
+NOT_IDS = frozenset({"attention_mask", "token_type_ids", "special_tokens_mask", "offset_mapping", "length"})
 """What a tokenizer returns besides the token ids. Only the mask is read."""
 OPENING = ("chat_template", "add_generation_prompt", "continue_final_message")
 """Arguments of `apply_chat_template` that `chat_template_kwargs` may give."""
@@ -50,22 +50,24 @@ def encode(
         InputError: There is no tokenizer or no template for such a prompt, the template does not read what was given,
             or it is no text.
     """
-    beside = {"tools": tools, "documents": documents, "chat_template_kwargs": chat_template_kwargs}
-    beside = {name: value for name, value in beside.items() if value is not None}
+    arguments = {"tools": tools, "documents": documents, "chat_template_kwargs": chat_template_kwargs}
+    arguments = {name: value for name, value in arguments.items() if value is not None}
     if isinstance(prompt, Mapping) and "messages" in prompt:
         for name in prompt.keys() - {"messages", *BESIDE_MESSAGES}:
             raise InputError(f"a prompt with messages may also hold {', '.join(BESIDE_MESSAGES)}; this holds {name!r}")
         own = {name: prompt[name] for name in BESIDE_MESSAGES if prompt.get(name) is not None}
-        if both := sorted(beside.keys() & own.keys()):
+        if both := sorted(arguments.keys() & own.keys()):
             raise InputError(f"{both[0]} is given with the messages and as an option; give it once")
-        beside, prompt = beside | own, prompt["messages"]
+        arguments, prompt = arguments | own, prompt["messages"]
         if not isinstance(prompt, Sequence) or isinstance(prompt, str) or not prompt:
             raise InputError(f"messages must be a list of chat messages, got {reprlib.repr(prompt)}")
     ids = _ids(prompt)
     if ids is None and not isinstance(prompt, str):
-        return _chat(prompt, tokenizer, **beside)
-    if beside:
-        raise InputError(f"{min(beside)} can be given with chat messages alone; this prompt is {reprlib.repr(prompt)}")
+        return _chat(prompt, tokenizer, **arguments)
+    if arguments:
+        raise InputError(
+            f"{min(arguments)} can be given with chat messages alone; this prompt is {reprlib.repr(prompt)}"
+        )
     return _encoded(str(prompt), tokenizer) if ids is None else ids
 
 
@@ -75,7 +77,7 @@ def _ids(prompt: Prompt) -> list[int] | None:
         return None
     mask: list[int] | None = None
     if isinstance(prompt, Mapping):
-        others = sorted(map(str, prompt.keys() - {"input_ids"} - BESIDE_IDS))
+        others = sorted(map(str, prompt.keys() - {"input_ids"} - NOT_IDS))
         if others or "input_ids" not in prompt:
             name = repr(others[0]) if others else "neither"
             raise InputError(

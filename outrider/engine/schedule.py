@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.core.dice import Dice
 from outrider.core.types import Request, Running, Step
 from outrider.decoding.drafting import drafter_of
-from outrider.decoding.progress import Mark, digest, mark, rewind, tokens_left
+from outrider.decoding.progress import Mark, mark, prefill_chunk, rewind, tokens_left
 from outrider.decoding.protocol import Parts, Watch
 from outrider.drafters.protocol import Drafter
 from outrider.engine.admission import Admission, Route
@@ -88,8 +88,8 @@ class Schedule:
         for seat, error in self._admission.admit(route):
             self._fail(seat, error)
         planned = plan(self.parts, list(self.seats.values()), max_prefill_tokens)
-        for group in planned.digest:
-            self._digest(group)
+        for group in planned.prefill:
+            self._prefill(group)
         ready = [seat for seat in self.seats.values() if seat.ready]
         together = [seat for seat in ready if not seat.suspect]
         for seats in ([together] if together else []) + [[seat] for seat in ready if seat.suspect]:
@@ -97,12 +97,12 @@ class Schedule:
         for seats in planned.first:
             self._decode(seats, dice, watch)
 
-    def _digest(self, chunks: Sequence[Chunk]) -> None:
+    def _prefill(self, chunks: Sequence[Chunk]) -> None:
         """Prefill chunks in one forward."""
         seats = [chunk.seat for chunk in chunks]
         marks = [mark(seat.state) for seat in seats]
         try:
-            digest(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
+            prefill_chunk(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
         except BaseException as error:
             self._failed(seats, marks, error)
         else:

@@ -1,4 +1,6 @@
-"""A published assistant of Gemma 4: transformers' module, which reads the target's keys and values.
+"""Assistants that are published with a target and have a class in transformers: Gemma 4's, and Muse Glimmer's.
+
+Gemma 4's is transformers' module, which reads the target's keys and values. Muse Glimmer's is a DFlash head.
 
 Relied on in transformers (read and run in 5.23), of `Gemma4AssistantForCausalLM` and its unified twin: the modules
 `pre_projection`, `model`, `post_projection`, `lm_head` and `masked_embedding`; `model` takes a dict of masks and a dict
@@ -6,18 +8,33 @@ of keys and values by layer type, and drops no position where `logits_to_keep` i
 """
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig
 
+from outrider.core.types import Frontier, Guess, InputError, Running
+from outrider.drafters.protocol import Drafter, Rows
+from outrider.heads.dflash import SPEC as DFLASH
+from outrider.heads.head import Head, TrainedHead
+from outrider.heads.parts.block_formats import ASSISTANTS
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.last_state import LastState, LastStateDrafter
+from outrider.lm.hf.assistant import open_assistant
+from outrider.lm.hf.checkpoint import Checkpoint
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
+NAME = "assistant"
+SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")
+"""The model types of assistants that read the target's keys and values."""
 KeysValues = tuple[Tensor, Tensor]
 """Keys and values of one layer of a slot, `[length, heads, dim]` each."""
 
@@ -48,7 +65,7 @@ class Seen:
         )
 
 
-class Assistant:
+class Assistant(Head):
     r"""Reads a token and a state, and returns logits of the next token and the next state.
 
     Every token of a draft is read at one position, that of the anchor. The assistant attends to the target's keys and
@@ -67,9 +84,24 @@ class Assistant:
     """
 
     def __init__(self, model: Any, layers: Mapping[str, int], ends: EmbeddingAndHead, vocab_size: int) -> None:
+        super().__init__()
         self.model, self.layers = model, layers
         self._ends, self._vocab_size = ends, vocab_size
         self._window = int(model.config.get_text_config().sliding_window)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "Assistant":
+        """The assistant in the dtype and on the device that it shall have."""
+        kind = checkpoint.config.get("model_type")
+        if kind not in SINGLE_POSITION:
+            known = ", ".join((*SINGLE_POSITION, *ASSISTANTS))
+            raise InputError(f"{checkpoint.path} holds no assistant but {kind!r}; known are {known}")
+        device, dtype = trained.place(target)
+        model = open_assistant(checkpoint.path, dtype=dtype, device=device, revision=checkpoint.revision)
+        trained.check_target(None, int(model.config.backbone_hidden_size), target)
+        trained.check_vocabulary(int(model.config.get_text_config().vocab_size), target)
+        layers = _layers(model.config.get_text_config(), target.config, checkpoint.path)
+        return cls(model, layers, target.ends(), target.vocab_size)
 
     @property
     def device(self) -> torch.device:
@@ -81,11 +113,6 @@ class Assistant:
         """The dtype that it computes in."""
         found: torch.dtype = self.model.dtype
         return found
-
-    @property
-    def modules(self) -> Mapping[str, nn.Module]:
-        """Its modules by name."""
-        return {"assistant": self.model}
 
     def cast(self, ends: EmbeddingAndHead, dtype: torch.dtype) -> "Assistant":
         """A copy in another dtype, beside another target."""
@@ -112,7 +139,7 @@ class Assistant:
         return Seen(keys_values=padded, masks=masks, positions=torch.tensor(positions)[:, None].to(device))
 
     @torch.inference_mode()
-    def __call__(
+    def forward(
         self, tokens: Int[Tensor, "requests width"], states: Float[Tensor, "requests width hidden"], seen: Seen
     ) -> tuple[Float[Tensor, "requests width vocab"], Float[Tensor, "requests width hidden"]]:
         """Logits of the next token and the next state, for several tokens of each request."""
@@ -153,7 +180,6 @@ class TabularAssistant:
 
     device, dtype = torch.device("cpu"), torch.float64
     layers: Mapping[str, int] = {}
-    modules: Mapping[str, nn.Module] = {}
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         dice = torch.Generator().manual_seed(seed)
@@ -171,3 +197,163 @@ class TabularAssistant:
         between, embeddings, output = self._tables
         head_output = torch.tanh(states @ between + embeddings[tokens])
         return head_output @ output, head_output
+
+
+@dataclass(kw_only=True)
+class AssistantState(LastState):
+    """One request's draft; changes in place.
+
+    Attributes:
+        seen: What the assistant sees of the requests of this draft's batch.
+        row: The request's place there.
+        head_output: For the root and each expanded node, the state that the assistant returned.
+    """
+
+    seen: Seen | None = None
+    row: int = 0
+    head_output: dict[int, Float[Tensor, " hidden"]] = field(default_factory=dict)
+
+
+def _no_keys_values(slot: int, layer: int) -> KeysValues:
+    return torch.zeros(1, 1, 1), torch.zeros(1, 1, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AssistantDrafter(LastStateDrafter[AssistantState]):
+    """Guess by an assistant that reads the target's own keys and values, and keeps none.
+
+    For the first guess it reads the anchor and the target's normed last hidden state before it. For each further guess
+    it reads the draft token and the state that it returned itself. transformers takes the likeliest token and verifies
+    it as if it had been drawn; here tokens are drawn, so that the target's law is kept.
+
+    transformers also shows the assistant one key too many after a rejection: that of the first rejected token.
+
+    Attributes:
+        head: The assistant.
+        keys_values: The target's committed keys and values of a slot in a layer.
+
+    References:
+        Gemma 4 assistants in transformers. https://huggingface.co/docs/transformers/model_doc/gemma4_assistant
+    """
+
+    rows: ClassVar[Rows] = "sampled"
+    state: ClassVar[type[Any]] = AssistantState
+
+    head: Assistant | TabularAssistant
+    keys_values: Callable[[int, int], KeysValues] = field(compare=False, default=_no_keys_values)
+
+    @classmethod
+    def of(cls, head: Assistant, target: TargetInfo, trained: TrainedHead) -> "AssistantDrafter":
+        """The drafter with an assistant."""
+        return cls(head=head, tap=target.num_layers, norm=target.norm, keys_values=target.keys_values)
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {} if isinstance(self.head, TabularAssistant) else {"assistant": self.head.model}
+
+    @torch.inference_mode()
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        each = [{kind: self.keys_values(s.slot, layer) for kind, layer in self.head.layers.items()} for s in states]
+        seen = self.head.look(each, [len(s.tokens) - 1 for s in states])
+        tokens = torch.tensor([[s.tokens[-1]] for s in states]).to(self.device, non_blocking=True)
+        hidden = self.newest(states).to(self.device, self.head.dtype, non_blocking=True)
+        logits, head_output = self.head(tokens, hidden[:, None], seen)
+        for row, (state, own_state) in enumerate(zip(states, head_output[:, 0], strict=True)):
+            own = self.own(state)
+            own.seen, own.row, own.head_output = seen, row, {0: own_state}
+        return Guess(logits=logits[:, 0])
+
+    @torch.inference_mode()
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        owners, first, counts = np.unique(frontier.owners, return_index=True, return_counts=True)
+        owns = [self.own(states[owner]) for owner in owners.tolist()]
+        seen = owns[0].seen
+        if seen is None:
+            raise RuntimeError("a draft begins before its nodes are expanded")
+        # Padding repeats the last node of a request.
+        columns = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
+        index = torch.from_numpy(first[:, None] + columns).to(self.device, non_blocking=True)
+        pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
+        before = torch.stack([self.own(states[owner]).head_output[parent] for owner, parent in pairs])
+        tokens = frontier.tokens.to(self.device, non_blocking=True)
+        logits, head_output = self.head(tokens[index], before[index], seen.part([own.row for own in owns]))
+        places = np.arange(len(frontier.owners)) - np.repeat(first, counts)
+        flat = torch.from_numpy(np.repeat(np.arange(len(owns)), counts) * columns.shape[1] + places)
+        flat = flat.to(self.device, non_blocking=True)
+        returned = head_output.flatten(0, 1)[flat]
+        for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
+            self.own(states[owner]).head_output[node] = returned[i]
+        return Guess(logits=logits.flatten(0, 1)[flat])
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        for state in states:
+            own = self.own(state)
+            own.seen, own.head_output = None, {}
+
+    def cast(self, target_info: TargetInfo) -> "AssistantDrafter":
+        if isinstance(self.head, TabularAssistant):
+            return self
+        head = self.head.cast(target_info.ends(), target_info.dtype)
+        return replace(self, head=head, norm=target_info.norm, keys_values=target_info.keys_values)
+
+    def on_tables(self, vocab_size: int, seed: int) -> "AssistantDrafter":
+        return AssistantDrafter(head=TabularAssistant(vocab_size, seed), tap=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedAssistant(TrainedHead):
+    """An assistant in a directory or at a hub id. Muse Glimmer's becomes the drafter of a DFlash head."""
+
+    def bind(self, target: TargetInfo) -> Drafter:
+        if self.checkpoint.config.get("model_type") not in ASSISTANTS:
+            return super().bind(target)
+        own = {name: value for name, value in vars(self).items() if name != "spec"}
+        drafter = DFLASH.at(**own).bind(target)
+        if target.num_layers in drafter.taps:
+            raise InputError(
+                f"the assistant in {self.path} reads what leaves the target's last layer, and its config does not "
+                "say whether before or after the final norm; give the target that it was published with"
+            )
+        return drafter
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is an assistant."""
+    return config.get("model_type") in (*SINGLE_POSITION, *ASSISTANTS)
+
+
+def _layers(own: PreTrainedConfig, target: PreTrainedConfig | None, path: str) -> dict[str, int]:
+    """For each type of the assistant's layers, the target's last layer of that type that keeps keys and values.
+
+    Raises:
+        InputError: The target has none, or its keys are of another shape.
+    """
+    kinds, found = list(getattr(target, "layer_types", None) or ()), {}
+    keeping = kinds[: len(kinds) - int(getattr(target, "num_kv_shared_layers", None) or 0)]
+    for kind in dict.fromkeys(own.layer_types):
+        if target is None or kind not in keeping or not target.model_type.startswith("gemma4"):
+            raise InputError(
+                f"the assistant in {path} reads the keys and values of a Gemma 4 target, and this target "
+                f"keeps none of the type {kind}; give the target that it was published with"
+            )
+        found[kind] = len(keeping) - 1 - keeping[::-1].index(kind)
+        ours, theirs = _shape(own, own.layer_types.index(kind)), _shape(target, found[kind])
+        if ours != theirs:
+            raise InputError(
+                f"the assistant in {path} reads {ours[0]} heads of {ours[1]} numbers, and this "
+                f"target keeps {theirs[0]} heads of {theirs[1]}; give the target that it was published with"
+            )
+    return found
+
+
+def _shape(config: PreTrainedConfig, layer: int) -> tuple[int, int]:
+    """Heads and width of the keys of a layer."""
+    own = config.per_layer_config[layer] if config.is_heterogeneous else config
+    return own.num_key_value_heads, own.head_dim
+
+
+SPEC = HeadSpec(name=NAME, head=Assistant, drafter=AssistantDrafter, published=published, trained=TrainedAssistant)

@@ -1,32 +1,72 @@
-"""Blockwise heads: a small feed-forward for each guessed token, and the target's output layer (Stern et al. 2018)."""
+r"""Blockwise heads: a small feed-forward for each guessed token, and the target's output layer (Stern et al. 2018).
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+A small language model may choose among their guesses, or an n-gram model may find the best paths through them:
+Kim et al. 2024, Exploring and improving drafts in blockwise parallel decoding. https://arxiv.org/abs/2404.09221
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from outrider.core.types import InputError
-from outrider.heads.checkpoint import (
-    KIND,
-    MOST_COUNT,
-    TARGET,
-    TargetShape,
-    made,
-    read_config,
-    read_tensors,
-    size,
-    write_head,
+from outrider.core.dice import Purpose, step_generator
+from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.drafters.model import ModelDrafter, ModelPath
+from outrider.drafters.protocol import Observed, Rows
+from outrider.heads.head import TrainedHead
+from outrider.heads.objective import HeadContext
+from outrider.heads.parts.backoff import FILE, BackoffModel, read_backoff, write_backoff
+from outrider.heads.parts.best_paths import Paths, best_paths
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.last_state import (
+    HeadsState,
+    LastStateHead,
+    StateHeads,
+    StateHeadsDrafter,
+    StateHeadsObjective,
+    StateHeadsOptions,
+    randomise,
 )
-from outrider.heads.state_heads import StateHeads
+from outrider.learning.batch import Batch
+from outrider.learning.options import loss, size
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, local_file, made
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
+from outrider.trees.chained import Follow
 
 NAME = "blockwise"
 """The value of the key `KIND`."""
+LOWEST = -1e4
+"""A logit so low that its token has the probability 0 beside any path, at any usual temperature."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockwiseOptions(StateHeadsOptions):
+    """Train blockwise heads: each guesses one depth of a draft from the target's last hidden state.
+
+    All heads use the target's output layer. The command ends with the tree that fits their accuracies, for --tree.
+
+    Attributes:
+        intermediate_size: Width of each head between its two matrices. By default the target's width.
+        one_head: Learn one drawn head in each step, which needs less memory and time.
+        ngram_order: Most tokens of an n-gram. An n-gram model is counted on --data and written beside the heads; 0
+            counts none.
+        ngram_least: How often an n-gram must be seen to be kept.
+    """
+
+    intermediate_size: int | None = size(None, least=1)
+    one_head: bool = loss(False)
+    ngram_order: int = loss(3, among=range(5))
+    ngram_least: int = loss(2, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +121,41 @@ class BlockwiseHeads(StateHeads):
         Stern et al. 2018. https://arxiv.org/abs/1811.03115
     """
 
+    ends: EmbeddingAndHead
+
     def __init__(self, config: BlockwiseConfig, ends: EmbeddingAndHead) -> None:
-        super().__init__(config.num_heads)
-        self.config, self.ends = config, ends
+        super().__init__()
+        self.config, self.ends, self.max_depth = config, ends, config.num_heads
         self.heads = nn.ModuleList(
             FeedForward(config.hidden_size, config.intermediate_size) for _ in range(config.num_heads)
         )
+
+    @classmethod
+    def new(cls, options: BlockwiseOptions, context: HeadContext) -> "BlockwiseHeads":
+        info = context.info
+        config = BlockwiseConfig(
+            hidden_size=info.hidden_size,
+            vocab_size=info.vocab_size,
+            num_heads=context.depth,
+            intermediate_size=options.intermediate_size or info.hidden_size,
+        )
+        return cls(config, info.ends())
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockwiseHeads":
+        path, given = checkpoint.path, checkpoint.config
+        if not published(given, ()):
+            raise InputError(f"{path} holds no blockwise heads: its config has no {KIND} {NAME!r}")
+        config = BlockwiseConfig(
+            hidden_size=size_in(given, "hidden_size", path),
+            vocab_size=size_in(given, "vocab_size", path),
+            num_heads=size_in(given, "num_heads", path, most=MOST_COUNT),
+            intermediate_size=size_in(given, "intermediate_size", path),
+        )
+        heads = made(lambda: cls(config, target.ends()), checkpoint.tensors(), path)
+        trained.check_target(checkpoint.target, config.hidden_size, target)
+        trained.check_vocabulary(config.vocab_size, target)
+        return heads
 
     @property
     def weight(self) -> Float[Tensor, "inner hidden"]:
@@ -98,44 +167,364 @@ class BlockwiseHeads(StateHeads):
     def logits(self, hidden: Float[Tensor, "*batch hidden"], number: int) -> Float[Tensor, "*batch vocab"]:
         return self.ends.logits(hidden)[..., : self.config.vocab_size]
 
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Their sizes, and the tensors `heads.{i}.up` and `heads.{i}.down`, weights and biases."""
+        config = {
+            "architectures": ["BlockwiseHeads"],
+            KIND: NAME,
+            "hidden_size": self.config.hidden_size,
+            "vocab_size": self.config.vocab_size,
+            "num_heads": self.config.num_heads,
+            "intermediate_size": self.config.intermediate_size,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            TARGET: target.record(),
+        }
+        return config, self.state_dict()
 
-def write_blockwise(heads: BlockwiseHeads, folder: Path, target: TargetShape, dtype: torch.dtype) -> None:
-    """Write heads: their sizes as JSON, and the tensors `heads.{i}.up` and `heads.{i}.down`, weights and biases."""
-    config = heads.config
-    described = {
-        "architectures": ["BlockwiseHeads"],
-        KIND: NAME,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_heads": config.num_heads,
-        "intermediate_size": config.intermediate_size,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        TARGET: target.record(),
-    }
-    write_head(folder, described, heads.state_dict(), dtype)
+    def on_tables(self, vocab_size: int, seed: int) -> "BlockwiseHeads":
+        dice = torch.Generator().manual_seed(seed)
+        output = torch.randn(TABLE_FEATURES, vocab_size, dtype=torch.float64, generator=dice)
+        config = BlockwiseConfig(
+            hidden_size=TABLE_FEATURES,
+            vocab_size=vocab_size,
+            num_heads=self.max_depth,
+            intermediate_size=TABLE_FEATURES,
+        )
+        ends = EmbeddingAndHead(embed=nn.Identity(), norm=nn.Identity(), head=lambda hidden: hidden @ output)
+        heads = BlockwiseHeads(config, ends).double().eval()
+        randomise(heads, seed)
+        return heads
 
 
-def is_blockwise(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of blockwise heads."""
+@dataclass(frozen=True, kw_only=True)
+class BlockwiseDrafter(StateHeadsDrafter[HeadsState]):
+    """Guess with blockwise heads.
+
+    References:
+        Stern et al. 2018. https://arxiv.org/abs/1811.03115
+    """
+
+    @classmethod
+    def of(cls, head: LastStateHead, target: TargetInfo, trained: TrainedHead) -> StateHeadsDrafter:
+        """The drafter with heads, and with what refines their drafts."""
+        fields, told = cls.fields_of(head, target, trained), cast(TrainedBlockwise, trained)
+        if told.rescorer is not None:
+            model = ModelPath(path=told.rescorer, device=told.device, dtype=told.dtype, max_context=told.max_context)
+            return RescoredDrafter(**fields, rescorer=model.bind(target), lam=told.lam, top_k=told.top_k)
+        if told.paths is None:
+            return cls(**fields)
+        grams = told.grams(fields["head"].config.vocab_size) if told.mu else None
+        return PathsDrafter(**fields, model=grams, paths=told.paths, mu=told.mu, top_k=told.top_k, beam=told.beam)
+
+
+@dataclass(kw_only=True)
+class RescoredState(HeadsState):
+    """What the heads keep of a request, and what the language model keeps; changes in place.
+
+    Attributes:
+        rescorer: The language model's state.
+    """
+
+    rescorer: object = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RescoredDrafter(StateHeadsDrafter[RescoredState]):
+    r"""Draft a chain, left to right: of the `top_k` likeliest tokens of a depth's head, the one with the largest
+
+    $(1 - \lambda)\,a_i(v) + \lambda\,r(v \mid \text{context}, y_1 \ldots y_{i-1})$.
+
+    $a_i$ are the head's logits and $r$ those of the language model behind the draft so far. So each draft token costs
+    a forward of the language model. With $\lambda = 0$ the draft is that of the heads alone.
+
+    Attributes:
+        rescorer: The language model. Its cache holds committed tokens.
+        lam: $\lambda$.
+        top_k: How many tokens of each head it chooses among.
+
+    References:
+        Kim et al. 2024, local rescoring. https://arxiv.org/abs/2404.09221
+    """
+
+    rows: ClassVar[Rows] = "point"
+    keeps_cache: ClassVar[bool] = True
+    state: ClassVar[type[Any]] = RescoredState
+
+    rescorer: ModelDrafter
+    lam: float
+    top_k: int
+
+    @property
+    def max_context(self) -> int | None:
+        return self.rescorer.max_context
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {**super().modules, **self.rescorer.modules}
+
+    def open(self, request: Request) -> RescoredState:
+        return RescoredState(rescorer=self.rescorer.open(request))
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        super().observe(states, observed)
+        self.rescorer.observe(self._theirs(states), observed)
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        super().begin(states, depths)
+        guess = self.rescorer.begin(self._theirs(states), depths)
+        return Guess(tokens=self._chosen(states, [0] * len(states), guess))
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        guess = self.rescorer.expand(self._theirs(states), frontier)
+        owners = [states[owner] for owner in frontier.owners.tolist()]
+        return Guess(tokens=self._chosen(owners, frontier.depths.tolist(), guess))
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        self.rescorer.commit(self._theirs(states), paths)
+
+    def reuse(self, state: object, request: Request, length: int) -> RescoredState:
+        theirs = self.rescorer.reuse(self.checked(state).rescorer, request, length)
+        return replace(super().reuse(state, request, length), rescorer=theirs)
+
+    def fork(self, state: object, request: Request, length: int) -> RescoredState:
+        theirs = self.rescorer.fork(self.checked(state).rescorer, request, length)
+        return replace(super().fork(state, request, length), rescorer=theirs)
+
+    def close(self, state: object) -> None:
+        self.rescorer.close(self.checked(state).rescorer)
+
+    def cast(self, target_info: TargetInfo) -> "RescoredDrafter":
+        return replace(super().cast(target_info), rescorer=self.rescorer.cast(target_info))
+
+    def on_tables(self, vocab_size: int, seed: int) -> "RescoredDrafter":
+        return replace(super().on_tables(vocab_size, seed), rescorer=self.rescorer.on_tables(vocab_size, seed + 1))
+
+    def _theirs(self, states: Sequence[Running]) -> list[Running]:
+        """The requests as the language model sees them."""
+        return [replace(state, drafter_state=self.own(state).rescorer) for state in states]
+
+    @torch.inference_mode()
+    def _chosen(self, states: Sequence[Running], depths: Sequence[int], guess: Guess) -> Int[np.ndarray, " n"]:
+        """The token behind a node of each depth, from the language model's guess there."""
+        if guess.logits is None:
+            raise TypeError("a language model guesses logits")
+        rows = torch.stack([self.row(state, depth) for state, depth in zip(states, depths, strict=True)])
+        best = rows.topk(min(self.top_k, rows.shape[1]), -1)
+        theirs = guess.logits.to(rows.device).gather(-1, best.indices)
+        mixed = (1 - self.lam) * best.values + self.lam * theirs
+        return best.indices.gather(-1, mixed.argmax(-1, keepdim=True))[:, 0].cpu().numpy()
+
+
+@dataclass(kw_only=True)
+class PathsState(HeadsState):
+    """What the heads keep of a request, and the paths of the last draft; changes in place.
+
+    Attributes:
+        paths: The best paths; None before any draft.
+        prefixes: For the root and each expanded node, the draft tokens up to it.
+    """
+
+    paths: Paths | None = None
+    prefixes: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PathsDrafter(StateHeadsDrafter[PathsState]):
+    r"""Find the best paths through the `top_k` likeliest tokens of every head, and guess what follows in them.
+
+    A path $y$ has the score $\sum_i a_i(y_i) + \mu \sum_i \log G(y_i \mid \text{tokens before})$, with $a_i$ the
+    logarithms of the head's probabilities and $G$ an n-gram model. The row behind a prefix is the law of the next token
+    if a path is drawn with probability proportional to $e^s$. So a tree of chosen tokens that is wide enough (`dynamic`
+    with a `width` of at least the number of paths) is all paths together, each of them once; and a chain, or a drawn
+    tree, draws among the paths.
+
+    Attributes:
+        model: $G$.
+        paths: How many paths.
+        mu: $\mu$.
+        top_k: How many tokens of each head may stand in a path.
+        beam: Prefixes that the search keeps at each depth.
+
+    References:
+        Kim et al. 2024, global rescoring. https://arxiv.org/abs/2404.09221
+    """
+
+    rows: ClassVar[Rows] = "sampled"
+    state: ClassVar[type[Any]] = PathsState
+
+    model: BackoffModel | None
+    paths: int
+    mu: float
+    top_k: int
+    beam: int
+
+    @torch.inference_mode()
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        super().begin(states, depths)
+        guessed = [rows for state in states if (rows := self.guessed(state)) is not None]
+        logs = _wide(torch.stack(guessed)).log_softmax(-1)
+        best = logs.topk(min(self.top_k, logs.shape[-1]), -1)
+        tokens, scores = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
+        for i, (state, depth) in enumerate(zip(states, depths, strict=True)):
+            own = self.own(state)
+            own.prefixes = {0: ()}
+            own.paths = best_paths(
+                tokens[i, :depth],
+                scores[i, :depth],
+                count=self.paths,
+                beam=self.beam,
+                context=state.tokens[-3:],
+                model=self.model,
+                mu=self.mu,
+            )
+        return Guess(logits=torch.stack([self._behind(state, ()) for state in states]))
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        rows = []
+        nodes = zip(frontier.owners.tolist(), frontier.parents.tolist(), frontier.nodes.tolist(), strict=True)
+        for (owner, parent, node), token in zip(nodes, frontier.tokens.tolist(), strict=True):
+            own = self.own(states[owner])
+            own.prefixes[node] = (*own.prefixes[parent], token)
+            rows.append(self._behind(states[owner], own.prefixes[node]))
+        return Guess(logits=torch.stack(rows))
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        drafted: list[tuple[int, ...]] = [()] * len(states)
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            alive = [i for i, count in enumerate(counts) if count > len(drafted[i])]
+            for i, token in zip(alive, tokens.tolist(), strict=True):
+                drafted[i] = (*drafted[i], token)
+            return torch.stack([self._behind(states[i], drafted[i]) for i in alive])
+
+        return step
+
+    def on_tables(self, vocab_size: int, seed: int) -> "PathsDrafter":
+        text = np.random.default_rng(seed).integers(vocab_size, size=40)
+        model = None if self.model is None else BackoffModel.count([text], vocab_size=vocab_size, least=1)
+        return replace(super().on_tables(vocab_size, seed), model=model)
+
+    def _behind(self, state: Running, prefix: tuple[int, ...]) -> Float[Tensor, " width"]:
+        """Logits behind a prefix of a draft; -inf for tokens that follow it in no path."""
+        paths = self.own(state).paths
+        if paths is None:
+            raise RuntimeError("paths are found before nodes are expanded")
+        tokens, scores = paths.behind(prefix)
+        marginal = _wide(self.row(state, len(prefix)))
+        if not len(tokens):
+            return marginal
+        sampling = state.request.sampling
+        # A processor may forbid the tokens of all paths. Then others are drawn.
+        forbids = bool(sampling.processors or sampling.logit_bias)
+        row = torch.full_like(marginal, LOWEST if forbids else -torch.inf)
+        row[torch.from_numpy(tokens).to(row.device)] = torch.from_numpy(scores).to(row)
+        return row
+
+
+class BlockwiseObjective(StateHeadsObjective):
+    r"""Blockwise heads that learn from a target, with an n-gram model beside them.
+
+    With `one_head`, each step computes the loss of one head, drawn with probability proportional to its weight. So the
+    mean over steps is the weighted mean of the losses of all heads, and a step holds the logits of one.
+    """
+
+    options: BlockwiseOptions
+
+    @cached_property
+    def grams(self) -> BackoffModel | None:
+        """The n-gram model of the texts; without texts, the one beside the heads that are trained further."""
+        options, documents = self.options, self.context.documents
+        if not options.ngram_order:
+            return None
+        if documents:
+            return BackoffModel.count(
+                (document.tokens for document in documents),
+                vocab_size=self.shape.vocab_size,
+                order=options.ngram_order,
+                least=options.ngram_least,
+            )
+        file = None if options.init_from is None else local_file(options.init_from, FILE)
+        return None if file is None else read_backoff(file)
+
+    def counted(self, batch: Batch) -> Collection[int]:
+        """All heads, or the step's own."""
+        if not self.options.one_head or not self.training:
+            return super().counted(batch)
+        weights = self.options.decay ** np.arange(self.num_guesses)
+        dice = step_generator(Purpose.HEAD, seed=self.context.seed, step=batch.step)
+        return (int(dice.choice(self.num_guesses, p=weights / weights.sum())),)
+
+    def write(self, folder: Path) -> None:
+        """Write the heads, and the n-gram model beside them."""
+        super().write(folder)
+        if self.grams is not None:
+            write_backoff(self.grams, folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedBlockwise(TrainedHead):
+    """Blockwise heads on disk, and what refines their drafts.
+
+    Attributes:
+        max_context: Longest context of the rescorer; by default the target's.
+        rescorer: A small draft model that chooses among the likeliest tokens of each head: a directory or a hub id.
+        lam: How much the rescorer's logits count, 0 to 1; those of the head count the rest.
+        paths: How many of the best paths through the heads' likeliest tokens are drafted; by default the heads' own
+            guesses are drafted as they are.
+        mu: How much the n-gram model counts in the score of a path, 0 or more.
+        top_k: How many of a head's likeliest tokens are refined.
+        beam: Prefixes that the search for paths keeps at each depth.
+    """
+
+    rescorer: str | None = None
+    lam: float = 0.5
+    paths: int | None = None
+    mu: float = 0.5
+    top_k: int = 16
+    beam: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.rescorer is not None and self.paths is not None:
+            raise InputError("blockwise heads draft either with a rescorer or by paths; leave out rescorer or paths")
+        if not 0 <= self.lam <= 1:
+            raise InputError(f"lam must be in 0..1, got {self.lam}")
+        if not self.mu >= 0:
+            raise InputError(f"mu must be >= 0, got {self.mu}")
+        for name in ("paths", "top_k", "beam"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InputError(f"{name} must be >= 1, got {value}")
+
+    def grams(self, vocab_size: int) -> BackoffModel:
+        """The n-gram model beside the heads. Raises InputError if there is none, or it is of another vocabulary."""
+        file = local_file(self.path, FILE, revision=self.revision)
+        if file is None:
+            raise InputError(
+                f"there is no n-gram model ({FILE}) in {self.path}; train the heads with one, or give mu=0"
+            )
+        model = read_backoff(file)
+        if model.vocab_size != vocab_size:
+            raise InputError(f"{file} knows {model.vocab_size:,} tokens, and the heads beside it {vocab_size:,}")
+        return model
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is blockwise heads."""
     return config.get(KIND) == NAME
 
 
-def read_blockwise(path: str, ends: EmbeddingAndHead, *, revision: str | None = None) -> BlockwiseHeads:
-    """The heads in a directory or at a hub id.
+def _wide(logits: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+    """Logits in float32; float64 stays."""
+    return logits if logits.dtype == torch.float64 else logits.float()
 
-    Args:
-        ends: The target's ends.
 
-    Raises:
-        InputError: There are none, or their files do not fit together.
-    """
-    given = read_config(path, revision=revision)
-    if not is_blockwise(given):
-        raise InputError(f"{path} holds no blockwise heads: its config has no {KIND} {NAME!r}")
-    config = BlockwiseConfig(
-        hidden_size=size(given, "hidden_size", path),
-        vocab_size=size(given, "vocab_size", path),
-        num_heads=size(given, "num_heads", path, most=MOST_COUNT),
-        intermediate_size=size(given, "intermediate_size", path),
-    )
-    return made(lambda: BlockwiseHeads(config, ends), read_tensors(path, revision=revision), path).eval()
+SPEC = HeadSpec(
+    name=NAME,
+    head=BlockwiseHeads,
+    drafter=BlockwiseDrafter,
+    published=published,
+    trained=TrainedBlockwise,
+    options=BlockwiseOptions,
+    objective=BlockwiseObjective,
+)

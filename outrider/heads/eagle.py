@@ -12,7 +12,6 @@ from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
-from outrider.heads.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext, Places
 from outrider.heads.parts.layer_config import (
@@ -29,6 +28,7 @@ from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureO
 from outrider.learning.batch import Batch
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
+from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.target_info import TargetInfo
 
@@ -98,7 +98,8 @@ class EagleHead(FeatureHead):
         qkv_bias: bool | None = None,
     ) -> None:
         super().__init__(config, ends, vocab_size=vocab_size, own_embedding=own_embedding)
-        self.ids, self.fc = None, self.fusion(bias)
+        self.ids: Int[Tensor, " width"] | None = None
+        self.fc = self.fusion(bias)
         self.layers = nn.ModuleList(self.layer(i, qkv_bias) for i in range(config.num_hidden_layers))
 
     @classmethod
@@ -225,7 +226,7 @@ class EagleHead(FeatureHead):
             hidden = layer(hidden, rotary, mask, cache)
         return hidden
 
-    def digest(
+    def prefill(
         self,
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],

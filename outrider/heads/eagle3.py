@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested, whole_numbers
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.layer_config import (
@@ -27,6 +25,8 @@ from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureOptions
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
+from outrider.lm.hf.checkpoint import KIND, TARGET, Checkpoint, TargetShape, made, nested, whole_numbers
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.target_info import TargetInfo
 
@@ -292,7 +292,7 @@ class Eagle3Head(FeatureHead):
             hidden = layer(hidden, rotary, mask, cache)
         return hidden
 
-    def digest(
+    def prefill(
         self,
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],

@@ -15,7 +15,6 @@ from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import KIND
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, TrainedEagle
 from outrider.heads.parts.layers import DecoderLayer, GatedMLP, norm_of
 from outrider.heads.spec import HeadSpec
@@ -24,6 +23,7 @@ from outrider.learning.batch import Batch
 from outrider.learning.divergences import Divergence, among_likeliest
 from outrider.learning.options import loss
 from outrider.lm.head import KVCache
+from outrider.lm.hf.checkpoint import KIND
 
 NAME = "griffin"
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from outrider.core.types import InputError
 from outrider.drafters.protocol import Drafter, check_longest
-from outrider.heads.checkpoint import Checkpoint, TargetShape
-from outrider.lm.head import HeadLM, beside
+from outrider.lm.head import HeadLM, head_lm
+from outrider.lm.hf.checkpoint import Checkpoint, TargetShape
 from outrider.lm.hf.open import as_device, as_dtype
 from outrider.lm.target_info import TargetInfo
 
@@ -127,7 +127,7 @@ class TrainedHead:
             more: Positions that it has beyond the longest context.
         """
         placed = module.to(*self.place(target)).eval().requires_grad_(False)
-        return beside(
+        return head_lm(
             target.target_forward,
             target.forward,
             placed,

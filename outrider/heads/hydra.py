@@ -1,10 +1,10 @@
-r"""Hydra heads: Medusa heads that read the draft tokens before them (Ankner et al. 2024)."""
+r"""Hydra: Medusa heads that read the draft tokens before them; Hydra++ has a prefix layer (Ankner et al. 2024)."""
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from reprlib import repr as short
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,15 +12,22 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
-from outrider.core.types import InputError
-from outrider.heads.checkpoint import made, read_config, read_tensors, size
+from outrider.core.types import InputError, Request, Running
+from outrider.drafters.protocol import Observed
+from outrider.heads.head import TrainedHead
 from outrider.heads.parts.layer_config import layer_config, qkv_bias_of
 from outrider.heads.parts.layers import DecoderLayer, Rotary, norm_of
-from outrider.heads.sequential import SequentialHead
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.last_state import LastStateHead, randomise
+from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead, SequentialState
 from outrider.lm.forwards.head_package import Kind
-from outrider.lm.head import KVCache
+from outrider.lm.head import HeadLM, KVCache
+from outrider.lm.hf.checkpoint import Checkpoint, made, size
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import open_config
+from outrider.lm.protocol import Segment
+from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
 PREFIX = "prefix_embeding_layer."
 """What the names of a prefix layer begin with, as its authors spell it."""
@@ -77,15 +84,19 @@ class HydraHeads(SequentialHead):
     Args:
         config: The sizes.
         ends: The target's ends.
+        prefix: The prefix layer, whose output they read in the place of the target's state; None: there is none.
 
     References:
         Ankner et al. 2024. https://arxiv.org/abs/2402.05109
     """
 
-    def __init__(self, config: HydraConfig, ends: EmbeddingAndHead) -> None:
+    ends: EmbeddingAndHead
+
+    def __init__(self, config: HydraConfig, ends: EmbeddingAndHead, prefix: "PrefixLayer | None" = None) -> None:
         super().__init__()
-        self.config, self.ends = config, ends
-        self.hidden_size, self.max_depth = config.hidden_size, config.num_heads
+        self.config, self.ends, self.max_depth = config, ends, config.num_heads
+        # The tuple keeps torch from registering a layer that runs by itself.
+        self.prefix = (prefix,)
         size = config.hidden_size
 
         def layers(head: int) -> nn.Sequential:
@@ -95,6 +106,33 @@ class HydraHeads(SequentialHead):
         self.hydra_mlp = nn.ModuleList(layers(i) for i in range(config.num_heads))
         outputs = (nn.Linear(size, config.vocab_size, bias=config.bias) for _ in range(config.num_heads))
         self.hydra_lm_head = nn.ModuleList(outputs)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "HydraHeads":
+        """The heads, and their prefix layer if they have one. The tensors say how many heads and layers there are."""
+        path, given = checkpoint.path, checkpoint.config
+        if not published(given, ()):
+            raise InputError(f"{path} holds no Hydra heads: its config has no hydra_num_heads")
+        kind = given.get("hydra_head_arch", "mlp")
+        if kind not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            raise InputError(f"the Hydra heads in {path} are of the kind {short(kind)}; known are {known}")
+        read = checkpoint.tensors()
+        tensors = _renamed(read, 2 if kind == "prefix-mlp" else 1)
+        config = _sizes(given, tensors, path)
+        prefix = PrefixLayer.of(checkpoint, read, trained.base if isinstance(trained, TrainedHydra) else None)
+        heads = made(lambda: cls(config, target.ends(), prefix), tensors, path)
+        trained.check_target(checkpoint.target, config.hidden_size, target)
+        trained.check_vocabulary(config.vocab_size, target)
+        if not 0 <= config.offset <= target.num_layers:
+            raise InputError(
+                f"the heads in {path} read the state {config.offset} layers before the end, and this target has "
+                f"{target.num_layers} layers"
+            )
+        return heads
+
+    def reads(self, num_layers: int) -> tuple[int, ...]:
+        return (num_layers - self.config.offset,)
 
     @property
     def weight(self) -> Tensor:
@@ -111,6 +149,14 @@ class HydraHeads(SequentialHead):
     def logits(self, state: Float[Tensor, "n state"], depth: int) -> Float[Tensor, "n vocab"]:
         found: Tensor = self.hydra_lm_head[depth](self.hydra_mlp[depth](state))
         return found
+
+    def on_tables(self, vocab_size: int, seed: int) -> "HydraHeads":
+        table, same = nn.Embedding(vocab_size, TABLE_FEATURES).double().requires_grad_(False), nn.Identity()
+        randomise(table, seed)
+        config = HydraConfig(hidden_size=TABLE_FEATURES, vocab_size=vocab_size, num_heads=self.max_depth)
+        head = HydraHeads(config, EmbeddingAndHead(embed=table, norm=same, head=same)).double().eval()
+        randomise(head, seed)
+        return head
 
 
 class PrefixLayer(nn.Module):
@@ -133,6 +179,28 @@ class PrefixLayer(nn.Module):
         self.layers = nn.ModuleList([DecoderLayer(config, 0, qkv_bias=qkv_bias)])
         self.norm, self.rotary = norm_of(config), Rotary(config)
 
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, tensors: Mapping[str, Tensor], base: str | None) -> "PrefixLayer | None":
+        """The prefix layer of a checkpoint; None if it has none.
+
+        Args:
+            tensors: All its tensors.
+            base: As of `TrainedHydra`.
+
+        Raises:
+            InputError: Nothing says what it is like, or its tensors do not fit together.
+        """
+        path, config = checkpoint.path, checkpoint.config
+        own = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items() if name.startswith(PREFIX)}
+        own = {name: own[name] for name in own if not name.startswith("embed_tokens") and "inv_freq" not in name}
+        if config.get("hydra_head_arch", "mlp") == "mlp" and not own:
+            return None
+        place = base or config.get("base_model_name_or_path")
+        if not isinstance(place, str) or not place:
+            raise InputError(f"config.json of {path} does not name the target of the heads; say it with base=...")
+        layers = layer_config(open_config(place).get_text_config().to_dict(), place)
+        return made(lambda: cls(layers, qkv_bias_of(own)), own, path)
+
     def forward(
         self,
         tokens: Int[Tensor, "rows width"],
@@ -150,50 +218,116 @@ class PrefixLayer(nn.Module):
         return torch.zeros_like(hidden[..., :1])
 
 
-def is_hydra(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of Hydra heads."""
+@dataclass(kw_only=True)
+class HydraState(SequentialState):
+    """What Hydra heads keep of a request; changes in place.
+
+    Attributes:
+        slot: Where the prefix layer keeps the request; None without one.
+    """
+
+    slot: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HydraDrafter(SequentialDrafter[HydraState]):
+    """Guess by `HydraHeads`. With a prefix layer, that layer reads the target's states of all positions, and the heads
+    read its newest output.
+
+    Attributes:
+        prefix: The prefix layer.
+    """
+
+    keeps_cache: ClassVar[bool] = True
+    state: ClassVar[type[Any]] = HydraState
+
+    prefix: HeadLM | None = None
+
+    @classmethod
+    def fields_of(cls, head: LastStateHead, target: TargetInfo, trained: TrainedHead) -> dict[str, Any]:
+        found = super().fields_of(head, target, trained)
+        [layer] = found["head"].prefix
+        return found | {"prefix": None if layer is None else trained.lm(layer, target)}
+
+    @property
+    def max_context(self) -> int | None:
+        return None if self.prefix is None else self.prefix.max_context
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {**super().modules, **({} if self.prefix is None else {"prefix": self.prefix.module})}
+
+    def features(self, hidden: Float[Tensor, "n hidden"]) -> Float[Tensor, "n hidden"]:
+        return super().features(hidden) if self.prefix is None else hidden
+
+    def open(self, request: Request) -> HydraState:
+        return HydraState(slot=None if self.prefix is None else self.prefix.open())
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        prefix = self.prefix
+        if prefix is None:
+            super().observe(states, observed)
+            return
+        features = self.norm(observed.taps[self.tap]).to(prefix.device, prefix.dtype, non_blocking=True)
+        segments = []
+        for i, state in enumerate(states):
+            slot, first, end = _slot(self.own(state)), int(observed.offsets[i]), int(observed.offsets[i + 1])
+            end = min(end, first + prefix.max_context - prefix.length(slot))
+            tokens = torch.from_numpy(observed.tokens[first:end]).to(prefix.device, non_blocking=True)
+            segments.append(Segment(slot=slot, tokens=tokens, features=features[first:end], logits="none"))
+        found = cast(Tensor, prefix.extend(segments).features)
+        prefix.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
+        end = 0
+        for state, segment in zip(states, segments, strict=True):
+            own, end = self.own(state), end + len(segment.tokens)
+            own.num_seen = prefix.length(segment.slot)
+            if len(segment.tokens):
+                own.newest = found[end - 1].clone()
+
+    def reuse(self, state: object, request: Request, length: int) -> HydraState:
+        own = self.checked(state)
+        if self.prefix is not None:
+            self.prefix.truncate(_slot(own), self.needs(own, length))
+        return replace(super().reuse(state, request, length), slot=own.slot)
+
+    def fork(self, state: object, request: Request, length: int) -> HydraState:
+        own = self.checked(state)
+        slot = None if self.prefix is None else self.prefix.copy(_slot(own), self.needs(own, length))
+        return replace(super().fork(state, request, length), slot=slot)
+
+    def close(self, state: object) -> None:
+        if self.prefix is not None:
+            self.prefix.release(_slot(self.checked(state)))
+
+    def cast(self, target_info: TargetInfo) -> "HydraDrafter":
+        prefix = None if self.prefix is None else self.prefix.cast(target_info.dtype)
+        return replace(super().cast(target_info), prefix=prefix)
+
+    def on_tables(self, vocab_size: int, seed: int) -> "HydraDrafter":
+        return replace(super().on_tables(vocab_size, seed), prefix=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedHydra(TrainedHead):
+    """Hydra heads on disk.
+
+    Attributes:
+        base: Directory or hub id of the target, whose config says what a prefix layer is like; by default as the heads'
+            config names it.
+    """
+
+    base: str | None = None
+
+
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is Hydra heads."""
     return "hydra_num_heads" in config
 
 
-def read_hydra(
-    path: str, ends: EmbeddingAndHead, *, base: str | None = None, revision: str | None = None
-) -> tuple[HydraHeads, PrefixLayer | None]:
-    """The heads in a directory or at a hub id, and their prefix layer if they have one.
-
-    The tensors say how many heads and layers there are.
-
-    Args:
-        ends: The target's ends.
-        base: Directory or hub id of the target, whose config says what a prefix layer is like; None: as the heads'
-            config names it.
-
-    Raises:
-        InputError: There are none, they are of an unknown kind, or their tensors do not fit together.
-    """
-    given = read_config(path, revision=revision)
-    if not is_hydra(given):
-        raise InputError(f"{path} holds no Hydra heads: its config has no hydra_num_heads")
-    kind = given.get("hydra_head_arch", "mlp")
-    if kind not in ARCHITECTURES:
-        raise InputError(
-            f"the Hydra heads in {path} are of the kind {short(kind)}; known are {', '.join(ARCHITECTURES)}"
-        )
-    read = read_tensors(path, revision=revision)
-    tensors = _renamed(read, 2 if kind == "prefix-mlp" else 1)
-    sizes = _sizes(given, tensors, path)
-    heads = made(lambda: HydraHeads(sizes, ends), tensors, path)
-    own = {name.removeprefix(PREFIX): tensor for name, tensor in read.items() if name.startswith(PREFIX)}
-    own = {
-        name: tensor for name, tensor in own.items() if not name.startswith("embed_tokens") and "inv_freq" not in name
-    }
-    if kind == "mlp" and not own:
-        return heads.eval(), None
-    place = base or given.get("base_model_name_or_path")
-    if not isinstance(place, str) or not place:
-        raise InputError(f"config.json of {path} does not name the target of the heads; say it with base=...")
-    layers = layer_config(open_config(place).get_text_config().to_dict(), place)
-    prefix = made(lambda: PrefixLayer(layers, qkv_bias_of(own)), own, path)
-    return heads.eval(), prefix.eval()
+def _slot(own: HydraState) -> int:
+    if own.slot is None:
+        raise RuntimeError("this request has no slot of the prefix layer")
+    return own.slot
 
 
 def _renamed(tensors: Mapping[str, Tensor], every: int) -> dict[str, Tensor]:
@@ -226,3 +360,6 @@ def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -
         offset=size(given, "hidden_state_offset", path, default=0, least=0),
         bias="hydra_lm_head.0.bias" in tensors,
     )
+
+
+SPEC = HeadSpec(name="hydra", head=HydraHeads, drafter=HydraDrafter, published=published, trained=TrainedHydra)

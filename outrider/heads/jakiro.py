@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import Frontier, Guess, InputError, Running
-from outrider.heads.checkpoint import KIND, Checkpoint, TargetShape
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleTrunkOptions, TrainedEagle
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import Places
@@ -25,6 +24,7 @@ from outrider.heads.trunks.features import FeatureDrafter, FeatureState
 from outrider.learning.batch import Batch
 from outrider.learning.options import loss, size
 from outrider.lm.head import KVCache
+from outrider.lm.hf.checkpoint import KIND, Checkpoint, TargetShape
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.slots.chain import chain
 from outrider.lm.tabular import TabularFusion

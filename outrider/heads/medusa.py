@@ -1,9 +1,8 @@
-r"""Medusa heads: several guesses from one hidden state (Cai et al. 2024)."""
+r"""Medusa: heads that each guess one depth of a draft from the target's last hidden state (Cai et al. 2024)."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,10 +11,23 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import TARGET, TargetShape, factor, made, read_config, read_tensors, size, write_head
-from outrider.heads.state_heads import StateHeads
+from outrider.heads.head import TrainedHead
+from outrider.heads.objective import HeadContext
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.last_state import (
+    StateHeads,
+    StateHeadsDrafter,
+    StateHeadsObjective,
+    StateHeadsOptions,
+    randomise,
+)
+from outrider.learning.options import size
+from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, factor, made
+from outrider.lm.hf.checkpoint import size as size_in
+from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
-KIND = "medusa"
+NAME = "medusa"
 """The `model_type` of vLLM's form."""
 _BLOCK = re.compile(r"(\d{1,2})\.(\d{1,2})\.linear\.(weight|bias)")
 _OUTPUT = re.compile(r"(\d{1,2})\.(\d{1,2})\.weight")
@@ -23,6 +35,24 @@ _OWN = re.compile(r"blocks\.(\d{1,2})\.layers\.(\d{1,2})\.(weight|bias)")
 _PREFIXES = ("medusa_heads.", "medusa_head.")
 _AROUND = ("model.", "transformer.", "lm_head.")
 """What the names of a model around the heads begin with. Its tensors are not read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MedusaOptions(StateHeadsOptions):
+    """Train Medusa heads: each guesses one depth of a draft from the target's last hidden state.
+
+    The command ends with the tree that fits the heads' accuracies, for --tree.
+
+    Attributes:
+        layers: Residual layers of each head.
+        shared: Use one copy of the target's output layer for all heads, which does not learn. Otherwise each head has
+            one of its own, with as many weights as the target's.
+        draft_vocab: How many tokens the head can guess: the most frequent learnt tokens of --data. By default all.
+    """
+
+    layers: int = size(1, least=0)
+    shared: bool = size(False)
+    draft_vocab: int | None = size(None, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,14 +123,57 @@ class MedusaHeads(StateHeads):
     """
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__(config.num_heads)
-        self.config = config
-        size, layers = config.hidden_size, config.num_hidden_layers
-        self.blocks = nn.ModuleList(Block(size, layers, config.medusa_fc_bias) for _ in range(config.num_heads))
+        super().__init__()
+        self.config, self.max_depth = config, config.num_heads
+        width, layers = config.hidden_size, config.num_hidden_layers
+        self.blocks = nn.ModuleList(Block(width, layers, config.medusa_fc_bias) for _ in range(config.num_heads))
         count = 1 if config.original_lm_head else config.num_heads
-        self.lm_heads = nn.ModuleList(nn.Linear(size, config.width, bias=False) for _ in range(count))
+        self.lm_heads = nn.ModuleList(nn.Linear(width, config.width, bias=False) for _ in range(count))
         self.token_map: Int[Tensor, " width"] | None
         self.register_buffer("token_map", torch.arange(config.width) if config.truncated_vocab_size else None)
+
+    @classmethod
+    def new(cls, options: MedusaOptions, context: HeadContext) -> "MedusaHeads":
+        ids, info = context.frequent_tokens(options.draft_vocab), context.info
+        config = MedusaConfig(
+            hidden_size=info.hidden_size,
+            vocab_size=info.vocab_size,
+            num_heads=context.depth,
+            num_hidden_layers=options.layers,
+            truncated_vocab_size=None if ids is None else len(ids),
+            original_lm_head=options.shared,
+        )
+        heads, output = cls(config), context.target.get_output_embeddings()
+        heads.begin_from(None if output is None else output.weight, ids)
+        return heads
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "MedusaHeads":
+        """Heads in the original form (`medusa_lm_head.pt`) or in vLLM's.
+
+        The tensors say how many heads and layers there are; published configs of the original form do not.
+        """
+        path, given = checkpoint.path, checkpoint.config
+        if not published(given, ()):
+            raise InputError(
+                f"{path} holds no Medusa heads: its config has no model_type 'medusa' and no medusa_num_heads"
+            )
+        read = checkpoint.tensors(_is_of_heads)
+        tensors = _renamed({_name(name): tensor for name, tensor in read.items()})
+        config = _sizes(given, tensors, path, target.vocab_size)
+        heads = made(lambda: cls(config), _sorted(_cut(tensors)), path)
+        trained.check_target(checkpoint.target, config.hidden_size, target)
+        trained.check_vocabulary(config.vocab_size, target)
+        if heads.token_map is None:
+            trained.check_vocabulary(config.width, target)
+        elif int(heads.token_map.max()) >= target.vocab_size:
+            raise InputError(f"token_map in {path} names tokens that this target does not have")
+        return heads
+
+    @property
+    def ids(self) -> Int[Tensor, " width"] | None:  # type: ignore[override]
+        """The tokens that the heads can guess, ascending; None: all."""
+        return self.token_map
 
     @property
     def weight(self) -> Float[Tensor, "width hidden"]:
@@ -131,51 +204,40 @@ class MedusaHeads(StateHeads):
             for layer in self.lm_heads:
                 cast(nn.Linear, layer).weight.copy_(chosen)
 
+    def freeze(self) -> None:
+        if self.config.original_lm_head:
+            self.lm_heads.requires_grad_(False)
 
-def write_medusa(heads: MedusaHeads, folder: Path, target: TargetShape, dtype: torch.dtype) -> None:
-    """Write heads in vLLM's form."""
-    config = heads.config
-    described = {
-        "architectures": ["MedusaModel"],
-        "model_type": KIND,
-        "hidden_size": config.hidden_size,
-        "vocab_size": config.vocab_size,
-        "num_heads": config.num_heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "max_paths": 64,
-        "topk": 10,
-        "truncated_vocab_size": config.width,
-        "medusa_fc_bias": config.medusa_fc_bias,
-        "original_lm_head": config.original_lm_head,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        TARGET: target.record(),
-    }
-    write_head(folder, described, heads.state_dict(), dtype)
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """In vLLM's form."""
+        config = self.config
+        described = {
+            "architectures": ["MedusaModel"],
+            "model_type": NAME,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "num_heads": config.num_heads,
+            "num_hidden_layers": config.num_hidden_layers,
+            "max_paths": 64,
+            "topk": 10,
+            "truncated_vocab_size": config.width,
+            "medusa_fc_bias": config.medusa_fc_bias,
+            "original_lm_head": config.original_lm_head,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            TARGET: target.record(),
+        }
+        return described, self.state_dict()
+
+    def on_tables(self, vocab_size: int, seed: int) -> "MedusaHeads":
+        config = MedusaConfig(hidden_size=TABLE_FEATURES, vocab_size=vocab_size, num_heads=self.max_depth)
+        heads = MedusaHeads(config).double().eval()
+        randomise(heads, seed)
+        return heads
 
 
-def is_medusa(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of Medusa heads, in the original form or in vLLM's."""
-    return config.get("model_type") == KIND or "medusa_num_heads" in config
-
-
-def read_medusa(path: str, *, vocab_size: int | None = None, revision: str | None = None) -> MedusaHeads:
-    """Medusa heads in the original form (`medusa_lm_head.pt`) or in vLLM's.
-
-    The tensors say how many heads and layers there are; published configs of the original form do not.
-
-    Args:
-        vocab_size: Width of the target's logits; None: as the config says, or the heads are wide.
-
-    Raises:
-        InputError: There are none, their tensors do not fit together, or there are others.
-    """
-    given = read_config(path, revision=revision)
-    if not is_medusa(given):
-        raise InputError(f"{path} holds no Medusa heads: its config has no model_type 'medusa' and no medusa_num_heads")
-    read = read_tensors(path, revision=revision, needs=_is_of_heads)
-    tensors = _renamed({_name(name): tensor for name, tensor in read.items()})
-    config = _sizes(given, tensors, path, vocab_size)
-    return made(lambda: MedusaHeads(config), _sorted(_cut(tensors)), path).eval()
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is Medusa heads, in the original form or in vLLM's."""
+    return config.get("model_type") == NAME or "medusa_num_heads" in config
 
 
 def _name(name: str) -> str:
@@ -214,7 +276,7 @@ def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str, v
     token_map = tensors.get("token_map")
     width, hidden_size = outputs[0].shape
     # Heads without a list guess all tokens of their target.
-    vocabulary = size(given, "vocab_size", path, default=vocab if vocab and token_map is not None else width)
+    vocabulary = size_in(given, "vocab_size", path, default=vocab if vocab and token_map is not None else width)
     if token_map is not None:
         _check_list(token_map, vocabulary, path)
     return MedusaConfig(
@@ -255,3 +317,14 @@ def _sorted(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     order = chosen.argsort()
     outputs = {name: tensor[order] for name, tensor in tensors.items() if name.startswith("lm_heads.")}
     return {**tensors, **outputs, "token_map": chosen[order].long()}
+
+
+SPEC = HeadSpec(
+    name=NAME,
+    head=MedusaHeads,
+    drafter=StateHeadsDrafter,
+    published=published,
+    options=MedusaOptions,
+    objective=StateHeadsObjective,
+    exports=("medusa",),
+)

@@ -1,7 +1,7 @@
 r"""MLP speculators: a recurrent state that reads one draft token after another (Wertheimer et al. 2024)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,15 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import MOST_COUNT, made, read_config, read_tensors, size
-from outrider.heads.sequential import SequentialHead
+from outrider.heads.head import TrainedHead
+from outrider.heads.spec import HeadSpec
+from outrider.heads.trunks.last_state import randomise
+from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead
+from outrider.lm.hf.checkpoint import MOST_COUNT, Checkpoint, made, size
+from outrider.lm.tabular import TABLE_FEATURES
+from outrider.lm.target_info import TargetInfo
 
-KIND = "mlp_speculator"
+NAME = "mlp_speculator"
 """The `model_type` of such a checkpoint."""
 EPS = 1e-6
 
@@ -74,7 +79,7 @@ class MLPSpeculator(SequentialHead):
 
     def __init__(self, config: MLPSpeculatorConfig) -> None:
         super().__init__()
-        self.config, self.hidden_size, self.max_depth = config, config.emb_dim, config.n_predict
+        self.config, self.max_depth = config, config.n_predict
         inner, depths = config.inner_dim, range(config.n_predict)
         self.emb = nn.ModuleList(nn.Embedding(config.vocab_size, inner) for _ in depths)
         self.proj = nn.ModuleList(nn.Linear(inner if i else config.emb_dim, inner, bias=False) for i in depths)
@@ -82,6 +87,26 @@ class MLPSpeculator(SequentialHead):
         self.head = nn.ModuleList(nn.Linear(inner, config.vocab_size, bias=False) for _ in depths)
         self.kept = 0.5 ** (0.5 / config.n_predict)
         self.added = math.sqrt((1 - self.kept**2) * inner / 2)
+
+    @classmethod
+    def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "MLPSpeculator":
+        path, given = checkpoint.path, checkpoint.config
+        if not published(given, ()):
+            raise InputError(f"{path} holds no MLP speculator: the model_type of its config is not {NAME!r}")
+        width = size(given, "emb_dim" if given.get("emb_dim") else "hidden_size", path)
+        config = MLPSpeculatorConfig(
+            vocab_size=size(given, "vocab_size", path),
+            emb_dim=width,
+            inner_dim=size(given, "inner_dim", path, least=0, default=width) or width,
+            n_predict=size(given, "n_predict", path, most=MOST_COUNT),
+            tie_weights=bool(given.get("tie_weights")),
+            scale_input=bool(given.get("scale_input")),
+        )
+        tensors = {name.removeprefix("speculator."): tensor for name, tensor in checkpoint.tensors().items()}
+        head = made(lambda: cls(config), _shared(tensors, config) if config.tie_weights else tensors, path)
+        trained.check_target(checkpoint.target, width, target)
+        trained.check_vocabulary(config.vocab_size, target)
+        return head
 
     @property
     def weight(self) -> Tensor:
@@ -98,39 +123,23 @@ class MLPSpeculator(SequentialHead):
         found: Tensor = self.head[depth](state)
         return found
 
+    def on_tables(self, vocab_size: int, seed: int) -> "MLPSpeculator":
+        config = MLPSpeculatorConfig(
+            vocab_size=vocab_size, emb_dim=TABLE_FEATURES, inner_dim=4, n_predict=self.max_depth, scale_input=True
+        )
+        head = MLPSpeculator(config).double().eval()
+        randomise(head, seed)
+        return head
+
 
 def normed(states: Float[Tensor, "*batch size"]) -> Float[Tensor, "*batch size"]:
     """The states with a root mean square of 1."""
     return states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + EPS)
 
 
-def is_mlp_speculator(config: Mapping[str, Any]) -> bool:
-    """Whether a config is that of an MLP speculator."""
-    return config.get("model_type") == KIND
-
-
-def read_mlp_speculator(path: str, *, revision: str | None = None) -> MLPSpeculator:
-    """An MLP speculator in a directory or at a hub id.
-
-    Raises:
-        InputError: There is none, or its tensors do not fit its config.
-    """
-    given = read_config(path, revision=revision)
-    if not is_mlp_speculator(given):
-        raise InputError(f"{path} holds no MLP speculator: the model_type of its config is not {KIND!r}")
-    width = size(given, "emb_dim" if given.get("emb_dim") else "hidden_size", path)
-    config = MLPSpeculatorConfig(
-        vocab_size=size(given, "vocab_size", path),
-        emb_dim=width,
-        inner_dim=size(given, "inner_dim", path, least=0, default=width) or width,
-        n_predict=size(given, "n_predict", path, most=MOST_COUNT),
-        tie_weights=bool(given.get("tie_weights")),
-        scale_input=bool(given.get("scale_input")),
-    )
-    read = read_tensors(path, revision=revision)
-    tensors = {name.removeprefix("speculator."): tensor for name, tensor in read.items()}
-    whole = _shared(tensors, config) if config.tie_weights else tensors
-    return made(lambda: MLPSpeculator(config), whole, path).eval()
+def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a checkpoint is an MLP speculator."""
+    return config.get("model_type") == NAME
 
 
 def _shared(tensors: Mapping[str, Tensor], config: MLPSpeculatorConfig) -> dict[str, Tensor]:
@@ -142,3 +151,6 @@ def _shared(tensors: Mapping[str, Tensor], config: MLPSpeculatorConfig) -> dict[
             if first in found:
                 found[name.format(i)] = found[first]
     return found
+
+
+SPEC = HeadSpec(name=NAME, head=MLPSpeculator, drafter=SequentialDrafter, published=published)

@@ -1,16 +1,28 @@
-"""A target's own multi-token-prediction layer as a head: transformers' module behind the slots of `HeadLM`.
+"""A target's own multi-token-prediction layers: transformers' modules behind the slots of `HeadLM`.
 
 DeepSeek-AI 2024, DeepSeek-V3, section 2.2. https://arxiv.org/abs/2412.19437
 """
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any, ClassVar, Literal
 
+import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from outrider.lm.head import KVCache
+from outrider.core.types import Frontier, Guess, Request, Running
+from outrider.drafters.protocol import Observed, check_longest
+from outrider.heads.trunks.features import BACKLOG, FeatureDrafter, FeatureState, output_features
+from outrider.lm.head import HeadLM, KVCache, head_lm
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.protocol import Extension, Segment
+from outrider.lm.tabular import TabularHead
+from outrider.lm.target_info import TargetInfo
+from outrider.trees.chained import Follow
 
 
 class MtpHead(nn.Module):
@@ -78,3 +90,301 @@ class MtpHead(nn.Module):
     def logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         weight = next(iter(getattr(self.ends.embed, "parameters", tuple)()), hidden)
         return self.ends.head(hidden.to(weight.device, weight.dtype))[..., : self.vocab_size]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpDrafter(FeatureDrafter):
+    """Guess by the one multi-token-prediction layer of a target's checkpoint.
+
+    The layer reads the target's normed last hidden state at a position and the token that follows, and guesses the
+    token after that. For the second draft token and all later ones it runs again, on the features that it output
+    itself, as in vLLM. transformers drafts one token per layer and no more.
+
+    References:
+        DeepSeek-AI 2024, DeepSeek-V3, section 2.2. https://arxiv.org/abs/2412.19437
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """An expanded draft node: its parent's number, its depth and its token."""
+
+    parent: int
+    depth: int
+    token: Int[Tensor, ""]
+
+
+@dataclass(kw_only=True)
+class LayersState(FeatureState):
+    """One request's slots of all layers; changes in place. It is itself the state of the first layer.
+
+    Attributes:
+        deeper: The state of each further layer. Its pending features are those that the layer before has output.
+            In `fed`, the root's number is that of the newest committed position that is pending, or -1.
+        nodes: The expanded nodes of the draft, by number.
+        waiting: For each further layer, the committed positions that it has read in this step. Until the commit they
+            are pending in its slot, before the nodes of the draft, and their features count as pending.
+    """
+
+    deeper: list[FeatureState]
+    nodes: dict[int, Node] = field(default_factory=dict)
+    waiting: list[int] = field(default_factory=list)
+
+    @property
+    def layers(self) -> list[FeatureState]:
+        """The states of all layers."""
+        return [self, *self.deeper]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpLayersDrafter(FeatureDrafter[LayersState]):
+    r"""Guess the token at depth $k + 1$ by layer k of several multi-token-prediction layers.
+
+    At position p of the text, layer k computes $f^k_p$ from the token there and from $f^{k-1}_{p-1}$, where
+    $f^{-1}_p$ is the target's state, and guesses $x_{p+1}$. So every layer reads all committed positions, and layer k
+    reads the first k tokens of a draft too. A layer runs when the draft gets as deep as it guesses, and then reads what
+    it has missed. Beyond the depth of the last layer, that layer runs again, on the features that it output itself.
+
+    Attributes:
+        lm: The first layer.
+        deeper: The further layers.
+    """
+
+    state: ClassVar[type[Any]] = LayersState
+
+    deeper: tuple[HeadLM | TabularHead, ...]
+
+    @property
+    def lms(self) -> tuple[HeadLM | TabularHead, ...]:
+        """All layers."""
+        return (self.lm, *self.deeper)
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        return {f"{name} {k}": module for k, lm in enumerate(self.lms) for name, module in lm.modules.items()}
+
+    def open(self, request: Request) -> LayersState:
+        return LayersState(slot=self.lm.open(), deeper=[FeatureState(slot=lm.open()) for lm in self.deeper])
+
+    def close(self, state: object) -> None:
+        for lm, own in zip(self.lms, self.checked(state).layers, strict=True):
+            lm.release(own.slot)
+
+    def observe(self, states: Sequence[Running], observed: Observed) -> None:
+        super().observe(states, observed)
+        for k, lm in enumerate(self.deeper, 1):
+            long = [state for state in states if self.own(state).layers[k].num_pending >= BACKLOG]
+            # As in the first layer, one position waits for the next draft.
+            segments = [self._missed(state, k, self.own(state).layers[k].num_pending - 1) for state in long]
+            if segments:
+                extension = lm.extend(segments)
+                counts = [len(segment.tokens) for segment in segments]
+                lm.commit({segment.slot: range(count) for segment, count in zip(segments, counts, strict=True)})
+                for state, count in zip(long, counts, strict=True):
+                    self.own(state).layers[k].forget(count)
+                parts = output_features(extension).split(counts)
+                self._hand_on(long, k, parts)
+
+    def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
+        for state in states:
+            own = self.own(state)
+            own.nodes, own.waiting = {}, [0] * len(self.deeper)
+            for each in own.deeper:
+                each.fed, each.head_output = {}, {}
+        return super().begin(states, depths)
+
+    def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
+        tokens = frontier.tokens.to(self.lm.device)
+        for i, owner in enumerate(frontier.owners.tolist()):
+            node = Node(parent=int(frontier.parents[i]), depth=int(frontier.depths[i]), token=tokens[i])
+            self.own(states[owner]).nodes[int(frontier.nodes[i])] = node
+        owners = np.unique(frontier.owners).tolist()
+        wanted = [frontier.nodes[frontier.owners == owner].tolist() for owner in owners]
+        k = min(int(frontier.depths[0]), len(self.deeper))
+        running = [states[owner] for owner in owners]
+        new = [self._unfed(state, k, nodes) for state, nodes in zip(running, wanted, strict=True)]
+        segments = [
+            self._segment(state, k, nodes, len(asked)) for state, nodes, asked in zip(running, new, wanted, strict=True)
+        ]
+        extension = self.deeper[k - 1].extend(segments)
+        parts = output_features(extension).split([len(segment.tokens) for segment in segments])
+        committed = []
+        for state, nodes, part in zip(running, new, parts, strict=True):
+            count, head_output = len(part) - len(nodes), self.own(state).layers[k].head_output
+            head_output |= dict(zip(nodes, part[count:], strict=True))
+            if count:
+                head_output[0] = part[count - 1]
+            committed.append(part[:count])
+        self._hand_on(running, k, committed)
+        return Guess(logits=extension.logits, short_list=self.short_list)
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        depth = 0
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            nonlocal depth
+            depth += 1
+            owners = np.flatnonzero(np.array(counts) >= depth)
+            same = np.full(len(owners), depth)
+            frontier = Frontier(owners=owners, nodes=same, parents=same - 1, depths=same, tokens=tokens)
+            logits = self.expand(states, frontier).logits
+            if logits is None:
+                raise TypeError("a head guesses by logits")
+            return logits
+
+        return step
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        super().commit(states, paths)
+        owns = [self.own(state) for state in states]
+        for k, lm in enumerate(self.deeper):
+            counts = [own.waiting[k] if own.waiting else 0 for own in owns]
+            lm.commit({own.deeper[k].slot: range(count) for own, count in zip(owns, counts, strict=True)})
+            for own, count in zip(owns, counts, strict=True):
+                own.deeper[k].forget(count)
+        for own in owns:
+            own.waiting = []
+
+    def needs(self, state: object, length: int) -> int:
+        return sum(self._valid(self.checked(state), length)[0])
+
+    def reuse(self, state: object, request: Request, length: int) -> LayersState:
+        own, states = self.checked(state), []
+        for lm, each, (read, pending) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
+            lm.truncate(each.slot, read)
+            states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(pending)))
+        return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
+
+    def fork(self, state: object, request: Request, length: int) -> LayersState:
+        own = self.checked(state)
+        states = [
+            FeatureState(slot=lm.copy(each.slot, read), pending_features=each.first_pending(pending))
+            for lm, each, (read, pending) in zip(self.lms, own.layers, self._valid(own, length), strict=True)
+        ]
+        return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
+
+    def cast(self, target_info: TargetInfo) -> "MtpLayersDrafter":
+        lms = [FeatureDrafter(lm=lm, reads=self.reads).cast(target_info).lm for lm in self.lms]
+        return replace(self, lm=lms[0], deeper=tuple(lms[1:]))
+
+    def on_tables(self, vocab_size: int, seed: int) -> "MtpLayersDrafter":
+        first, *deeper = (TabularHead(vocab_size, seed + k) for k in range(len(self.lms)))
+        return replace(self, lm=first, deeper=tuple(deeper), reads=(0,), short_list=None)
+
+    def _read(self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]) -> Extension:
+        extension = super()._read(states, counts, logits)
+        self._hand_on(states, 0, output_features(extension).split(list(counts)))
+        return extension
+
+    def _hand_on(self, states: Sequence[Running], k: int, parts: Sequence[Float[Tensor, "_ hidden"]]) -> None:
+        """Give the layer behind layer k what layer k output at committed positions of each request."""
+        if k < len(self.deeper):
+            for state, part in zip(states, parts, strict=True):
+                if len(part):
+                    self.own(state).layers[k + 1].pending_features.append(part)
+
+    def _missed(self, state: Running, k: int, most: int) -> Segment:
+        """The next committed positions that layer k has not read.
+
+        Args:
+            most: Most positions.
+        """
+        own, lm = self.own(state).layers[k], self.lms[k]
+        first, features = lm.length(own.slot) + 1 + k, torch.cat(own.pending_features)
+        ids = torch.tensor(state.tokens[first : first + min(most, len(features))], dtype=torch.long)
+        tokens = ids.to(lm.device, non_blocking=True)
+        return Segment(slot=own.slot, tokens=tokens, features=features[: len(tokens)], logits="none")
+
+    def _segment(self, state: Running, k: int, new: Sequence[int], wanted: int) -> Segment:
+        """What layer k reads for a draft: the committed positions that it has missed, then new nodes.
+
+        Args:
+            wanted: The logits of this many nodes are wanted, the last ones.
+        """
+        whole, own = self.own(state), self.own(state).layers[k]
+        tokens, features, parents = [], [], []
+        if 0 not in own.fed:
+            own.fed[0] = -1
+            if own.num_pending:
+                missed = self._missed(state, k, own.num_pending)
+                tokens, count = [missed.tokens], len(missed.tokens)
+                features = [] if missed.features is None else [missed.features]
+                own.fed[0], whole.waiting[k - 1], parents = count - 1, count, list(range(-1, count - 1))
+        for number in new:
+            node = whole.nodes[number]
+            before = own if node.depth > k else whole.layers[k - 1]
+            features.append(before.head_output[node.parent][None])
+            tokens.append(node.token[None])
+            # A layer begins late: in a short text the parent may stand before its first position.
+            parents.append(own.fed.get(node.parent, -1))
+            own.fed[number] = whole.waiting[k - 1] + len(own.fed) - 1
+        return Segment(
+            slot=own.slot,
+            tokens=torch.cat(tokens),
+            parents=np.array(parents, dtype=np.int64),
+            features=torch.cat(features),
+            logits=wanted,
+        )
+
+    def _valid(self, own: LayersState, length: int) -> list[tuple[int, int]]:
+        """For each layer, the positions in its slot and its pending features that a text with the same first `length`
+        tokens can use.
+
+        Layer k has position p in its slot at index p - k - 1. Layer k + 1 must have an pending feature of every position
+        from its own newest one to the newest one of layer k.
+        """
+        ends = [lm.length(each.slot) + k for k, (lm, each) in enumerate(zip(self.lms, own.layers, strict=True))]
+        newest: list[int] = []
+        for k, end in enumerate(ends):
+            newest.append(max(k, min(end, length - 1, newest[-1] + 1 if newest else end)))
+        for k in range(len(ends) - 1, 0, -1):
+            pending = own.layers[k].num_pending if newest[k] == ends[k] else 0
+            newest[k - 1] = min(newest[k - 1], newest[k] + pending - 1)
+        first = min(own.num_pending, length - ends[0]) if newest[0] == ends[0] else 0
+        left = [first, *(before + 1 - after for before, after in pairwise(newest))]
+        return [(end - k, pending) for k, (end, pending) in enumerate(zip(newest, left, strict=True))]
+
+    def _unfed(self, state: Running, k: int, nodes: Sequence[int]) -> list[int]:
+        """The nodes, and those before them, that layer k has not read; parents first. Its first position is k + 1."""
+        found: set[int] = set()
+        own, anchor = self.own(state), len(state.tokens) - 1
+        for node in nodes:
+            while node and node not in own.layers[k].fed and node not in found and anchor + own.nodes[node].depth > k:
+                found.add(node)
+                node = own.nodes[node].parent
+        return sorted(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MtpPath:
+    """Multi-token-prediction layers before they are bound to a target: `mtp`, or `mtp:path=...`.
+
+    Attributes:
+        path: Directory or hub id of the checkpoint that has them; by default the target's own.
+        max_context: Longest context; by default the target's.
+    """
+
+    path: str | None = None
+    max_context: int | None = None
+
+    def __post_init__(self) -> None:
+        check_longest(self.max_context)
+
+    def bind(self, target_info: TargetInfo) -> MtpDrafter | MtpLayersDrafter:
+        """Load the layers."""
+        model, ends, reads = target_info.mtp(self.path), target_info.ends(), (target_info.num_layers,)
+        longest = min(self.max_context or target_info.max_context, target_info.max_context)
+        heads = [MtpHead(model, number, ends, target_info.vocab_size) for number in range(len(model.layers))]
+        first, *deeper = (
+            head_lm(
+                target_info.target_forward,
+                target_info.forward,
+                head.to(target_info.device, target_info.dtype).requires_grad_(False),
+                max_slots=target_info.max_slots,
+                max_context=longest,
+            )
+            for head in heads
+        )
+        if deeper:
+            return MtpLayersDrafter(lm=first, deeper=tuple(deeper), reads=reads)
+        return MtpDrafter(lm=first, reads=reads)

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import TargetShape, write_head
 from outrider.learning.batch import Batch, Document
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.checkpoint import TargetShape, write_head
 from outrider.lm.hf.taps import tapped
 from outrider.lm.target_info import TargetInfo
 
@@ -33,6 +33,7 @@ class HeadContext:
         tokenizer: Its tokenizer; None if there is none.
         documents: The texts to learn from.
         depth: Draft tokens of a step: how many are watched, and how many heads there are where each guesses one.
+        watch_temperature: The temperature that the head is kept for, 1 or 0.
         max_length: Most tokens of a text in a step.
         seed: Of new weights and of every draw.
         device: Where the head learns; by default on the target's device.
@@ -43,6 +44,7 @@ class HeadContext:
     tokenizer: PreTrainedTokenizerBase | None = None
     documents: Sequence[Document] = ()
     depth: int = 5
+    watch_temperature: int = 1
     max_length: int = 512
     seed: int = 0
     device: torch.device | None = None

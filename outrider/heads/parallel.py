@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig
 
+from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Guess, InputError, Running
 from outrider.drafters.marginal import MarginalDrafter
-from outrider.heads.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.eagle3 import MASK, SPECULATORS, Eagle3Head, TrainedEagle3
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext, Places
@@ -31,6 +30,8 @@ from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import PADDING, Batch, Document
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.lm.head import KVCache
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo
@@ -45,8 +46,6 @@ PEAGLE = "peagle"
 """The `speculators_model_type` of P-EAGLE heads."""
 MASK_IDS = ("mask_token_id", "pard_token")
 """The keys of a config that name the mask token of a P-EAGLE head: that of trainers, and vLLM's own."""
-GROUP_DRAW = 51
-"""What the draw of a row's groups decides, beside its seed, its step and its number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +150,7 @@ class ParallelHead(FeatureHead):
     def init_from(cls, place: TrainedHead, options: Any, context: HeadContext) -> "ParallelHead":
         if is_peagle(place.checkpoint.config, place.checkpoint.names):
             raise InputError(f"the head in {place.path} is a P-EAGLE head, and these are not trained further here")
-        return super().init_from(place, options, context)
+        return cast(ParallelHead, super().init_from(place, options, context))
 
     def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """`slots`, `fc` of the form `eagle`, and the layers under the names of a Llama's."""
@@ -386,7 +385,7 @@ class ParallelObjective(FeatureObjective):
         drawn = []
         for learnt, number in zip(batch.learnt.cpu().numpy(), batch.rows, strict=True):
             places = np.flatnonzero(learnt[2:])
-            dice = np.random.default_rng([self.context.seed, batch.step, number, GROUP_DRAW])
+            dice = step_generator(Purpose.GROUPS, seed=self.context.seed, step=batch.step, row=number)
             drawn.append(np.sort(dice.permutation(places)[: self.options.num_groups]))
         most = max(1, *(len(each) for each in drawn))
         at = np.stack([np.pad(each, (0, most - len(each)), constant_values=length) for each in drawn])

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.protocol import Observed
-from outrider.heads.checkpoint import KIND, MOST_COUNT, Checkpoint, load_into
-from outrider.heads.checkpoint import size as size_in
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, has_specialists
 from outrider.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3SizeOptions, TrainedEagle3
 from outrider.heads.eagle3 import published as published_eagle3
@@ -38,6 +36,8 @@ from outrider.heads.trunks.features import (
 from outrider.learning.batch import Batch
 from outrider.learning.options import loss, size
 from outrider.lm.head import HeadLM
+from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, Checkpoint, load_into
+from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.protocol import Segment
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
@@ -97,7 +97,9 @@ class PossHead(Head):
 
     @classmethod
     def new(cls, options: PossOptions, context: HeadContext) -> Any:
-        kind, of = (EagleHead, EagleOptions) if options.trunk == "eagle" else (Eagle3Head, Eagle3Options)
+        of_eagle = options.trunk == "eagle"
+        kind: Any = EagleHead if of_eagle else Eagle3Head
+        of = EagleOptions if of_eagle else Eagle3Options
         known = {each.name for each in fields(of)}
         head = kind.new(of(**{name: value for name, value in vars(options).items() if name in known}), context)
         head.specialise(options.unrolled // options.stride, options.stride)
@@ -125,7 +127,7 @@ class PossHead(Head):
             config = {**config, "num_hidden_layers": 1}
         fused = any(name.endswith("layers.0.hidden_norm.weight") for name in shared)
         kind: type[FeatureHead] = Eagle3Head if fused else EagleHead
-        head = kind.load(replace(checkpoint, own_config=config, own_tensors=shared), target, trained)
+        head = cast(FeatureHead, kind.load(replace(checkpoint, own_config=config, own_tensors=shared), target, trained))
         head.specialise(1 + len(further), stride)
         places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.specialists, start=1)}
         ordered = [further[number] for number in sorted(further)]
@@ -138,7 +140,7 @@ class PossHead(Head):
         """A head with specialists, or an EAGLE or EAGLE-3 head whose layer is copied into every specialist."""
         checkpoint = place.checkpoint
         if published(checkpoint.config, checkpoint.names):
-            if checkpoint.config.get(STRIDE) is None:
+            if checkpoint.config.get(STRIDE) is None and isinstance(place, TrainedPoss):
                 place = replace(place, stride=options.stride)
             head = cls.load(checkpoint, context.info, place)
         else:
@@ -267,9 +269,9 @@ class PossDrafter(FeatureDrafter[PossState]):
         own, first = self.checked(state), self.needs(state, length)
         kept = []
         for lm, each in zip(self.lms, own.all(), strict=True):
-            unread = pending_of(lm, each, first)
+            pending = pending_of(lm, each, first)
             lm.truncate(each.slot, min(lm.length(each.slot), first, max(0, length - 1)))
-            kept.append(FeatureState(slot=each.slot, pending_features=unread))
+            kept.append(FeatureState(slot=each.slot, pending_features=pending))
         return PossState(slot=kept[0].slot, pending_features=kept[0].pending_features, further=kept[1:])
 
     def fork(self, state: object, request: Request, length: int) -> PossState:

@@ -50,7 +50,7 @@ def write(kind: str, key: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     text = json.dumps({"key": _plain(key), "values": _plain(values)}, indent=1) + "\n"
     with suppress(OSError):
         files.make_folder(folder())
-        files.replace(_file(kind, key), text.encode())
+        files.replace(_file(kind, key), text.encode(), mode=0o600)
 
 
 def folder() -> Path:

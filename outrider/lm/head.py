@@ -228,7 +228,7 @@ def suited(target: Forward, module: nn.Module) -> Forward:
     return "packed" if target != "eager" and _packable(module) else "eager"
 
 
-def beside(target: Forward, asked: Forward | None, module: nn.Module, *, max_slots: int, max_context: int) -> HeadLM:
+def head_lm(target: Forward, asked: Forward | None, module: nn.Module, *, max_slots: int, max_context: int) -> HeadLM:
     """A head whose forwards run as its target's do, where it can.
 
     Where the target is compiled on a CPU, so is the head, if its libraries are there or compiled forwards were asked

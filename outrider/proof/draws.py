@@ -31,14 +31,14 @@ WIDTHS = (7, 192)
 """Widths of rows, besides the target's own: a narrow one, and one whose many rows are summed in blocks."""
 ROWS = 1024
 """Rows of one call."""
-PICKED: tuple[Purpose, ...] = ("draft", "recover")
+PICKED: tuple[Purpose, ...] = (Purpose.DRAFT, Purpose.RECOVER)
 """Purposes of picks."""
 SIDES = 8
 """Sides of the dice whose throws are compared with each other."""
 PAIRS = 2**12
 """Throws that are compared with each other."""
 
-Make = Callable[[Sequence[Running]], Dice]
+MakeDice = Callable[[Sequence[Running]], Dice]
 """Makes the dice of a step, as `step_dice` does."""
 
 
@@ -70,7 +70,7 @@ class DiceLaw:
         return self.p_value > BOUND
 
 
-def dice_law(vocab_size: int, make: Make = step_dice, device: torch.device | None = None) -> DiceLaw:
+def dice_law(vocab_size: int, make: MakeDice = step_dice, device: torch.device | None = None) -> DiceLaw:
     """Throw the dice many times, each draw under a key of its own, as requests with the seeds 0, 1, 2 ... would.
 
     Coins land as often as their probability says. An index is picked as often as its weight says; beside a chi-square
@@ -96,7 +96,7 @@ def dice_law(vocab_size: int, make: Make = step_dice, device: torch.device | Non
 class _Tests:
     """The tests under way; changes in place."""
 
-    def __init__(self, make: Make, device: torch.device) -> None:
+    def __init__(self, make: MakeDice, device: torch.device) -> None:
         self._make, self._device = make, device
         self._requests: dict[int, Request] = {}
         self.found: dict[str, float] = {}
@@ -126,7 +126,7 @@ class _Tests:
         total, variance = 0.0, 0.0
         for step, chance in enumerate(CHANCES):
             dice = self._dice(range(COINS // SLOTS), step)
-            landed = dice.accept(np.full(COINS, chance), self._keys(COINS, "accept"))
+            landed = dice.accept(np.full(COINS, chance), self._keys(COINS, Purpose.ACCEPT))
             more, spread = int(landed.sum()) - COINS * chance, COINS * chance * (1 - chance)
             self.found[f"coins of probability {chance:g}"] = two_sided(more / math.sqrt(spread))
             total, variance = total + more, variance + spread
@@ -143,12 +143,12 @@ class _Tests:
             for step, first in enumerate(range(0, count, rows)):
                 size = min(rows, count - first)
                 keys, dice = self._keys(size, purpose), self._dice(range(-(-size // SLOTS)), step)
-                if purpose == "recover":
+                if purpose is Purpose.RECOVER:
                     picked.append(dice.pick(full[:size], keys))
                 else:
                     [pick] = dice.picks(keys, [size], self._device)
                     picked.append(pick(full[:size]))
-            self._fits(f"picks of 1 in {width} ({purpose})", torch.cat(picked), weights)
+            self._fits(f"picks of 1 in {width} ({purpose.name.lower()})", torch.cat(picked), weights)
 
     def tilts(self) -> None:
         """The tilts of all picks so far together, which are independent."""
@@ -163,7 +163,7 @@ class _Tests:
         rows = weights.expand(count, 4).contiguous().to(self._device)
         requests = np.arange(count)
         for step, (replace, joint) in enumerate(((True, law), (False, without))):
-            keys = Draws(requests=requests, slots=np.zeros_like(requests), purpose="draft")
+            keys = Draws(requests=requests, slots=np.zeros_like(requests), purpose=Purpose.DRAFT)
             chosen = self._dice(range(count), step).pick_many(rows, 2, replace, keys).cpu()
             self.num_draws += 2 * count
             how = "with" if replace else "without"
@@ -173,7 +173,7 @@ class _Tests:
         """Gumbel noise: the largest of log-weights with noise is a pick by the weights."""
         weights, count = _weights(7), PICKS // 2
         requests = np.arange(count)
-        keys = Draws(requests=requests, slots=np.zeros_like(requests), purpose="draft")
+        keys = Draws(requests=requests, slots=np.zeros_like(requests), purpose=Purpose.DRAFT)
         noise = self._dice(range(count), 0).gumbel(7, keys).double().cpu()
         self.num_draws += noise.numel()
         self._fits("the largest of Gumbel noise", (weights.log() + noise).argmax(1), weights)
@@ -184,7 +184,7 @@ class _Tests:
         """Throws under two keys that differ in one part."""
         first = self._thrown()
         others = {
-            "draft and recover": self._thrown(purpose="recover"),
+            "draft and recover": self._thrown(purpose=Purpose.RECOVER),
             "draft and accept": self._tossed(),
             "neighbouring slots": self._thrown(slot=1),
             "neighbouring steps": self._thrown(step=1),
@@ -196,7 +196,7 @@ class _Tests:
             self.found[f"independence of {name}"] = chi_square(both, [PAIRS / ways] * ways).p_value
 
     def _thrown(
-        self, purpose: Purpose = "draft", slot: int = 0, step: int = 0, seed: int = 0
+        self, purpose: Purpose = Purpose.DRAFT, slot: int = 0, step: int = 0, seed: int = 0
     ) -> Int[Tensor, " throws"]:
         """Throws of fair dice, each by a request of its own."""
         rows = torch.ones(PAIRS, SIDES, device=self._device)
@@ -206,7 +206,7 @@ class _Tests:
 
     def _tossed(self) -> Int[Tensor, " throws"]:
         """Throws of fair coins by the same requests."""
-        landed = self._dice(range(0, 2 * PAIRS, 2), 0).accept(np.full(PAIRS, 0.5), self._single("accept", 0))
+        landed = self._dice(range(0, 2 * PAIRS, 2), 0).accept(np.full(PAIRS, 0.5), self._single(Purpose.ACCEPT, 0))
         return torch.from_numpy(landed).long()
 
     def _single(self, purpose: Purpose, slot: int) -> Draws:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, follow
 from outrider.core.constraint import Constraint
-from outrider.core.dice import Draws, Pick
+from outrider.core.dice import Draws, Pick, Purpose
 from outrider.core.sampling import Prefix, to_rows
 from outrider.core.types import Ahead, Request, Running, Sampling, Step
-from outrider.decoding.progress import PREFILL_CHUNK, begin, digest, end, undigested
+from outrider.decoding.progress import PREFILL_CHUNK, begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
 from outrider.lm.protocol import Segment
 
@@ -25,7 +25,7 @@ BATCH = 512
 """Worlds that are walked as one batch."""
 
 
-Key = tuple[object, str, int]
+Key = tuple[object, Purpose, int]
 """The name of a draw: its request, its purpose, its slot."""
 
 
@@ -77,12 +77,12 @@ class EnumeratingDice:
     def __init__(self, worlds: Sequence[World], names: Sequence[object] | None = None) -> None:
         self._worlds = worlds
         self._names = range(len(worlds)) if names is None else names
-        self._used: set[tuple[int, str, int]] = set()
+        self._used: set[tuple[int, Purpose, int]] = set()
 
     def _choose(self, request: int, slot: int, draws: Draws, outcomes: Sequence[tuple[int, float]]) -> int:
         own = (request, draws.purpose, slot)
         if own in self._used:
-            raise RuntimeError(f"the random number of slot {slot} for {draws.purpose!r} was used twice in one step")
+            raise RuntimeError(f"the random number of slot {slot} for {draws.purpose.name} was used twice in one step")
         if len(outcomes) > 1:
             self._used.add(own)
         return self._worlds[request].choose((self._names[request], draws.purpose, slot), outcomes)
@@ -320,8 +320,8 @@ def _resume(parts: Parts, request: Request, before: _Before) -> Running:
 
 def _prefill(parts: Parts, states: Sequence[Running]) -> None:
     """Prefill all tokens but the newest of every state."""
-    while behind := [(state, count) for state in states if (count := len(undigested(parts, state)))]:
-        digest(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
+    while behind := [(state, count) for state in states if (count := len(pending_tokens(parts, state)))]:
+        prefill_chunk(parts, [state for state, _ in behind], [min(count, PREFILL_CHUNK) for _, count in behind])
 
 
 def _one_by_one(

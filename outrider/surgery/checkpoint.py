@@ -1,8 +1,6 @@
 """A model's folder, written whole or not at all."""
 
 import json
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +8,7 @@ from typing import Any
 from safetensors import SafetensorError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.core import files
 from outrider.core.destination import check_free
 from outrider.core.types import InputError
 
@@ -26,19 +25,15 @@ def write(
         InputError: The folder exists, or the disk is full or refuses. Then nothing is left behind.
     """
     check_free(folder)
-    begun: Path | None = None
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        begun = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-        begun.chmod(0o755)
-        model.save_pretrained(begun)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(begun)
-        (begun / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        begun.rename(folder)
+        with files.replaced(folder) as fresh:
+            fresh.mkdir()
+            model.save_pretrained(fresh)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(fresh)
+            (fresh / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            # Another program may have written there meanwhile.
+            check_free(folder)
     except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InputError(f"cannot write to {folder}: {reason}; give another folder with --out") from error
-    finally:
-        if begun is not None:
-            shutil.rmtree(begun, ignore_errors=True)
+        raise InputError(f"cannot write to {folder}: {files.reason(error)}; give another folder with --out") from error

@@ -9,11 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from outrider.core.dice import Draws, PhiloxDice
+from outrider.core.dice import Draws, PhiloxDice, Purpose, step_generator
 from outrider.learning.batch import PADDING, Batch
-
-CUT, COIN, TOKENS = range(3)
-"""What the draws of a row decide: where a text without a prompt is cut, whether a row is continued, the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +36,7 @@ class Sampler:
     @torch.no_grad()
     def __call__(self, model: PreTrainedModel, batch: Batch) -> Batch:
         """The batch with some of its rows continued by the model. What was captured along the old text is dropped."""
-        chosen = [i for i, row in enumerate(batch.rows) if self._uniform(batch.step, row, COIN) < self.share]
+        chosen = [i for i, row in enumerate(batch.rows) if self._uniform(batch.step, row, Purpose.COIN) < self.share]
         if not chosen:
             return replace(batch, hidden={}, rows_of_target=None, logits_of_target=None)
         prompts = [self._prompt(batch, i) for i in chosen]
@@ -67,7 +64,7 @@ class Sampler:
         if first > 1:
             return first
         half = max(1, length // 2)
-        return 1 + int(self._uniform(batch.step, batch.rows[i], CUT) * half) if length > 2 else 1
+        return 1 + int(self._uniform(batch.step, batch.rows[i], Purpose.CUT) * half) if length > 2 else 1
 
     def _drawn(
         self, model: PreTrainedModel, batch: Batch, chosen: Sequence[int], prompts: Sequence[int]
@@ -113,8 +110,8 @@ class Sampler:
         ends = torch.isin(tokens, torch.tensor(list(self.eos_ids), device=tokens.device)).nonzero()
         return tokens[: int(ends[0]) + 1] if len(ends) else tokens
 
-    def _uniform(self, step: int, row: int, purpose: int) -> float:
-        return float(np.random.default_rng([self.seed, step, row, purpose]).random())
+    def _uniform(self, step: int, row: int, purpose: Purpose) -> float:
+        return float(step_generator(purpose, seed=self.seed, step=step, row=row).random())
 
 
 class _Drawing(LogitsProcessor):  # type: ignore[misc]
@@ -128,11 +125,11 @@ class _Drawing(LogitsProcessor):  # type: ignore[misc]
     ) -> Float[Tensor, "rows vocab"]:
         count = len(scores)
         slot = input_ids.shape[1] - self.begin
-        draws = Draws(requests=np.arange(count), slots=np.full(count, slot), purpose="draft")
+        draws = Draws(requests=np.arange(count), slots=np.full(count, slot), purpose=Purpose.DRAFT)
         drawn = self.dice.pick(scores.float().softmax(-1), draws)
         return torch.full_like(scores, -torch.inf).scatter(1, drawn[:, None], 0.0)
 
 
 def _key(seed: int, row: int) -> int:
     """The seed of a row's tokens."""
-    return int(np.random.SeedSequence([seed, row, TOKENS]).generate_state(1, np.uint64)[0])
+    return int(np.random.SeedSequence([seed, row, Purpose.TOKENS]).generate_state(1, np.uint64)[0])

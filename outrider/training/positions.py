@@ -15,11 +15,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
 from outrider.learning.batch import Batch
-
-PADDING_DRAW, GAP_DRAW = 40, 41
-"""What a row's draws decide, beside its seed, step and number."""
 
 
 @runtime_checkable
@@ -55,10 +53,10 @@ class RandomPadding:
     def __call__(self, batch: Batch) -> Int[Tensor, "rows length"]:
         """The positions of the tokens. Padding behind a text stays below the limit."""
         _check_room(batch, self.limit)
-        first = [
-            int(_dice(self.seed, batch.step, row, PADDING_DRAW).integers(0, self.limit - count, endpoint=True))
-            for row, count in zip(batch.rows, batch.lengths.tolist(), strict=True)
-        ]
+        first = []
+        for row, count in zip(batch.rows, batch.lengths.tolist(), strict=True):
+            dice = step_generator(Purpose.PADDING, seed=self.seed, step=batch.step, row=row)
+            first.append(int(dice.integers(0, self.limit - count, endpoint=True)))
         places = torch.tensor(first)[:, None] + torch.arange(batch.tokens.shape[1])
         return places.clamp_max(self.limit - 1).to(batch.tokens.device)
 
@@ -98,7 +96,7 @@ class RandomGaps:
         return torch.from_numpy(np.stack(rows)).to(batch.tokens.device)
 
     def _row(self, step: int, row: int, count: int, width: int) -> Int[np.ndarray, " width"]:
-        dice, places = _dice(self.seed, step, row, GAP_DRAW), np.arange(width)
+        dice, places = step_generator(Purpose.GAPS, seed=self.seed, step=step, row=row), np.arange(width)
         # A jump before token i moves it and all later tokens. The last `together` tokens move as one.
         allowed = np.arange(1, count - self.together + 1)
         if not len(allowed) or count == self.limit:
@@ -172,10 +170,6 @@ def positions_of(name: str, limit: int, seed: int) -> Positions | None:
     if name == "gaps":
         return RandomGaps(limit=limit, seed=seed)
     raise InputError(f"unknown positions {name!r}; use plain, padding or gaps")
-
-
-def _dice(seed: int, step: int, row: int, purpose: int) -> np.random.Generator:
-    return np.random.default_rng([seed, step, row, purpose])
 
 
 def _check_limit(limit: int) -> None:

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
 from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, read_steering, usual_taps, write_steering
 from outrider.learning.batch import Batch
@@ -24,9 +25,6 @@ from outrider.lm.hf.taps import tapped
 from outrider.lm.steered import steered, up_projections
 from outrider.training.distill import Data, Distilled, States, distilled, guessing
 from outrider.training.positions import Positions
-
-OFFSET_DRAW = 30
-"""What the draw of a step decides, beside its seed and its number."""
 
 
 class Steered(Distilled):
@@ -93,7 +91,7 @@ class Steered(Distilled):
 
     def offset(self, step: int) -> int:
         """How many tokens old the states are in a step; the same in all its rows and processes."""
-        dice = np.random.default_rng([self._seed, step, OFFSET_DRAW])
+        dice = step_generator(Purpose.AGE, seed=self._seed, step=step)
         return int(dice.integers(1, self._longest, endpoint=True))
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
@@ -106,7 +104,7 @@ class Steered(Distilled):
         """The draft model's states below its output layer, with the vectors of states that are so many tokens old."""
         taps = {tap: batch.hidden[tap].to(self.steering.gather.weight.dtype) for tap in self.steering.config.taps}
         source, reads = sources(batch.learnt, offset)
-        inner = self.steering.digest(self.steering.beside(taps))
+        inner = self.steering.project(self.steering.concatenate(taps))
         rows = torch.arange(len(inner), device=inner.device)[:, None]
         with steered(self._parts, self.steering.layers(inner[rows, source] * reads[..., None])):
             return self._states[0].of(batch.tokens, at)

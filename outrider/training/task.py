@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from outrider.assembly import assemble
@@ -46,9 +46,6 @@ from outrider.training.loop.watch import Watch, hold_out
 from outrider.training.options import DataOptions, DistillOptions, SteerOptions, WatchOptions
 from outrider.training.positions import positions_of
 from outrider.training.steer import steered_learner
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ANSWERS = "answers.jsonl"
 """The file of the target's answers, in the folder of the run."""
@@ -205,6 +202,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         tokenizer=tokenizer,
         documents=learnt,
         depth=task.watch.depth,
+        watch_temperature=task.watch.watch_temperature,
         max_length=settings.max_length,
         seed=settings.seed,
         device=device,
@@ -270,7 +268,7 @@ def _estimated(learner: Learner, target: PreTrainedModel, batches: Batches, sett
 
 
 def _documents(
-    plan: Plan, task: TrainTask, tokenizer: "PreTrainedTokenizerBase | None", *, console: Console
+    plan: Plan, task: TrainTask, tokenizer: PreTrainedTokenizerBase | None, *, console: Console
 ) -> tuple[Sequence[Document], Sequence[Document]]:
     """The documents to learn from, and those to watch."""
     data, part = task.data, _part(task.data)

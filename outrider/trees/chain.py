@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.core.dice import Dice, Draws, Pick
+from outrider.core.dice import Dice, Draws, Pick, Purpose
 from outrider.core.types import Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree
 from outrider.trees.shape import chain_shape
@@ -26,7 +26,7 @@ class ChainTree(UnprunedTree):
 
     def choose(self, level: Level, dice: Dice) -> Children:
         if level.proposed is None:
-            draws = Draws(requests=level.owners, slots=level.nodes, purpose="draft")
+            draws = Draws(requests=level.owners, slots=level.nodes, purpose=Purpose.DRAFT)
             tokens = dice.pick(level.drawable, draws)
             owners, parents = level.owners, level.nodes
         else:
@@ -43,5 +43,5 @@ class ChainTree(UnprunedTree):
             device: Where rows are.
         """
         shape = chain_shape(tuple(limits))
-        draws = Draws(requests=shape.owners, slots=shape.numbers, purpose="draft")
+        draws = Draws(requests=shape.owners, slots=shape.numbers, purpose=Purpose.DRAFT)
         return dice.picks(draws, [len(level.owners) for level in shape.levels], device)

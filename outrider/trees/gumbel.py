@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.core.dice import Dice, Draws
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size, nothing
 
@@ -40,7 +40,7 @@ class GumbelTree(UnprunedTree):
         if level.depth >= len(self.branching):
             return nothing(level)
         slots = level.nodes * max(self.branching)
-        draws = Draws(requests=level.owners, slots=slots, purpose="draft")
+        draws = Draws(requests=level.owners, slots=slots, purpose=Purpose.DRAFT)
         return drawn(level, dice.pick_many(level.drawable, self.branching[level.depth], False, draws).cpu().numpy())
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from jaxtyping import Int
 
-from outrider.core.dice import Dice, Draws
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 
@@ -41,7 +41,7 @@ class IidTree(UnprunedTree):
         for count in np.unique(paths).tolist():
             rows = np.flatnonzero(paths == count)
             slots = level.nodes[rows] * self.num_paths
-            draws = Draws(requests=level.owners[rows], slots=slots, purpose="draft")
+            draws = Draws(requests=level.owners[rows], slots=slots, purpose=Purpose.DRAFT)
             picked = dice.pick_many(
                 level.drawable[torch.from_numpy(rows).to(level.drawable.device)], count, True, draws
             )

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import chains, everyone, gains, recover
 from outrider.verifiers.traits import CHAINS, StatedVerifier
@@ -52,7 +52,7 @@ class BlockVerifier(StatedVerifier):
             if not ((chances > 0) & (chances < 1)).any():
                 landed = chances == 1
             else:
-                landed = dice.accept(chances, everyone(draft, i - 1, "accept"))
+                landed = dice.accept(chances, everyone(draft, i - 1, Purpose.ACCEPT))
             num_accepted[undecided & landed] = i
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         weight = w[np.arange(len(last)), num_accepted]

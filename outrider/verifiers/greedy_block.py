@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import Chains, chains, child_rows, everyone, gains, recover
 from outrider.verifiers.traits import CHAINS, StatedVerifier
@@ -93,7 +93,7 @@ class GreedyBlockVerifier(StatedVerifier):
         num_accepted = np.zeros_like(side.lengths)
         for i in range(side.depth, 0, -1):
             undecided = (num_accepted == 0) & (i <= side.lengths)
-            landed = dice.accept(chances[:, i] * undecided, everyone(draft, i - 1, "accept"))
+            landed = dice.accept(chances[:, i] * undecided, everyone(draft, i - 1, Purpose.ACCEPT))
             num_accepted[undecided & landed] = i
         return num_accepted
 

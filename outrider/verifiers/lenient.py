@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import chains, everyone, recover
 from outrider.verifiers.traits import CHAINS, StatedVerifier
@@ -43,7 +43,7 @@ class LenientVerifier(StatedVerifier):
         num_accepted = np.zeros_like(side.lengths)
         for i in range(side.depth):
             alive = num_accepted == i
-            num_accepted += alive & dice.accept(chances[:, i] * alive, everyone(draft, i, "accept"))
+            num_accepted += alive & dice.accept(chances[:, i] * alive, everyone(draft, i, Purpose.ACCEPT))
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))
 

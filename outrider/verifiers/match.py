@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import everyone, upload
 from outrider.verifiers.traits import EVERY, StatedVerifier
@@ -39,7 +39,7 @@ class MatchVerifier(StatedVerifier):
         while walking.any():
             level = int(num_accepted.max())
             rows = target_rows[upload(here, target_rows.device)]
-            drawn = dice.pick(rows, everyone(draft, level, "recover", walking)).cpu().numpy()
+            drawn = dice.pick(rows, everyone(draft, level, Purpose.RECOVER, walking)).cpu().numpy()
             next_tokens[walking] = drawn[walking]
             for r in np.flatnonzero(walking).tolist():
                 children = draft.links[draft.first_child[here[r]] : draft.first_child[here[r] + 1]]

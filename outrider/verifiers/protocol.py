@@ -195,7 +195,7 @@ def plain(draft: Draft, target_rows: Float[Tensor, "requests vocab"], dice: Dice
     return Verdict(
         paths=np.zeros((count, 0), dtype=np.int64),
         num_accepted=np.zeros(count, dtype=np.int64),
-        next_tokens=dice.pick(target_rows, everyone(draft, 0, "recover")),
+        next_tokens=dice.pick(target_rows, everyone(draft, 0, Purpose.RECOVER)),
     )
 
 
@@ -221,4 +221,4 @@ def recover(
         weights = residual(scaled, child_rows(draft, last, p))
         if not rejected.all():
             weights = torch.where(upload(rejected, p.device)[:, None], weights, p)
-    return dice.pick(weights, everyone(draft, 0, "recover"))
+    return dice.pick(weights, everyone(draft, 0, Purpose.RECOVER))

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import chains, everyone, recover
 from outrider.verifiers.traits import CHAINS, StatedVerifier
@@ -32,6 +32,6 @@ class TokenVerifier(StatedVerifier):
         ratios, num_accepted = side.ratios, np.zeros_like(side.lengths)
         for i in range(side.depth):
             alive = num_accepted == i
-            num_accepted += alive & dice.accept(ratios[:, i] * alive, everyone(draft, i, "accept"))
+            num_accepted += alive & dice.accept(ratios[:, i] * alive, everyone(draft, i, Purpose.ACCEPT))
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))

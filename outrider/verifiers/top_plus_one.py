@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.core.dice import Dice, Draws
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, ratio, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
@@ -55,7 +55,7 @@ class TopPlusOneVerifier(StatedVerifier):
         if not len(rejected):
             walk.go(accepted)
             return
-        draws = Draws(requests=walk.active[rejected], slots=np.full(len(rejected), depth), purpose="recover")
+        draws = Draws(requests=walk.active[rejected], slots=np.full(len(rejected), depth), purpose=Purpose.RECOVER)
         drawn = dice.pick(weights[upload(rejected, weights.device)], draws)
         tokens, found = draft.tokens.cpu().numpy(), drawn.cpu().numpy()
         own = np.pad(children.nodes[rejected], ((0, 0), (0, 1)), constant_values=-1)

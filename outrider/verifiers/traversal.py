@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.core.dice import Dice, Draws
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.sampling import rows_at_once
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import child_rows, upload
@@ -63,11 +63,11 @@ class TraversalVerifier(StatedVerifier):
             asked = np.flatnonzero(undecided & np.array([i < len(own) for own in visits]))
             nodes = np.array([visits[r][i].node for r in asked.tolist()], dtype=np.int64)
             own = slots[nodes] - draft.first_child[draft.offsets[requests[asked]]]
-            draws = Draws(requests=requests[asked], slots=own, purpose="accept")
+            draws = Draws(requests=requests[asked], slots=own, purpose=Purpose.ACCEPT)
             landed = dice.accept(weighed.weights[nodes], draws)
             accepted[asked[landed]] = nodes[landed]
             undecided[asked[landed]] = False
-        draws = Draws(requests=requests, slots=np.zeros_like(requests), purpose="recover")
+        draws = Draws(requests=requests, slots=np.zeros_like(requests), purpose=Purpose.RECOVER)
         return accepted, dice.pick(weighed.after(accepted, target_rows), draws)
 
 

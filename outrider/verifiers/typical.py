@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.sampling import rows_at_once
 from outrider.core.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import everyone, upload
@@ -64,4 +64,4 @@ class TypicalVerifier(StatedVerifier):
                 if accepted[node] and (draft.depths[node], logs[node]) > (draft.depths[held], logs[held]):
                     best[owner] = node
         rows = target_rows[upload(best, target_rows.device)]
-        return verdict_at(draft, best, dice.pick(rows, everyone(draft, 0, "recover")))
+        return verdict_at(draft, best, dice.pick(rows, everyone(draft, 0, Purpose.RECOVER)))

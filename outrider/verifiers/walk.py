@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.core.dice import Dice, Draws
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import upload
 
@@ -85,7 +85,7 @@ class Walk:
         """End the walks that stopped, each with a token drawn from its row of these weights."""
         if stopped.any():
             at = np.flatnonzero(stopped)
-            draws = Draws(requests=self.active[at], slots=np.zeros_like(at), purpose="recover")
+            draws = Draws(requests=self.active[at], slots=np.zeros_like(at), purpose=Purpose.RECOVER)
             self.stop(stopped, dice.pick(weights[upload(at, weights.device)], draws))
 
     def verdict(self) -> Verdict:
@@ -107,7 +107,7 @@ def coins(
     for k in range(chances.shape[1]):
         asked = np.flatnonzero((found < 0) & (children.nodes[:, k] >= 0))
         if len(asked):
-            draws = Draws(requests=walk.active[asked], slots=children.slots[asked, k], purpose="accept")
+            draws = Draws(requests=walk.active[asked], slots=children.slots[asked, k], purpose=Purpose.ACCEPT)
             asked = asked[dice.accept(chances[asked, k], draws)]
             found[asked] = children.nodes[asked, k]
     return found

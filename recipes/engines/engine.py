@@ -1,7 +1,6 @@
 """What an engine is: modes, environment, what starts its driver, and what writes models in its format."""
 
 import hashlib
-import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,12 +59,12 @@ def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dty
         return source.absolute()
     place = folder.absolute() / "models" / f"{digest(source / 'model.safetensors')}-{room.place.name}-{dtype}"
     if not place.exists():
-        fresh = place.with_name(f"{place.name}.new")
-        fresh.parent.mkdir(parents=True, exist_ok=True)
-        if fresh.is_dir():
-            shutil.rmtree(fresh)
-        engine.convert(room, source.absolute(), fresh, dtype)
-        fresh.rename(place)
+        # The environments of the engines read this file too, and have no Outrider.
+        from outrider.core import files
+
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with files.replaced(place) as fresh:
+            engine.convert(room, source.absolute(), fresh, dtype)
     return place
 
 

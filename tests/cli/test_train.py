@@ -1,21 +1,35 @@
-"""`outrider train distill`: the whole of a user's work."""
+"""`outrider train`: draft models, steered ones and every head of the catalog, from a target and texts to a drafter."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
+import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import outrider
+from outrider import catalog
+from outrider.drafters.steering import read_steering
+from outrider.learning.options import SIZE
+from outrider.lm.hf.checkpoint import read_config
 from outrider.training.loop.journal import read
 from tests.cli.runs import run, run_apart
+from tests.world.heads import HEADS, TRAINED
 from tests.world.tokenizers import byte_level, letters
 from tests.world.zoo import tiny
 
-SETTINGS = {"steps": 4, "num-rows": 2, "max-length": 24, "save-every": 2, "watch-every": 2, "depth": 2}
+SETTINGS = {"steps": 4, "batch-size": 2, "max-length": 24, "save-every": 2, "watch-every": 2, "depth": 2}
 FEW = tuple(each for name, value in SETTINGS.items() for each in (f"--{name}", str(value)))
+GREEDY = outrider.Sampling(temperature=0)
+every_head = pytest.mark.parametrize("kind", TRAINED)
+
+
+def lines(count: int = 12, length: int = 20) -> list[dict[str, object]]:
+    """Texts as tokens."""
+    return [{"tokens": [5 + (i + j) % 40 for j in range(length)], "start": 6} for i in range(count)]
 
 
 @pytest.fixture
@@ -24,10 +38,166 @@ def pair(tmp_path: Path) -> tuple[str, ...]:
     for seed, name in enumerate(("target", "draft")):
         tiny("llama", seed=seed).float().save_pretrained(tmp_path / name)
         letters().save_pretrained(tmp_path / name)
-    lines = [{"tokens": [5 + (i + j) % 40 for j in range(20)], "start": 6} for i in range(12)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines()))
     named = {"target": "target", "drafter": "draft", "data": "data.jsonl", "out": "out"}
     return tuple(each for name, place in named.items() for each in (f"--{name}", str(tmp_path / place)))
+
+
+@pytest.fixture
+def alone(pair: tuple[str, ...]) -> tuple[str, ...]:
+    """The same without the draft model, as commands of heads want it."""
+    at = pair.index("--drafter")
+    return (*pair[:at], *pair[at + 2 :])
+
+
+def changed(given: tuple[str, ...], **values: object) -> list[str]:
+    """The options with other values."""
+    options = list(given)
+    for name, value in values.items():
+        option = f"--{name.replace('_', '-')}"
+        if option in options:
+            options[options.index(option) + 1] = str(value)
+        else:
+            options += [option, str(value)]
+    return options
+
+
+def assert_drafts(target: Path, drafter: str, tree: str = "chain") -> None:
+    """A drafter drafts, and greedy output is the target's."""
+    engine = outrider.load(str(target), drafter=drafter, tree=tree, length="fixed:2")
+    [made] = engine.generate([[5, 6, 7]], max_new_tokens=8, sampling=GREEDY)
+    assert made.num_draft_tokens > 0
+    [plain] = engine.plain().generate([[5, 6, 7]], max_new_tokens=8, sampling=GREEDY)
+    assert made.tokens == plain.tokens
+
+
+@every_head
+def test_one_command_trains_a_head_and_trains_it_further(monkeypatch, capsys, tmp_path, alone, kind) -> None:
+    status, out, err = run(monkeypatch, capsys, "train", kind, *alone, *FEW, "--json")
+    assert status == 0, err
+    record, place = json.loads(out), str(tmp_path / "out")
+    assert record["after"]["block_efficiency"] >= 1
+    assert catalog.name_of(catalog.make("drafter", place)) == kind
+    assert_drafts(tmp_path / "target", place, record.get("tree", "chain"))
+    further = [*changed((*alone, *FEW), out=tmp_path / "further", steps=1), "--init-from", place]
+    status, _, err = run(monkeypatch, capsys, "train", kind, *further)
+    assert status == 0, err
+    assert f"the drafter is in {tmp_path / 'further'}; use it with --drafter {kind}:path=" in err
+    assert read_config(str(tmp_path / "further")) == read_config(place)
+
+
+@every_head
+def test_what_a_head_on_disk_fixes_is_refused_by_name(monkeypatch, capsys, tmp_path, alone, kind) -> None:
+    sizes = [each for each in fields(HEADS[kind].options) if each.metadata.get("kind") == SIZE]
+    for each in sizes:
+        option = f"--{each.name.replace('_', '-')}"
+        # A number that stands for none is 2; one for several numbers too.
+        value = () if isinstance(each.default, bool) else (str(each.default or 2),)
+        status, _, err = run(monkeypatch, capsys, "train", kind, *alone, "--init-from", "there", option, *value)
+        assert (status, err.startswith(f"error: {each.name}: the head in there says it; leave it out")) == (2, True), (
+            err
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_of_a_head_reach_it(monkeypatch, capsys, tmp_path, alone) -> None:
+    more = ("--taps", "0x1x3", "--draft-vocab", "20", "--fc-norm", "--capture", "--slot-balanced")
+    status, _, err = run(monkeypatch, capsys, "train", "eagle3", *alone, *FEW, *more)
+    assert status == 0, err
+    config = read_config(str(tmp_path / "out"))
+    assert (config["eagle_aux_hidden_state_layer_ids"], config["draft_vocab_size"]) == ([0, 1, 3], 20)
+    assert (tmp_path / "out" / "training" / "states" / "manifest.json").is_file()
+    assert_drafts(tmp_path / "target", str(tmp_path / "out"))
+
+
+def test_heads_of_one_depth_each_come_with_a_tree(monkeypatch, capsys, tmp_path, alone) -> None:
+    more = ("--layers", "2", "--tree-nodes", "5", "--regenerate")
+    status, _, err = run(monkeypatch, capsys, "train", "medusa", *alone, *FEW, *more)
+    assert status == 0, err
+    assert (tmp_path / "out" / "training" / "answers.jsonl").is_file()
+    assert "tree: fixed:children=" in err
+    config = read_config(str(tmp_path / "out"))
+    assert (config["num_heads"], config["num_hidden_layers"]) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wrong", "message"),
+    [
+        ("eagle", ("--divergence", "kl"), "unknown divergence"),
+        ("eagle", ("--decay", "0"), "decay must be > 0"),
+        ("eagle", ("--init-from", "/nowhere"), "there is no head in /nowhere"),
+        ("eagle", ("--watch-temperature", "2"), "watch_temperature must be 1 or 0, got 2"),
+        ("eagle", ("--held-out", "/nowhere"), "/nowhere"),
+        ("eagle", ("--column", "prompt"), "--column must be a pair such as prompt=question, got 'prompt'"),
+        ("eagle", ("--draft-vocab", "5"), "No such option"),
+        ("eagle3", ("--draft-vocab", "999"), "the draft vocabulary must have 1..64 tokens, got 999"),
+        ("eagle3", ("--taps", "3,1"), "taps must be whole numbers joined by x"),
+        ("poss", ("--norm-output",), "norm_output: for trunk eagle3 alone"),
+        ("parallel", ("--depth", "3", "--slots", "1"), "so a depth of 3 cannot be watched"),
+        ("dflash", ("--block-size", "2"), "guesses 1 tokens, and --depth is 2"),
+        ("dflash", ("--mask-token-id", "999"), "mask_token_id must be in 0..63"),
+        ("blockwise", ("--ngram-order", "7"), "ngram_order must be one of 0, 1, 2, 3, 4, got 7"),
+    ],
+)
+def test_wrong_options_of_heads_get_one_sentence(monkeypatch, capsys, tmp_path, alone, kind, wrong, message) -> None:
+    status, _, err = run(monkeypatch, capsys, "train", kind, *alone, *FEW, *wrong)
+    assert status == 2
+    assert message in " ".join(err.split())
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize("command", ["eagle3", "distill"])
+def test_an_estimate_tells_memory_and_hours_and_trains_nothing(monkeypatch, capsys, tmp_path, pair, alone, command):
+    given = pair if command == "distill" else alone
+    status, out, err = run(monkeypatch, capsys, "train", command, *given, *FEW, "--estimate", "--json")
+    assert status == 0, err
+    [(name, said)] = json.loads(out).items()
+    assert name == "estimate"
+    assert "parameters" in said
+    assert "hours" in said
+    assert not list((tmp_path / "out").rglob("*.safetensors"))
+    status, out, err = run(monkeypatch, capsys, "train", command, *given, *FEW, "--estimate")
+    assert (status, out, "hours" in err) == (0, "", True)
+
+
+def test_a_split_to_watch_and_columns_with_other_names_are_read(monkeypatch, capsys, tmp_path, alone) -> None:
+    splits = {name: datasets.Dataset.from_list(lines(count)) for name, count in (("train", 8), ("test", 3))}
+    saved = datasets.DatasetDict({name: rows.rename_column("tokens", "ids") for name, rows in splits.items()})
+    saved.save_to_disk(str(tmp_path / "splits"))
+    given = changed((*alone, *FEW), data=tmp_path / "splits", held_out=tmp_path / "splits")
+    given += ["--held-out-split", "test", "--column", "tokens=ids"]
+    status, _, err = run(monkeypatch, capsys, "train", "eagle", *given)
+    assert status == 0, err
+    assert "8 documents to learn from, 3 to watch" in err
+
+
+@pytest.mark.parametrize("more", [(), ("--rank", "2", "--frozen", "--positions", "gaps", "--taps", "3x1")])
+def test_one_command_trains_a_steered_drafter(monkeypatch, capsys, tmp_path, pair, more) -> None:
+    status, out, err = run(monkeypatch, capsys, "train", "steer", *pair, *FEW, *more, "--json")
+    assert status == 0, err
+    assert json.loads(out)["after"]["block_efficiency"] >= 1
+    config = read_steering(str(tmp_path / "out")).config
+    assert (config.rank, config.taps) == ((2, (3, 1)) if more else (None, (2, 1)))
+    for name in ("steered", "model"):
+        assert_drafts(tmp_path / "target", f"{name}:path={tmp_path / 'out'}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (("--taps", "3,1"), "taps must be whole numbers joined by x"),
+        (("--taps", "99"), "taps must be in 0..3"),
+        (("--rank", "0"), "rank must be >= 1"),
+        (("--positions", "gap"), "use plain, padding or gaps"),
+        (("--divergence", "kl"), "unknown divergence"),
+        (("--init-from", "there"), "No such option"),
+    ],
+)
+def test_wrong_options_of_a_steered_drafter_get_one_sentence(monkeypatch, capsys, tmp_path, pair, wrong, message):
+    status, _, err = run(monkeypatch, capsys, "train", "steer", *pair, *FEW, *wrong)
+    assert status == 2
+    assert message in " ".join(err.split())
+    assert not (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("texts", ["fixed", "on_policy", "mixed:share=0.5"])
@@ -74,10 +244,8 @@ def test_captured_states_train_the_same_draft_model(monkeypatch, capsys, tmp_pat
 
 def test_positions_change_what_is_learnt(monkeypatch, capsys, tmp_path, pair) -> None:
     # The last 32 tokens of a text have no gap between them.
-    lines = [{"tokens": [5 + (i + j) % 40 for j in range(60)], "start": 6} for i in range(12)]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    given = [*pair, *FEW]
-    given[given.index("--max-length") + 1] = "60"
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines(length=60)))
+    given = changed((*pair, *FEW), max_length=60)
     assert run(monkeypatch, capsys, "train", "distill", *given)[0] == 0
     status, _, err = run(monkeypatch, capsys, "train", "distill", *given, "--positions", "gaps")
     assert status == 2
@@ -127,7 +295,7 @@ def test_wrong_input_gets_one_sentence_and_leaves_nothing(monkeypatch, capsys, t
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize("command", ["distill", "steer", "eagle3", "medusa", "dflash", "blockwise"])
+@pytest.mark.parametrize("command", ["distill", "steer", *TRAINED])
 def test_a_model_is_never_replaced(monkeypatch, capsys, tmp_path, pair, command: str) -> None:
     given = dict(zip(pair[::2], pair[1::2], strict=True)) | {"--out": str(tmp_path / "target")}
     if command not in ("distill", "steer"):

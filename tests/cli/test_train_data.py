@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from outrider.training.data.records import read_documents
-from tests.cli.runs import run, run_apart
+from tests.cli.runs import run
 
 SHORT = ("--max-new-tokens", "4", "--temperature", "0")
 
@@ -52,10 +52,3 @@ def test_wrong_input_is_one_sentence(monkeypatch, capsys, tmp_path: Path) -> Non
         assert err.startswith("error: ")
         assert words in err.replace("\n", " ")
     assert not Path(out).exists()
-
-
-def test_help_of_training_comes_without_torch() -> None:
-    done = run_apart("train", "data", "--help", flags=("-X", "importtime"))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "--prompt-tokens" in done.stdout
-    assert " torch\n" not in done.stderr

@@ -151,7 +151,7 @@ def test_a_prompt_that_continues_or_leaves_the_last_text_is_as_in_a_cold_engine(
         assert warm.generate([second], **asked)[0].tokens == cold.generate([second], **asked)[0].tokens
 
 
-def test_a_prompt_that_continues_the_last_text_digests_only_what_is_new() -> None:
+def test_a_prompt_that_continues_the_last_text_prefills_only_what_is_new() -> None:
     warm = engine(tiny_recurrent("qwen3_next"), drafter("ngram", tiny("llama")))
     first = list(range(3, 60))
     [output] = warm.generate([first], max_new_tokens=2, sampling=GREEDY)

@@ -35,7 +35,7 @@ WRONG = {
     "engine.encode(None)": "a prompt is a text, a list of token ids or a list of chat messages, got None",
     "engine.encode(b'Once')": "a prompt is a text, a list of token ids or a list of chat messages, got b'Once'",
     "engine.encode({'role': 'user'})": (
-        "a prompt is a text, a list of token ids or a list of chat messages, got {'role': 'user'}"
+        "a prompt that is a mapping holds messages, or input_ids of a tokenizer; this holds 'role'"
     ),
     "engine.encode([5, 6.0])": (
         "a prompt is a text, a list of token ids or a list of chat messages; this list holds 6.0"
@@ -48,6 +48,10 @@ WRONG = {
     "engine.generate([5])": "a prompt is a text, a list of token ids or a list of chat messages, got 5",
     "engine.generate(['a'], n=1.5)": "n must be a whole number, got 1.5",
     "engine.generate(['a'], n='2')": "n must be a whole number, got '2'",
+    "engine.generate(['a'], options={'max_new_tokens': 4})": (
+        "options must be an outrider.Generation, got {'max_new_tokens': 4}"
+    ),
+    "engine.add('a', options=outrider.Generation(stop=3))": "stop must be a text or a list of texts, got 3",
     "engine.generate(['a'], sampling={'seed': 1})": "sampling must be an outrider.Sampling, got {'seed': 1}",
     "engine.generate(['a'], sampling=outrider.Sampling(processors=[lambda ids, scores: None]))": (
         "the logits processor <lambda> must return scores of shape (1, 8192), got None"

@@ -23,7 +23,7 @@ from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.token import TokenVerifier
-from tests.world.heads import CHECKPOINTS, head
+from tests.world.heads import HEADS, head
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.skipif(
@@ -86,7 +86,7 @@ def linear_weights(module: nn.Module) -> list[torch.Tensor]:
     return [part.weight for part in module.modules() if isinstance(part, nn.Linear)]
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", HEADS)
 def test_no_step_reads_a_weight_that_was_packed_or_packs_one(model, kind):
     lm = beside(model, "packed")
     drafter = head(kind, TargetInfo.of(lm, None))
@@ -102,7 +102,7 @@ def test_no_step_reads_a_weight_that_was_packed_or_packs_one(model, kind):
     assert [out.tokens for out in made] == [out.tokens for out in plain]
 
 
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", HEADS)
 def test_packed_heads_guess_what_they_guess_unpacked(model, kind):
     accepted, modules = [], []
     for forward in ("eager", "packed"):

@@ -6,16 +6,15 @@ import pytest
 
 from outrider import catalog
 from outrider.core.types import InputError
+from tests.world.heads import HEADS
 
 WITH_CONTEXT = [
     name for name, row in catalog.rows("drafter").items() if "max_context" in {field.name for field in fields(row.make)}
 ]
 
 
-def test_drafters_with_a_longest_context_are_found():
-    assert {"model", "medusa", "eagle", "eagle3", "dflash", "parallel", "blockwise", "mtp", "assistant"} <= {
-        *WITH_CONTEXT
-    }
+def test_every_head_has_a_longest_context():
+    assert {"model", *HEADS} <= {*WITH_CONTEXT}
 
 
 @pytest.mark.parametrize("name", WITH_CONTEXT)

@@ -17,11 +17,10 @@ from outrider import catalog
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
-from outrider.drafters.assistant import AssistantDrafter
-from outrider.drafters.mtp import MtpDrafter, MtpPath
-from outrider.drafters.mtp_layers import MtpLayersDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
+from outrider.heads.assistant import AssistantDrafter
+from outrider.heads.mtp import MtpDrafter, MtpLayersDrafter, MtpPath
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.assistant import open_assistant
@@ -240,11 +239,11 @@ def test_an_assistant_in_a_batch_drafts_what_it_drafts_alone(ordered):
     these = [PROMPT, PROMPT[:2], PROMPT[3:6] * 30]
     busy = engine(opened(ordered[0]), catalog.make("drafter", str(ordered[1])).bind)
     together = busy.generate(these, max_new_tokens=16, sampling=sampling)
-    for prompt, beside in zip(these, together, strict=True):
+    for prompt, batched in zip(these, together, strict=True):
         [alone] = engine(opened(ordered[0]), lambda around: busy.parts.drafter.cast(around)).generate(
             [prompt], max_new_tokens=16, sampling=sampling
         )
-        assert (alone.tokens, alone.num_accepted_tokens) == (beside.tokens, beside.num_accepted_tokens)
+        assert (alone.tokens, alone.num_accepted_tokens) == (batched.tokens, batched.num_accepted_tokens)
 
 
 def test_an_assistant_of_another_target_is_refused(gemma, tmp_path):

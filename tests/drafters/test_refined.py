@@ -245,7 +245,7 @@ def test_each_token_is_the_best_of_the_heads_likeliest_by_the_mixed_logits():
 
 def head_rows(lm: LanguageModel, texts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The logits of all heads behind some texts."""
-    heads = head("blockwise", TargetInfo.of(lm, None)).heads
+    heads = head("blockwise", TargetInfo.of(lm, None)).head
     found = []
     for text in texts:
         with torch.no_grad():

@@ -167,7 +167,7 @@ def test_a_guess_is_the_draft_models_with_the_vectors_of_the_step_in_which_each_
     with torch.no_grad(), tapped(llama_model.model.layers, drafter.taps) as taps:
         llama_model(torch.tensor([whole]), use_cache=False)
     with torch.no_grad():
-        vectors = drafter.steering(drafter.steering.beside(taps))[0]
+        vectors = drafter.steering(drafter.steering.concatenate(taps))[0]
     for text, rows in seen.items():
         anchor = len(text) - 1
         added = torch.zeros(len(text), vectors.shape[-1], dtype=torch.float64)
@@ -206,10 +206,10 @@ def test_what_must_be_seen_again_is_one_position_at_most():
     drafter = busy.parts.drafter
     busy.generate([prompt], max_new_tokens=5, sampling=GREEDY)
     warm = busy._schedule.prefixes.oldest
-    digested = busy.parts.target.length(warm.slot)
-    for length in range(digested + 1):
+    num_read = busy.parts.target.length(warm.slot)
+    for length in range(num_read + 1):
         assert max(0, length - 1) <= drafter.needs(warm.drafter_state, length) <= length
-    assert drafter.needs(warm.drafter_state, digested) == digested
+    assert drafter.needs(warm.drafter_state, num_read) == num_read
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from tests.drafters.asking import chain, chains, running, step
 
 texts = st.lists(st.integers(0, 2), min_size=1, max_size=50)
 chunks = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), max_size=8)
-BESIDE = TargetInfo(
+TARGET_INFO = TargetInfo(
     tokenizer=None, vocab_size=9, device=torch.device("cpu"), dtype=torch.float32, max_slots=4, max_context=99
 )
 
@@ -176,19 +176,19 @@ def test_a_broken_corpus_names_file_and_line(tmp_path: Path, line: str) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text(f'{{"tokens": [1]}}\n{line}\n')
     with pytest.raises(InputError, match=r"line 2 of .*corpus\.jsonl"):
-        SuffixDrafter(corpus=str(path)).bind(BESIDE)
+        SuffixDrafter(corpus=str(path)).bind(TARGET_INFO)
 
 
 def test_a_corpus_of_text_needs_a_tokenizer(tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_text('{"text": "hello"}\n')
     with pytest.raises(InputError, match="holds text and there is no tokenizer"):
-        SuffixDrafter(corpus=str(path)).bind(BESIDE)
+        SuffixDrafter(corpus=str(path)).bind(TARGET_INFO)
 
 
 def test_a_missing_corpus_and_an_impossible_match_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"there is no corpus file .*none\.jsonl"):
-        SuffixDrafter(corpus=str(tmp_path / "none.jsonl")).bind(BESIDE)
+        SuffixDrafter(corpus=str(tmp_path / "none.jsonl")).bind(TARGET_INFO)
     with pytest.raises(InputError, match="min_match must be >= 1, got 0"):
         SuffixDrafter(min_match=0)
 
@@ -196,7 +196,7 @@ def test_a_missing_corpus_and_an_impossible_match_are_refused(tmp_path: Path) ->
 def _with_corpus(folder: Path, documents: Sequence[Sequence[int]]) -> SuffixDrafter:
     path = folder / "corpus.jsonl"
     path.write_text("".join(json.dumps({"tokens": document}) + "\n" for document in documents))
-    return SuffixDrafter(min_match=1, corpus=str(path)).bind(BESIDE)
+    return SuffixDrafter(min_match=1, corpus=str(path)).bind(TARGET_INFO)
 
 
 def _own(state: object) -> SuffixState:

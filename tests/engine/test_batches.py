@@ -193,7 +193,7 @@ def test_slots_are_given_back_and_used_again():
         assert sorted(slots) == [0, 1, 2, 3]
 
 
-def test_a_prompt_that_continues_the_last_one_digests_only_what_is_new():
+def test_a_prompt_that_continues_the_last_one_prefills_only_what_is_new():
     warm, cold = (engine("model", BlockVerifier(), FixedLength(num_speculative_tokens=3)) for _ in range(2))
     greedy = Sampling(temperature=0.0, seed=0)
     prompt = list(range(3, 40))

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.opened import _one_line
 from outrider.core.types import Step, Timing
-from outrider.engine.crowd import LATEST, LEAST, SLOWER, Crowd, CrowdedWarning, Pace
+from outrider.engine.crowd import LATEST, MIN_STEPS, SLOWER, Crowd, CrowdedWarning, Pace
 from outrider.host.cores import Usage, affinity
 from tests.cli.runs import ROOT
 from tests.world.models import engine
@@ -57,7 +57,7 @@ def test_steps_of_unlike_size_are_not_compared():
 
 def test_the_pace_is_that_of_the_latest_steps_over_like_ones():
     pace = Pace()
-    for _ in range(LEAST):
+    for _ in range(MIN_STEPS):
         assert pace.note(1, 5, 0.01) == 1.0
         pace.note(2, 10, 0.1)
     for _ in range(LATEST):

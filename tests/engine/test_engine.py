@@ -197,7 +197,7 @@ def test_a_request_ends_where_its_own_rule_says(drafter):
     assert asked == [whole[:n] for n in range(1, 8)], "once per token, in order, and not beyond the end"
 
 
-def test_a_prompt_that_continues_the_last_text_digests_only_what_is_new():
+def test_a_prompt_that_continues_the_last_text_prefills_only_what_is_new():
     warm, cold = engine("model"), engine("model")
     first = list(range(3, 50))
     [output] = warm.generate([first], max_new_tokens=12, sampling=DRAWN)
@@ -248,7 +248,7 @@ def test_prompts_share_forwards_where_that_wastes_little(lengths, expected):
     ids=[*DRAFTERS, "tree"],
 )
 @pytest.mark.parametrize("setting", [GREEDY, DRAWN], ids=["greedy", "drawn"])
-def test_a_prompt_digested_by_its_first_step_gives_what_one_digested_before_gives(drafter, tree, setting):
+def test_a_prompt_prefilled_by_its_first_step_gives_what_one_prefilled_before_gives(drafter, tree, setting):
     these = [replace(r, prompt=(*r.prompt, *range(3, 60), *range(3, 30))) for r in requests(setting)]
 
     def outputs(crops: bool) -> tuple[dict[str, list[int]], int]:

@@ -150,7 +150,7 @@ def test_only_the_request_at_fault_ends_and_says_why():
 
 def test_a_request_that_cannot_be_opened_or_prefilled_ends_and_frees_its_slot():
     busy = engine(Failing(inner=drafter_of("model"), when={("open", 2), ("observe", 3)}))
-    # Prompts of different length are digested one by one, the longest first.
+    # Prompts of different length are prefilled one by one, the longest first.
     these = [replace(r, prompt=r.prompt * size) for r, size in zip(requests(), (20, 1, 30, 10), strict=True)]
     outputs = run(busy, these)
     assert [output.finish_reason for _, output in sorted(outputs.items())] == ["length", "error", "length", "error"]

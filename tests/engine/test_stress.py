@@ -166,9 +166,9 @@ class Counting(LanguageModel):
     """Notes how many tokens each forward over prompts had."""
 
     def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
-        self.digested = getattr(self, "digested", 0)
+        self.num_read = getattr(self, "num_read", 0)
         if segments[0].logits == "none":
-            self.digested += sum(len(s.tokens) for s in segments)
+            self.num_read += sum(len(s.tokens) for s in segments)
         return super().extend(segments, taps)
 
 
@@ -204,10 +204,10 @@ def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, most):
     needed = -(-sum(size - 1 for size in prompts) // most)
     first: dict[str, int] = {}
     for step in range(1, needed + 2):
-        lm.digested = 0
+        lm.num_read = 0
         updated = [update.id for update in engine.step()]
         assert set(decoding) <= set(updated), step
-        assert lm.digested <= most
+        assert lm.num_read <= most
         first |= {id: step for id in updated if id in arriving and id not in first}
     assert set(first) == set(arriving), (first, needed)
 

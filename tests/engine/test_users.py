@@ -155,7 +155,7 @@ def converse(busy: Engine, chats: int, turns: int, order: Callable[[int], Sequen
     return found
 
 
-def test_sixteen_chats_of_six_turns_over_four_slots_digest_a_prefix_once_while_they_fit():
+def test_sixteen_chats_of_six_turns_over_four_slots_prefill_a_prefix_once_while_they_fit():
     def four_at_a_time(turns: int) -> list[tuple[int, int]]:
         groups = [range(first, first + 4) for first in range(0, 16, 4)]
         return [(chat, turn) for group in groups for turn in range(turns) for chat in group]
@@ -165,7 +165,7 @@ def test_sixteen_chats_of_six_turns_over_four_slots_digest_a_prefix_once_while_t
     reused = 0
     for (chat, turn), output in made.items():
         before = made[chat, turn - 1] if turn else None
-        # All but the newest token of the turn before is digested.
+        # All but the newest token of the turn before has been read.
         expected = 0 if before is None else before.prompt_tokens + len(before.tokens) - 1
         assert output.reused_tokens == expected, (chat, turn)
         reused += expected
@@ -188,7 +188,7 @@ def test_chats_that_do_not_fit_lose_the_slot_that_was_used_longest_ago():
     assert {key: out.tokens for key, out in made.items()} == {key: out.tokens for key, out in again.items()}
 
 
-def test_a_system_prompt_is_digested_once_for_requests_that_come_later_and_beside():
+def test_a_system_prompt_is_prefilled_once_for_requests_that_come_later_and_beside():
     busy = engine("model", max_slots=4)
     system, questions = list(range(3, 43)), [[50 + i, 9, 4 + i] for i in range(6)]
     these = [[*system, *question] for question in questions]

@@ -18,11 +18,11 @@ from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.heads.checkpoint import Checkpoint
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.block_formats import SPECULATORS, Answers, Sight, block_config
 from outrider.heads.trunks.blocks import BlockHead
 from outrider.lengths.fixed import FixedLength
+from outrider.lm.hf.checkpoint import Checkpoint
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import read_config, read_tensors
+from outrider.lm.hf.checkpoint import read_config, read_tensors
 from outrider.lm.target_info import TargetInfo
 from tests.world.heads import CHECKPOINTS
 from tests.world.models import target

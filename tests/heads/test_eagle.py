@@ -14,10 +14,10 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import read_config
 from outrider.heads.eagle import SPEC as EAGLE
 from outrider.heads.eagle3 import SPEC as EAGLE3
 from outrider.heads.eagle3 import default_taps, usual_taps
+from outrider.lm.hf.checkpoint import read_config
 from outrider.lm.hf.taps import tapped
 from outrider.lm.target_info import TargetInfo
 from tests.heads.naive_heads import NaiveEagle, NaiveEagle3

@@ -9,10 +9,10 @@ from huggingface_hub import save_torch_state_dict
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import INDICES, READ, read_names, read_tensors
-from outrider.heads.medusa import read_medusa
+from outrider.heads.medusa import SPEC as MEDUSA
+from outrider.lm.hf.checkpoint import INDICES, READ, read_names, read_tensors
 from outrider.lm.target_info import TargetInfo
-from tests.world.heads import CHECKPOINTS
+from tests.world.heads import HEADS, write_head
 from tests.world.models import target
 from tests.world.published import drawn, medusa_of_its_authors, written
 
@@ -29,10 +29,10 @@ def split(folder: Path, *, safe: bool = True) -> Path:
 
 
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "pickled"])
-@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("kind", HEADS)
 def test_a_head_in_several_files_is_the_head_in_one(tmp_path, kind, safe):
     around = TargetInfo.of(target(1), None)
-    CHECKPOINTS[kind](tmp_path, around)
+    write_head(kind, tmp_path, around)
     path = catalog.make("drafter", f"{kind}:path={tmp_path}")
     whole, names = path.bind(around), read_names(str(tmp_path))
     index = split(tmp_path, safe=safe)
@@ -50,7 +50,7 @@ def test_a_head_in_several_files_is_the_head_in_one(tmp_path, kind, safe):
 def test_of_a_model_with_heads_only_the_files_of_heads_are_read(tmp_path):
     around = TargetInfo.of(target(1), None)
     heads = medusa_of_its_authors(tmp_path, around, prefix="medusa_head.")
-    alone = read_medusa(str(tmp_path)).state_dict()
+    alone = MEDUSA.at(str(tmp_path)).bind(around).head.state_dict()
     (tmp_path / "medusa_lm_head.pt").unlink()
     model = drawn({f"model.layers.{i}.mlp.up_proj.weight": (20, 30) for i in range(5)})
     config = json.loads((tmp_path / "config.json").read_text())
@@ -60,13 +60,13 @@ def test_of_a_model_with_heads_only_the_files_of_heads_are_read(tmp_path):
     assert unneeded
     for file in unneeded:
         (tmp_path / file).unlink()
-    found = read_medusa(str(tmp_path)).state_dict()
+    found = MEDUSA.at(str(tmp_path)).bind(around).head.state_dict()
     assert all(torch.equal(weight, found[name]) for name, weight in alone.items())
 
 
 def test_damaged_indices_and_missing_files_get_one_sentence(tmp_path):
     around = TargetInfo.of(target(1), None)
-    CHECKPOINTS["medusa"](tmp_path, around)
+    write_head("medusa", tmp_path, around)
     index = split(tmp_path)
     whole = index.read_text()
     places = json.loads(whole)["weight_map"]
@@ -88,7 +88,7 @@ def test_damaged_indices_and_missing_files_get_one_sentence(tmp_path):
         read_tensors(str(tmp_path))
     (tmp_path / first).unlink()
     with pytest.raises(InputError, match=f"{first} of .* is missing, and the index"):
-        read_medusa(str(tmp_path))
+        MEDUSA.at(str(tmp_path)).bind(around)
     index.unlink()
     with pytest.raises(InputError, match="no weights of a head"):
         read_tensors(str(tmp_path))

@@ -29,7 +29,7 @@ from tests.heads.naive_kin import NaiveGriffin, NaiveJakiro, NaivePoss
 from tests.world.forced import forced_guesses
 from tests.world.models import llama, target
 from tests.world.published import eagle, eagle3, layer_of
-from tests.world.published_kin import griffin, jakiro, poss
+from tests.world.published_eagle_variants import griffin, jakiro, poss
 from tests.world.zoo import VOCAB
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")

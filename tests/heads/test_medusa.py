@@ -10,9 +10,8 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.medusa import MedusaPath
-from outrider.heads.checkpoint import TargetShape, read_config
-from outrider.heads.medusa import MedusaConfig, MedusaHeads, read_medusa, write_medusa
+from outrider.heads.medusa import SPEC, MedusaConfig, MedusaHeads
+from outrider.lm.hf.checkpoint import TargetShape, read_config, write_head
 from outrider.lm.target_info import TargetInfo
 from tests.world.models import target
 from tests.world.published import medusa_of_its_authors, medusa_of_vllm, medusa_with_fewer_tokens
@@ -65,11 +64,11 @@ def test_a_published_form_is_recognised_and_guesses_what_its_description_says(tm
     known = around()
     tensors = FORMS[form](tmp_path, known)
     path = catalog.make("drafter", str(tmp_path))
-    assert path == MedusaPath(path=str(tmp_path))
+    assert path == SPEC.at(str(tmp_path))
     drafter = path.bind(known)
     hidden = torch.randn(known.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     for head in range(drafter.max_depth):
-        logits = drafter.heads.logits(drafter.heads(hidden, head), head)
+        logits = drafter.head.logits(drafter.head(hidden, head), head)
         if drafter.short_list is not None:
             logits = drafter.short_list.widened(logits[None], -torch.inf)[0]
         expected = naive(tensors, hidden, head, known.vocab_size)
@@ -79,15 +78,15 @@ def test_a_published_form_is_recognised_and_guesses_what_its_description_says(tm
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_what_is_written_is_vllms_form_and_reads_back(tmp_path, shared):
-    config = MedusaConfig(hidden_size=8, vocab_size=12, num_heads=3, truncated_vocab_size=5, original_lm_head=shared)
+    config = MedusaConfig(hidden_size=32, vocab_size=64, num_heads=3, truncated_vocab_size=5, original_lm_head=shared)
     heads = MedusaHeads(config)
-    heads.begin_from(torch.randn(12, 8), torch.tensor([1, 4, 5, 7, 11]))
+    heads.begin_from(torch.randn(64, 32), torch.tensor([1, 4, 5, 7, 11]))
     torch.nn.init.normal_(heads.blocks[1].layers[0].weight)
-    shape = TargetShape(num_layers=2, hidden_size=8, vocab_size=12, taps=(2,))
-    write_medusa(heads, tmp_path, shape, torch.float32)
-    again = read_medusa(str(tmp_path))
+    shape = TargetShape(num_layers=2, hidden_size=32, vocab_size=64, taps=(2,))
+    write_head(tmp_path, *heads.record(shape, torch.float32, ""), torch.float32)
+    again = SPEC.at(str(tmp_path), dtype="float32").bind(around()).head
     assert again.config == config
-    hidden = torch.randn(4, 8)
+    hidden = torch.randn(4, 32)
     for head in range(3):
         assert torch.equal(again.logits(again(hidden, head), head), heads.logits(heads(hidden, head), head))
     names = {f"blocks.{i}.layers.0.weight" for i in range(3)} | {"token_map"}
@@ -110,7 +109,7 @@ def test_new_heads_are_the_targets_output_layer():
 def test_heads_of_another_target_are_refused_in_one_sentence(tmp_path):
     known = around()
     medusa_of_vllm(tmp_path, known)
-    path = MedusaPath(path=str(tmp_path))
+    path = SPEC.at(str(tmp_path))
     with pytest.raises(InputError, match=f"width {known.hidden_size}, and this target's have width 64"):
         path.bind(replace(known, hidden_size=64))
     with pytest.raises(InputError, match="shows none"):
@@ -129,7 +128,7 @@ def test_heads_of_another_target_are_refused_in_one_sentence(tmp_path):
 
 def test_damaged_checkpoints_are_refused_in_one_sentence(tmp_path):
     known = around()
-    path = MedusaPath(path=str(tmp_path))
+    path = SPEC.at(str(tmp_path))
     with pytest.raises(InputError, match=r"it has no config\.json"):
         path.bind(known)
     tensors = medusa_of_vllm(tmp_path, known)

@@ -11,12 +11,10 @@ from safetensors.torch import load_file
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.blockwise_path import BlockwisePath
-from outrider.heads.blockwise import read_blockwise, write_blockwise
-from outrider.heads.checkpoint import TargetShape
+from outrider.heads.blockwise import SPEC as BLOCKWISE
 from outrider.heads.parallel import SPEC as PARALLEL
-from outrider.heads.parallel import ParallelFile, write_parallel
 from outrider.heads.parts.backoff import FILE
+from outrider.lm.hf.checkpoint import TargetShape, write_head
 from outrider.lm.hf.taps import tapped
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo
@@ -39,13 +37,13 @@ def test_blockwise_heads_are_recognised_and_compute_what_their_description_says(
     known = around()
     tensors = blockwise(tmp_path, known)
     path = catalog.make("drafter", str(tmp_path))
-    assert path == BlockwisePath(path=str(tmp_path))
+    assert path == BLOCKWISE.at(str(tmp_path))
     drafter = path.bind(known)
     hidden = torch.randn(3, known.hidden_size, dtype=torch.float64)
     for i in range(4):
         inner = (hidden @ tensors[f"heads.{i}.up.weight"].T + tensors[f"heads.{i}.up.bias"]).clamp_min(0)
         made = hidden + inner @ tensors[f"heads.{i}.down.weight"].T + tensors[f"heads.{i}.down.bias"]
-        assert torch.allclose(drafter.heads.logits(drafter.heads(hidden, i), i), known.head(made), atol=1e-12)
+        assert torch.allclose(drafter.head.logits(drafter.head(hidden, i), i), known.head(made), atol=1e-12)
     assert drafter.max_depth == 4
 
 
@@ -81,18 +79,19 @@ def test_what_is_written_reads_back(tmp_path):
     first.mkdir()
     hidden = torch.randn(3, known.hidden_size, dtype=torch.float64)
     blockwise(first, known)
-    heads = read_blockwise(str(first), known.ends())
-    write_blockwise(heads, second, SHAPE, torch.float64)
-    again = read_blockwise(str(second), known.ends())
+    heads = BLOCKWISE.at(str(first)).bind(known).head
+    write_head(second, *heads.record(SHAPE, torch.float64, ""), torch.float64)
+    again = BLOCKWISE.at(str(second)).bind(known).head
     assert again.config == heads.config
     for i in range(4):
         assert torch.equal(again.logits(again(hidden, i), i), heads.logits(heads(hidden, i), i))
     for form in ("eagle", "medusa"):
         parallel(first, known, form=form)
-        head = ParallelFile.read(str(first)).head(known.ends(), 64)
-        write_parallel(head, second, SHAPE, torch.float64)
-        file = ParallelFile.read(str(second))
-        assert (file.form, file.num_slots, file.layer.rope_parameters) == (form, 3, head.config.rope_parameters)
+        head = PARALLEL.at(str(first)).bind(known).lm.module
+        write_head(second, *head.record(SHAPE, torch.float64, ""), torch.float64)
+        found = PARALLEL.at(str(second)).bind(known).lm.module
+        assert (found.form, found.num_slots) == (form, 3)
+        assert found.config.rope_parameters == head.config.rope_parameters
         assert {name: tensor.tolist() for name, tensor in load_file(second / "model.safetensors").items()} == {
             name: tensor.tolist() for name, tensor in load_file(first / "model.safetensors").items()
         }
@@ -108,7 +107,7 @@ def change(folder: Path, **fields: object) -> None:
 def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
     known = around()
     blockwise(tmp_path, known)
-    path = BlockwisePath(path=str(tmp_path))
+    path = BLOCKWISE.at(str(tmp_path))
     for wrong, message in (
         (replace(known, hidden_size=64), "width 32, and this target's have width 64"),
         (replace(known, vocab_size=99), "knows 64 tokens, and this target has 99"),
@@ -123,7 +122,7 @@ def test_blockwise_heads_that_do_not_fit_are_refused_in_one_sentence(tmp_path):
         ({"top_k": 0}, "top_k must be >= 1, got 0"),
     ):
         with pytest.raises(InputError, match=message):
-            BlockwisePath(path=str(tmp_path), **fields)
+            BLOCKWISE.at(str(tmp_path), **fields)
     (tmp_path / FILE).unlink()
     with pytest.raises(InputError, match="there is no n-gram model"):
         replace(path, paths=2).bind(known)
@@ -169,8 +168,8 @@ def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
     blockwise(tmp_path, known)
     (tmp_path / FILE).write_bytes(grams)
     with pytest.raises(InputError, match="knows 63 tokens, and the heads beside it 64"):
-        BlockwisePath(path=str(tmp_path), paths=2).bind(known)
-    assert np.isfinite(BlockwisePath(path=str(tmp_path), paths=2, mu=0.0).bind(known).mu)
+        BLOCKWISE.at(str(tmp_path), paths=2).bind(known)
+    assert np.isfinite(BLOCKWISE.at(str(tmp_path), paths=2, mu=0.0).bind(known).mu)
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.drafters.hydra import HydraPath
-from outrider.drafters.mlp_speculator import MLPSpeculatorPath
-from outrider.heads.hydra import read_hydra
-from outrider.heads.mlp_speculator import read_mlp_speculator
+from outrider.heads.hydra import SPEC as HYDRA
+from outrider.heads.mlp_speculator import SPEC as MLP_SPECULATOR
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from tests.heads.naive_heads import normed, plain_layer
@@ -103,7 +101,7 @@ def test_published_hydra_heads_are_recognised_and_guess_what_their_description_s
     known = around()
     tensors = hydra(tmp_path, known, **HYDRAS[form])
     path = catalog.make("drafter", str(tmp_path))
-    assert path == HydraPath(path=str(tmp_path))
+    assert path == HYDRA.at(str(tmp_path))
     lm = LanguageModel(llama(), max_slots=1)
     found = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
     assert {number for _, number in found} == set(range(GAMMA))
@@ -119,7 +117,7 @@ def test_published_hydra_heads_are_recognised_and_guess_what_their_description_s
 def test_a_published_mlp_speculator_is_recognised_and_guesses_what_its_description_says(tmp_path, form):
     tensors = mlp_speculator(tmp_path, around(), **SPECULATORS[form])
     path = catalog.make("drafter", str(tmp_path))
-    assert path == MLPSpeculatorPath(path=str(tmp_path))
+    assert path == MLP_SPECULATOR.at(str(tmp_path))
     lm = LanguageModel(llama(), max_slots=1)
     found = forced_guesses(path.bind(TargetInfo.of(lm, None)), lm, TEXT, 5, GAMMA)
     seen, _ = states_of(TEXT)
@@ -157,9 +155,9 @@ def test_heads_of_another_kind_or_target_are_refused_in_one_sentence(tmp_path):
     (tmp_path / "mlp" / "model.safetensors").unlink()
     refused("no weights of a head", "mlp")
     with pytest.raises(InputError, match="holds no Hydra heads"):
-        read_hydra(str(tmp_path / "mlp"), known.ends())
+        HYDRA.at(str(tmp_path / "mlp")).bind(known)
     with pytest.raises(InputError, match="holds no MLP speculator"):
-        read_mlp_speculator(str(tmp_path / "hydra"))
+        MLP_SPECULATOR.at(str(tmp_path / "hydra")).bind(known)
 
 
 def gpt2(folder):

@@ -33,10 +33,10 @@ def noisy(config: SteeringConfig = SIZES) -> Steering:
 def test_at_the_start_the_states_are_summed_and_nothing_is_added(rank):
     made = Steering(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
     taps = {tap: torch.randn(4, 5) for tap in (1, 4, 6)}
-    beside = made.beside(taps)
-    assert torch.equal(beside, torch.cat([taps[6], taps[4], taps[1]], -1))
-    assert torch.allclose(made.gather(beside), taps[1] + taps[4] + taps[6], atol=1e-6)
-    vectors = made(beside)
+    states = made.concatenate(taps)
+    assert torch.equal(states, torch.cat([taps[6], taps[4], taps[1]], -1))
+    assert torch.allclose(made.gather(states), taps[1] + taps[4] + taps[6], atol=1e-6)
+    vectors = made(states)
     assert vectors.shape == (4, 10)
     assert not vectors.any()
     vectors.sum().backward()
@@ -47,7 +47,7 @@ def test_at_the_start_the_states_are_summed_and_nothing_is_added(rank):
 def test_the_vectors_of_single_layers_are_parts_of_those_of_all(rank):
     made = noisy(SteeringConfig(taps=(6, 4, 1), target_layers=8, target_size=5, widths=(7, 3), rank=rank))
     states = torch.randn(2, 3, 15)
-    layers = made.layers(made.digest(states))
+    layers = made.layers(made.project(states))
     assert torch.allclose(torch.cat([layers(0), layers(1)], -1), made(states), atol=1e-6)
 
 

@@ -25,7 +25,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.choice import at_hand
 from outrider.lm.forwards.package import GATHERED, Package
-from outrider.lm.head import beside
+from outrider.lm.head import head_lm
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
 from outrider.lm.target_info import TargetInfo
@@ -147,15 +147,15 @@ def kept_heads(model: LlamaForCausalLM, kind: str) -> dict[str, bool]:
     changed = toy(kind, around[0]).lm
     with torch.no_grad():
         next(changed.module.parameters()).mul_(1.01)
-    beside_it = [
-        beside(target, None, lms[0].module, max_slots=3, max_context=around[0].max_context).forward
+    forwards = [
+        head_lm(target, None, lms[0].module, max_slots=3, max_context=around[0].max_context).forward
         for target in ("compiled", "eager")
     ]
     return {
         "found again": all(package.exists() for package in lms[0].packages),
         "not of another target": not any(package.exists() for package in lms[1].packages),
         "not of other weights": not any(package.exists() for package in changed.packages),
-        "taken beside a compiled target alone": beside_it == ["compiled", "eager"],
+        "taken beside a compiled target alone": forwards == ["compiled", "eager"],
     }
 
 

@@ -17,7 +17,7 @@ def draw(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def prefill(pair: Pair, slots: list[int], lengths: list[int], chunks: int, rng: np.random.Generator) -> None:
-    """Digest ragged prompts in as many chunks, all slots together."""
+    """Prefill ragged prompts in as many chunks, all slots together."""
     for chunk in range(chunks):
         sizes = [n // chunks + (n % chunks if chunk == chunks - 1 else 0) for n in lengths]
         kinds = ["last" if s % 2 == chunk % 2 else "none" for s in slots]

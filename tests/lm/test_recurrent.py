@@ -20,7 +20,7 @@ def draw(rng: np.random.Generator, count: int) -> list[int]:
 
 
 def prefill(pair: Pair, lengths: dict[int, int], rng: np.random.Generator, logits: str = "none") -> None:
-    """Digest a ragged prompt per slot."""
+    """Prefill a ragged prompt per slot."""
     pair.extend([Growth(slot=s, tokens=draw(rng, n), logits=logits) for s, n in lengths.items()])
     pair.commit({s: range(n) for s, n in lengths.items()})
 
@@ -85,7 +85,7 @@ def test_rows_of_one_length_share_a_forward() -> None:
     assert pair.lm.num_forwards == 3
 
 
-def test_a_long_text_after_a_far_truncation_is_digested_again() -> None:
+def test_a_long_text_after_a_far_truncation_is_prefilled_again() -> None:
     rng = np.random.default_rng(4)
     for name in ("lfm2", "mamba"):
         lm = RecurrentModel(tiny_recurrent(name), max_slots=1)

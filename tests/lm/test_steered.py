@@ -11,7 +11,7 @@ from outrider.lm.steered import SteeredLM, steered, up_projections
 from tests.world.zoo import VOCAB, tiny
 
 GATED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "cohere2", "gemma3n")
-OTHERS = ("gpt2", "opt", "bloom", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4")
+TARGETS = ("gpt2", "opt", "bloom", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4")
 TEXT = torch.tensor([[3, 9, 4, 7, 11, 5, 8, 30]])
 
 
@@ -50,7 +50,7 @@ def test_a_layer_multiplies_its_gate_with_its_up_projection_and_the_vector(name)
     assert torch.equal(model(TEXT, use_cache=False).logits, plain)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", TARGETS)
 def test_models_without_a_gated_layer_each_are_refused(name):
     with pytest.raises(InputError, match="cannot be steered"):
         up_projections(tiny(name))

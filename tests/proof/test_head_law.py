@@ -15,13 +15,13 @@ from outrider.lm.tabular import TABLE_FEATURES, TabularLM, random_features, rand
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
 from outrider.proof.runs import law_of_runs
-from tests.world.heads import CHECKPOINTS, LAYERS, head
+from tests.world.heads import HEADS, LAYERS, head
 from tests.world.models import target
 from tests.world.tables import tables
 from tests.world.verifiers import verifier
 
 CELLS = (("chain", "block"), ("gumbel:branching=2x1", "traversal"), ("dynamic:width=2,num_nodes=3", "match"))
-KINDS = (*CHECKPOINTS, *LAYERS)
+KINDS = (*HEADS, *LAYERS)
 ROWS = random_rows(2, seed=3)
 
 

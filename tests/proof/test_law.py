@@ -7,7 +7,7 @@ import pytest
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Sampling, Verdict
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -44,7 +44,7 @@ def test_one_step_of_a_chain_of_four_at_vocabulary_three_keeps_the_law(verifier,
 
 
 @pytest.mark.parametrize("verifier", VERIFIERS)
-def test_steps_that_digest_what_came_before_keep_the_law(verifier):
+def test_steps_that_prefill_what_came_before_keep_the_law(verifier):
     found = law(tables(2, verifier, 2, seed=5), [0, 1, 0], 2, prefilled=False)
     assert found.error < BOUND
 
@@ -228,7 +228,7 @@ class ReusesOneDraw:
     """Token verification that recovers with the slot it accepted with."""
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        everything = everyone(draft, 0, "accept")
+        everything = everyone(draft, 0, Purpose.ACCEPT)
         dice.accept(np.full(draft.num_requests, 0.5), everything)
         dice.accept(np.full(draft.num_requests, 0.5), everything)
         return TokenVerifier().verify(draft, target_rows, dice)

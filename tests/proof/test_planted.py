@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.core.dice import _PURPOSES, PhiloxDice, inverse_cdf
+from outrider.core.dice import _LANES, PhiloxDice, Purpose, inverse_cdf
 from outrider.core.nucleus import nucleus_floor
 from outrider.core.sampling import RowRule, to_rows
 from outrider.core.types import InputError
@@ -46,7 +46,7 @@ def uniforms_to_a_power(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_stream_for_two_purposes(patch: pytest.MonkeyPatch) -> None:
-    patch.setitem(_PURPOSES, "recover", 0)
+    patch.setitem(_LANES, Purpose.RECOVER, 0)
 
 
 def the_same_numbers_in_every_step(patch: pytest.MonkeyPatch) -> None:

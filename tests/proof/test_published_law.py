@@ -7,11 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from outrider import catalog
-from outrider.drafters.assistant import AssistantDrafter
-from outrider.drafters.mtp import MtpPath
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.heads.assistant import TabularAssistant
+from outrider.heads.assistant import AssistantDrafter, TabularAssistant
+from outrider.heads.mtp import MtpPath
 from outrider.lm.hf.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error

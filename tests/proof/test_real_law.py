@@ -126,7 +126,7 @@ def test_outputs_that_end_keep_their_law(target):
 
 
 @pytest.mark.parametrize("target", ["llama", "qwen3_next"])
-def test_prompts_that_are_digested_in_pieces_beside_requests_that_decode_keep_the_law(target):
+def test_prompts_that_are_prefilled_in_pieces_beside_requests_that_decode_keep_the_law(target):
     parts = engine(tiny(target), drafter(), "token").parts
     assert_lossless(walk(Engine(parts, max_slots=SLOTS, max_prefill_tokens=2), most=3))
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.core.dice import Purpose
 from outrider.core.types import Request, Sampling
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
@@ -100,9 +101,9 @@ def test_what_is_wrong_is_caught(wrong):
 
 
 def test_a_script_holds_where_rounding_makes_two_outcomes_of_one_or_one_of_two():
-    a, b, c = ((0, "accept", slot) for slot in range(3))
+    a, b, c = ((0, Purpose.ACCEPT, slot) for slot in range(3))
     world = World(script={a: 1, b: 0})
-    assert [world.choose((1, "draft", 0), [(5, 1.0)]), world.choose(a, [(0, 0.25), (1, 0.75)])] == [5, 1]
+    assert [world.choose((1, Purpose.DRAFT, 0), [(5, 1.0)]), world.choose(a, [(0, 0.25), (1, 0.75)])] == [5, 1]
     assert world.choose(b, [(0, 1.0)]) == 0
     assert (world.probability, world.others) == (0.75, [])
     assert world.choose(c, [(2, 0.5), (7, 0.5)]) == 2

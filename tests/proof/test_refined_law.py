@@ -3,7 +3,7 @@
 import pytest
 
 from outrider import catalog
-from outrider.drafters.blockwise import BlockwiseDrafter
+from outrider.drafters.protocol import Drafter
 from outrider.lm.hf.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
@@ -23,7 +23,7 @@ CELLS = [
 ]
 
 
-def refined(kind: str, around: TargetInfo, vocab: int) -> BlockwiseDrafter:
+def refined(kind: str, around: TargetInfo, vocab: int) -> Drafter:
     if kind == "rescored":
         return rescored(around, drafter("llama", vocab), top_k=2)
     return with_paths(around, paths=2, top_k=2)

@@ -71,7 +71,7 @@ def test_speedups_of_a_tiny_run_are_quotients_of_its_rows(tmp_path, own_cache):
         temperatures=(0.0,),
         dtype="float32",
         lengths=(2,),
-        others=stand_in_speed.OTHERS[:1],
+        others=stand_in_speed.OTHER_KINDS[:1],
         costs=Costs(draft=0.2, token=0.02),
     )
     rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""The memory that is foretold is the memory that torch takes, and the hours follow from the operations."""
+"""The memory that is estimated is the memory that torch takes, and the hours follow from the operations."""
 
 import pytest
 import torch
@@ -26,8 +26,8 @@ def loss_of(model: PreTrainedModel) -> torch.Tensor:
 def test_activations_are_those_that_torch_saves(name: str) -> None:
     model = model_of(name)
     done = trial(lambda: loss_of(model), list(model.parameters()), num_tokens=ROWS * LENGTH, rounds=1)
-    foretold = 4 * ROWS * LENGTH * activations_per_token(model)
-    assert foretold == pytest.approx(done.saved_bytes, rel=0.2), (name, foretold, done.saved_bytes)
+    estimated = 4 * ROWS * LENGTH * activations_per_token(model)
+    assert estimated == pytest.approx(done.saved_bytes, rel=0.2), (name, estimated, done.saved_bytes)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mixtral", "gpt2"])
@@ -63,8 +63,8 @@ def test_operations_are_those_that_torch_counts(name: str) -> None:
     # torch counts the attention of every pair of tokens, and half of them see each other.
     text = model.config
     pairs = 2 * text.num_attention_heads * (getattr(text, "head_dim", None) or 8) * LENGTH * text.num_hidden_layers
-    foretold = ROWS * LENGTH * (forward_flops(model, LENGTH) + pairs)
-    assert foretold == pytest.approx(counted.get_total_flops(), rel=0.05), (name, foretold, counted.get_total_flops())
+    estimated = ROWS * LENGTH * (forward_flops(model, LENGTH) + pairs)
+    assert estimated == pytest.approx(counted.get_total_flops(), rel=0.05), (name, estimated, counted.get_total_flops())
 
 
 def test_of_experts_only_the_chosen_share_counts() -> None:

@@ -1,8 +1,8 @@
 """Training of heads: what each guess reads, which tokens it learns, what is written and drafts."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.heads.objective import GuessObjective, Places, frequent_tokens, slot_balanced
 from outrider.learning import divergences
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Batch
 from outrider.learning.divergences import divergence
 from outrider.lm.hf.taps import tapped
 from outrider.lm.model import LanguageModel
@@ -25,8 +25,10 @@ from outrider.training.data.batches import Batches
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import train
 from outrider.training.loop.watch import Watch
+from outrider.trees.fixed import FixedTree, likeliest_topology
 from tests.world.forced import forced_guesses
-from tests.world.learners import head_learner
+from tests.world.heads import HEADS, TRAINED
+from tests.world.learners import batch, documents, head_learner, moved, repeated
 from tests.world.zoo import VOCAB, tiny
 
 SETTINGS = Settings(
@@ -34,68 +36,58 @@ SETTINGS = Settings(
 )
 GAMMA = 3
 FEW = torch.arange(3, VOCAB, 2)
-Make = Callable[..., GuessObjective]
 
-LEARNERS: dict[str, Make] = {
-    "blockwise": lambda target, **more: head_learner("blockwise", target, depth=GAMMA, **more),
-    "medusa": lambda target, **more: head_learner("medusa", target, depth=GAMMA, **more),
-    "medusa, deep": lambda target, **more: head_learner("medusa", target, depth=GAMMA, layers=2, **more),
-    "eagle": lambda target, **more: head_learner("eagle", target, unrolled=GAMMA, bias=True, **more),
-    "eagle3": lambda target, **more: head_learner("eagle3", target, unrolled=GAMMA, **more),
-    "eagle3, normed": lambda target, **more: head_learner(
-        "eagle3", target, unrolled=GAMMA, norm_before_residual=True, norm_output=True, fc_norm=True, **more
-    ),
-    "poss": lambda target, **more: head_learner("poss", target, unrolled=GAMMA + 1, stride=2, bias=True, **more),
-    "poss on eagle3": lambda target, **more: head_learner("poss", target, trunk="eagle3", unrolled=GAMMA, **more),
-    "griffin": lambda target, **more: head_learner("griffin", target, unrolled=GAMMA, bias=True, likeliest=5.0, **more),
-    "jakiro": lambda target, **more: head_learner("jakiro", target, unrolled=GAMMA - 1, bias=True, **more),
-    "jakiro of distributions": lambda target, **more: head_learner(
-        "jakiro", target, unrolled=GAMMA - 1, mixture="gate", expert_size=24, **more
-    ),
-    "parallel": lambda target, **more: head_learner("parallel", target, slots=GAMMA - 1, **more),
-    "parallel, of states": lambda target, **more: head_learner(
-        "parallel", target, form="medusa", slots=GAMMA - 1, layers=2, **more
-    ),
+VARIANTS: dict[str, dict[str, Any]] = {
+    "medusa, deep": {"layers": 2},
+    "eagle3, normed": {"norm_before_residual": True, "norm_output": True, "fc_norm": True},
+    "poss, of pairs": {"unrolled": GAMMA + 1, "stride": 2, "bias": True},
+    "poss, on eagle3": {"trunk": "eagle3"},
+    "griffin, biased": {"bias": True, "likeliest": 5.0},
+    "jakiro, of distributions": {"unrolled": GAMMA - 1, "mixture": "gate", "expert_size": 24},
+    "parallel, of states": {"form": "medusa", "layers": 2},
 }
-WITH_FEW = [kind for kind in LEARNERS if kind.startswith(("medusa", "eagle3", "poss on eagle3"))]
-"""The learners whose heads may guess some tokens only."""
+"""Heads with other options than the usual ones."""
+GUESSING = [name for name in TRAINED if issubclass(HEADS[name].objective, GuessObjective)]
+KINDS = [*GUESSING, *VARIANTS]
+
+
+def told(kind: str, **more: Any) -> dict[str, Any]:
+    """The options of a head: it learns all guesses."""
+    known = {each.name for each in fields(HEADS[name_of(kind)].options)}
+    return {**({"unrolled": GAMMA} if "unrolled" in known else {}), **VARIANTS.get(kind, {}), **more}
+
+
+def name_of(kind: str) -> str:
+    """The name in the catalog."""
+    return kind.partition(",")[0]
+
+
+def guesses_some(kind: str) -> bool:
+    """Whether a head may guess some tokens only."""
+    options = HEADS[name_of(kind)].options
+    try:
+        options(**told(kind, draft_vocab=len(FEW))).check()
+    except (TypeError, InputError):
+        return False
+    return True
+
+
+WITH_FEW = [*((kind, None) for kind in KINDS), *((kind, FEW) for kind in KINDS if guesses_some(kind))]
+"""All heads, and those that may guess some tokens only with these tokens."""
 
 
 def target() -> PreTrainedModel:
     return tiny("llama").float().requires_grad_(False)
 
 
-def documents(count: int = 9) -> list[Document]:
-    dice = np.random.default_rng(0)
-    return [
-        Document(tokens=dice.integers(3, VOCAB, size=size), start=int(size // 3))
-        for size in dice.integers(12, 20, size=count)
-    ]
+def fresh(kind: str, model: PreTrainedModel | None = None, *, loss: str | None = "fkl", **more: Any) -> GuessObjective:
+    """A new head that learns."""
+    return head_learner(name_of(kind), model or target(), loss=loss, depth=GAMMA, **told(kind, **more))
 
 
-def batch(step: int = 0) -> Batch:
-    return Batches(documents(), batch_size=3, max_length=24, seed=0).batch(step)
-
-
-def repeated(given: Batch) -> Batches:
-    """Batches that are all the same rows."""
-
-    class Repeated(Batches):
-        def batch(self, step: int) -> Batch:
-            return replace(given, step=step)
-
-    return Repeated(documents(), batch_size=3, max_length=24, seed=0)
-
-
-def learner(kind: str, *, loss: str | None = "fkl", noise: float = 0.3, **more: object) -> GuessObjective:
+def learner(kind: str, **more: Any) -> GuessObjective:
     """A learner whose weights are no longer those of the start."""
-    made = LEARNERS[kind](target() if loss is None else divergence(loss), **more)
-    dice = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for weight in made.parameters():
-            if weight.requires_grad:
-                weight.add_(noise * torch.randn(weight.shape, generator=dice) / max(weight.shape[-1], 1) ** 0.5)
-    return made
+    return moved(fresh(kind, **more))
 
 
 def learnt_logits(made: GuessObjective, given: Batch, count: int = GAMMA) -> list[torch.Tensor]:
@@ -112,7 +104,7 @@ def drafter_of(made: GuessObjective, folder: Path, lm: LanguageModel):
     return catalog.make("drafter", str(folder)).bind(TargetInfo.of(lm, None))
 
 
-@pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])
+@pytest.mark.parametrize(("kind", "ids"), WITH_FEW)
 def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_path, kind, ids):
     made, [text] = learner(kind, **({} if ids is None else {"ids": ids})), documents(1)
     given = Batches([text], batch_size=1, max_length=24, seed=0).batch(0)
@@ -128,7 +120,7 @@ def test_training_guesses_what_real_drafting_with_the_same_tokens_guesses(tmp_pa
         assert torch.allclose(logits, row, atol=1e-4), (place, number, float((logits - row).abs().max()))
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_no_guess_depends_on_tokens_or_states_that_drafting_does_not_know(kind):
     made, given, changed = learner(kind), batch(), 7
     tokens = given.tokens.clone()
@@ -201,9 +193,9 @@ def test_what_is_watched_is_a_draft_behind_each_learnt_token(ids):
     assert judged.agrees.tolist() == agrees
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_weight_learns_and_the_loss_falls(tmp_path, kind):
-    made = learner(kind, noise=0.0)
+    made = fresh(kind)
     before = {name: weight.clone() for name, weight in made.named_parameters() if weight.requires_grad}
     with torch.no_grad():
         first = float(made(batch()).total)
@@ -216,7 +208,7 @@ def test_every_weight_learns_and_the_loss_falls(tmp_path, kind):
             assert not torch.equal(weight, before[name]), name
 
 
-@pytest.mark.parametrize(("kind", "ids"), [*((kind, None) for kind in LEARNERS), *((kind, FEW) for kind in WITH_FEW)])
+@pytest.mark.parametrize(("kind", "ids"), WITH_FEW)
 def test_logits_that_are_kept_give_the_gradients_of_those_computed_again(monkeypatch, kind, ids):
     more = {} if ids is None else {"ids": ids}
 
@@ -233,7 +225,7 @@ def test_logits_that_are_kept_give_the_gradients_of_those_computed_again(monkeyp
         assert torch.allclose(kept[name], again[name], rtol=1e-4, atol=1e-6), name
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_captured_states_give_the_loss_of_live_ones(kind):
     made, given, model = learner(kind), batch(), target()
     with torch.no_grad(), tapped(model.model.layers, range(4)) as seen:
@@ -246,9 +238,9 @@ def test_captured_states_give_the_loss_of_live_ones(kind):
         assert float(captured.weight) == pytest.approx(sum(float(part.weight) for part in parts), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
-    made = learner(kind, noise=0.0)
+    made = fresh(kind)
     train(
         made,
         repeated(batch()),
@@ -257,7 +249,7 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
         Watch(documents(), depth=2, max_length=24),
     )
     engine = outrider.load(target(), drafter=str(tmp_path / "head"), length="fixed:3")
-    assert catalog.name_of(catalog.make("drafter", str(tmp_path / "head"))) == kind.partition(",")[0].partition(" ")[0]
+    assert catalog.name_of(catalog.make("drafter", str(tmp_path / "head"))) == name_of(kind)
     prompts = [text.tokens[:7].tolist() for text in documents(2)]
     for sampling in (Sampling(temperature=0.0, seed=0), Sampling(temperature=1.0, seed=0)):
         drafted = engine.generate(prompts, max_new_tokens=12, sampling=sampling)
@@ -265,15 +257,15 @@ def test_what_is_trained_drafts_losslessly_and_trains_further(tmp_path, kind):
         if sampling.temperature == 0:
             plain = engine.plain().generate(prompts, max_new_tokens=12, sampling=sampling)
             assert [out.tokens for out in drafted] == [out.tokens for out in plain]
-    further = LEARNERS[kind](target(), loss="tvd", init_from=str(tmp_path / "head"))
-    for mine, theirs in zip(learnt_logits(further, batch()), learnt_logits(made, batch()), strict=True):
+    again = fresh(kind, loss="tvd", init_from=str(tmp_path / "head"))
+    for mine, theirs in zip(learnt_logits(again, batch()), learnt_logits(made, batch()), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_head_in_float32_learns_from_a_target_in_half_precision(tmp_path, kind):
     model = tiny("llama").to(torch.bfloat16).requires_grad_(False)
-    made = LEARNERS[kind](model, loss="fkl")
+    made = fresh(kind, model)
     found = made(batch())
     found.total.backward()
     assert float(found.total.detach()) > 0
@@ -326,6 +318,17 @@ def test_balanced_guesses_have_the_same_weight_however_few_places_they_have():
     assert float(found.total) == pytest.approx(whole * sum(parts), rel=1e-4)
 
 
+def test_the_tree_that_fits_is_of_the_heads_that_were_kept(tmp_path):
+    made = learner("medusa", tree_nodes=5)
+    made.write(tmp_path)
+    expected = likeliest_topology(made.accuracies([batch()], greedy=False), 5)
+    with torch.no_grad():
+        for weight in made.parameters():
+            weight.zero_()
+    [(name, tree)] = made.found(tmp_path, [batch()]).items()
+    assert (name, catalog.make("tree", tree)) == ("tree", FixedTree(children=expected, chosen=True))
+
+
 def test_shared_heads_keep_the_targets_output_layer(tmp_path):
     made = head_learner("medusa", target(), loss="fkl", depth=GAMMA, shared=True)
     train(made, repeated(batch()), SETTINGS, tmp_path)
@@ -335,10 +338,10 @@ def test_shared_heads_keep_the_targets_output_layer(tmp_path):
 
 def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     for wrong, message in [
-        ({"num_heads": 0}, "num_heads of Medusa heads must be >= 1, got 0"),
-        ({"num_layers": -1}, "num_hidden_layers of Medusa heads must be >= 0"),
+        ({"depth": 0}, "num_heads of Medusa heads must be >= 1, got 0"),
+        ({"layers": -1}, "layers must be >= 0, got -1"),
         ({"decay": 0.0}, "decay must be > 0"),
-        ({"begin": str(tmp_path)}, r"no config\.json"),
+        ({"init_from": str(tmp_path)}, r"no config\.json"),
     ]:
         with pytest.raises(InputError, match=message):
             head_learner("medusa", target(), **wrong)
@@ -347,7 +350,7 @@ def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
     with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("medusa").judged(batch(), 4)
     head_learner("medusa", target(), depth=1).write(tmp_path)
-    with pytest.raises(InputError, match="the heads are for hidden states of width 32 and 64 tokens"):
+    with pytest.raises(InputError, match="knows 64 tokens, and this target has 65"):
         head_learner("medusa", _wider(), init_from=str(tmp_path))
 
 

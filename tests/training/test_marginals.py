@@ -8,14 +8,14 @@ import torch
 
 from outrider import catalog
 from outrider.core.types import InputError
-from outrider.heads.objective import Places
+from outrider.heads.objective import Places, slot_balanced
+from outrider.heads.parallel import ParallelObjective
 from outrider.heads.parts.backoff import FILE
 from outrider.learning.divergences import divergence
 from outrider.lm.model import LanguageModel
 from outrider.lm.target_info import TargetInfo
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
-from outrider.training.positions import slot_balanced
 from tests.training.test_heads import GAMMA, SETTINGS, batch, documents, learner, learnt_logits, repeated, target
 from tests.world.learners import head_learner
 from tests.world.zoo import VOCAB
@@ -23,11 +23,10 @@ from tests.world.zoo import VOCAB
 FORMS = ("parallel", "parallel, of states")
 
 
-def in_groups(kind: str, count: int) -> Parallel:
+def in_groups(kind: str, count: int, **more: object) -> ParallelObjective:
     """A parallel head that learns at some groups of a row."""
-    made = learner(kind)
-    assert isinstance(made, Parallel)
-    made._num_groups = count
+    made = learner(kind, num_groups=count, **more)
+    assert isinstance(made, ParallelObjective)
     return made.train()
 
 
@@ -61,8 +60,7 @@ def test_a_slot_knows_nothing_of_the_text_behind_its_group(kind):
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_the_loss_is_the_weighted_mean_over_the_places_of_the_groups(kind):
-    made, given = in_groups(kind, 2), batch(1)
-    made.decay = 0.5
+    made, given = in_groups(kind, 2, decay=0.5), batch(1)
     groups, logits = made.groups(given), learnt_logits(made, given)
     with torch.no_grad():
         found = made(given)
@@ -134,7 +132,6 @@ def test_a_step_of_one_head_has_the_loss_of_that_head():
         alone.counted = lambda batch, number=number: (number,)
         parts.append(alone(given))
     made = learner("blockwise", decay=0.5, one_head=True)
-    assert isinstance(made, Blockwise)
     for step in range(300):
         [number] = made.counted(replace(given, step=step))
         counts[number] += 1
@@ -161,7 +158,7 @@ def test_heads_that_learn_one_at_a_time_all_learn(tmp_path):
 
 
 def test_the_ngram_model_of_the_texts_is_written_beside_the_heads(tmp_path):
-    made = head_learner("blockwise", target(), depth=2, documents=documents(), least=1)
+    made = head_learner("blockwise", target(), depth=2, documents=documents(), ngram_least=1)
     made.write(tmp_path)
     lm = LanguageModel(target(), max_slots=1)
     drafter = catalog.make("drafter", f"blockwise:path={tmp_path},paths=2").bind(TargetInfo.of(lm, None))
@@ -172,29 +169,30 @@ def test_the_ngram_model_of_the_texts_is_written_beside_the_heads(tmp_path):
     further = head_learner("blockwise", target(), init_from=str(tmp_path))
     assert np.array_equal(further.grams.keys[1], drafter.model.keys[1])
     bare = tmp_path / "bare"
-    head_learner("blockwise", target(), depth=2, documents=documents(), order=0).write(bare)
+    head_learner("blockwise", target(), depth=2, documents=documents(), ngram_order=0).write(bare)
     assert not (bare / FILE).exists()
 
 
 def test_wrong_sizes_are_refused_in_one_sentence(tmp_path):
-    for make, wrong, message in (
-        (blockwise_learner, {"num_heads": 0}, "num_heads of blockwise heads must be >= 1, got 0"),
-        (blockwise_learner, {"intermediate_size": 0}, "intermediate_size of blockwise heads must be >= 1"),
-        (blockwise_learner, {"documents": documents(), "order": 9}, r"must be in 1\.\.4, got 9"),
-        (blockwise_learner, {"begin": str(tmp_path)}, r"no config\.json"),
-        (parallel_learner, {"num_slots": -1}, "must have >= 0 mask slots"),
-        (parallel_learner, {"layers": 0}, "must have a layer"),
-        (parallel_learner, {"form": "dflash"}, "must be eagle or medusa"),
-        (parallel_learner, {"num_groups": 0}, "num_groups must be >= 1"),
-        (parallel_learner, {"begin": str(tmp_path)}, r"no config\.json"),
+    for kind, wrong, message in (
+        ("blockwise", {"depth": 0}, "num_heads of blockwise heads must be >= 1, got 0"),
+        ("blockwise", {"intermediate_size": 0}, "intermediate_size must be >= 1, got 0"),
+        ("blockwise", {"ngram_order": 9}, "ngram_order must be one of 0, 1, 2, 3, 4, got 9"),
+        ("blockwise", {"ngram_least": 0}, "ngram_least must be >= 1, got 0"),
+        ("blockwise", {"init_from": str(tmp_path)}, r"no config\.json"),
+        ("parallel", {"slots": -1}, "slots must be >= 0, got -1"),
+        ("parallel", {"layers": 0}, "layers must be >= 1, got 0"),
+        ("parallel", {"form": "dflash"}, "form must be one of eagle, medusa, got 'dflash'"),
+        ("parallel", {"num_groups": 0}, "num_groups must be >= 1"),
+        ("parallel", {"init_from": str(tmp_path)}, r"no config\.json"),
     ):
         with pytest.raises(InputError, match=message):
-            make(target(), **wrong)
+            head_learner(kind, target(), **wrong)
     with pytest.raises(InputError, match="drafts 3 tokens, so a depth of 4"):
         learner("parallel").judged(batch(), 4)
     wider = target()
     wider.resize_token_embeddings(VOCAB + 1)
-    for kind, make in (("blockwise", blockwise_learner), ("parallel", parallel_learner)):
+    for kind in ("blockwise", "parallel"):
         learner(kind).write(tmp_path / kind)
-        with pytest.raises(InputError, match="for hidden states of width 32 and 64 tokens"):
-            make(wider, init_from=str(tmp_path / kind))
+        with pytest.raises(InputError, match="knows 64 tokens, and this target has 65"):
+            head_learner(kind, wider, init_from=str(tmp_path / kind))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider import catalog
-from outrider.core.dice import Draws, PhiloxDice
+from outrider.core.dice import Draws, PhiloxDice, Purpose
 from outrider.core.types import Draft, InputError, Request, Running, Sampling
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
@@ -121,8 +121,8 @@ def test_a_batch_decides_what_the_twin_decides(tree, name, seed, rooms):
     assert len(verdict.next_tokens) == len(rooms)
     for i in range(len(rooms)):
         numbers = Numbers(
-            accept=lambda slot, i=i: dice._uniform(i, slot, "accept"),
-            recover=lambda slot, i=i: dice._uniform(i, slot, "recover"),
+            accept=lambda slot, i=i: dice._uniform(i, slot, Purpose.ACCEPT),
+            recover=lambda slot, i=i: dice._uniform(i, slot, Purpose.RECOVER),
         )
         expected = TWINS[name](tree_of(draft, i, p), numbers, draft.structure)
         count = int(verdict.num_accepted[i])
@@ -139,8 +139,8 @@ def test_the_families_of_lenience_are_their_twins(family):
         draft, dice = drafted("chain", [4], seed)
         p = np.random.default_rng(seed).dirichlet(np.full(VOCAB, 0.5), size=len(draft.parents))
         numbers = Numbers(
-            accept=lambda slot, dice=dice: dice._uniform(0, slot, "accept"),
-            recover=lambda slot, dice=dice: dice._uniform(0, slot, "recover"),
+            accept=lambda slot, dice=dice: dice._uniform(0, slot, Purpose.ACCEPT),
+            recover=lambda slot, dice=dice: dice._uniform(0, slot, Purpose.RECOVER),
         )
         rule = LenientVerifier(strength=0.3, family=family)
         verdict = rule.verify(draft, torch.from_numpy(p), dice)
@@ -172,26 +172,26 @@ def test_a_zero_probability_token_is_never_accepted_even_by_a_zero_uniform(name)
 
 def test_draws_of_one_request_do_not_depend_on_the_batch():
     weights = torch.rand(1, 50, dtype=torch.float64)
-    for purpose in ("draft", "accept", "recover"):
+    for purpose in (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RECOVER):
         alone = PhiloxDice(seeds=[3], steps=[9]).pick(
             weights, Draws(requests=np.array([0]), slots=np.array([4]), purpose=purpose)
         )
-        beside = PhiloxDice(seeds=[8, 3], steps=[1, 9]).pick(
+        batched = PhiloxDice(seeds=[8, 3], steps=[1, 9]).pick(
             weights.expand(2, -1), Draws(requests=np.array([0, 1]), slots=np.array([40, 4]), purpose=purpose)
         )
-        assert int(alone[0]) == int(beside[1])
+        assert int(alone[0]) == int(batched[1])
 
 
 def test_draws_without_replacement_are_what_drawing_in_turn_gives():
     random = np.random.default_rng(0)
     weights = torch.from_numpy(random.dirichlet(np.full(6, 0.3), size=200))
     weights[::3, 2] = 0
-    draws = Draws(requests=np.arange(200), slots=np.zeros(200, dtype=np.int64), purpose="draft")
+    draws = Draws(requests=np.arange(200), slots=np.zeros(200, dtype=np.int64), purpose=Purpose.DRAFT)
     dice = PhiloxDice(seeds=list(range(200)), steps=[0] * 200)
     picked = dice.pick_many(weights, 6, False, draws)
     left = weights.clone()
     for k in range(6):
-        own = Draws(requests=draws.requests, slots=draws.slots + k, purpose="draft")
+        own = Draws(requests=draws.requests, slots=draws.slots + k, purpose=Purpose.DRAFT)
         there = left.sum(-1) > 0
         expected = torch.where(there, dice.pick(left, own), -1)
         assert (picked[:, k] == expected).float().mean() > 0.999

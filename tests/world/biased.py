@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import chains, everyone, recover
 
@@ -21,7 +21,7 @@ class RecoversFromTheTarget:
         accepted = np.zeros_like(side.lengths)
         for i in range(side.depth):
             alive = accepted == i
-            accepted += alive & dice.accept(side.ratios[:, i].clip(max=1) * alive, everyone(draft, i, "accept"))
+            accepted += alive & dice.accept(side.ratios[:, i].clip(max=1) * alive, everyone(draft, i, Purpose.ACCEPT))
         last = side.roots + accepted
         return side.verdict(accepted, recover(draft, dice, target_rows, last, np.zeros(len(last), dtype=bool)))
 
@@ -36,7 +36,7 @@ class ProductOfUniforms:
         clipped = side.ratios.clip(max=1).cumprod(-1)
         accepted = np.zeros_like(side.lengths)
         for i in range(side.depth):
-            landed = dice.accept(clipped[:, i], everyone(draft, i, "accept"))
+            landed = dice.accept(clipped[:, i], everyone(draft, i, Purpose.ACCEPT))
             accepted = np.where(landed & (i < side.lengths), i + 1, accepted)
         last, rejected = side.roots + accepted, accepted < side.lengths
         return side.verdict(accepted, recover(draft, dice, target_rows, last, rejected))

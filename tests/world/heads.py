@@ -13,18 +13,20 @@ from transformers import LlamaConfig
 from transformers.modeling_layers import MtpModel
 
 from outrider import catalog
-from outrider.drafters.mtp import MtpPath
 from outrider.drafters.protocol import Drafter
+from outrider.heads.mtp import MtpPath
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
+from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter
 from outrider.heads.trunks.features import OwnFeatures
 from outrider.lm.forwards.head_package import KINDS, Kind
 from outrider.lm.head import HeadLM
 from outrider.lm.target_info import TargetInfo
 from tests.world.block_checkpoints import checkpoints
+from tests.world.learners import head_learner, moved
 from tests.world.own_heads import blockwise, parallel
 from tests.world.published import eagle, eagle3, hydra, medusa_of_vllm, mlp_speculator
-from tests.world.published_kin import griffin, jakiro, poss
+from tests.world.published_eagle_variants import griffin, jakiro, poss
 from tests.world.zoo import scrambled
 
 
@@ -85,8 +87,17 @@ def head(kind: str, around: TargetInfo, **more: object) -> Drafter:
     if kind in LAYERS:
         return MtpPath().bind(replace(around, mtp=lambda path: _mtp(around, LAYERS[kind])))
     with tempfile.TemporaryDirectory() as folder:
-        CHECKPOINTS[kind](Path(folder), around)
+        write_head(kind, Path(folder), around)
         return catalog.make("drafter", f"{kind}:path={folder}").bind(around)
+
+
+def write_head(kind: str, folder: Path, around: TargetInfo) -> None:
+    """Write a random checkpoint of a head: in a layout of `CHECKPOINTS`, or as training writes it."""
+    if kind in CHECKPOINTS:
+        CHECKPOINTS[kind](folder, around)
+        return
+    learner = head_learner(kind, around.mtp.__self__.model, depth=3, dtype=around.dtype)
+    moved(learner, noise=1.0).write(folder)
 
 
 def _mtp(around: TargetInfo, count: int) -> MtpModel:
@@ -98,6 +109,16 @@ def _mtp(around: TargetInfo, count: int) -> MtpModel:
     return found
 
 
+OF_ITS_OWN_TARGET = "assistant"
+"""Reads the keys and values of the target that it was published with; its tests are in test_published."""
+HEADS: dict[str, HeadSpec] = {
+    name: row.kind
+    for name, row in catalog.rows("drafter").items()
+    if isinstance(row.kind, HeadSpec) and name != OF_ITS_OWN_TARGET
+}
+"""The heads of the catalog that any target can have."""
+TRAINED = [name for name, spec in HEADS.items() if spec.options is not None]
+"""Those that are trained here."""
 TOYS = ("own features", "block")
 LAYERS = {"mtp": 3}
 """Drafters with multi-token-prediction layers, and how many."""
@@ -116,4 +137,4 @@ CHECKPOINTS: dict[str, Callable[[Path, TargetInfo], object]] = {
     "dflare": lambda folder, around: checkpoints(around.vocab_size)["dflare"].save(folder),
     "dspark": lambda folder, around: checkpoints(around.vocab_size)["dspark-rnn"].save(folder),
 }
-"""One checkpoint for each head of the catalog."""
+"""Layouts that others publish, or that training here does not write by default. Other heads need no entry."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outrider.core.dice import Draws
+from outrider.core.dice import Draws, Purpose
 from outrider.trees.protocol import Children, UnprunedTree
 
 
@@ -44,7 +44,7 @@ class Unmerged(UnprunedTree):
 
     def choose(self, level, dice):
         drawn = dice.pick_many(
-            level.rows, 2, True, Draws(requests=level.owners, slots=2 * level.nodes, purpose="draft")
+            level.rows, 2, True, Draws(requests=level.owners, slots=2 * level.nodes, purpose=Purpose.DRAFT)
         )
         parents = np.repeat(np.arange(len(drawn)), 2)
         return Children(

@@ -7,10 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from outrider.drafters.blockwise_path import BlockwisePath
-from outrider.drafters.blockwise_paths import PathsDrafter
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.rescored import RescoredDrafter
+from outrider.heads.blockwise import SPEC, PathsDrafter, RescoredDrafter
 from outrider.heads.parts.backoff import BackoffModel, write_backoff
 from outrider.lm.target_info import TargetInfo
 from tests.world.published import Tensors, drawn, eagle3, layer_of, layer_shapes, written
@@ -89,7 +87,7 @@ def rescored(around: TargetInfo, rescorer: ModelDrafter, *, lam: float = 0.5, to
     """Blockwise heads with a language model that chooses among their guesses."""
     plain = _plain(around)
     return RescoredDrafter(
-        heads=plain.heads,
+        head=plain.head,
         tap=plain.tap,
         vocab_size=plain.vocab_size,
         norm=plain.norm,
@@ -100,7 +98,7 @@ def rescored(around: TargetInfo, rescorer: ModelDrafter, *, lam: float = 0.5, to
 
 
 def with_paths(around: TargetInfo, **fields: object) -> PathsDrafter:
-    """Blockwise heads that draft the best paths; the fields are those of `BlockwisePath`."""
+    """Blockwise heads that draft the best paths; the fields are those of `TrainedBlockwise`."""
     drafter = _plain(around, **({"paths": 3, "top_k": 4} | fields))
     assert isinstance(drafter, PathsDrafter)
     return drafter
@@ -109,4 +107,4 @@ def with_paths(around: TargetInfo, **fields: object) -> PathsDrafter:
 def _plain(around: TargetInfo, **fields: object):
     with tempfile.TemporaryDirectory() as folder:
         blockwise(Path(folder), around)
-        return BlockwisePath(path=folder, **fields).bind(around)
+        return SPEC.at(folder, **fields).bind(around)

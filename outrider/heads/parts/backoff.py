@@ -10,8 +10,8 @@ from jaxtyping import Float, Int
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from outrider.core import files
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import replace_file
 
 FILE = "ngram.safetensors"
 """The file's name beside a head."""
@@ -169,7 +169,8 @@ def write_backoff(model: BackoffModel, folder: Path) -> None:
     tensors |= {f"logs.{i + 1}": torch.from_numpy(each) for i, each in enumerate(model.logs)}
     tensors |= {f"rests.{i + 1}": torch.from_numpy(each) for i, each in enumerate(model.rests)}
     about = {"order": str(model.order), "vocab_size": str(model.vocab_size)}
-    replace_file(folder / FILE, lambda place: save_file(tensors, place, metadata=about))
+    with files.replaced(folder / FILE) as fresh:
+        save_file(tensors, fresh, metadata=about)
 
 
 def read_backoff(file: str) -> BackoffModel:

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import MOST_COUNT, factor, nested, size, whole_numbers
 from outrider.heads.parts.layer_config import made_config
+from outrider.lm.hf.checkpoint import MOST_COUNT, factor, nested, size, whole_numbers
 from outrider.lm.hf.open import reason_of
 
 Method = Literal["dflash", "dflare", "dspark"]

@@ -1,4 +1,4 @@
-"""What heads share that go on with features of their own (EAGLE and its kin)."""
+"""What heads share that go on with features of their own (EAGLE and its variants)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,9 +12,9 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.core.types import InputError
-from outrider.heads.checkpoint import MOST_COUNT, size
 from outrider.heads.parts.layers import Rotary
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.checkpoint import MOST_COUNT, size
 from outrider.lm.hf.open import reason_of
 
 KNOWN = ("llama", "qwen3", "qwen2", "mistral", "mixtral")

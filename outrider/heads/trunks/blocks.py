@@ -18,11 +18,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, embedding
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Guess, InputError, Request, Running, ShortList
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import SlotState, SlottedDrafter
-from outrider.heads.checkpoint import TARGET, Checkpoint, TargetShape, made
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.parts.block_formats import (
@@ -46,6 +46,7 @@ from outrider.learning.top_rows import TopRows
 from outrider.lm.forwards.head_package import Kind
 from outrider.lm.head import HeadLM, KVCache, sees_all
 from outrider.lm.hf.anatomy import rotary_parameters
+from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, made
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.tabular import TabularLM, random_rows
@@ -53,8 +54,6 @@ from outrider.lm.target_info import TargetInfo
 
 TABLE_BLOCK = 5
 """Positions of a block in proofs on tables."""
-ANCHOR_DRAW = 40
-"""What the draw of a row decides, beside its seed, its step and its number."""
 JUDGED_AT_ONCE = 32
 """Blocks of a text that are judged in one forward."""
 DISTANCE = divergence("tvd")
@@ -708,7 +707,7 @@ class BlockObjective(HeadObjective):
             if not len(places):
                 # The one learnt token follows a prompt.
                 places = np.flatnonzero(learnt[row, 1:])
-            dice = np.random.default_rng([self.context.seed, batch.step, number, ANCHOR_DRAW])
+            dice = step_generator(Purpose.ANCHORS, seed=self.context.seed, step=batch.step, row=number)
             drawn.append(np.sort(dice.permutation(places)[: self.options.num_anchors]))
         return _filled(drawn, batch.tokens.device)
 

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
 from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.slotted import SlottedDrafter, TreeState, tree_segments
@@ -32,8 +33,6 @@ from outrider.trees.chained import Follow
 
 BACKLOG = 64
 """This many pending features of a request are read at once. Fewer wait for the next draft's first forward."""
-NOISE_DRAW = 31
-"""What the draw of a row's noise decides, beside its seed, its step and its number."""
 NOISE_LENGTH = 512
 """The length of a row whose noise has its full strength; longer rows have less."""
 
@@ -97,7 +96,7 @@ class FeatureHead(Head):
         """The feature that a draft token is read with, from what was output before it; by default the same."""
         return head_output
 
-    def digest(
+    def prefill(
         self,
         tokens: Int[Tensor, "rows width"],
         features: Float[Tensor, "rows width dim"],
@@ -156,7 +155,7 @@ class FeatureState(TreeState):
     follows.
 
     Attributes:
-        unread: Features of the next positions.
+        pending_features: Features of the next positions.
         head_output: For the root and each expanded node, the feature that the head returned.
     """
 
@@ -261,7 +260,7 @@ class OwnFeatures(SlottedDrafter[Features]):
         features = self.next_feature(
             torch.stack([self.own(states[owner]).head_output[parent] for owner, parent in pairs])
         )
-        segments = tree_segments(states, frontier, self.lm.device, features)
+        segments = tree_segments([self.own(state) for state in states], frontier, self.lm.device, features)
         extension = self.lm.extend(segments)
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
             self.own(states[owner]).head_output[node] = output_features(extension)[i]
@@ -322,7 +321,7 @@ def append_features(
     features: Float[Tensor, "n dim"],
     offsets: Int[np.ndarray, " bounds"],
 ) -> None:
-    """Note the features of new positions. Where many are unread, a head reads them now.
+    """Note the features of new positions. Where many are pending, a head reads them now.
 
     Args:
         lm: The head.
@@ -397,7 +396,8 @@ class FeatureDrafter(OwnFeatures[Features]):
     def fields_of(head: FeatureHead, target: TargetInfo, trained: TrainedHead) -> dict[str, Any]:
         """The fields that all drafters with such a head have."""
         lm = trained.lm(head, target)
-        few = None if head.ids is None else ShortList.of(head.ids.to(lm.device), target.vocab_size)
+        ids = cast(Tensor | None, head.ids)
+        few = None if ids is None else ShortList.of(ids.to(lm.device), target.vocab_size)
         return {"lm": lm, "reads": head.reads(target.num_layers), "short_list": few}
 
     @property
@@ -487,7 +487,7 @@ class FeatureObjective(GuessObjective):
             if number and self.head.specialist(number) != self.head.specialist(number - 1):
                 reader, kept = self.head.reader(self.head.specialist(number)), GroupKeys()
                 for pair in pairs:
-                    reader.digest(*pair, kept)
+                    reader.prefill(*pair, kept)
             if self.head.specialists:
                 pairs.append((tokens, features, positions))
             head_output = reader(tokens, features, positions, seen, kept)
@@ -508,7 +508,7 @@ class FeatureObjective(GuessObjective):
         size = self.head.feature_size
         rows = []
         for number, length in zip(batch.rows, batch.lengths.tolist(), strict=True):
-            dice = np.random.default_rng([self.context.seed, batch.step, number, NOISE_DRAW])
+            dice = step_generator(Purpose.NOISE, seed=self.context.seed, step=batch.step, row=number)
             strength = self.options.noise * NOISE_LENGTH / max(length, NOISE_LENGTH)
             rows.append(strength * (dice.random((batch.tokens.shape[1], size), dtype=np.float32) - 0.5))
         return torch.from_numpy(np.stack(rows))

@@ -41,7 +41,7 @@ class ReplayedForward:
 
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, wanted = inputs.batch, tuple(dict.fromkeys(taps))
-        if batch.width > COMPILED or batch.digests_only:
+        if batch.width > COMPILED or batch.prefill_only:
             return self._eager(inputs, taps)
         if wanted not in self._by_taps:
             self._by_taps[wanted] = self._compiled(wanted)

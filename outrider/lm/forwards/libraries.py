@@ -195,22 +195,16 @@ class Library(ABC):
 
     def _keep(self, fresh: Path) -> None:
         """Put a folder with a new library in its place, as a whole."""
-        library, folder = fresh / LIBRARY, self.folder
+        library = fresh / LIBRARY
         library.chmod(0o600)
-        files.sync(library)
-        files.replace(fresh / KEY, self._record(library))
-        # What lies there is damaged, or no folder at all.
-        if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            folder.unlink(missing_ok=True)
+        files.replace(fresh / KEY, self._record(library), mode=0o600)
         try:
-            fresh.rename(folder)
+            # What lies there is damaged, or no folder at all.
+            files.put(fresh, self.folder)
         except OSError:
             # Another process may have made the same one meanwhile.
             if not self.exists():
                 raise
-        files.sync(self._shelf)
 
     def _flaw(self) -> str | None:
         """Why the library that lies there is not usable; None if it is."""

@@ -93,7 +93,7 @@ class Batch:
         return len(self.segments) == 1 and int(self.counts[0]) == self.width
 
     @property
-    def digests_only(self) -> bool:
+    def prefill_only(self) -> bool:
         """Whether no logits are wanted."""
         return all(s.num_wanted == 0 for s in self.segments)
 
@@ -188,7 +188,7 @@ class OneEach:
     width: int
 
     @property
-    def digests_only(self) -> bool:
+    def prefill_only(self) -> bool:
         """Whether no logits are wanted: they are."""
         return False
 

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from outrider.core.dice import Purpose, corpus_generator
 from outrider.core.types import InputError
 from outrider.learning.batch import PADDING, Batch, Document
 from outrider.learning.top_rows import TopRows
@@ -118,7 +119,7 @@ class Batches:
         )
 
     def _permutation(self, epoch: int) -> Int[np.ndarray, " documents"]:
-        return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.documents))
+        return corpus_generator(Purpose.ORDER, seed=self.seed, index=epoch).permutation(len(self.documents))
 
     def _part(self, place: int) -> "_Part":
         """The tokens of the row at a place in the stream of all rows of all steps."""
@@ -132,7 +133,8 @@ class Batches:
             )
         first, last = max(0, start + 1 - self.max_length), length - self.max_length
         if last > 0:
-            first = int(np.random.default_rng([self.seed, 1, place]).integers(first, last, endpoint=True))
+            dice = corpus_generator(Purpose.CROP, seed=self.seed, index=place)
+            first = int(dice.integers(first, last, endpoint=True))
         tokens = document.tokens[first : first + self.max_length]
         return _Part(number=number, first=first, tokens=tokens, start=max(document.start - first, 0))
 

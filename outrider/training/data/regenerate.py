@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from outrider.core import files
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
 from outrider.learning.batch import Document
 from outrider.lm.fingerprint import fingerprint, weights_of
 from outrider.training.data.documents import TOKEN
-from outrider.training.data.replaced import replaced, written
 
 AHEAD = 2
 """Requests that wait or run at once, for each slot of the engine."""
@@ -146,7 +146,7 @@ def regenerate(
     run = Regenerated(num_prompts=len(documents), num_kept=len(places))
     if progress is not None:
         progress(run)
-    with written(out), out.open("ab") as file:
+    with files.written(out), out.open("ab") as file:
         for number, ended in _answers(engine, documents, generation, skip=set(places)):
             if isinstance(ended, Exception):
                 run.failed[number] = ended
@@ -214,12 +214,12 @@ def _held(
 ) -> dict[int, int]:
     """The prompts whose answers a file holds, and where their lines begin. A half-written last line is cut off."""
     if not out.exists():
-        with written(out):
+        with files.written(out):
             out.parent.mkdir(parents=True, exist_ok=True)
         return {}
     places: dict[int, int] = {}
     end = 0
-    with written(out), out.open("r+b") as file:
+    with files.written(out), out.open("r+b") as file:
         for count, line in enumerate(file, 1):
             if not line.endswith(b"\n") and (BEGINNING.startswith(line) or line.startswith(BEGINNING)):
                 break
@@ -257,7 +257,7 @@ def _checked(
 def _put_in_order(out: Path) -> None:
     """Sort the lines of a file by the numbers of their prompts, one line in memory at a time."""
     places: list[tuple[int, int]] = []
-    with written(out), out.open("rb") as file:
+    with files.written(out), out.open("rb") as file:
         begin = 0
         for line in file:
             places.append((json.loads(line)["number"], begin))
@@ -265,7 +265,7 @@ def _put_in_order(out: Path) -> None:
         ordered = sorted(dict(reversed(places)).items())
         if ordered == places:
             return
-        with replaced(out) as fresh, fresh.open("wb") as sorted_file:
+        with files.replaced(out) as fresh, fresh.open("wb") as sorted_file:
             for _, begin in ordered:
                 file.seek(begin)
                 sorted_file.write(file.readline())

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from outrider.core import files
 from outrider.core.types import InputError
 from outrider.learning.batch import Document
 from outrider.learning.top_rows import TopRows
@@ -22,7 +23,6 @@ from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.training.data.batches import States
 from outrider.training.data.documents import fingerprint_of
-from outrider.training.data.replaced import replaced
 
 CONVENTION = "tap k enters layer k; tap num_layers leaves the last layer, before the final norm"
 """How taps are numbered, as in `outrider/lm/hf/taps.py`. A manifest holds this text."""
@@ -102,8 +102,9 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest into a folder. The old one stays until the new one is complete."""
-        with replaced(folder / MANIFEST) as fresh:
-            fresh.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        with files.written(folder / MANIFEST):
+            folder.mkdir(parents=True, exist_ok=True)
+            files.replace(folder / MANIFEST, (json.dumps(asdict(self), indent=1) + "\n").encode())
 
     @classmethod
     def read(cls, folder: Path) -> "Manifest":
@@ -292,8 +293,10 @@ def target_of(model: PreTrainedModel) -> str:
 def save(folder: Path, file: str, tensors: Mapping[str, Tensor]) -> FileShard:
     """Write a shard. A part of a shard never has its name. Raises InputError if it cannot be written."""
     path = folder / file
-    with replaced(path) as fresh:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh)
+    with files.written(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with files.replaced(path) as fresh:
+            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, fresh)
     _opened.cache_clear()
     return FileShard(path=path)
 

@@ -3,36 +3,18 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
+from outrider.core import files
 from outrider.core.types import InputError
 
 PATTERN = re.compile(r"step-(\d+)\.pt")
-HALF = ".half"
-"""What the name of a file or folder ends with until all of it is on the disk."""
-
-
-def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Make a file that appears under its name only when all of it is on the disk.
-
-    Raises:
-        InputError: It cannot be written, for example because the disk is full. Nothing of it is left.
-    """
-    half = path.with_name(path.name + HALF)
-    try:
-        with half.open("wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(half, path)
-        _sync(path.parent)
-    except (OSError, RuntimeError) as error:
-        half.unlink(missing_ok=True)
-        raise _unwritten(path, error) from error
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
@@ -41,26 +23,9 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         InputError: It cannot be written. Nothing of it is left.
     """
-    half, old = path.with_name(path.name + HALF), path.with_name(path.name + ".old" + HALF)
-    try:
-        shutil.rmtree(half, ignore_errors=True)
-        half.mkdir(parents=True)
-        write(half)
-        _sync_all(half)
-        shutil.rmtree(old, ignore_errors=True)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(half, path)
-        _sync(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
-    except InputError:
-        shutil.rmtree(half, ignore_errors=True)
-        raise
-    except Exception as error:
-        shutil.rmtree(half, ignore_errors=True)
-        if _is_of_disk(error):
-            raise _unwritten(path, error) from error
-        raise
+    with _whole(path), files.replaced(path) as fresh:
+        fresh.mkdir(parents=True)
+        write(fresh)
 
 
 def publish(folder: Path, out: Path) -> None:
@@ -69,16 +34,14 @@ def publish(folder: Path, out: Path) -> None:
     """
     config = out / "config.json"
     config.unlink(missing_ok=True)
-    try:
+    with _whole(out):
         for file in sorted(folder.iterdir(), key=lambda each: each.name == config.name):
             place = out / file.name
             if place.is_dir():
                 shutil.rmtree(place)
             os.replace(file, place)
-        _sync(out)
+        files.sync(out)
         folder.rmdir()
-    except OSError as error:
-        raise _unwritten(out, error) from error
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> None:
@@ -89,7 +52,9 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> None:
         state: Tensors and plain values.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    write_file(folder / f"step-{step:08d}.pt", lambda file: torch.save(state, file))
+    path = folder / f"step-{step:08d}.pt"
+    with _whole(path), files.replaced(path) as fresh, fresh.open("wb") as file:
+        torch.save(state, file)
     for other in steps(folder):
         if other != step:
             (folder / f"step-{other:08d}.pt").unlink(missing_ok=True)
@@ -112,11 +77,7 @@ def delete_folders(folder: Path, pattern: str, kept: str) -> None:
 
 def newest(folder: Path) -> Path | None:
     """The checkpoint with the most steps; None if there is none. Half-written files are deleted."""
-    for half in folder.glob(f"*{HALF}"):
-        if half.is_dir():
-            shutil.rmtree(half, ignore_errors=True)
-        else:
-            half.unlink(missing_ok=True)
+    files.delete_unfinished(folder)
     found = steps(folder)
     return folder / f"step-{found[-1]:08d}.pt" if found else None
 
@@ -136,26 +97,18 @@ def read(file: Path) -> dict[str, Any]:
         raise InputError(f"the checkpoint {file} cannot be read: {error}; delete it to begin again") from error
 
 
-def _is_of_disk(error: Exception) -> bool:
-    """Whether writing failed; safetensors has an error of its own, and so has what torch writes archives with."""
-    return isinstance(error, OSError) or type(error).__name__ == "SafetensorError" or "os error" in str(error).lower()
-
-
-def _unwritten(path: Path, error: Exception) -> InputError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error).splitlines()[0]
-    return InputError(f"{path} cannot be written: {reason}; nothing of it was kept. Free space, then start again")
-
-
-def _sync_all(folder: Path) -> None:
-    for place, _, names in os.walk(folder):
-        for name in names:
-            _sync(Path(place) / name)
-        _sync(Path(place))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
+@contextmanager
+def _whole(path: Path) -> Iterator[None]:
+    """Turn errors of the file system in the body into a sentence about a file or folder of which nothing is kept."""
     try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        # What torch writes archives with has an error of its own, and tokenizers raise a bare Exception.
+        cause = error.__context__ if isinstance(error, RuntimeError) and error.__context__ else error
+        if not isinstance(cause, OSError | SafetensorError) and "os error" not in str(cause).lower():
+            raise
+        raise InputError(
+            f"{path} cannot be written: {files.reason(cause)}; nothing of it was kept. Free space, then start again"
+        ) from error

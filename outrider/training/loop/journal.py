@@ -9,6 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 
+from outrider.core import files
 from outrider.core.types import InputError
 
 BEGINNING = b'{"kind": "settings"'
@@ -36,7 +37,7 @@ class Journal:
         self.path = folder / "log.jsonl"
         try:
             kept = [each for each in read(self.path) if each.get("step", 0) <= step] if step else []
-            self.path.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+            files.replace(self.path, "".join(json.dumps(each) + "\n" for each in kept).encode())
             purged = step + 1 if step else None
             self._events = None if accelerator else SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
         except OSError as error:

@@ -10,7 +10,7 @@ from outrider.core.inputs import InputError
 
 FREE = ("micro_batch_size", "save_every", "log_every", "device", "tracker")
 """Settings that may change when a run goes on. They change its weights by rounding at most."""
-LEAST = {
+SMALLEST = {
     **dict.fromkeys(("steps", "batch_size", "micro_batch_size", "save_every", "watch_every", "log_every"), 1),
     **dict.fromkeys(("warmup", "seed", "learning_rate", "weight_decay"), 0),
     "max_length": 2,
@@ -73,7 +73,7 @@ class Settings:
     tracker: str = "tensorboard"
 
     def __post_init__(self) -> None:
-        for name, least in LEAST.items():
+        for name, least in SMALLEST.items():
             value = getattr(self, name)
             if value is not None and not (value >= least and math.isfinite(value)):
                 raise InputError(f"{name} must be >= {least}, got {value}")

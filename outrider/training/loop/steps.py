@@ -35,7 +35,7 @@ from outrider.training.loop.watch import Watch, Watched
 FOLDER = "training"
 """Folder beside the drafter in which a run keeps its log and its checkpoints."""
 LOCK = "lock"
-OWN = ("log.jsonl", "tensorboard", "step-*.pt", "best-*", "last", "answers.jsonl", "states", LOCK, ".*", "*.half")
+OWN = ("log.jsonl", "tensorboard", "step-*.pt", "best-*", "last", "answers.jsonl", "states", LOCK, ".*")
 """What a run may have written there before its first checkpoint."""
 
 

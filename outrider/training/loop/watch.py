@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from outrider.core.dice import Purpose, corpus_generator
 from outrider.core.types import InputError
 from outrider.learning.batch import Batch, Document
 from outrider.learning.learner import Judged, Judging
@@ -181,7 +182,7 @@ def hold_out(documents: Sequence[Document], share: float, *, most: int = 200, se
     if len(documents) < 2:
         raise InputError("the corpus has one document, so none can be held out; name another file with --held-out")
     count = min(most, len(documents) - 1, max(1, round(share * len(documents))))
-    held = {int(i) for i in np.random.default_rng([seed, 2]).permutation(len(documents))[:count]}
+    held = {int(i) for i in corpus_generator(Purpose.HELD_OUT, seed=seed).permutation(len(documents))[:count]}
     order = range(len(documents))
     return (
         Chosen(documents=documents, numbers=[i for i in order if i not in held]),

@@ -1,13 +1,12 @@
 """Snapshots of a draft model that learns: folders that load with `--drafter model:path=...`."""
 
-import os
-import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from outrider.core import files
 from outrider.core.inputs import InputError
 
 
@@ -40,16 +39,13 @@ class Snapshots:
     def write(self, model: PreTrainedModel, number: int) -> None:
         """Write a snapshot, under another name until it is whole. If that fails, a Python warning says why."""
         place = self.place(number)
-        fresh = place.with_name(f".{place.name}.{os.getpid()}")
         if place.exists():
             return
         try:
-            model.save_pretrained(fresh)
-            if self.tokenizer is not None:
-                self.tokenizer.save_pretrained(fresh)
-            fresh.rename(place)
+            with files.replaced(place) as fresh:
+                model.save_pretrained(fresh)
+                if self.tokenizer is not None:
+                    self.tokenizer.save_pretrained(fresh)
         except Exception as error:
             reason = getattr(error, "strerror", None) or error
             warnings.warn(f"the snapshot {place} was not written: {reason}", RuntimeWarning, stacklevel=2)
-        finally:
-            shutil.rmtree(fresh, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Random checkpoints of kin of EAGLE heads in the forms of their authors, or with what our configs say beside them."""
+"""Random checkpoints of variants of EAGLE in the forms of their authors, or with what our configs say beside them."""
 
 from pathlib import Path
 

@@ -12,7 +12,7 @@ from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from tests.proof.tiny_runs import BOUND, SLOTS, assert_lossless, engine, pair, tiny, walk
-from tests.world.published_kin import griffin, jakiro, poss
+from tests.world.published_eagle_variants import griffin, jakiro, poss
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 HEADS = {

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME, cached_file
 
+from outrider.core import files
 from outrider.core.place import check_place
 from outrider.core.types import InputError
 from outrider.lm.hf.weights import has_other_than_numbers
@@ -211,8 +212,9 @@ def write_head(
     """
     folder.mkdir(parents=True, exist_ok=True)
     kept = {name: _written(tensor, dtype) for name, tensor in tensors.items()}
-    replace_file(folder / WEIGHTS, lambda place: save_file(kept, place, metadata={"format": "pt"}))
-    replace_file(folder / CONFIG, lambda place: place.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8"))
+    with files.replaced(folder / WEIGHTS) as fresh:
+        save_file(kept, fresh, metadata={"format": "pt"})
+    files.replace(folder / CONFIG, (json.dumps(config, indent=2) + "\n").encode())
 
 
 def made(make: Callable[[], M], tensors: Mapping[str, Tensor], path: str, *, unused: Collection[str] = ()) -> M:
@@ -379,16 +381,6 @@ def _file(path: str, name: str, revision: str | None) -> str | None:
     except (OSError, ValueError):
         return None
     return None if found is None else str(found)
-
-
-def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file under another name and rename it."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    try:
-        write(unfinished)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,106 @@
+"""The options of a request: one value, or keywords of `Engine.add`, `stream` and `generate`."""
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ParamSpec, TypedDict, TypeVar
+
+from outrider.constraints.grammar import Grammar
+from outrider.core.constraint import Constraint
+from outrider.core.inputs import InputError, shown, unknown
+from outrider.core.types import Sampling
+from outrider.engine.prompts import Tool
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """What is asked of a request besides its prompt. The engine checks the values when it queues the request.
+
+    Attributes:
+        max_new_tokens: Most tokens to emit.
+        sampling: How tokens are drawn; by default the engine's settings.
+        stop: One or several strings that end the output; the text ends before them.
+        stop_token_ids: Tokens that end the output, besides the model's own end tokens.
+        min_tokens: Fewest tokens before an end token may come or a stop string counts.
+        logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those of
+            the k likeliest tokens at each position as well.
+        ignore_eos: Continue after the model's own end tokens and stop strings.
+        constraint: A grammar that the output must follow, or any other constraint on tokens.
+        tools: Of chat messages: tools that the assistant may call, as JSON schemas or functions.
+        documents: Of chat messages: documents that the assistant may use, with title and text.
+        chat_template_kwargs: Of chat messages: other arguments of the chat template, such as `enable_thinking`.
+
+    Example:
+        >>> import outrider
+        >>> engine = outrider.load()
+        >>> short = outrider.Generation(max_new_tokens=4, sampling=outrider.Sampling(temperature=0))
+        >>> [out] = engine.generate(["Once upon a time"], options=short)
+        >>> [same] = engine.generate(["Once upon a time"], max_new_tokens=4, sampling=short.sampling)
+        >>> out.tokens == same.tokens
+        True
+    """
+
+    max_new_tokens: int = 128
+    sampling: Sampling | None = None
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    ignore_eos: bool = False
+    constraint: Constraint | Grammar | None = None
+    tools: Sequence[Tool] | None = None
+    documents: Sequence[Mapping[str, str]] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, options: "Generation | None", keywords: "SharedKeywords") -> "Generation":
+        """The options of a call: those of one value, or the defaults, overridden by keywords."""
+        if not isinstance(options, Generation | None):
+            raise InputError(f"options must be an outrider.Generation, got {shown(options)}")
+        return replace(options or cls(), **keywords)
+
+
+class SharedKeywords(TypedDict, total=False):
+    """The fields of `Generation` that are the same for all prompts of a call, for type checkers and editors."""
+
+    max_new_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_tokens: int
+    logprobs: int | None
+    ignore_eos: bool
+    tools: Sequence[Tool] | None
+    documents: Sequence[Mapping[str, str]] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class Keywords(SharedKeywords, total=False):
+    """All fields of `Generation`, for type checkers and editors."""
+
+    sampling: Sampling | None
+    constraint: Constraint | Grammar | None
+
+
+def takes_options(method: Callable[Given, Result]) -> Callable[Given, Result]:
+    """For a method that takes options as keywords: show them in its signature, which `help` prints, and refuse unknown
+    names with an InputError.
+    """
+    signature = inspect.signature(method)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    options = inspect.signature(Generation).parameters.values()
+    parameters = [*own, *(each for each in options if each.name not in signature.parameters)]
+    names = [each.name for each in parameters if each.name != "self"]
+
+    @functools.wraps(method)
+    def called(*args: Given.args, **named: Given.kwargs) -> Result:
+        for name in named:
+            if name not in names:
+                raise unknown("option", name, names)
+        return method(*args, **named)
+
+    called.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return called

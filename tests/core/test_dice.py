@@ -1,0 +1,84 @@
+"""No two purposes draw alike, and what a seed gives stays the same."""
+
+import ast
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import outrider
+from outrider.core.dice import Draws, PhiloxDice, Purpose, corpus_generator, step_generator
+
+OF_CORPUS = (Purpose.ORDER, Purpose.CROP, Purpose.HELD_OUT)
+IN_DECODING = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RECOVER)
+IN_A_STEP = [each for each in Purpose if each not in (*OF_CORPUS, *IN_DECODING)]
+
+
+def test_no_two_purposes_share_a_number():
+    assert len({each.value for each in Purpose}) == len(Purpose.__members__)
+
+
+def test_no_two_purposes_of_a_row_draw_alike():
+    drawn = {each: step_generator(each, seed=7, step=2, row=3).random() for each in IN_A_STEP}
+    assert len(set(drawn.values())) == len(drawn)
+
+
+def test_only_the_dice_make_generators_for_a_purpose():
+    package = Path(outrider.__file__).parent
+    found = []
+    for file in package.rglob("*.py"):
+        room = file.relative_to(package).parts[0]
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("default_rng"):
+                continue
+            keyed = any(isinstance(each, ast.List) for each in node.args)
+            if (keyed and room in ("heads", "learning", "training")) or "purpose" in ast.unparse(node).lower():
+                found.append(str(file.relative_to(package)))
+    assert set(found) == {"core/dice.py"}
+
+
+# What a seed gave before: training that goes on, and runs that are made again, draw the same.
+
+
+@pytest.mark.parametrize(
+    ("purpose", "number"),
+    [
+        (Purpose.CUT, 298365),
+        (Purpose.COIN, 455830),
+        (Purpose.NOISE, 584576),
+        (Purpose.ANCHORS, 681795),
+        (Purpose.GAPS, 556893),
+        (Purpose.PADDING, 815580),
+        (Purpose.GROUPS, 906142),
+    ],
+)
+def test_the_numbers_of_a_row_stay(purpose: Purpose, number: int):
+    assert step_generator(purpose, seed=7, step=2, row=3).integers(10**6) == number
+
+
+@pytest.mark.parametrize(("purpose", "number"), [(Purpose.AGE, 147365), (Purpose.HEAD, 101250)])
+def test_the_numbers_of_a_step_stay(purpose: Purpose, number: int):
+    assert step_generator(purpose, seed=7, step=2).integers(10**6) == number
+
+
+@pytest.mark.parametrize(
+    ("purpose", "index", "number"),
+    [(Purpose.ORDER, 3, 414178), (Purpose.CROP, 3, 594961), (Purpose.HELD_OUT, 0, 281321)],
+)
+def test_the_numbers_of_a_corpus_stay(purpose: Purpose, index: int, number: int):
+    assert corpus_generator(purpose, seed=7, index=index).integers(10**6) == number
+
+
+@pytest.mark.parametrize(
+    ("purpose", "uniforms", "noise"),
+    [
+        (Purpose.DRAFT, [0.899264904, 0.306546793], -0.269192667),
+        (Purpose.ACCEPT, [0.422768587, 0.672560748], -0.644865790),
+        (Purpose.RECOVER, [0.241668506, 0.664325762], -0.993890053),
+    ],
+)
+def test_the_numbers_of_decoding_stay(purpose: Purpose, uniforms: list[float], noise: float):
+    dice = PhiloxDice(seeds=[5], steps=[3])
+    assert [dice._uniform(0, slot, purpose) for slot in (0, 7)] == pytest.approx(uniforms, abs=1e-9)
+    draws = Draws(requests=np.array([0]), slots=np.array([2]), purpose=purpose)
+    assert dice.gumbel(1, draws).item() == pytest.approx(noise, abs=1e-9)

@@ -1,0 +1,89 @@
+"""Options of a request are the same whether they come by name or as one value, and in every method that takes them."""
+
+import inspect
+import re
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+from outrider.cli.request import ENDING, RequestOptions
+from outrider.core.inputs import InputError
+from outrider.core.types import Sampling
+from outrider.engine.engine import Engine
+from outrider.engine.generation import Generation, Keywords, SharedKeywords
+from tests.world.models import engine
+
+GREEDY = Sampling(temperature=0)
+DRAWN = Sampling(temperature=1.3, seed=5)
+PROMPT = [3, 9, 4]
+NAMES = [field.name for field in fields(Generation)]
+METHODS = (Engine.add, Engine.stream, Engine.generate)
+
+
+def made(given: Engine, method: str, **options: object) -> list[int]:
+    """The tokens that a method makes of the prompt."""
+    if method == "generate":
+        return given.generate([PROMPT], **options)[0].tokens
+    if method == "stream":
+        return [token for update in given.stream(PROMPT, **options) for token in update.tokens]
+    given.add(PROMPT, **options)
+    tokens = []
+    while given.busy:
+        tokens += [token for update in given.step() for token in update.tokens]
+    return tokens
+
+
+def test_keywords_are_the_fields_with_the_same_types():
+    assert get_type_hints(Keywords) == get_type_hints(Generation)
+    assert get_type_hints(Keywords).keys() - get_type_hints(SharedKeywords) == {"sampling", "constraint"}
+    assert {*ENDING} <= {*NAMES} & {field.name for field in fields(RequestOptions)}
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.__name__)
+def test_help_lists_every_option_with_its_default(method):
+    shown = inspect.signature(method).parameters
+    assert shown.keys() >= {*NAMES, "options"}
+    assert "keywords" not in shown
+    defaults = {field.name: field.default for field in fields(Generation)}
+    assert {name: shown[name].default for name in NAMES} == defaults
+
+
+@pytest.mark.parametrize("method", ["add", "stream", "generate"])
+def test_one_value_means_what_its_fields_mean_and_keywords_override_it(method):
+    idle = engine("ngram")
+    value = Generation(max_new_tokens=9, sampling=DRAWN, min_tokens=9)
+    by_name = made(idle, method, max_new_tokens=9, sampling=DRAWN, min_tokens=9)
+    assert made(idle, method, options=value) == by_name
+    assert len(by_name) == 9
+    greedy = made(idle, method, max_new_tokens=6, sampling=GREEDY, min_tokens=5)
+    assert made(idle, method, options=value, max_new_tokens=6, sampling=GREEDY, min_tokens=5) == greedy
+    assert greedy != by_name[: len(greedy)]
+
+
+def test_settings_for_each_prompt_override_those_of_the_value():
+    idle = engine("ngram")
+    one, two = idle.generate([PROMPT, PROMPT], sampling=[GREEDY, DRAWN], options=Generation(max_new_tokens=7))
+    value = Generation(max_new_tokens=7, sampling=DRAWN)
+    assert [two.tokens] == [out.tokens for out in idle.generate([PROMPT], options=value)]
+    assert [one.tokens] == [out.tokens for out in idle.generate([PROMPT], sampling=GREEDY, options=value)]
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "sentence"),
+    [
+        ("generate", "max_new_token", "unknown option 'max_new_token'; did you mean 'max_new_tokens'?"),
+        ("generate", "id", "unknown option 'id'"),
+        ("stream", "samplings", "unknown option 'samplings'; did you mean 'sampling'?"),
+        ("stream", "progress", "unknown option 'progress'"),
+        ("add", "max_length", "unknown option 'max_length'"),
+    ],
+)
+def test_a_name_that_is_no_option_is_refused_with_those_that_are(method, name, sentence):
+    idle = engine("none")
+    with pytest.raises(InputError, match=re.escape(sentence)) as refused:
+        made(idle, method, **{name: 8})
+    assert not idle.busy
+    listed = re.findall(r"\w+", str(refused.value).partition("vailable:")[2])
+    own = {"prompts", "n", "progress", "errors"} if method == "generate" else {"prompt", "id"}
+    assert {*listed} == {*NAMES, "options"} | own
