@@ -174,9 +174,9 @@ def contest(plan: Plan, place: Folder, context: int, engines: Mapping[str, Engin
             try:
                 for method, options, command in _commands(name, engine, plan, context):
                     try:
-                        driver = Process(command)
-                        driver.start(options)
-                        made.drivers[method] = driver
+                        process = Process(command)
+                        process.start(options)
+                        made.drivers[method] = process
                     except Stopped as error:
                         made.left_out[method.name] = str(error)
                     place.progress.advance(task)

@@ -157,9 +157,11 @@ def command(room: Room | None) -> list[str]:
         names = ["-lllama-common", "-lllama", "-lggml", "-lggml-base", "-lggml-cpu"]
         # An old tag, because the libraries find each other by the path of the program.
         link = [f"-L{library.parent}", *names, f"-Wl,--disable-new-dtags,-rpath,{library.parent}"]
-        fresh = driver.with_suffix(".new")
-        room.run(compiler(), "-O3", "-march=native", "-std=c++17", *include, source, "-o", fresh, *link)
-        fresh.rename(driver)
+        # llama.cpp's environment reads this file too, and has no Outrider.
+        from outrider.core import files
+
+        with files.replaced(driver) as fresh:
+            room.run(compiler(), "-O3", "-march=native", "-std=c++17", *include, source, "-o", fresh, *link)
     return [str(driver)]
 
 
