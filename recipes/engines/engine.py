@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from outrider.core import files
 from recipes.engines.environments import Environment, Room
 
 DRAFT_MODEL = "draft model"
@@ -60,6 +59,9 @@ def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dty
         return source.absolute()
     place = folder.absolute() / "models" / f"{digest(source / 'model.safetensors')}-{room.place.name}-{dtype}"
     if not place.exists():
+        # The environments of the engines read this file too, and have no Outrider.
+        from outrider.core import files
+
         place.parent.mkdir(parents=True, exist_ok=True)
         with files.replaced(place) as fresh:
             engine.convert(room, source.absolute(), fresh, dtype)
