@@ -122,8 +122,8 @@ def _check_peft(path: str, base: str) -> None:
         )
     if importlib.util.find_spec("peft") is None:
         raise InputError(
-            f"{needs(f'{path}, an adapter of {base},', 'peft', 'peft')}; or give the directory of a model that the "
-            "adapter was merged into"
+            f"{needs(f'{path} is an adapter of {base}, which', 'peft', 'peft')}; or give the directory of a model that "
+            "the adapter was merged into"
         )
 
 
