@@ -21,6 +21,7 @@ from outrider.cli.failure import INTERRUPTED, complain
 from outrider.cli.help import App, Command, Commands
 from outrider.cli.options import Json, with_options
 from outrider.cli.request import RequestOptions
+from outrider.core import files
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError, needs
 from outrider.setup import Setup
@@ -41,17 +42,13 @@ Out = Annotated[
 ]
 Begun = Annotated[str, typer.Option(help="The draft model to begin from, with the target's tokenizer.")]
 Estimate = Annotated[bool, typer.Option("--estimate", help="Print the memory and the hours that it takes, and stop.")]
-
-
 MAX_NEW_TOKENS = 256
 """Most tokens of an answer, by default."""
 SHOWN = 3
 """Most prompts without an answer that are named."""
 REPORT = "report.html"
 """The page of a run, beside its log."""
-KNOWN = {
-    *("out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"),
-}
+KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"}
 """What is told of every run; the rest was found out about its drafter."""
 
 
@@ -119,8 +116,6 @@ class TrainCommands(Commands):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        from outrider import catalog
-
         for name, row in catalog.rows("drafter").items():
             if (help := _help_of(row.home)) is not None:
                 self.add_command(HeadCommand(name, row.home, help))
@@ -299,7 +294,7 @@ def _report(out: Path, log: Path) -> Path:
     from outrider.training.loop.journal import read
 
     place = log.with_name(REPORT)
-    place.write_text(page(out.name, read(log)), encoding="utf-8")
+    files.replace(place, page(out.name, read(log)).encode())
     return place
 
 

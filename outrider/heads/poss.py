@@ -31,7 +31,9 @@ from outrider.heads.trunks.features import (
     FeatureState,
     append_features,
     needed,
+    next_pairs,
     pending_of,
+    read,
 )
 from outrider.learning.batch import Batch
 from outrider.learning.options import loss, size
@@ -221,7 +223,12 @@ class PossDrafter(FeatureDrafter[PossState]):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         features = self.features(observed.taps)
         for number, lm in enumerate(self.lms):
-            append_features(lm, [self.own(state).all()[number] for state in states], states, features, observed.offsets)
+            owns = [self.own(state).all()[number] for state in states]
+            many = append_features(lm, owns, features, observed.offsets)
+            if many:
+                read(lm, [next_pairs(lm, owns[i], states[i], owns[i].num_pending - 1, "none") for i in many])
+                for i in many:
+                    owns[i].forget(owns[i].num_pending - 1)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         guess = super().begin(states, depths)

@@ -251,8 +251,9 @@ def test_a_changed_dependency_of_any_depth_gives_another_key(tmp_path, monkeypat
 
 
 def test_the_key_of_a_model_covers_every_file_that_is_traced():
-    names = {"anatomy", "attention", "batch", "grouped", "libraries", "merged", "package", "taps", "twin", "window"}
-    assert {f"outrider.lm.{name}" for name in names} <= set(LanguageModel(llama()).package.sources)
+    forwards = {f"forwards.{name}" for name in ("grouped", "libraries", "merged", "package", "packed", "twin")}
+    others = {"hf.anatomy", "hf.taps", "slots.batch", "slots.masks", "slots.window"}
+    assert {f"outrider.lm.{name}" for name in forwards | others} <= set(LanguageModel(llama()).package.sources)
 
 
 def library(shelf: Path, name: str, days: float) -> Path:

@@ -46,6 +46,6 @@ def test_windows_that_are_passed_within_a_run_keep_the_law():
     assert_lossless(walk(over_a_llama("dflash", windows=True), (1, 0, 1, 1, 0), most=4))
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_two_requests_of_a_batch_keep_the_law_together(kind):
     assert pair(over_a_llama(kind), [(1, 0, 1, 1, 0), (0, 1)], most=3).error < BOUND

@@ -110,7 +110,7 @@ def test_a_block_in_training_is_the_block_that_is_drafted_behind_the_same_anchor
         assert difference < 1e-4, (place, number, difference)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflare", "dspark"])
+@pytest.mark.parametrize("kind", BLOCKS)
 def test_a_block_depends_on_nothing_behind_its_anchor_and_on_no_other_block(kind):
     made, given = learner(kind), batch()
     places = torch.tensor([[4, 6, 7, 9]]).expand(3, -1)

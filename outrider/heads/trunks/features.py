@@ -244,7 +244,10 @@ class OwnFeatures(SlottedDrafter[Features]):
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         owns = [self.own(state) for state in states]
-        append_features(self.lm, owns, states, self.features(observed.taps), observed.offsets)
+        many = append_features(self.lm, owns, self.features(observed.taps), observed.offsets)
+        if many:
+            # The last pair waits, so that the next draft has one to begin with.
+            self._read([states[i] for i in many], [owns[i].num_pending - 1 for i in many], "none")
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         counts = [self.own(state).num_pending for state in states]
@@ -315,31 +318,25 @@ class OwnFeatures(SlottedDrafter[Features]):
 
 
 def append_features(
-    lm: LM,
-    owns: Sequence[FeatureState],
-    states: Sequence[Running],
-    features: Float[Tensor, "n dim"],
-    offsets: Int[np.ndarray, " bounds"],
-) -> None:
-    """Note the features of new positions. Where many are pending, a head reads them now.
+    lm: LM, owns: Sequence[FeatureState], features: Float[Tensor, "n dim"], offsets: Int[np.ndarray, " bounds"]
+) -> list[int]:
+    """Note the features of new positions.
 
     Args:
         lm: The head.
         owns: What it keeps of each request.
-        states: The requests.
         features: Of all requests, packed.
         offsets: Where each request's features begin; the last entry is their number.
+
+    Returns:
+        The requests of which so many are pending that the head should read them now.
     """
-    long = []
-    for i, (own, state) in enumerate(zip(owns, states, strict=True)):
+    many = []
+    for i, own in enumerate(owns):
         own.pending_features.append(features[offsets[i] : offsets[i + 1]])
         if BACKLOG <= own.num_pending <= lm.max_context - lm.length(own.slot):
-            long.append((own, state))
-    if long:
-        # The last pair waits, so that the next draft has one to begin with.
-        read(lm, [next_pairs(lm, own, state, own.num_pending - 1, "none") for own, state in long])
-        for own, _ in long:
-            own.forget(own.num_pending - 1)
+            many.append(i)
+    return many
 
 
 def next_pairs(lm: LM, own: FeatureState, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:

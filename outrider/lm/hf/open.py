@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from outrider.core.inputs import shown
+from outrider.core.inputs import needs, shown
 from outrider.core.place import check_place
 from outrider.core.types import InputError
 from outrider.lm.forwards.choice import choose
@@ -122,8 +122,8 @@ def _check_peft(path: str, base: str) -> None:
         )
     if importlib.util.find_spec("peft") is None:
         raise InputError(
-            f"{path} is an adapter of {base}, and PEFT, which reads it, is not installed; run pip install peft, or "
-            "give the directory of a model that the adapter was merged into"
+            f"{needs(f'{path} is an adapter of {base}, which', 'peft', 'peft')}; or give the directory of a model that "
+            "the adapter was merged into"
         )
 
 

@@ -36,6 +36,9 @@ def check_weights(module: nn.Module, what: str) -> None:
 
 
 def check_logits(logits: Tensor, module: nn.Module, what: str) -> None:
-    """Raise InputError if logits are not numbers because a weight is none. The weights are read in that case only."""
-    if not logits.isfinite().all():
+    """Raise InputError if logits are not numbers because a weight is none. The weights are read in that case only.
+
+    Nothing is read of a module on the meta device, which has shapes and no values.
+    """
+    if not logits.is_meta and not logits.isfinite().all():
         check_weights(module, what)
