@@ -32,8 +32,8 @@ HEADINGS = {
     DataOptions: "Texts",
     WatchOptions: "Watching",
 }
-"""The heading of each dataclass's options in the help; of others, `HEAD`."""
-HEAD = "Head"
+"""The heading of each dataclass's options in the help; of others, `DRAFTER`."""
+DRAFTER = "Drafter"
 FILES, SPEED = "Files of options", "Speed, memory"
 NARROWER = {
     **dict.fromkeys(("drafter", "tree", "verifier", "length", "decoding", "allow_lossy"), "Drafting"),
@@ -117,7 +117,7 @@ def kind_of(hint: Any) -> Any:
 
 def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     """The options of a dataclass. An option that is not given is None, so that a file can set it."""
-    heading = HEADINGS.get(group, HEAD)
+    heading = HEADINGS.get(group, DRAFTER)
     words, hints = documentation(group), typing.get_type_hints(group)
     found: list[Parameter] = []
     for field in fields(group):
