@@ -59,21 +59,16 @@ COMMANDS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    """Where the commands run, one after the other: some read what others wrote."""
-    return tmp_path_factory.mktemp("commands")
-
-
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("outrider ")])
-def test_commands_run(command, capsys, monkeypatch, folder):
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
-    with open(os.devnull) as nothing:
-        monkeypatch.setattr(sys, "stdin", nothing)
-        with pytest.raises(SystemExit) as ended:
-            main()
-    assert ended.value.code in (None, 0), capsys.readouterr().err
+def test_commands_run(capsys, monkeypatch, tmp_path):
+    """One after the other in one folder: some read what others wrote."""
+    monkeypatch.chdir(tmp_path)
+    for command in (c for c in COMMANDS if c.startswith("outrider ")):
+        monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
+        with open(os.devnull) as nothing:
+            monkeypatch.setattr(sys, "stdin", nothing)
+            with pytest.raises(SystemExit) as ended:
+                main()
+        assert ended.value.code in (None, 0), (command, capsys.readouterr().err)
 
 
 def test_what_examples_write_does_not_lie_at_the_root():
