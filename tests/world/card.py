@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,7 +31,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -73,15 +73,15 @@ class Counts:
     """What some code asked of the GPU.
 
     Attributes:
-        operations: Operations outside modules.
-        in_models: Operations inside modules.
+        operations: Operations outside models.
+        in_models: Operations inside models: a method of a module is running.
         uploads: Copies from the host to the GPU.
         blocking_uploads: Uploads that wait for the GPU; they are among the synchronisations too.
         synchronisations: How often the host waited for the GPU.
         host_bytes: Bytes copied to the host.
         largest_copy: Numbers in the largest copy to the host.
         places: How often each kind of event was caused by each line of the package, with its callers. Operations
-            inside modules have no place.
+            inside models have no place.
     """
 
     operations: int = 0
@@ -179,26 +179,15 @@ class Gpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
-        self._modules = 0
 
     def count(self, function: Callable[[], object]) -> Counts:
         """What a function asks of the GPU."""
         before, self.counts = self.counts, Counts()
-
-        def enter(module: nn.Module, args: object) -> None:
-            self._modules += 1
-
-        def leave(module: nn.Module, args: object, output: object) -> None:
-            self._modules -= 1
-
-        hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
         try:
             function()
             return self.counts
         finally:
             self.counts = before
-            for hook in hooks:
-                hook.remove()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -269,7 +258,7 @@ class Gpu(TorchDispatchMode):
             self._operation(name)
 
     def _operation(self, name: str) -> None:
-        if self._modules:
+        if _in_model():
             self.counts.in_models += 1
         else:
             self.counts.operations += 1
@@ -340,13 +329,25 @@ def _unwrapped(value: Any) -> Any:
     return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
+def _frames() -> Iterator[FrameType]:
+    """What is running, the innermost first, up to the function that is counted."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not Gpu.count.__code__:
+        yield frame
+        frame = frame.f_back
+
+
+def _in_model() -> bool:
+    """Whether a method of a module is running."""
+    methods = (frame for frame in _frames() if frame.f_code.co_varnames[:1] == ("self",))
+    return any(isinstance(frame.f_locals.get("self"), nn.Module) for frame in methods)
+
+
 def _place(most: int = 3) -> str:
     """The line of the package that is running, and the lines that called it."""
-    frame: FrameType | None = sys._getframe(1)
-    found: list[str] = []
-    while frame is not None and len(found) < most:
-        file = frame.f_code.co_filename
-        if file.startswith(PACKAGE):
-            found.append(f"{file.removeprefix(PACKAGE)}:{frame.f_lineno}")
-        frame = frame.f_back
-    return " < ".join(found) or "elsewhere"
+    lines = (
+        f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
+        for frame in _frames()
+        if frame.f_code.co_filename.startswith(PACKAGE)
+    )
+    return " < ".join(islice(lines, most)) or "elsewhere"
