@@ -14,6 +14,7 @@ from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.lengths.experience import Choice
 from outrider.lengths.protocol import LoadPolicy
+from outrider.lm.slots.batch import upload
 from outrider.trees.grow import grow
 
 
@@ -111,10 +112,12 @@ def _part(observed: Observed, places: Sequence[int], taps: Sequence[int]) -> Obs
     """The part of `observed` that belongs to some of the requests."""
     bounds = [(int(observed.offsets[i]), int(observed.offsets[i + 1])) for i in places]
     index = np.concatenate([np.arange(first, end) for first, end in bounds])
+    read = {}
+    if taps:
+        [where] = upload([index], observed.taps[taps[0]].device)
+        read = {k: observed.taps[k][where] for k in taps}
     return Observed(
-        tokens=observed.tokens[index],
-        offsets=np.cumsum([0, *(end - first for first, end in bounds)]),
-        taps={k: observed.taps[k][torch.from_numpy(index).to(observed.taps[k].device)] for k in taps},
+        tokens=observed.tokens[index], offsets=np.cumsum([0, *(end - first for first, end in bounds)]), taps=read
     )
 
 
@@ -161,7 +164,7 @@ def _request(draft: Draft, request: int) -> Draft:
     drawn = np.flatnonzero(row_of >= 0)
     rows = None
     if draft.rows is not None and len(drawn):
-        rows = draft.rows[torch.from_numpy(row_of[drawn]).to(draft.rows.device)]
+        rows = draft.rows[upload([row_of[drawn]], draft.rows.device)[0]]
     numbered = np.full(end - first, -1)
     numbered[drawn] = np.arange(len(drawn))
     above = draft.parents[first:end]

@@ -120,7 +120,11 @@ class PearlDecoding:
             logits = _with_leaves(judged, side.reading.extension.logits)
             watch(Cycle(states=states, draft=judged, rows=rows, logits=logits, verdict=verdict))
         outcomes = [_outcome(parts, state, new[i], counts[i], following[i], keep) for i, state in enumerate(states)]
-        steps = [_made(s, side.reading, i, outcomes[i], counts[i], clock, len(states)) for i, s in enumerate(states)]
+        emitted = [outcome.tokens for outcome in outcomes]
+        said = side.reading.log_probs(states, [range(1, len(tokens)) for tokens in emitted], emitted)
+        steps = [
+            _made(s, side.reading, i, outcomes[i], counts[i], said[i], clock, len(states)) for i, s in enumerate(states)
+        ]
         parts.target.commit({s.slot: range(len(o.tokens)) for s, o in zip(states, outcomes, strict=True)})
         clock.lap("commit")
         _update_states(parts, states, shadows, new, outcomes, steps)
@@ -374,13 +378,17 @@ def _check(judged: Draft, rows: Float[Tensor, "nodes vocab"], states: Sequence[R
 
 
 def _made(
-    state: Running, reading: Reading, request: int, outcome: _Outcome, accepted: int, clock: Clock, num_requests: int
+    state: Running,
+    reading: Reading,
+    request: int,
+    outcome: _Outcome,
+    accepted: int,
+    said: LogProbs,
+    clock: Clock,
+    num_requests: int,
 ) -> Step:
     """The `Step` of one request."""
-    asked, logits = state.request, None
-    if asked.keep_logits or asked.logprobs is not None:
-        logits = reading.logits(request, range(1, len(outcome.tokens)))
-    said = LogProbs() if logits is None else LogProbs.of(logits, outcome.tokens, asked.logprobs)
+    asked = state.request
     return Step(
         request=asked.id,
         num_draft_tokens=outcome.settled,
@@ -390,5 +398,5 @@ def _made(
         num_requests=num_requests,
         logprobs=said.chosen,
         top_logprobs=said.top,
-        logits=logits if asked.keep_logits else None,
+        logits=reading.logits(request, range(1, len(outcome.tokens))) if asked.keep_logits else None,
     )

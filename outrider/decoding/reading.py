@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from outrider.core.types import Draft, Running, Verdict
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import LM, Extension, Segment
+from outrider.lm.slots.batch import upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,8 +156,34 @@ class Reading:
 
     def logits(self, request: int, path: Sequence[int]) -> Float[Tensor, "n vocab"]:
         """One request's raw logits at the root and along its path, in float32."""
-        nodes = torch.tensor([int(self.draft.offsets[request]) + node for node in [0, *path]])
-        return self.extension.logits[nodes.to(self.extension.logits.device)].float()
+        return self._at(self._nodes(request, path)).float()
+
+    def log_probs(
+        self, states: Sequence[Running], paths: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> list["LogProbs"]:
+        """The log-probabilities that each request asked for, at its root and along its path; one copy from the device.
+
+        Args:
+            paths: As in `kept`.
+            tokens: The token that each request emitted at each of these places.
+        """
+        found = [LogProbs()] * len(states)
+        asking = [i for i, state in enumerate(states) if state.request.logprobs is not None]
+        if asking:
+            nodes = np.concatenate([self._nodes(i, paths[i]) for i in asking])
+            wanted = [states[i].request.logprobs or 0 for i in asking]
+            for i, made in zip(asking, LogProbs.of(self._at(nodes), [tokens[i] for i in asking], wanted), strict=True):
+                found[i] = made
+        return found
+
+    def _nodes(self, request: int, path: Sequence[int]) -> Int[np.ndarray, " nodes"]:
+        """Packed indices of a request's root and the nodes of a path."""
+        return self.draft.offsets[request] + np.array([0, *path], dtype=np.int64)
+
+    def _at(self, nodes: Int[np.ndarray, " nodes"]) -> Float[Tensor, "nodes vocab"]:
+        """The logits at some nodes."""
+        logits = self.extension.logits
+        return logits[upload([nodes], logits.device)[0]]
 
     def _prefix(self, state: Running, node: int) -> Prefix:
         """The text before a node's children: prompt, output, and the path down to the node itself."""
@@ -179,16 +207,33 @@ class LogProbs:
     top: tuple[dict[int, float], ...] | None = None
 
     @classmethod
-    def of(cls, logits: Float[Tensor, "n vocab"], tokens: Sequence[int], wanted: int | None) -> "LogProbs":
-        """The log-probabilities that a request asked for; `wanted` is its `Request.logprobs`."""
-        if wanted is None:
-            return cls()
-        chosen = tuple(log_probs(logits, torch.tensor(tokens).to(logits.device)).tolist())
-        if wanted == 0:
-            return cls(chosen=chosen)
-        best = logits.log_softmax(-1).topk(min(wanted, logits.shape[-1]), -1)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return cls(chosen=chosen, top=tuple(dict(zip(ids, values, strict=True)) for ids, values in pairs))
+    def of(
+        cls, logits: Float[Tensor, "n vocab"], tokens: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> list["LogProbs"]:
+        """The log-probabilities of several requests; one copy from the device.
+
+        Args:
+            logits: Of all requests, one after the other.
+            tokens: The tokens that each request emitted there.
+            wanted: How many of the likeliest tokens each request asked for.
+        """
+        flat = np.array([token for own in tokens for token in own], dtype=np.int64)
+        columns = [log_probs(logits, upload([flat], logits.device)[0])[:, None]]
+        count = min(max(wanted), logits.shape[-1])
+        if count:
+            best = logits.log_softmax(-1).topk(count, -1)
+            columns += [best.values, best.indices]
+        # Numbers of both kinds are exact in float64.
+        rows = torch.cat([column.double() for column in columns], 1).tolist()
+        made, first = [], 0
+        for own, most in zip(tokens, wanted, strict=True):
+            part, first = rows[first : first + len(own)], first + len(own)
+            chosen = tuple(row[0] for row in part)
+            top = tuple(
+                dict(islice(zip(map(int, row[1 + count :]), row[1 : 1 + count], strict=True), most)) for row in part
+            )
+            made.append(cls(chosen=chosen, top=top if most else None))
+        return made
 
 
 def masks_of(draft: Draft, states: Sequence[Running], vocab_size: int) -> Int[Tensor, "nodes words"] | None:
@@ -220,7 +265,7 @@ def _segment(draft: Draft, request: int, slot: int, before: Sequence[int]) -> Se
     tokens, parents = draft.tokens[first:end], np.maximum(draft.parents[first:end] - first, -1)
     chain = np.array_equal(parents, np.arange(-1, end - first - 1))
     if before:
-        tokens = torch.cat([torch.tensor(before).to(tokens.device), tokens])
+        tokens = torch.cat([upload([np.array(before)], tokens.device)[0], tokens])
         parents = np.concatenate([np.arange(-1, len(before) - 1), parents + len(before)])
     return Segment(slot=slot, tokens=tokens, parents=None if chain else parents, logits=end - first)
 
@@ -231,5 +276,5 @@ def _gathered(
     """The tapped states at some indices; a view if the indices are consecutive."""
     if (np.diff(index) == 1).all():
         return {k: values[int(index[0]) : int(index[-1]) + 1] for k, values in taps.items()}
-    where = torch.from_numpy(index)
-    return {k: values[where.to(values.device)] for k, values in taps.items()}
+    [where] = upload([index], next(iter(taps.values())).device)
+    return {k: values[where] for k, values in taps.items()}

@@ -69,8 +69,9 @@ class StepDecoding:
                 watch(Cycle(states=states, draft=draft, rows=rows, logits=logits, verdict=verdict))
         emitted = [cut(parts, state, survivor.tokens, keep) for state, survivor in zip(states, survivors, strict=True)]
         paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
+        said = reading.log_probs(states, paths, emitted)
         steps = [
-            _made(state, reading, i, len(survivors[i].path), emitted[i], paths[i], clock, len(states))
+            _made(state, reading, i, len(survivors[i].path), emitted[i], paths[i], said[i], clock, len(states))
             for i, state in enumerate(states)
         ]
         kept = reading.kept(paths)
@@ -138,13 +139,12 @@ def _made(
     accepted: int,
     tokens: list[int],
     path: list[int],
+    said: LogProbs,
     clock: Clock,
     num_requests: int,
 ) -> Step:
     """The `Step` of one request."""
     asked = state.request
-    logits = reading.logits(request, path) if asked.keep_logits or asked.logprobs is not None else None
-    said = LogProbs() if logits is None else LogProbs.of(logits, tokens, asked.logprobs)
     return Step(
         request=asked.id,
         num_draft_tokens=reading.draft.num_draft_tokens(request),
@@ -154,5 +154,5 @@ def _made(
         num_requests=num_requests,
         logprobs=said.chosen,
         top_logprobs=said.top,
-        logits=logits if asked.keep_logits else None,
+        logits=reading.logits(request, path) if asked.keep_logits else None,
     )

@@ -26,6 +26,7 @@ from outrider.lm.hf.open import (
 )
 from outrider.lm.model import runnable
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.batch import upload
 from outrider.lm.slots.chain import chain
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
@@ -116,7 +117,7 @@ class ModelDrafter(SlottedDrafter[Tree]):
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal features, left
             if not (left > 0).all():
-                features = features[torch.from_numpy(np.flatnonzero(left > 0)).to(features.device)]
+                features = features[upload([np.flatnonzero(left > 0)], features.device)[0]]
             left = left[left > 0] - 1
             return self._widened(follow(tokens, features).logits)
 

@@ -29,6 +29,7 @@ from outrider.heads.trunks.last_state import LastState, LastStateDrafter
 from outrider.lm.hf.assistant import open_assistant
 from outrider.lm.hf.checkpoint import Checkpoint
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.slots.batch import upload
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 
@@ -128,15 +129,19 @@ class Assistant(Head):
         device, padded = self.model.device, {}
         for kind in self.layers:
             keys, values = (
-                pad_sequence([each[kind][i] for each in requests], batch_first=True).transpose(1, 2).to(device)
+                pad_sequence([each[kind][i] for each in requests], batch_first=True)
+                .transpose(1, 2)
+                .to(device, non_blocking=True)
                 for i in range(2)
             )
             padded[kind] = keys, values
-        lengths = torch.tensor([len(each[next(iter(self.layers))][0]) for each in requests])
-        behind = lengths[:, None] - 1 - torch.arange(int(lengths.max()))
-        full, near = (behind >= 0)[:, None, None], ((behind >= 0) & (behind <= self._window))[:, None, None]
-        masks = {kind: (near if kind == "sliding_attention" else full).to(device) for kind in self.layers}
-        return Seen(keys_values=padded, masks=masks, positions=torch.tensor(positions)[:, None].to(device))
+        lengths = np.array([len(each[next(iter(self.layers))][0]) for each in requests])
+        distances = lengths[:, None] - 1 - np.arange(lengths.max())
+        behind, places = upload([distances, np.array(positions)[:, None]], device)
+        full = (behind >= 0)[:, None, None]
+        near = full & (behind <= self._window)[:, None, None]
+        masks = {kind: near if kind == "sliding_attention" else full for kind in self.layers}
+        return Seen(keys_values=padded, masks=masks, positions=places)
 
     @torch.inference_mode()
     def forward(

@@ -22,6 +22,7 @@ from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOpti
 from outrider.learning.options import size
 from outrider.lm.head import HeadLM
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.slots.batch import upload
 from outrider.trees.chained import Follow
 
 
@@ -298,7 +299,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal left, depth, read
             if not (left > 0).all():
-                read = read[torch.from_numpy(np.flatnonzero(left > 0)).to(read.device)]
+                read = read[upload([np.flatnonzero(left > 0)], read.device)[0]]
             depth += 1
             alive = [state for state, count in zip(states, counts, strict=True) if count >= depth]
             left = left[left > 0] - 1

@@ -157,7 +157,7 @@ def test_a_grammar_waits_for_the_tokens_of_each_level(card, target, model, sampl
 
 def _trees() -> list:
     found = []
-    for name, row in catalog.rows("tree").items():
+    for name in catalog.rows("tree"):
         tree = catalog.make("tree", TREES.get(name, name))
         if tree.structure == "chain":
             continue

@@ -26,6 +26,7 @@ from outrider.learning.options import HeadOptions, loss
 from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import LM, Extension, Segment
+from outrider.lm.slots.batch import upload
 from outrider.lm.slots.chain import chain
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
@@ -277,7 +278,7 @@ class OwnFeatures(SlottedDrafter[Features]):
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal head_output, left
             if not (left > 0).all():
-                head_output = head_output[torch.from_numpy(np.flatnonzero(left > 0)).to(head_output.device)]
+                head_output = head_output[upload([np.flatnonzero(left > 0)], head_output.device)[0]]
             extension = follow(tokens, self.next_feature(head_output))
             head_output, left = output_features(extension), left[left > 0] - 1
             return extension.logits

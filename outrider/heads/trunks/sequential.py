@@ -13,6 +13,7 @@ from torch import Tensor
 from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.protocol import Rows
 from outrider.heads.trunks.last_state import LastState, LastStateHead, LastStateHeadDrafter
+from outrider.lm.slots.batch import upload
 from outrider.trees.chained import Follow
 
 
@@ -84,7 +85,7 @@ class SequentialDrafter(LastStateHeadDrafter[Sequential]):
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal left, depth, read
             if not (left > 0).all():
-                read = read[torch.from_numpy(np.flatnonzero(left > 0)).to(read.device)]
+                read = read[upload([np.flatnonzero(left > 0)], read.device)[0]]
             left, depth = left[left > 0] - 1, depth + 1
             read = self.computing.read(read, tokens.to(read.device, non_blocking=True), depth)
             return self.computing.logits(read, depth)[..., : self.vocab_size]
