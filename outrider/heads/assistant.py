@@ -32,6 +32,7 @@ from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.slots.batch import upload
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
+from outrider.trees.chained import Follow
 
 NAME = "assistant"
 SINGLE_POSITION = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -276,16 +277,14 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         owners, first, counts = np.unique(frontier.owners, return_index=True, return_counts=True)
         owns = [self.own(states[owner]) for owner in owners.tolist()]
-        seen = owns[0].seen
-        if seen is None:
-            raise RuntimeError("a draft begins before its nodes are expanded")
+        seen = _seen(owns)
         # Padding repeats the last node of a request.
         columns = np.minimum(np.arange(counts.max()), counts[:, None] - 1)
         index = torch.from_numpy(first[:, None] + columns).to(self.device, non_blocking=True)
         pairs = zip(frontier.owners.tolist(), frontier.parents.tolist(), strict=True)
         before = torch.stack([self.own(states[owner]).head_output[parent] for owner, parent in pairs])
         tokens = frontier.tokens.to(self.device, non_blocking=True)
-        logits, head_output = self.head(tokens[index], before[index], seen.part([own.row for own in owns]))
+        logits, head_output = self.head(tokens[index], before[index], seen)
         places = np.arange(len(frontier.owners)) - np.repeat(first, counts)
         flat = torch.from_numpy(np.repeat(np.arange(len(owns)), counts) * columns.shape[1] + places)
         flat = flat.to(self.device, non_blocking=True)
@@ -293,6 +292,23 @@ class AssistantDrafter(LastStateDrafter[AssistantState]):
         for i, (owner, node) in enumerate(zip(frontier.owners.tolist(), frontier.nodes.tolist(), strict=True)):
             self.own(states[owner]).head_output[node] = returned[i]
         return Guess(logits=logits.flatten(0, 1)[flat])
+
+    def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
+        owns, left = [self.own(state) for state in states], np.array(counts)
+        seen = _seen(owns)
+        before = torch.stack([own.head_output[0] for own in owns])
+
+        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
+            nonlocal seen, before, left
+            if not (left > 0).all():
+                alive = np.flatnonzero(left > 0)
+                seen, before = seen.part(alive.tolist()), before[upload([alive], before.device)[0]]
+            left = left[left > 0] - 1
+            logits, head_output = self.head(tokens.to(self.device, non_blocking=True)[:, None], before[:, None], seen)
+            before = head_output[:, 0]
+            return logits[:, 0]
+
+        return step
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         for state in states:
@@ -324,6 +340,14 @@ class TrainedAssistant(TrainedHead):
                 "say whether before or after the final norm; give the target that it was published with"
             )
         return drafter
+
+
+def _seen(owns: Sequence[AssistantState]) -> Seen:
+    """What the assistant sees of some requests of a draft, which began together."""
+    seen = owns[0].seen
+    if seen is None:
+        raise RuntimeError("a draft begins before its nodes are expanded")
+    return seen.part([own.row for own in owns])
 
 
 def published(config: Mapping[str, Any], names: Collection[str]) -> bool:

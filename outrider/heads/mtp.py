@@ -6,7 +6,7 @@ DeepSeek-AI 2024, DeepSeek-V3, section 2.2. https://arxiv.org/abs/2412.19437
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.protocol import Observed, check_longest
-from outrider.heads.trunks.features import BACKLOG, FeatureDrafter, FeatureState, output_features
+from outrider.heads.trunks.features import BACKLOG, FeatureDrafter, FeatureState, output_features, pending
 from outrider.lm.head import HeadLM, KVCache, head_lm
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
+from outrider.lm.slots.batch import upload
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
@@ -175,8 +176,8 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         for k, lm in enumerate(self.deeper, 1):
             long = [state for state in states if self.own(state).layers[k].num_pending >= BACKLOG]
             # As in the first layer, one position waits for the next draft.
-            segments = [self._missed(state, k, self.own(state).layers[k].num_pending - 1) for state in long]
-            if segments:
+            if long:
+                segments = self._missed(long, k, [self.own(state).layers[k].num_pending - 1 for state in long])
                 extension = lm.extend(segments)
                 counts = [len(segment.tokens) for segment in segments]
                 lm.commit({segment.slot: range(count) for segment, count in zip(segments, counts, strict=True)})
@@ -203,9 +204,7 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         k = min(int(frontier.depths[0]), len(self.deeper))
         running = [states[owner] for owner in owners]
         new = [self._unfed(state, k, nodes) for state, nodes in zip(running, wanted, strict=True)]
-        segments = [
-            self._segment(state, k, nodes, len(asked)) for state, nodes, asked in zip(running, new, wanted, strict=True)
-        ]
+        segments = self._segments(running, k, new, [len(asked) for asked in wanted])
         extension = self.deeper[k - 1].extend(segments)
         parts = output_features(extension).split([len(segment.tokens) for segment in segments])
         committed = []
@@ -250,9 +249,9 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
 
     def reuse(self, state: object, request: Request, length: int) -> LayersState:
         own, states = self.checked(state), []
-        for lm, each, (read, pending) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
+        for lm, each, (read, count) in zip(self.lms, own.layers, self._valid(own, length), strict=True):
             lm.truncate(each.slot, read)
-            states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(pending)))
+            states.append(FeatureState(slot=each.slot, pending_features=each.first_pending(count)))
         return LayersState(slot=states[0].slot, pending_features=states[0].pending_features, deeper=states[1:])
 
     def fork(self, state: object, request: Request, length: int) -> LayersState:
@@ -283,48 +282,66 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
                 if len(part):
                     self.own(state).layers[k + 1].pending_features.append(part)
 
-    def _missed(self, state: Running, k: int, most: int) -> Segment:
-        """The next committed positions that layer k has not read.
+    def _missed(self, states: Sequence[Running], k: int, counts: Sequence[int]) -> list[Segment]:
+        """The next committed positions that layer k has not read of each request, at most `counts[i]`."""
+        owns, lm = [self.own(state).layers[k] for state in states], self.lms[k]
+        texts = []
+        for state, own, count in zip(states, owns, counts, strict=True):
+            first = lm.length(own.slot) + 1 + k
+            texts.append(np.array(state.tokens[first : first + count], dtype=np.int64))
+        return [
+            Segment(slot=own.slot, tokens=tokens, features=pending(own)[: len(tokens)], logits="none")
+            for own, tokens in zip(owns, upload(texts, lm.device), strict=True)
+        ]
 
-        Args:
-            most: Most positions.
-        """
-        own, lm = self.own(state).layers[k], self.lms[k]
-        first, features = lm.length(own.slot) + 1 + k, torch.cat(own.pending_features)
-        ids = torch.tensor(state.tokens[first : first + min(most, len(features))], dtype=torch.long)
-        tokens = ids.to(lm.device, non_blocking=True)
-        return Segment(slot=own.slot, tokens=tokens, features=features[: len(tokens)], logits="none")
-
-    def _segment(self, state: Running, k: int, new: Sequence[int], wanted: int) -> Segment:
-        """What layer k reads for a draft: the committed positions that it has missed, then new nodes.
+    def _segments(
+        self, states: Sequence[Running], k: int, new: Sequence[Sequence[int]], wanted: Sequence[int]
+    ) -> list[Segment]:
+        """What layer k reads of each request for a draft: the committed positions that it has missed, then new nodes.
 
         Args:
             wanted: The logits of this many nodes are wanted, the last ones.
         """
-        whole, own = self.own(state), self.own(state).layers[k]
-        tokens, features, parents = [], [], []
-        if 0 not in own.fed:
-            own.fed[0] = -1
-            if own.num_pending:
-                missed = self._missed(state, k, own.num_pending)
-                tokens, count = [missed.tokens], len(missed.tokens)
-                features = [] if missed.features is None else [missed.features]
+        wholes = [self.own(state) for state in states]
+        late = [i for i, whole in enumerate(wholes) if 0 not in whole.layers[k].fed and whole.layers[k].num_pending]
+        counts = [wholes[i].layers[k].num_pending for i in late]
+        missed = dict(zip(late, self._missed([states[i] for i in late], k, counts), strict=True)) if late else {}
+        read = [
+            self._read_with(whole, k, number) for whole, numbers in zip(wholes, new, strict=True) for number in numbers
+        ]
+        sizes = [len(numbers) for numbers in new]
+        tokens = torch.stack([token for token, _ in read]).split(sizes)
+        features = torch.stack([feature for _, feature in read]).split(sizes)
+        segments = []
+        for i, whole in enumerate(wholes):
+            own, own_tokens, own_features, parents = whole.layers[k], tokens[i], features[i], list[int]()
+            own.fed.setdefault(0, -1)
+            if i in missed:
+                count = len(missed[i].tokens)
+                own_tokens = torch.cat([missed[i].tokens, own_tokens])
+                own_features = torch.cat([cast(Tensor, missed[i].features), own_features])
                 own.fed[0], whole.waiting[k - 1], parents = count - 1, count, list(range(-1, count - 1))
-        for number in new:
-            node = whole.nodes[number]
-            before = own if node.depth > k else whole.layers[k - 1]
-            features.append(before.head_output[node.parent][None])
-            tokens.append(node.token[None])
-            # A layer begins late: in a short text the parent may stand before its first position.
-            parents.append(own.fed.get(node.parent, -1))
-            own.fed[number] = whole.waiting[k - 1] + len(own.fed) - 1
-        return Segment(
-            slot=own.slot,
-            tokens=torch.cat(tokens),
-            parents=np.array(parents, dtype=np.int64),
-            features=torch.cat(features),
-            logits=wanted,
-        )
+            for number in new[i]:
+                # A layer begins late: in a short text the parent may stand before its first position.
+                parents.append(own.fed.get(whole.nodes[number].parent, -1))
+                own.fed[number] = whole.waiting[k - 1] + len(own.fed) - 1
+            segments.append(
+                Segment(
+                    slot=own.slot,
+                    tokens=own_tokens,
+                    parents=np.array(parents, dtype=np.int64),
+                    features=own_features,
+                    logits=wanted[i],
+                )
+            )
+        return segments
+
+    @staticmethod
+    def _read_with(whole: LayersState, k: int, number: int) -> tuple[Int[Tensor, ""], Float[Tensor, " hidden"]]:
+        """The token of a node, and the feature that layer k reads with it."""
+        node = whole.nodes[number]
+        before = whole.layers[k if node.depth > k else k - 1]
+        return node.token, before.head_output[node.parent]
 
     def _valid(self, own: LayersState, length: int) -> list[tuple[int, int]]:
         """For each layer, the positions in its slot and its pending features that a text with the same first `length`

@@ -299,7 +299,7 @@ class ParallelDrafter(MarginalDrafter, FeatureDrafter[ParallelState]):
         return len(self.slots) + 1
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        pairs = [self._pairs(state, self.own(state).num_pending, "last") for state in states]
+        pairs = self._pairs(states, [self.own(state).num_pending for state in states], "last")
         slots = torch.tensor(self.slots, dtype=torch.long).to(self.lm.device, non_blocking=True)
         segments = [_before(pair, slots[: depth - 1]) for pair, depth in zip(pairs, depths, strict=True)]
         blocks = self.lm.extend(segments).logits.split(list(depths))

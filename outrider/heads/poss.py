@@ -226,9 +226,10 @@ class PossDrafter(FeatureDrafter[PossState]):
             owns = [self.own(state).all()[number] for state in states]
             many = append_features(lm, owns, features, observed.offsets)
             if many:
-                read(lm, [next_pairs(lm, owns[i], states[i], owns[i].num_pending - 1, "none") for i in many])
-                for i in many:
-                    owns[i].forget(owns[i].num_pending - 1)
+                counts = [owns[i].num_pending - 1 for i in many]
+                read(lm, next_pairs(lm, [owns[i] for i in many], [states[i] for i in many], counts, "none"))
+                for i, count in zip(many, counts, strict=True):
+                    owns[i].forget(count)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         guess = super().begin(states, depths)
@@ -239,7 +240,7 @@ class PossDrafter(FeatureDrafter[PossState]):
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         number = min(int(frontier.depths[0]) // self.stride, len(self.further))
         groups = list(self._by_owner(states, frontier))
-        segments = [self._segment(number, state, nodes) for state, nodes in groups]
+        segments = self._segments(number, groups)
         extension = self.lms[number].extend(segments)
         parts = cast(Tensor, extension.features).split([len(segment.tokens) for segment in segments])
         for (state, nodes), part in zip(groups, parts, strict=True):
@@ -264,8 +265,8 @@ class PossDrafter(FeatureDrafter[PossState]):
             reached = [own for state in states if (own := self.own(state).all()[number]).fed]
             lm.commit({own.slot: range(own.fed[0] + 1) for own in reached})
             for own in reached:
-                rest = torch.cat(own.pending_features)[own.fed[0] + 1 :]
-                own.pending_features, own.fed = [rest] if len(rest) else [], {}
+                own.forget(own.fed[0] + 1)
+                own.fed = {}
 
     def needs(self, state: object, length: int) -> int:
         own = self.checked(state)
@@ -303,32 +304,52 @@ class PossDrafter(FeatureDrafter[PossState]):
         further = tuple(TabularHead(vocab_size, seed + number) for number in range(1, len(self.lms)))
         return replace(self, lm=TabularHead(vocab_size, seed), further=further, reads=(0,), short_list=None)
 
-    def _segment(self, number: int, state: Running, nodes: Sequence[int]) -> Segment:
-        """What a specialist must read of a request to guess after some nodes. Their logits are wanted."""
-        lm, draft = self.lms[number], self.own(state)
-        own = draft.all()[number]
-        tokens: list[Int[Tensor, " _"]] = []
-        features: list[Float[Tensor, "_ dim"]] = []
-        parents: list[int] = []
-        if 0 not in own.fed:
-            count, first = own.num_pending, lm.length(own.slot) + 1
-            tokens.append(torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True))
-            features += own.pending_features
-            parents += range(-1, count - 1)
+    def _segments(self, number: int, groups: Sequence[tuple[Running, list[int]]]) -> list[Segment]:
+        """What a specialist must read of each request to guess after some nodes. Their logits are wanted."""
+        lm, drafts = self.lms[number], [self.own(state) for state, _ in groups]
+        owns = [draft.all()[number] for draft in drafts]
+        committed = self._committed(number, [state for state, _ in groups])
+        lacking = [
+            [*_unfed(draft, own, nodes), *nodes] for draft, own, (_, nodes) in zip(drafts, owns, groups, strict=True)
+        ]
+        new = [(draft, node) for draft, nodes in zip(drafts, lacking, strict=True) for node in nodes]
+        sizes = [len(nodes) for nodes in lacking]
+        tokens = torch.stack([draft.tokens[node] for draft, node in new]).to(lm.device, non_blocking=True)
+        features = self.next_feature(torch.stack([draft.head_output[draft.above[node]] for draft, node in new]))
+        segments = []
+        parts = zip(drafts, owns, lacking, groups, tokens.split(sizes), features.split(sizes), strict=True)
+        for draft, own, nodes, (_, wanted), new_tokens, new_features in parts:
+            parents: list[int] = []
+            if (pairs := committed.get(own.slot)) is not None:
+                parents = list(range(-1, len(pairs.tokens) - 1))
+                new_tokens = torch.cat([pairs.tokens, new_tokens])
+                new_features = torch.cat([cast(Tensor, pairs.features), new_features])
+            for node in nodes:
+                parents.append(own.fed[draft.above[node]])
+                own.fed[node] = own.fed[0] + len(own.fed)
+            segments.append(
+                Segment(
+                    slot=own.slot,
+                    tokens=new_tokens,
+                    parents=np.array(parents),
+                    logits=len(wanted),
+                    features=new_features,
+                )
+            )
+        return segments
+
+    def _committed(self, number: int, states: Sequence[Running]) -> dict[int, Segment]:
+        """The committed pairs of the requests whose draft reaches a specialist for the first time, by its slots. Notes
+        the pending number of the newest of them.
+        """
+        pairs = [(state, own) for state in states if 0 not in (own := self.own(state).all()[number]).fed]
+        if not pairs:
+            return {}
+        new, owns = [state for state, _ in pairs], [own for _, own in pairs]
+        counts = [own.num_pending for own in owns]
+        for own, count in zip(owns, counts, strict=True):
             own.fed[0] = count - 1
-        lacking = [*_unfed(draft, own, nodes), *nodes]
-        tokens.append(torch.stack([draft.tokens[node] for node in lacking]).to(lm.device, non_blocking=True))
-        features.append(self.next_feature(torch.stack([draft.head_output[draft.above[node]] for node in lacking])))
-        for node in lacking:
-            parents.append(own.fed[draft.above[node]])
-            own.fed[node] = own.fed[0] + len(own.fed)
-        return Segment(
-            slot=own.slot,
-            tokens=torch.cat(tokens),
-            parents=np.array(parents),
-            logits=len(nodes),
-            features=torch.cat(features),
-        )
+        return {each.slot: each for each in next_pairs(self.lms[number], owns, new, counts, "last")}
 
     def _by_owner(self, states: Sequence[Running], frontier: Frontier) -> Iterator[tuple[Running, list[int]]]:
         """The requests of a frontier, each with its nodes. Notes the parents and the tokens of the nodes."""

@@ -18,6 +18,7 @@ from outrider.lm.forwards.head_package import KINDS, HeadPackage, Kind, Packaged
 from outrider.lm.forwards.packed import fits_packed, keeps_bits, packed
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.batch import upload
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slots import Slots
@@ -187,7 +188,7 @@ class HeadLM(SlottedLM):
             # Where a view begins would become part of a graph.
             tokens, positions = tokens.clone(), positions.clone()
         hidden = self._run(tokens, features, positions, inputs.masks, inputs.window)
-        wanted = hidden if len(columns) == batch.width else hidden[:, torch.from_numpy(columns).to(self.device)]
+        wanted = hidden if len(columns) == batch.width else hidden[:, upload([columns], self.device)[0]]
         # Most forwards of prompts want no logits.
         logits = self.running.logits(wanted) if len(columns) else hidden.new_zeros(len(hidden), 0, self.vocab_size)
         return Outputs(logits=logits, columns=columns, features=hidden)

@@ -105,7 +105,7 @@ def _mtp(around: TargetInfo, count: int) -> MtpModel:
     target = around.mtp.__self__.model
     target.config.num_mtp_layers = count
     found = MtpModel(target, count)
-    scrambled(found.layers.to(around.device, around.dtype))
+    scrambled(found.layers.to(around.dtype)).to(around.device)
     return found
 
 

@@ -26,7 +26,7 @@ from outrider.learning.options import HeadOptions, loss
 from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import LM, Extension, Segment
-from outrider.lm.slots.batch import upload
+from outrider.lm.slots.batch import joined, upload
 from outrider.lm.slots.chain import chain
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
@@ -173,7 +173,7 @@ class FeatureState(TreeState):
         if count >= self.num_pending:
             self.pending_features = []
         elif count:
-            self.pending_features = [torch.cat(self.pending_features)[count:]]
+            self.pending_features = [pending(self)[count:]]
 
     def first_pending(self, count: int) -> list[Float[Tensor, "_ dim"]]:
         """The features of the first pending positions."""
@@ -305,14 +305,15 @@ class OwnFeatures(SlottedDrafter[Features]):
     def cast(self, target_info: TargetInfo) -> "OwnFeatures":
         return replace(self, lm=self.lm.cast(target_info.dtype))
 
-    def _pairs(self, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
-        """The next `count` pairs that a request's slot lacks."""
-        return next_pairs(self.lm, self.own(state), state, count, logits)
+    def _pairs(
+        self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]
+    ) -> list[Segment]:
+        """The next `counts[i]` pairs that each request's slot lacks."""
+        return next_pairs(self.lm, [self.own(state) for state in states], states, counts, logits)
 
     def _read(self, states: Sequence[Running], counts: Sequence[int], logits: Literal["last", "none"]) -> Extension:
         """Run the head on the next pairs of each request, and commit them."""
-        segments = [self._pairs(state, count, logits) for state, count in zip(states, counts, strict=True)]
-        extension = read(self.lm, segments)
+        extension = read(self.lm, self._pairs(states, counts, logits))
         for state, count in zip(states, counts, strict=True):
             self.own(state).forget(count)
         return extension
@@ -340,11 +341,32 @@ def append_features(
     return many
 
 
-def next_pairs(lm: LM, own: FeatureState, state: Running, count: int, logits: Literal["last", "none"]) -> Segment:
-    """The next `count` pairs that a request's slot lacks."""
-    first, features = lm.length(own.slot) + 1, torch.cat(own.pending_features)
-    tokens = torch.tensor(state.tokens[first : first + count]).to(lm.device, non_blocking=True)
-    return Segment(slot=own.slot, tokens=tokens, features=features[:count], logits=logits)
+def next_pairs(
+    lm: LM,
+    owns: Sequence[FeatureState],
+    states: Sequence[Running],
+    counts: Sequence[int],
+    logits: Literal["last", "none"],
+) -> list[Segment]:
+    """The next `counts[i]` pairs that each request's slot lacks.
+
+    Args:
+        lm: The head.
+        owns: What it keeps of each request.
+    """
+    texts = []
+    for own, state, count in zip(owns, states, counts, strict=True):
+        first = lm.length(own.slot) + 1
+        texts.append(np.array(state.tokens[first : first + count], dtype=np.int64))
+    return [
+        Segment(slot=own.slot, tokens=tokens, features=pending(own)[:count], logits=logits)
+        for own, tokens, count in zip(owns, upload(texts, lm.device), counts, strict=True)
+    ]
+
+
+def pending(own: FeatureState) -> Float[Tensor, "n dim"]:
+    """The features that a head has not read yet, of which there are some."""
+    return joined(own.pending_features, own.pending_features[0])
 
 
 def read(lm: LM, segments: Sequence[Segment]) -> Extension:
