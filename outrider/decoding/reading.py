@@ -10,7 +10,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
-from outrider.core.sampling import Prefix, RowRule, log_probs, to_rows, without_law
+from outrider.core.sampling import RowRule, log_probs, to_rows, without_law
+from outrider.core.texts import Before, climbed, text_of
 from outrider.core.types import Draft, Running, Verdict
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
@@ -62,9 +63,7 @@ class Reading:
         """
         owners = _owners(self.draft)
         samplings = [state.request.sampling for state in states]
-        return to_rows(
-            self.extension.logits, owners, samplings, lambda node: self._prefix(states[owners[node]], node), masks
-        )
+        return to_rows(self.extension.logits, owners, samplings, lambda: self._before(states), masks)
 
     def likeliest(self, states: Sequence[Running], masks: Int[Tensor, "nodes words"] | None) -> Int[Tensor, " nodes"]:
         """The token that the target's distribution after each node is one-hot at, if all requests are at temperature 0;
@@ -72,7 +71,7 @@ class Reading:
         """
         owners, logits = _owners(self.draft), self.extension.logits
         rule = RowRule.of([states[owner].request.sampling for owner in owners.tolist()], logits)
-        return rule.lawful_likeliest(logits, lambda node: self._prefix(states[owners[node]], node), masks)
+        return rule.lawful_likeliest(logits, lambda: self._before(states), masks)
 
     def agreeing(self, likeliest: Int[Tensor, " nodes"], states: Sequence[Running]) -> list[Survivor]:
         """The path of each request along which the draft's tokens are the likeliest ones, and the token behind it; one
@@ -185,13 +184,16 @@ class Reading:
         logits = self.extension.logits
         return logits[upload([nodes], logits.device)[0]]
 
-    def _prefix(self, state: Running, node: int) -> Prefix:
-        """The text before a node's children: prompt, output, and the path down to the node itself."""
-        path: list[int] = []
-        while self.draft.parents[node] >= 0:
-            path.append(int(self.draft.tokens[node]))
-            node = int(self.draft.parents[node])
-        return Prefix(prompt=state.request.prompt, output=[*state.output, *path[::-1]])
+    def _before(self, states: Sequence[Running]) -> Before:
+        """The text before each node's children: prompt, output, and the path down to the node itself."""
+        draft = self.draft
+        return Before(
+            texts=[text_of(state) for state in states],
+            owners=_owners(draft),
+            tokens=draft.tokens,
+            paths=climbed(np.arange(len(draft.parents)), draft.parents, draft.depths),
+            lengths=draft.depths,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
