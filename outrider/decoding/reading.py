@@ -231,9 +231,8 @@ class LogProbs:
         for own, most in zip(tokens, wanted, strict=True):
             part, first = rows[first : first + len(own)], first + len(own)
             chosen = tuple(row[0] for row in part)
-            top = tuple(
-                dict(islice(zip(map(int, row[1 + count :]), row[1 : 1 + count], strict=True), most)) for row in part
-            )
+            pairs = (zip(map(int, row[1 + count :]), row[1 : 1 + count], strict=True) for row in part)
+            top = tuple(dict(islice(each, most)) for each in pairs)
             made.append(cls(chosen=chosen, top=top if most else None))
         return made
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.inputs import InputError
 from outrider.core.types import Frontier, Guess, Request, Running
+from outrider.lm.slots.batch import upload
 from outrider.lm.target_info import TargetInfo
 
 Rows = Literal["sampled", "point", "marginal"]
@@ -39,6 +40,15 @@ class Observed:
     def counts(self) -> list[int]:
         """Number of positions of each request."""
         return np.diff(self.offsets).tolist()
+
+    def newest(self, values: Float[Tensor, "positions dim"]) -> dict[int, Float[Tensor, " dim"]]:
+        """The values at the last new position of each request that has one, by the request's index.
+
+        Copies, so that the values at all other positions can be freed.
+        """
+        requests = np.flatnonzero(np.diff(self.offsets))
+        rows = values[upload([self.offsets[1:][requests] - 1], values.device)[0]]
+        return dict(zip(requests.tolist(), rows, strict=True))
 
 
 @runtime_checkable

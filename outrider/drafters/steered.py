@@ -77,13 +77,11 @@ class SteeredDrafter(ModelDrafter[SteeredState]):
         return SteeredState(slot=self.lm.open(), request=request)
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        hidden = self.steering.concatenate(observed.taps)
-        for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
-            if count:
-                own = self.own(state)
-                own.num_seen += count
-                # A copy, so that the states of all other positions can be freed.
-                own.newest = hidden[int(observed.offsets[i + 1]) - 1].clone()
+        counts = observed.counts()
+        for i, newest in observed.newest(self.steering.concatenate(observed.taps)).items():
+            own = self.own(states[i])
+            own.num_seen += counts[i]
+            own.newest = newest
         super().observe(states, observed)
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:

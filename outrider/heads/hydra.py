@@ -26,6 +26,7 @@ from outrider.lm.hf.checkpoint import Checkpoint, made, size
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.hf.open import open_config
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.batch import upload
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 
@@ -269,12 +270,11 @@ class HydraDrafter(SequentialDrafter[HydraState]):
             super().observe(states, observed)
             return
         features = self.norm(observed.taps[self.tap]).to(prefix.device, prefix.dtype, non_blocking=True)
-        segments = []
+        [tokens], segments = upload([observed.tokens], prefix.device), []
         for i, state in enumerate(states):
             slot, first, end = _slot(self.own(state)), int(observed.offsets[i]), int(observed.offsets[i + 1])
             end = min(end, first + prefix.max_context - prefix.length(slot))
-            tokens = torch.from_numpy(observed.tokens[first:end]).to(prefix.device, non_blocking=True)
-            segments.append(Segment(slot=slot, tokens=tokens, features=features[first:end], logits="none"))
+            segments.append(Segment(slot=slot, tokens=tokens[first:end], features=features[first:end], logits="none"))
         found = cast(Tensor, prefix.extend(segments).features)
         prefix.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
         end = 0

@@ -49,6 +49,7 @@ from outrider.lm.hf.anatomy import rotary_parameters
 from outrider.lm.hf.checkpoint import TARGET, Checkpoint, TargetShape, made
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import Extension, Segment
+from outrider.lm.slots.batch import upload
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 
@@ -528,12 +529,11 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
         """Run the head on the new features. Its cache of a position does not depend on the token there."""
         features = torch.cat([observed.taps[tap] for tap in self.reads], -1).to(self.lm.device, non_blocking=True)
-        segments = []
+        [tokens], segments = upload([observed.tokens], self.lm.device), []
         for i, state in enumerate(states):
             slot, first, end = self.own(state).slot, int(observed.offsets[i]), int(observed.offsets[i + 1])
             end = min(end, first + self.lm.max_context - self.lm.length(slot))
-            tokens = torch.from_numpy(observed.tokens[first:end]).to(self.lm.device, non_blocking=True)
-            segments.append(Segment(slot=slot, tokens=tokens, features=features[first:end], logits="none"))
+            segments.append(Segment(slot=slot, tokens=tokens[first:end], features=features[first:end], logits="none"))
         self.lm.extend(segments)
         self.lm.commit({segment.slot: range(len(segment.tokens)) for segment in segments})
 

@@ -72,13 +72,11 @@ class LastStateDrafter(StatefulDrafter[Last]):
         return self.state()
 
     def observe(self, states: Sequence[Running], observed: Observed) -> None:
-        hidden = observed.taps[self.tap]
-        for i, (state, count) in enumerate(zip(states, observed.counts(), strict=True)):
-            if count:
-                own = self.own(state)
-                own.num_seen += count
-                # A copy, so that the states of all other positions can be freed.
-                own.newest = hidden[int(observed.offsets[i + 1]) - 1].clone()
+        counts = observed.counts()
+        for i, newest in observed.newest(observed.taps[self.tap]).items():
+            own = self.own(states[i])
+            own.num_seen += counts[i]
+            own.newest = newest
 
     def needs(self, state: object, length: int) -> int:
         seen = self.checked(state).num_seen
