@@ -16,6 +16,7 @@ from outrider.core.types import Draft, Running, Verdict
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import LM, Extension, Segment
+from outrider.verifiers.protocol import Decision
 from outrider.lm.slots.batch import upload
 
 
@@ -100,6 +101,31 @@ class Reading:
                 node = found
                 path.append(node - root)
             survivors.append(Survivor(path=path, tokens=tokens))
+        return survivors
+
+    def decided(
+        self, decision: Decision, rows: Float[Tensor, "nodes vocab"], states: Sequence[Running]
+    ) -> list[Survivor]:
+        """The accepted path of each request; one copy from the device.
+
+        Raises:
+            NoDistribution: At a node of a path, the target gives no token a positive probability.
+        """
+        draft, count = self.draft, len(self.draft.tokens)
+        parts = [draft.tokens, without_law(rows).to(draft.tokens), decision.next_tokens, decision.last]
+        everything, survivors = torch.cat(parts).tolist(), list[Survivor]()
+        drafted, lawless, ends = everything[:count], everything[count : 2 * count], everything[2 * count :]
+        following, last = ends[: len(states)], ends[len(states) :]
+        for i, root in enumerate(draft.offsets[:-1].tolist()):
+            nodes = list[int]()
+            node = last[i]
+            while node != root:
+                nodes.append(node)
+                node = int(draft.parents[node])
+            if any(lawless[node] for node in [root, *nodes]):
+                raise no_distribution(states[i])
+            tokens = [*(drafted[node] for node in nodes[::-1]), following[i]]
+            survivors.append(Survivor(path=[node - root for node in nodes[::-1]], tokens=tokens))
         return survivors
 
     def survivors(

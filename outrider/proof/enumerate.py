@@ -95,6 +95,10 @@ class EnumeratingDice:
             landed.append(bool(self._choose(request, slot, draws, sides)))
         return np.array(landed, dtype=bool)
 
+    def toss(self, probability: Float[Tensor, "..."], draws: Draws) -> Bool[Tensor, "..."]:
+        landed = self.accept(probability.double().flatten().cpu().numpy(), draws)
+        return torch.from_numpy(landed).to(probability.device).view(probability.shape)
+
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         active = [True] * len(weights) if draws.active is None else draws.active.tolist()
         picked = [
