@@ -16,8 +16,8 @@ from outrider.core.types import Draft, Running, Verdict
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import LM, Extension, Segment
-from outrider.verifiers.protocol import Decision
 from outrider.lm.slots.batch import upload
+from outrider.verifiers.protocol import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
