@@ -20,7 +20,7 @@ thread, so PEARL is not covered; code that is compiled; graphs of CUDA.
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -28,11 +28,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
 
 import outrider
 
@@ -158,8 +158,8 @@ class Card(Tensor):
             return getattr(args[0].inner, name)()
         if name == "new_tensor":
             return torch.tensor(*args[1:], **{"dtype": args[0].dtype, "device": DEVICE} | (kwargs or {}))
-        if name == "record_stream":
-            return None
+        if name in ("__getitem__", "__setitem__"):
+            args = (args[0], _index(args[1]), *args[2:])
         if name == "__deepcopy__":
             copied = Card(args[0].inner.clone())
             return nn.Parameter(copied, requires_grad=False) if isinstance(args[0], nn.Parameter) else copied
@@ -196,7 +196,7 @@ class Gpu(TorchDispatchMode):
 
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run one operation."""
-        flat, _ = tree_flatten((args, kwargs))
+        flat = [*_leaves(args), *_leaves(kwargs.values())]
         cards = [a for a in flat if isinstance(a, Card)]
         device = _device(flat, kwargs)
         here = bool(cards) if device is None else device.type != "cpu"
@@ -209,20 +209,16 @@ class Gpu(TorchDispatchMode):
             # To torch's dispatcher the tensor is elsewhere; on a GPU it would be where it shall be.
             return cards[0]
         plain = [a for a in flat if isinstance(a, Tensor) and not isinstance(a, Card)]
+        if any(tensor.is_meta for tensor in plain):
+            raise RuntimeError(f"{func} got a tensor without data: it was made on the GPU beside the dispatcher")
         if name in COPIES:
             self._copy(name, args, kwargs, here)
         else:
             self._check(func, name, plain)
             self._start(func, name, flat, cards)
         given = {id(card.inner): card for card in cards}
-        made = func(*tree_map(_unwrapped, args), **tree_map(_unwrapped, kwargs))
-
-        def wrapped(value: object) -> object:
-            if not here or not isinstance(value, Tensor):
-                return value
-            return given[id(value)] if id(value) in given else Card(value)
-
-        return tree_map(wrapped, made)
+        made = func(*map(_unwrapped, args), **{key: _unwrapped(value) for key, value in kwargs.items()})
+        return _wrapped(made, given) if here else made
 
     def _check(self, func: Any, name: str, plain: Sequence[Tensor]) -> None:
         """Raise where devices are mixed. A number on the CPU may go with tensors on a GPU, and an index is uploaded."""
@@ -323,10 +319,37 @@ def _device(flat: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
     return next((a for a in flat if isinstance(a, torch.device)), None) if named is None else torch.device(named)
 
 
+def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+    """The values, and the parts of those that are lists."""
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from value
+        else:
+            yield value
+
+
+def _index(index: object) -> object:
+    """An index with tensors in place of lists and arrays, which torch makes on the GPU beside the dispatcher."""
+    if isinstance(index, tuple):
+        return tuple(_index(part) for part in index)
+    return torch.tensor(index) if isinstance(index, list | np.ndarray) else index
+
+
 def _unwrapped(value: Any) -> Any:
     if isinstance(value, Card):
         return value.inner
+    if isinstance(value, list | tuple):
+        return type(value)(map(_unwrapped, value))
     return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _wrapped(value: Any, given: Mapping[int, Card]) -> Any:
+    """Results as cards; what was given in comes back as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(_wrapped(part, given) for part in value)
+    if not isinstance(value, Tensor):
+        return value
+    return given[id(value)] if id(value) in given else Card(value)
 
 
 def _frames() -> Iterator[FrameType]:
