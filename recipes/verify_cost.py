@@ -160,7 +160,7 @@ def verifying(case: Case, near: Near, draft: Draft, sampling: Sampling) -> Calla
     requests = draft.num_requests
     owners = np.repeat(np.arange(requests), np.diff(draft.offsets))
 
-    def no_prefix(_: int) -> Any:
+    def no_prefix() -> Any:
         raise AssertionError("no setting here reads a prefix")
 
     def go(step: int) -> Row:

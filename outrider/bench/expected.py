@@ -66,6 +66,10 @@ class NotingDice:
         landed: Bool[np.ndarray, " n"] = probability >= 1
         return landed
 
+    def toss(self, probability: Float[Tensor, "..."], draws: Draws) -> Bool[Tensor, "..."]:
+        """Rules that toss have thrown coins that do not matter, so their chances say nothing."""
+        raise NotImplementedError("chances are read from rules that throw their coins in turn, on a CPU")
+
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         """The token that follows does not matter here."""
         return torch.zeros(len(weights), dtype=torch.long, device=weights.device)

@@ -7,7 +7,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.sampling import Prefix, to_rows
+from outrider.core.sampling import to_rows
+from outrider.core.texts import Before
 from outrider.core.types import Sampling, ShortList
 from outrider.lm.protocol import LM, Segment
 
@@ -38,7 +39,7 @@ def logits_along(
 def rows_at(logits: Float[Tensor, "positions vocab"], temperature: float) -> Float[Tensor, "positions vocab"]:
     """Distributions at a temperature, in float64."""
     owners = np.zeros(len(logits), dtype=np.int64)
-    return to_rows(logits.double(), owners, [Sampling(temperature=temperature)], lambda _: Prefix(prompt=[], output=[]))
+    return to_rows(logits.double(), owners, [Sampling(temperature=temperature)], lambda: Before.of([[0]], [[]]))
 
 
 def log_ratios(

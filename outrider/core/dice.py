@@ -111,6 +111,10 @@ class Dice(Protocol):
         """Independent biased coins, on the host. Probability 0 never succeeds, 1 always does; neither uses a draw."""
         ...
 
+    def toss(self, probability: Float[Tensor, "..."], draws: Draws) -> Bool[Tensor, "..."]:
+        """As `accept`, on the device of the probabilities, without waiting for it; one draw for each, row by row."""
+        ...
+
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         """Index in proportion to the weights of each row; weights need no normalising."""
         ...
@@ -138,13 +142,19 @@ class Dice(Protocol):
 def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]) -> Int[Tensor, " n"]:
     """The index where the running sum of the weights first exceeds the uniform's share of their total, in float64.
 
-    A weight of zero is never returned, whatever the rounding. Uniforms are at least 0 and at most 1 - 2^-53. If weights
-    are NaN, an arbitrary index is returned.
+    A weight of zero is never returned, whatever the rounding. On a CPU a running sum does not fall and stands still at
+    zeros. Elsewhere it is added up in parallel, and may rise or fall by a rounding at a zero: a draw that lands there
+    moves to the next positive weight, and one seed may draw another token than on a CPU where a uniform is within a
+    rounding of a border. Uniforms are at least 0 and at most 1 - 2^-53. If weights are NaN, an arbitrary index is
+    returned.
 
     Example:
         >>> inverse_cdf(torch.tensor([[0.0, 1.0, 3.0]]), torch.tensor([0.3]))
         tensor([2])
     """
+    if weights.device.type != "cpu":
+        running = settled(weights.cumsum(-1, dtype=torch.float64), weights)
+        return _where(running, running[:, -1:], uniforms[:, None]).squeeze(-1)
     count, vocab = weights.shape
     block = math.gcd(vocab, BLOCK)
     if block < BLOCK or weights.numel() < MANY:
@@ -163,16 +173,27 @@ def inverse_cdf(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, " n"]
     return (place * block + torch.searchsorted(inside, share, right=True).clamp_max_(block - 1)).squeeze(-1)
 
 
+def settled(running: Float[Tensor, "n vocab"], weights: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
+    """Running sums of weights that never fall and that stand still where a weight is zero, whatever the rounding.
+
+    Example:
+        >>> weights = torch.tensor([[0.5, 0.0, 0.5]])
+        >>> settled(torch.tensor([[0.5, 0.625, 0.5625]]), weights)
+        tensor([[0.5000, 0.5000, 0.5625]])
+    """
+    return running.masked_fill_(weights <= 0, 0.0).cummax(-1).values
+
+
 def _where(
-    running: Float[Tensor, "n vocab"], total: Float[Tensor, "n 1"], uniforms: Float[Tensor, "n 1"]
-) -> Int[Tensor, "n 1"]:
+    running: Float[Tensor, "n vocab"], total: Float[Tensor, "n 1"], uniforms: Float[Tensor, "n draws"]
+) -> Int[Tensor, "n draws"]:
     # A uniform is at most 1 - 2^-53, so that its share, rounded, is below the total and within the last weight. Only a
     # row that is not a number leads beyond it.
     return torch.searchsorted(running, uniforms * total, right=True).clamp_max_(running.shape[1] - 1)
 
 
 def _without_replacement(
-    weights: Float[Tensor, "n vocab"], uniforms: list[Float[Tensor, " n"]]
+    weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, "count n"]
 ) -> Int[Tensor, "n count"]:
     """Sequential draws from one running sum. A later draw takes a share of the remaining mass and skips the indices
     that were drawn before.
@@ -196,6 +217,19 @@ def _without_replacement(
         below, above = torch.cat([below, edges], 1), torch.cat([above, running.gather(1, found)], 1)
         below, order = below.sort(-1)
         above = above.gather(1, order)
+    return torch.cat(chosen, 1)
+
+
+def _one_by_one(weights: Float[Tensor, "n vocab"], uniforms: Float[Tensor, "count n"]) -> Int[Tensor, "n count"]:
+    """The same draws, each from what the draws before it left over. Fewer operations, but each reads whole rows."""
+    left, chosen = weights, list[Int[Tensor, "n 1"]]()
+    for k, uniform in enumerate(uniforms):
+        running = settled(left.cumsum(-1, dtype=torch.float64), left)
+        total = running[:, -1:]
+        found = _where(running, total, uniform[:, None])
+        chosen.append(torch.where(total > 0, found, -1))
+        if k + 1 < len(uniforms):
+            left = left.scatter(1, found, 0.0)
     return torch.cat(chosen, 1)
 
 
@@ -268,6 +302,9 @@ class PhiloxDice:
     def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
         return np.array(self._uniforms(draws)) < probability
 
+    def toss(self, probability: Float[Tensor, "..."], draws: Draws) -> Bool[Tensor, "..."]:
+        return _upload(self._uniforms(draws), probability.device).view(probability.shape) < probability
+
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         return inverse_cdf(weights, _upload(self._uniforms(draws), weights.device))
 
@@ -278,11 +315,14 @@ class PhiloxDice:
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
     ) -> Int[Tensor, "n count"]:
-        uniforms = [_upload(self._uniforms(draws, offset=k), weights.device) for k in range(count)]
+        numbers = [number for k in range(count) for number in self._uniforms(draws, offset=k)]
+        uniforms = _upload(numbers, weights.device).view(count, len(weights))
+        on_host = weights.device.type == "cpu"
         if replace:
             running = weights.cumsum(-1, dtype=torch.float64)
-            return torch.cat([_where(running, running[:, -1:], u[:, None]) for u in uniforms], 1)
-        return _without_replacement(weights, uniforms)
+            running = running if on_host else settled(running, weights)
+            return _where(running, running[:, -1:], uniforms.T)
+        return _without_replacement(weights, uniforms) if on_host else _one_by_one(weights, uniforms)
 
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         pairs = zip(draws.requests.tolist(), draws.slots.tolist(), strict=True)

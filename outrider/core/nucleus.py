@@ -46,13 +46,23 @@ class _Candidates:
 def nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: Spare) -> Float[Tensor, "n 1"]:
     """Probability of the last token of the smallest set whose mass reaches top_p; 0 where top_p is 1 or not reached.
 
-    Masses are added up in float64.
+    Masses are added up in float64. On a CPU only the tokens near the floor are sorted. Elsewhere the whole row is: this
+    copies nothing from the device, so nobody waits for it.
     """
+    if rows.device.type != "cpu":
+        return _of_sorted(rows, top_p)
     found = _most_likely(rows, top_p) or _around(rows, top_p, spare)
     running = torch.cat([found.before, found.probabilities], 1).cumsum(-1)[:, :-1]
     dropped = (running >= top_p) | (found.probabilities == 0)
     floor = found.probabilities.masked_fill(dropped, torch.inf).amin(-1, keepdim=True)
     return floor.masked_fill_((top_p >= 1) | (found.total < top_p), 0.0)
+
+
+def _of_sorted(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
+    """The floor by a full sort. Where top_p is 1 or not reached, it is the row's smallest probability."""
+    best = rows.sort(-1, descending=True).values
+    short = best.cumsum(-1, dtype=torch.float64)[:, :-1] < top_p.masked_fill(top_p >= 1, torch.inf)
+    return best.gather(1, short.sum(-1, keepdim=True))
 
 
 def _most_likely(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> _Candidates | None:

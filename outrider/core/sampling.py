@@ -9,9 +9,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from outrider.core.adjustment import Adjustment
 from outrider.core.nucleus import Spare, nucleus_floor
-from outrider.core.processors import Processor, is_blind
-from outrider.core.types import InputError, Sampling
+from outrider.core.texts import Before
+from outrider.core.types import Sampling
+from outrider.core.uploads import column, row_type
 
 FOLDED_FROM = 0.01
 """From this temperature on, softmax alone takes the maximum off: the quotient of a logit below 1e36 cannot overflow."""
@@ -21,19 +23,11 @@ AT_ONCE_ELSEWHERE = 2**25
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64, torch.int64: np.int64}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prefix:
-    """The text before a node's children: the prompt, and the output with the node's path, the node included."""
-
-    prompt: Sequence[int]
-    output: Sequence[int]
-
-
 def to_rows(
     logits: Float[Tensor, "n vocab"],
     owners: Int[np.ndarray, " n"],
     samplings: Sequence[Sampling],
-    prefix: Callable[[int], Prefix],
+    before: Callable[[], Before],
     masks: Int[Tensor, "n words"] | None = None,
 ) -> Float[Tensor, "n vocab"]:
     r"""Distributions that tokens are drawn from, each row summing to one, in float32 (float64 stays float64).
@@ -47,16 +41,16 @@ def to_rows(
         logits: Raw logits.
         owners: Which request each row belongs to.
         samplings: One per request.
-        prefix: Returns the text before row i; called only for rows whose settings read it.
+        before: Returns the text before each row; called only if the settings of a row read it.
         masks: Packed masks of the allowed tokens; None allows all.
 
     Example:
         >>> logits = torch.tensor([[2.0, 1.0, 0.0]])
-        >>> to_rows(logits, np.array([0]), [Sampling(temperature=0)], lambda row: Prefix(prompt=[], output=[]))
+        >>> to_rows(logits, np.array([0]), [Sampling(temperature=0)], lambda: Before.of([[0]], [[]]))
         tensor([[1., 0., 0.]])
     """
     per_row = [samplings[owner] for owner in owners.tolist()]
-    return RowRule.of(per_row, logits)(logits, prefix, masks)
+    return RowRule.of(per_row, logits)(logits, before, masks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +59,13 @@ class RowRule:
 
     Attributes:
         per_row: The settings of each row.
-        adjusts: Whether any of them change logits before temperature and filters.
+        adjusts: What they change in the logits before temperature and filters; None: nothing.
         greedy: The rows at temperature 0.
         groups: The rows, as many in a group as are worked on at once.
     """
 
     per_row: Sequence[Sampling]
-    adjusts: bool
+    adjusts: Adjustment | None
     greedy: Sequence[int]
     groups: Sequence["_Group"]
 
@@ -83,20 +77,20 @@ class RowRule:
     def likeliest(
         self,
         logits: Float[Tensor, "n vocab"],
-        prefix: Callable[[int], Prefix],
+        before: Callable[[], Before],
         masks: Int[Tensor, "n words"] | None = None,
     ) -> Int[Tensor, " n"]:
         """The token that each row at temperature 0 is one-hot at; any token where a row is no distribution."""
-        return _largest(self._scores(logits, prefix, masks))
+        return _largest(self._scores(logits, before, masks))
 
     def lawful_likeliest(
         self,
         logits: Float[Tensor, "n vocab"],
-        prefix: Callable[[int], Prefix],
+        before: Callable[[], Before],
         masks: Int[Tensor, "n words"] | None = None,
     ) -> Int[Tensor, " n"]:
         """As `likeliest`, with -1 where a row is no distribution."""
-        return _lawful_largest(self._scores(logits, prefix, masks))
+        return _lawful_largest(self._scores(logits, before, masks))
 
     @classmethod
     def of(cls, per_row: Sequence[Sampling], like: Float[Tensor, "n vocab"]) -> "RowRule":
@@ -107,7 +101,7 @@ class RowRule:
         firsts = range(0, len(per_row) if len(greedy) < len(per_row) else 0, count)
         return cls(
             per_row=per_row,
-            adjusts=any(s.reads_prefix or s.logit_bias or s.processors for s in per_row),
+            adjusts=Adjustment.of(per_row, like),
             greedy=greedy,
             groups=[_Group.of(slice(first, first + count), per_row, like, filters) for first in firsts],
         )
@@ -115,21 +109,21 @@ class RowRule:
     def __call__(
         self,
         logits: Float[Tensor, "n vocab"],
-        prefix: Callable[[int], Prefix],
+        before: Callable[[], Before],
         masks: Int[Tensor, "n words"] | None = None,
     ) -> Float[Tensor, "n vocab"]:
         """The rows of some logits, as `to_rows` makes them."""
-        scores = self._scores(logits, prefix, masks)
+        scores = self._scores(logits, before, masks)
         if self.all_greedy:
             return _one_hot(scores)
-        rows = fresh(scores, dtype=_dtype(scores))
+        rows = fresh(scores, dtype=row_type(scores))
         spare: Spare | None = None
         for group in self.groups:
             part = rows[group.rows]
             group.scale(part, scores[group.rows])
-            if group.filters:
+            if group.filter is not None:
                 spare = spare or _spare(part)
-                _filter(part, group.per_row, spare.first(len(part)))
+                group.filter(part, spare.first(len(part)))
             else:
                 torch.softmax(part, -1, out=part)
         if self.greedy:
@@ -137,10 +131,10 @@ class RowRule:
         return rows
 
     def _scores(
-        self, logits: Float[Tensor, "n vocab"], prefix: Callable[[int], Prefix], masks: Int[Tensor, "n words"] | None
+        self, logits: Float[Tensor, "n vocab"], before: Callable[[], Before], masks: Int[Tensor, "n words"] | None
     ) -> Float[Tensor, "n vocab"]:
         """Logits after penalties, biases, processors and the mask."""
-        scores = _adjusted(logits, self.per_row, prefix) if self.adjusts else logits
+        scores = logits if self.adjusts is None else self.adjusts(logits, before)
         return scores if masks is None else masked(scores, masks)
 
 
@@ -151,26 +145,27 @@ class _Group:
     Attributes:
         rows: Which rows of a call they are.
         per_row: Their settings.
-        filters: Whether any of them is filtered.
+        filter: What is filtered out of them; None: nothing.
         temperatures: What their scores are divided by; None where all are 1.
         folds: Whether the largest score is taken off first.
     """
 
     rows: slice
     per_row: Sequence[Sampling]
-    filters: bool
+    filter: "_Filter | None"
     temperatures: Float[Tensor, "n 1"] | None
     folds: bool
 
     @classmethod
     def of(cls, rows: slice, per_row: Sequence[Sampling], like: Float[Tensor, "_ vocab"], filters: bool) -> "_Group":
-        own, dtype = per_row[rows], _dtype(like)
+        own, dtype = per_row[rows], row_type(like)
         # A tiny temperature may round to 0, so it has a floor.
         temperatures = [max(s.temperature or 1.0, torch.finfo(dtype).tiny) for s in own]
         folds = min(temperatures) < FOLDED_FROM
         scales = folds or any(t != 1 for t in temperatures)
-        column = _column(temperatures, dtype, like.device) if scales else None
-        return cls(rows=rows, per_row=own, filters=filters, temperatures=column, folds=folds)
+        scaled = column(temperatures, dtype, like.device) if scales else None
+        kept = _Filter.of(own, like) if filters else None
+        return cls(rows=rows, per_row=own, filter=kept, temperatures=scaled, folds=folds)
 
     def scale(self, rows: Float[Tensor, "n vocab"], scores: Float[Tensor, "n vocab"]) -> None:
         """Write scores over temperature into the rows."""
@@ -227,14 +222,9 @@ def log_probs(logits: Float[Tensor, "n vocab"], tokens: Int[Tensor, " n"]) -> Fl
     return logits.float().log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
 
 
-def _column(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a column on the device, without waiting for it."""
-    return torch.tensor(values, dtype=dtype)[:, None].to(device, non_blocking=True)
-
-
 def _one_hot(scores: Float[Tensor, "n vocab"]) -> Float[Tensor, "n vocab"]:
     """One-hot rows at the largest score, the first on a tie; NaN if no score is above -inf, or if a score is NaN."""
-    largest, dtype = _lawful_largest(scores), _dtype(scores)
+    largest, dtype = _lawful_largest(scores), row_type(scores)
     if scores.device.type == "cpu":
         # NumPy is several times as fast at few rows.
         places = largest.numpy()
@@ -276,10 +266,6 @@ def without_law(rows: Float[Tensor, "n vocab"]) -> Bool[Tensor, " n"]:
     return rows[:, 0].isnan()
 
 
-def _dtype(scores: Tensor) -> torch.dtype:
-    return torch.float64 if scores.dtype == torch.float64 else torch.float32
-
-
 def fresh(like: Tensor, *, rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Uninitialised memory of a tensor's size, or for other rows, or of another type.
 
@@ -291,95 +277,56 @@ def fresh(like: Tensor, *, rows: int | None = None, dtype: torch.dtype | None = 
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
-def _together(per_row: Sequence[Sampling]) -> Sequence[Processor]:
-    """The processors that end every row's list and read no tokens."""
-    lists = list({id(s.processors): s.processors for s in per_row}.values())
-    count = 0
-    for column in zip(*(reversed(processors) for processors in lists), strict=False):
-        if not is_blind(column[0]) or any(processor is not column[0] for processor in column):
-            break
-        count += 1
-    return lists[0][len(lists[0]) - count :]
-
-
-def _adjusted(
-    logits: Float[Tensor, "n vocab"], per_row: Sequence[Sampling], prefix: Callable[[int], Prefix]
-) -> Float[Tensor, "n vocab"]:
-    """Penalties, biases and processors of all rows."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    together = _together(per_row)
-    if any(s.reads_prefix or s.logit_bias or len(s.processors) > len(together) for s in per_row):
-        each = [s.processors[: len(s.processors) - len(together)] for s in per_row]
-        scores = torch.stack([_adjust(scores[i], s, each[i], i, prefix) for i, s in enumerate(per_row)])
-    for processor in together:
-        scores = processor(torch.empty(len(scores), 0, dtype=torch.long, device=scores.device), scores)
-    return scores
-
-
-def _adjust(
-    scores: Float[Tensor, " vocab"],
-    sampling: Sampling,
-    processors: Sequence[Processor],
-    row: int,
-    prefix: Callable[[int], Prefix],
-) -> Float[Tensor, " vocab"]:
-    """Penalties, biases and the row's own processors. The scores are copied: processors may change them in place."""
-    scores, seen = scores.clone(), torch.empty(0, dtype=torch.long, device=scores.device)
-    if sampling.reads_prefix:
-        before = prefix(row)
-        seen = torch.tensor([*before.prompt, *before.output], dtype=torch.long, device=scores.device)
-        if sampling.repetition_penalty != 1:
-            old = scores[seen]
-            factor = sampling.repetition_penalty
-            scores = scores.index_copy(0, seen, torch.where(old > 0, old / factor, old * factor))
-        if sampling.frequency_penalty or sampling.presence_penalty:
-            said = seen[len(before.prompt) :]
-            counts = torch.bincount(said, minlength=scores.numel())[: scores.numel()].to(scores.dtype)
-            scores = scores - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
-    if sampling.logit_bias:
-        ids = torch.tensor(list(sampling.logit_bias), device=scores.device)
-        scores = scores.index_add(0, ids, scores.new_tensor(list(sampling.logit_bias.values())))
-    for processor in processors:
-        scores = _processed(processor, seen, scores)
-    return scores
-
-
-def _processed(
-    processor: Processor, seen: Int[Tensor, " seen"], scores: Float[Tensor, " vocab"]
-) -> Float[Tensor, " vocab"]:
-    """What a processor makes of one row. Raises InputError where that is no row of the same tokens."""
-    made = processor(seen[None], scores[None])
-    if not isinstance(made, Tensor) or made.shape != (1, len(scores)):
-        name = getattr(processor, "__name__", type(processor).__name__)
-        shape = f"shape {tuple(made.shape)}" if isinstance(made, Tensor) else repr(made)
-        raise InputError(f"the logits processor {name} must return scores of shape (1, {len(scores)}), got {shape}")
-    return made[0]
-
-
 def _spare(rows: Float[Tensor, "n vocab"]) -> Spare:
     """Memory for rows of this size."""
     return Spare(scores=fresh(rows), masses=fresh(rows, dtype=torch.float64), index=fresh(rows, dtype=torch.int64))
 
 
-def _filter(rows: Float[Tensor, "n vocab"], per_row: Sequence[Sampling], spare: Spare) -> None:
-    """Turn scaled scores into filtered distributions, in place."""
-    top_ks = [min(s.top_k, rows.shape[-1]) or rows.shape[-1] for s in per_row]
-    largest = max((k for k in top_ks if k < rows.shape[-1]), default=0)
-    if largest:
-        best = rows.topk(largest).values
-        last = _column([min(k, largest) - 1 for k in top_ks], torch.int64, rows.device)
-        without = _column([k > largest for k in top_ks], torch.bool, rows.device)
-        floor = best.gather(1, last).masked_fill_(without, -torch.inf)
-        torch.ge(rows, floor, out=spare.scores)
-    torch.softmax(rows, -1, out=rows)
-    if largest:
-        _keep(rows, spare.scores)
-    if any(s.top_p < 1 for s in per_row):
-        top_ps = _column([s.top_p for s in per_row], torch.float64, rows.device)
-        _keep(rows, torch.ge(rows, nucleus_floor(rows, top_ps, spare), out=spare.scores))
-    if any(s.min_p > 0 for s in per_row):
-        floor = rows.amax(-1, keepdim=True) * _column([s.min_p for s in per_row], rows.dtype, rows.device)
-        _keep(rows, torch.ge(rows, floor, out=spare.scores))
+@dataclass(frozen=True, kw_only=True)
+class _Filter:
+    """The filters of some rows, one number per row of a column; None where no row has one.
+
+    Attributes:
+        most: The largest top-k; 0 if no row has one.
+        last: The place of the last token that top-k keeps.
+        without: The rows without top-k.
+    """
+
+    most: int
+    last: Int[Tensor, "n 1"] | None
+    without: Bool[Tensor, "n 1"] | None
+    top_p: Float[Tensor, "n 1"] | None
+    min_p: Float[Tensor, "n 1"] | None
+
+    @classmethod
+    def of(cls, per_row: Sequence[Sampling], like: Float[Tensor, "_ vocab"]) -> "_Filter":
+        device, vocab = like.device, like.shape[-1]
+        top_ps, min_ps = [s.top_p for s in per_row], [s.min_p for s in per_row]
+        top_ks = [min(s.top_k, vocab) or vocab for s in per_row]
+        most = max((k for k in top_ks if k < vocab), default=0)
+        return cls(
+            most=most,
+            last=column([min(k, most) - 1 for k in top_ks], torch.int64, device) if most else None,
+            without=column([k > most for k in top_ks], torch.bool, device) if max(top_ks) > most > 0 else None,
+            top_p=column(top_ps, torch.float64, device) if min(top_ps) < 1 else None,
+            min_p=column(min_ps, row_type(like), device) if max(min_ps) > 0 else None,
+        )
+
+    def __call__(self, rows: Float[Tensor, "n vocab"], spare: Spare) -> None:
+        """Turn scaled scores into filtered distributions, in place."""
+        if self.last is not None:
+            floor = rows.topk(self.most).values.gather(1, self.last)
+            if self.without is not None:
+                floor = floor.masked_fill_(self.without, -torch.inf)
+            torch.ge(rows, floor, out=spare.scores)
+        torch.softmax(rows, -1, out=rows)
+        if self.last is not None:
+            _keep(rows, spare.scores)
+        if self.top_p is not None:
+            _keep(rows, torch.ge(rows, nucleus_floor(rows, self.top_p, spare), out=spare.scores))
+        if self.min_p is not None:
+            floor = rows.amax(-1, keepdim=True) * self.min_p
+            _keep(rows, torch.ge(rows, floor, out=spare.scores))
 
 
 def _keep(rows: Float[Tensor, "n vocab"], kept: Float[Tensor, "n vocab"]) -> None:

@@ -107,8 +107,17 @@ class Sampling:
     @property
     def reads_prefix(self) -> bool:
         """Whether a row depends on the tokens before it, beyond the logits."""
-        penalties = (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
-        return penalties or not all(is_blind(processor) for processor in self.processors)
+        return self.penalises or not all(is_blind(processor) for processor in self.processors)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that stand in the text get other logits."""
+        return self.repetition_penalty != 1 or self.counts_output
+
+    @property
+    def counts_output(self) -> bool:
+        """Whether it matters how often a token stands in the output."""
+        return (self.frequency_penalty, self.presence_penalty) != (0.0, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,6 +206,7 @@ class Running:
         carried: What the verifier carries to the next step; None if it carries nothing.
         ahead: Tokens drafted behind the anchor that the next step verifies, if the decoding drafts ahead.
         constraint_state: What the constraint's `open` returned; None before the first step, or without a constraint.
+        text: What penalties and processors read of the tokens, on the device; None while nothing asked for it.
         num_steps: Number of steps so far; part of the key of every draw.
     """
 
@@ -209,6 +219,7 @@ class Running:
     carried: object = None
     ahead: Ahead = Ahead()
     constraint_state: object = None
+    text: object = None
     num_steps: int = 0
 
     @property

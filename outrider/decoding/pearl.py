@@ -25,6 +25,7 @@ from outrider.constraints.masks import follow
 from outrider.core.constraint import Constraint
 from outrider.core.dice import Dice
 from outrider.core.sampling import without_law
+from outrider.core.texts import text_of
 from outrider.core.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 from outrider.decoding import drafting
 from outrider.decoding.both import at_once, in_turn
@@ -222,7 +223,9 @@ def _shadow(state: Running) -> Running:
     if request.constraint is not None and ahead:
         behind = _Behind(constraint=request.constraint, anchor=state.tokens[-1], ahead=ahead)
         request = replace(request, constraint=behind)
-    return replace(state, request=request, tokens=[*state.tokens, *ahead])
+    tokens = [*state.tokens, *ahead]
+    text = None if state.text is None else text_of(state).followed_by(tokens)
+    return replace(state, request=request, tokens=tokens, text=text)
 
 
 @torch.inference_mode()

@@ -10,12 +10,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
-from outrider.core.sampling import Prefix, RowRule, log_probs, to_rows, without_law
+from outrider.core.sampling import RowRule, log_probs, to_rows, without_law
+from outrider.core.texts import Before, climbed, text_of
 from outrider.core.types import Draft, Running, Verdict
 from outrider.decoding.protocol import NoDistribution
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.slots.batch import upload
+from outrider.verifiers.protocol import Decision
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +64,7 @@ class Reading:
         """
         owners = _owners(self.draft)
         samplings = [state.request.sampling for state in states]
-        return to_rows(
-            self.extension.logits, owners, samplings, lambda node: self._prefix(states[owners[node]], node), masks
-        )
+        return to_rows(self.extension.logits, owners, samplings, lambda: self._before(states), masks)
 
     def likeliest(self, states: Sequence[Running], masks: Int[Tensor, "nodes words"] | None) -> Int[Tensor, " nodes"]:
         """The token that the target's distribution after each node is one-hot at, if all requests are at temperature 0;
@@ -72,7 +72,7 @@ class Reading:
         """
         owners, logits = _owners(self.draft), self.extension.logits
         rule = RowRule.of([states[owner].request.sampling for owner in owners.tolist()], logits)
-        return rule.lawful_likeliest(logits, lambda node: self._prefix(states[owners[node]], node), masks)
+        return rule.lawful_likeliest(logits, lambda: self._before(states), masks)
 
     def agreeing(self, likeliest: Int[Tensor, " nodes"], states: Sequence[Running]) -> list[Survivor]:
         """The path of each request along which the draft's tokens are the likeliest ones, and the token behind it; one
@@ -101,6 +101,31 @@ class Reading:
                 node = found
                 path.append(node - root)
             survivors.append(Survivor(path=path, tokens=tokens))
+        return survivors
+
+    def decided(
+        self, decision: Decision, rows: Float[Tensor, "nodes vocab"], states: Sequence[Running]
+    ) -> list[Survivor]:
+        """The accepted path of each request; one copy from the device.
+
+        Raises:
+            NoDistribution: At a node of a path, the target gives no token a positive probability.
+        """
+        draft, count = self.draft, len(self.draft.tokens)
+        parts = [draft.tokens, without_law(rows).to(draft.tokens), decision.next_tokens, decision.last]
+        everything, survivors = torch.cat(parts).tolist(), list[Survivor]()
+        drafted, lawless, ends = everything[:count], everything[count : 2 * count], everything[2 * count :]
+        following, last = ends[: len(states)], ends[len(states) :]
+        for i, root in enumerate(draft.offsets[:-1].tolist()):
+            nodes = list[int]()
+            node = last[i]
+            while node != root:
+                nodes.append(node)
+                node = int(draft.parents[node])
+            if any(lawless[node] for node in [root, *nodes]):
+                raise no_distribution(states[i])
+            tokens = [*(drafted[node] for node in nodes[::-1]), following[i]]
+            survivors.append(Survivor(path=[node - root for node in nodes[::-1]], tokens=tokens))
         return survivors
 
     def survivors(
@@ -185,13 +210,16 @@ class Reading:
         logits = self.extension.logits
         return logits[upload([nodes], logits.device)[0]]
 
-    def _prefix(self, state: Running, node: int) -> Prefix:
-        """The text before a node's children: prompt, output, and the path down to the node itself."""
-        path: list[int] = []
-        while self.draft.parents[node] >= 0:
-            path.append(int(self.draft.tokens[node]))
-            node = int(self.draft.parents[node])
-        return Prefix(prompt=state.request.prompt, output=[*state.output, *path[::-1]])
+    def _before(self, states: Sequence[Running]) -> Before:
+        """The text before each node's children: prompt, output, and the path down to the node itself."""
+        draft = self.draft
+        return Before(
+            texts=[text_of(state) for state in states],
+            owners=_owners(draft),
+            tokens=draft.tokens,
+            paths=climbed(np.arange(len(draft.parents)), draft.parents, draft.depths),
+            lengths=draft.depths,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

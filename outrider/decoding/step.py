@@ -16,7 +16,7 @@ from outrider.decoding.clock import Clock
 from outrider.decoding.progress import cut, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
 from outrider.decoding.reading import LogProbs, Reading, masks_of
-from outrider.verifiers.protocol import Carrying, Verifier, plain
+from outrider.verifiers.protocol import Carrying, Deciding, Decision, Verifier, plain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +61,12 @@ class StepDecoding:
         else:
             rows = reading.rows(states, masks)
             clock.lap("rows")
-            verdict = verify(parts.verifier, draft, rows, dice, states)
-            survivors = reading.survivors(verdict, rows, states)
+            decision = decide(parts.verifier, draft, rows, dice)
+            if decision is not None and watch is None:
+                survivors = reading.decided(decision, rows, states)
+            else:
+                verdict = verify(parts.verifier, draft, rows, dice, states)
+                survivors = reading.survivors(verdict, rows, states)
             clock.lap("verify")
             if watch is not None:
                 logits = reading.extension.logits
@@ -106,6 +110,13 @@ def needs_no_rows(verifier: Verifier, draft: Draft, states: Sequence[Running]) -
         and getattr(verifier, "takes_likeliest", False)
         and all(state.request.sampling.temperature == 0 for state in states)
     )
+
+
+def decide(verifier: Verifier, draft: Draft, rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision | None:
+    """The decision of a verifier that does not wait for the device; None if it would wait, or if there is none."""
+    if rows.device.type == "cpu" or len(draft.tokens) == draft.num_requests or not hasattr(verifier, "decide"):
+        return None
+    return cast(Deciding, verifier).decide(draft, rows, dice)
 
 
 def verify(

@@ -15,7 +15,8 @@ from torch import Tensor
 from outrider.constraints.masks import batch_masks, follow
 from outrider.core.constraint import Constraint
 from outrider.core.dice import Draws, Pick, Purpose
-from outrider.core.sampling import Prefix, to_rows
+from outrider.core.sampling import to_rows
+from outrider.core.texts import Before
 from outrider.core.types import Ahead, Request, Running, Sampling, Step
 from outrider.decoding.progress import PREFILL_CHUNK, begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
@@ -93,6 +94,10 @@ class EnumeratingDice:
             sides = [(1, 1.0)] if p >= 1 else [(0, 1.0)] if p <= 0 else [(1, p), (0, 1 - p)]
             landed.append(bool(self._choose(request, slot, draws, sides)))
         return np.array(landed, dtype=bool)
+
+    def toss(self, probability: Float[Tensor, "..."], draws: Draws) -> Bool[Tensor, "..."]:
+        landed = self.accept(probability.double().flatten().cpu().numpy(), draws)
+        return torch.from_numpy(landed).to(probability.device).view(probability.shape)
 
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         active = [True] * len(weights) if draws.active is None else draws.active.tolist()
@@ -296,8 +301,8 @@ def target_rows(
         owners = np.arange(len(some))
         newest = torch.tensor([s.tokens[-1] for s in states])
         masks = batch_masks(states, owners, newest, np.full(len(some), -1), parts.target.vocab_size)
-        prefixes = [Prefix(prompt=request.prompt, output=output) for output in some]
-        found.append(to_rows(logits, owners, [request.sampling] * len(some), prefixes.__getitem__, masks))
+        before = partial(Before.of, [request.prompt] * len(some), some)
+        found.append(to_rows(logits, owners, [request.sampling] * len(some), before, masks))
     return torch.cat(found).double().numpy()
 
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from outrider.constraints.masks import is_masked
 from outrider.core.dice import Dice, Pick
-from outrider.core.sampling import Prefix, RowRule
+from outrider.core.sampling import RowRule
+from outrider.core.texts import Before
 from outrider.core.types import Draft, Guess, Running, Sampling, ShortList
 from outrider.trees.drawing import draft_rule
 from outrider.trees.protocol import Tree
@@ -108,7 +109,7 @@ def chained(
     return packed(lengths, tokens, rows, few)
 
 
-def _unread(row: int) -> Prefix:
+def _unread() -> Before:
     raise RuntimeError("a chain in one go does not know the text before a row")
 
 

@@ -8,11 +8,14 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.sampling import Prefix, RowRule
+from outrider.core.sampling import RowRule
+from outrider.core.texts import Before
 from outrider.core.types import Sampling, ShortList, Structure
 
-Prefixes = Callable[[int], Prefix]
-"""Returns the text before row i."""
+AskBefore = Callable[[], Before]
+"""Returns the text before each row."""
+Rule = Callable[[Float[Tensor, "n width"], AskBefore], Float[Tensor, "n width"]]
+"""Makes the distributions that children are drawn from, of raw logits and of the texts before the rows."""
 
 
 def drafters_sampling(sampling: Sampling, structure: Structure) -> Sampling:
@@ -22,9 +25,7 @@ def drafters_sampling(sampling: Sampling, structure: Structure) -> Sampling:
     return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
-def draft_rule(
-    per_row: Sequence[Sampling], few: ShortList | None, like: Float[Tensor, "n width"]
-) -> Callable[[Float[Tensor, "n width"], Prefixes], Float[Tensor, "n width"]]:
+def draft_rule(per_row: Sequence[Sampling], few: ShortList | None, like: Float[Tensor, "n width"]) -> Rule:
     """Makes the distributions that children are drawn from, over the short list if there is one.
 
     Penalties, biases and processors use the target's ids. With such settings, rows are made over the whole vocabulary.
@@ -34,7 +35,7 @@ def draft_rule(
         like: Raw logits as the rule will get them.
 
     Returns:
-        A function of raw logits, and of a function that returns the text before row i.
+        A function of raw logits, and of a function that returns the text before each row.
     """
     if few is None or not any(s.reads_prefix or s.logit_bias or s.processors for s in per_row):
         return RowRule.of(per_row, like)
@@ -42,10 +43,10 @@ def draft_rule(
 
 
 def _short_rows(
-    few: ShortList, per_row: Sequence[Sampling], logits: Float[Tensor, "n width"], prefix: Prefixes
+    few: ShortList, per_row: Sequence[Sampling], logits: Float[Tensor, "n width"], before: AskBefore
 ) -> Float[Tensor, "n width"]:
     wide = few.widened(logits, torch.finfo(logits.dtype).min)
-    rows = RowRule.of(per_row, wide)(wide, prefix)[:, few.ids]
+    rows = RowRule.of(per_row, wide)(wide, before)[:, few.ids]
     total = rows.sum(-1, keepdim=True)
     # A processor may forbid all tokens of the list. Then the first of them is drafted, and is rejected.
     first = torch.nn.functional.one_hot(torch.zeros(len(rows), dtype=torch.long), rows.shape[1]).to(rows)

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
 from outrider.core.dice import Dice
-from outrider.core.sampling import Prefix, masked, pack, unpacked
+from outrider.core.sampling import masked, pack, unpacked
+from outrider.core.texts import Before, climbed, text_of
 from outrider.core.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 from outrider.trees.chained import Chainer, chained, is_chained
-from outrider.trees.drawing import draft_rule, drafters_sampling
+from outrider.trees.drawing import Rule, draft_rule, drafters_sampling
 from outrider.trees.protocol import Children, Grown, Level, Tree
 
 
@@ -90,15 +91,32 @@ class _Growth:
             values=np.concatenate([v if v.shape[1] else np.zeros((len(v), width)) for v in self.values]),
         )
 
-    def path(self, owner: int, node: int) -> list[int]:
-        """The tokens on the path to a node, without the root's; copies from the device."""
-        found: list[int] = []
-        for level in reversed(range(1, len(self.nodes))):
-            at = np.flatnonzero((self.owners[level] == owner) & (self.nodes[level] == node))
-            if len(at):
-                found.append(int(self.tokens[level][int(at[0])]))
-                node = int(self.parents[level][at[0]])
-        return found[::-1]
+
+@dataclass(frozen=True, kw_only=True)
+class _Places:
+    """Where nodes stand in a list, by request and number.
+
+    Attributes:
+        starts: Where the numbers of each request begin in `places`.
+        places: The place of each number; -1 if it is not in the list.
+    """
+
+    starts: Int[np.ndarray, " bounds"]
+    places: Int[np.ndarray, " numbers"]
+
+    @classmethod
+    def of(
+        cls, sizes: Int[np.ndarray, " requests"], owners: Int[np.ndarray, " n"], nodes: Int[np.ndarray, " n"]
+    ) -> "_Places":
+        """The places in a list of nodes; each request has numbered as many as its size says."""
+        starts = np.concatenate([[0], np.cumsum(sizes)])
+        places = np.full(int(starts[-1]), -1)
+        places[starts[owners] + nodes] = np.arange(len(owners))
+        return cls(starts=starts, places=places)
+
+    def at(self, owners: Int[np.ndarray, " n"], nodes: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
+        """The places of some nodes; -1 for a number of -1."""
+        return np.where(nodes >= 0, self.places[self.starts[owners] + nodes.clip(0)], -1)
 
 
 def grow(
@@ -175,6 +193,8 @@ def by_level(
     constrained = any(is_masked(s) for s in states)
     notes: list[Float[Tensor, "n 2"]] = []
     here, depth, num_rows = np.flatnonzero(limits > 0), 0, 0
+    rule: Rule | None = None
+    ruled = np.zeros(0, dtype=np.int64)
     while len(here):
         if depth == 0:
             guess = drafter.begin([states[i] for i in here.tolist()], limits[here].tolist())
@@ -203,9 +223,11 @@ def by_level(
                 if not len(here):
                     break
             if tree.structure != "deterministic":
-                prefix = partial(_prefix, states, growth, level)
-                rule = draft_rule([samplings[i] for i in level.owners.tolist()], growth.short_list, level.raw)
-                level = replace(level, rows=rule(level.raw, prefix))
+                before = partial(_before, states, growth, level)
+                if rule is None or not np.array_equal(ruled, level.owners):
+                    rule = draft_rule([samplings[i] for i in level.owners.tolist()], growth.short_list, level.raw)
+                    ruled = level.owners
+                level = replace(level, rows=rule(level.raw, before))
         children = tree.choose(level, dice)
         if not len(children.owners):
             break
@@ -266,10 +288,18 @@ def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:
     )
 
 
-def _prefix(states: Sequence[Running], growth: _Growth, level: Level, row: int) -> Prefix:
-    state = states[int(level.owners[row])]
-    path = growth.path(int(level.owners[row]), int(level.nodes[row]))
-    return Prefix(prompt=state.request.prompt, output=[*state.output, *path])
+def _before(states: Sequence[Running], growth: _Growth, level: Level) -> Before:
+    """The text before each row of a level."""
+    grown = growth.grown()
+    places = _Places.of(growth.sizes, grown.owners, grown.nodes)
+    parents = places.at(grown.owners, grown.parents)
+    return Before(
+        texts=[text_of(state) for state in states],
+        owners=level.owners,
+        tokens=torch.cat(growth.tokens),
+        paths=climbed(places.at(level.owners, level.nodes), parents, grown.depths),
+        lengths=np.full(len(level.owners), level.depth),
+    )
 
 
 def _shared(
@@ -290,14 +320,11 @@ def _pack(growth: _Growth, grown: Grown, keep: Bool[np.ndarray, " n"] | None, st
     owners = grown.owners[order]
     sizes = np.bincount(owners, minlength=len(growth.sizes))
     offsets = np.concatenate([[0], np.cumsum(sizes)])
-    # Where each node of each request went, by number.
-    starts = np.concatenate([[0], np.cumsum(growth.sizes)])
-    place = np.full(int(starts[-1]), -1)
-    place[starts[owners] + grown.nodes[order]] = np.arange(len(order))
-    above = grown.parents[order]
-    parents = np.where(above >= 0, place[starts[owners] + above.clip(0)], -1)
+    places = _Places.of(growth.sizes, owners, grown.nodes[order])
+    parents = places.at(owners, grown.parents[order])
     links = np.concatenate(growth.links)
-    links = place[(starts[grown.owners] + grown.nodes)[links[keep[links]]]]
+    links = links[keep[links]]
+    links = places.at(grown.owners[links], grown.nodes[links])
     links = links[np.argsort(parents[links], kind="stable")]
     counts = np.bincount(parents[links], minlength=len(order))
     tokens = torch.cat(growth.tokens)

@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice, Purpose
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import chains, everyone, gains, recover
+from outrider.verifiers.protocol import Decision, chains, check_chains, child_rows, everyone, gains, recover, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
+from outrider.verifiers.walk import inner_nodes, owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class BlockVerifier(StatedVerifier):
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
         side = chains(draft, target_rows)
         ratios, w = side.ratios, np.ones((len(side.roots), side.depth + 1))
         for i in range(side.depth):
@@ -57,3 +61,41 @@ class BlockVerifier(StatedVerifier):
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         weight = w[np.arange(len(last)), num_accepted]
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected, weight))
+
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        check_chains(draft)
+        device, count, nodes = target_rows.device, draft.num_requests, inner_nodes(draft)
+        lengths, width = np.diff(draft.offsets) - 1, int(draft.depths.max()) + 1
+        # Where each node with a child stands in a table of requests and positions.
+        place = upload(owners(draft)[nodes] * width + draft.depths[nodes], device)
+        p = target_rows.index_select(0, upload(nodes, device))
+        q = child_rows(draft, nodes, p)
+        x = draft.tokens[upload(nodes + 1, device)][:, None]
+        above, below = p.gather(1, x).double(), q.gather(1, x).double()
+        ratios = torch.zeros(count * width, dtype=torch.float64, device=device)
+        ratios = ratios.index_copy_(0, place, torch.where(below > 0, above / below, 0.0)[:, 0]).view(count, width)
+        w = [torch.ones_like(ratios[:, 0])]
+        for i in range(width - 1):
+            w.append((w[-1] * ratios[:, i]).clamp_(max=1))
+        h = torch.stack(w, 1)
+        own = h.view(-1)[place]
+        left = p.mul(own[:, None].to(p)).sub_(q).clamp_min_(0)
+        mass = left.sum(-1).double()
+        chances = h.view(-1).index_copy(0, place, torch.where(own < 1, mass / (mass + (1 - own)), own)).view(h.shape)
+        draws = Draws(
+            requests=np.repeat(np.arange(count), width - 1),
+            slots=np.tile(np.arange(width - 1), count),
+            purpose=Purpose.ACCEPT,
+        )
+        position = np.arange(1, width)
+        there = upload(np.where(position <= lengths[:, None], position, 0), device)
+        accepted = (dice.toss(chances[:, 1:], draws) * there).amax(1)
+        last = upload(draft.offsets[:-1], device) + accepted
+        weights = target_rows.index_select(0, last)
+        # A node with a child was followed by a rejection.
+        index = np.full(len(draft.parents), -1)
+        index[nodes] = np.arange(len(nodes))
+        at = upload(index, device)[last]
+        kept = (at >= 0) & (mass[at] > 0)
+        weights = torch.where(kept[:, None], left[at], weights)
+        return Decision(last=last, next_tokens=dice.pick(weights, everyone(draft, 0, Purpose.RECOVER)))

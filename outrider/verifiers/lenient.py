@@ -1,7 +1,7 @@
 """Lenient verification: accept more than the target's law allows, by a stated rule. Lossy."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 from jaxtyping import Float
@@ -9,8 +9,21 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, InputError, Verdict
-from outrider.verifiers.protocol import chains, everyone, recover
+from outrider.verifiers.protocol import (
+    Decision,
+    chains,
+    check_chains,
+    child_rows,
+    everyone,
+    ratio,
+    recover,
+    residual,
+    upload,
+)
 from outrider.verifiers.traits import CHAINS, StatedVerifier
+from outrider.verifiers.walk import Judged, decided, inner_nodes
+
+Probabilities = TypeVar("Probabilities", Float[np.ndarray, "..."], Float[Tensor, "..."])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +51,8 @@ class LenientVerifier(StatedVerifier):
             raise InputError(f"strength must be in (0, 1] (1 is lossless), got {self.strength}")
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
         side = chains(draft, target_rows)
         chances = self.loosened(side.p, side.q)
         num_accepted = np.zeros_like(side.lengths)
@@ -47,10 +62,24 @@ class LenientVerifier(StatedVerifier):
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))
 
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        check_chains(draft)
+        nodes = inner_nodes(draft)
+        p = target_rows.index_select(0, upload(nodes, target_rows.device))
+        q = child_rows(draft, nodes, p)
+        x = draft.tokens[upload(nodes + 1, p.device)][:, None]
+        chances = ratio(self._raised(p.gather(1, x).double()), q.gather(1, x))
+        return decided(draft, target_rows, Judged(nodes=nodes, chances=chances, after=residual(p, q)), dice)
+
     def loosened(
         self, p: Float[np.ndarray, "requests depth"], q: Float[np.ndarray, "requests depth"]
     ) -> Float[np.ndarray, "requests depth"]:
         """f(p)/q, at most 1; 0 where p is 0."""
+        return np.divide(self._raised(p), q, out=np.zeros_like(p), where=(p > 0) & (q > 0)).clip(max=1)
+
+    def _raised(self, p: Probabilities) -> Probabilities:
+        """f(p)."""
         e = self.strength
-        f = {"linear": p / e, "squared": p / e**2, "exponential": p**e}[self.family]
-        return np.divide(f, q, out=np.zeros_like(p), where=(p > 0) & (q > 0)).clip(max=1)
+        if self.family == "linear":
+            return p / e
+        return p / e**2 if self.family == "squared" else p**e

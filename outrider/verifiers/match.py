@@ -7,10 +7,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice, Purpose
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import everyone, upload
+from outrider.verifiers.protocol import Decision, everyone, upload
 from outrider.verifiers.traits import EVERY, StatedVerifier
+from outrider.verifiers.walk import child_with, followed, inner_nodes, owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +30,9 @@ class MatchVerifier(StatedVerifier):
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        tokens = draft.tokens.cpu().numpy()
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
+        tokens = draft.tokens.numpy()
         here = draft.offsets[:-1].copy()
         depth = int(draft.depths.max(initial=0))
         paths = np.full((len(here), depth), -1)
@@ -39,7 +42,7 @@ class MatchVerifier(StatedVerifier):
         while walking.any():
             level = int(num_accepted.max())
             rows = target_rows[upload(here, target_rows.device)]
-            drawn = dice.pick(rows, everyone(draft, level, Purpose.RECOVER, walking)).cpu().numpy()
+            drawn = dice.pick(rows, everyone(draft, level, Purpose.RECOVER, walking)).numpy()
             next_tokens[walking] = drawn[walking]
             for r in np.flatnonzero(walking).tolist():
                 children = draft.links[draft.first_child[here[r]] : draft.first_child[here[r] + 1]]
@@ -48,6 +51,11 @@ class MatchVerifier(StatedVerifier):
                 if walking[r]:
                     here[r] = paths[r, num_accepted[r]] = hits[0]
                     num_accepted[r] += 1
-        return Verdict(
-            paths=paths, num_accepted=num_accepted, next_tokens=torch.from_numpy(next_tokens).to(target_rows.device)
-        )
+        return Verdict(paths=paths, num_accepted=num_accepted, next_tokens=torch.from_numpy(next_tokens))
+
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        nodes = inner_nodes(draft)
+        draws = Draws(requests=owners(draft), slots=draft.depths, purpose=Purpose.RECOVER)
+        drawn = dice.pick(target_rows, draws)
+        last = followed(draft, nodes, child_with(draft, nodes, drawn[upload(nodes, drawn.device)]))
+        return Decision(last=last, next_tokens=drawn[last])

@@ -12,19 +12,60 @@ from torch import Tensor
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.sampling import rows_at_once
 from outrider.core.types import Draft, InputError, Verdict
+from outrider.core.uploads import upload as upload
 
 
 @runtime_checkable
 class Verifier(Protocol):
     """Decides which nodes of a draft are accepted, for all requests of a batch at once.
 
-    Immutable. Rows over the vocabulary stay on the device. The probabilities of single tokens are copied to the host
-    once, and the walk along the tree runs there.
+    Immutable. Rows over the vocabulary stay on the device. On a CPU the walk along the tree runs on the host, and only
+    the nodes that it reaches are judged. Elsewhere a verifier that can decides on the device, and waits for nothing:
+    see `Deciding`.
     """
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
         """Walk each tree; row n of `target_rows` is the target's distribution after node n, roots included."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a verifier decided, on the device still.
+
+    Attributes:
+        last: Packed index of each request's last accepted node; its root if nothing was accepted.
+        next_tokens: The recovered or bonus token.
+    """
+
+    last: Int[Tensor, " requests"]
+    next_tokens: Int[Tensor, " requests"]
+
+    def verdict(self, draft: Draft) -> Verdict:
+        """The verdict; one copy from the device."""
+        return verdict_at(draft, self.last.cpu().numpy(), self.next_tokens)
+
+
+@runtime_checkable
+class Deciding(Protocol):
+    """A verifier that decides without waiting for the device. It judges all nodes, also those that no walk reaches, so
+    it is used where rows are not on a CPU.
+    """
+
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        """As `verify`, with the same random numbers."""
+        ...
+
+
+def verdict_at(draft: Draft, accepted: Int[np.ndarray, " requests"], tokens: Int[Tensor, " requests"]) -> Verdict:
+    """The paths that end at the accepted nodes."""
+    paths = np.full((len(accepted), int(draft.depths.max(initial=0))), -1)
+    here = accepted.copy()
+    for depth in range(paths.shape[1], 0, -1):
+        at = np.flatnonzero(draft.depths[here] == depth)
+        paths[at, depth - 1] = here[at]
+        here[at] = draft.parents[here[at]]
+    return Verdict(paths=paths, num_accepted=draft.depths[accepted], next_tokens=tokens)
 
 
 @runtime_checkable
@@ -94,10 +135,9 @@ def first_children(draft: Draft, nodes: Int[np.ndarray, " n"], device: torch.dev
     return upload(draft.links[np.minimum(draft.first_child[nodes], len(draft.links) - 1)], device)
 
 
-def ratio(p: Float[Tensor, "n k"], q: Float[Tensor, "n k"]) -> Float[np.ndarray, "n k"]:
-    """Probabilities min(1, p/q), on the host; 0 where p is 0, or where rounding made q 0."""
-    quotient = torch.where((p > 0) & (q > 0), p.double() / q.double(), 0.0)
-    return quotient.clamp(max=1).cpu().numpy()
+def ratio(p: Float[Tensor, "n k"], q: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+    """Probabilities min(1, p/q); 0 where p is 0, or where rounding made q 0."""
+    return torch.where((p > 0) & (q > 0), p.double() / q.double(), 0.0).clamp_(max=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,10 +173,15 @@ class Chains:
         return Verdict(paths=paths, num_accepted=num_accepted, next_tokens=next_tokens)
 
 
-def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
-    """A draft as chains. Raises InputError if it branches."""
+def check_chains(draft: Draft) -> None:
+    """Raise InputError for a draft that branches."""
     if draft.branches:
         raise InputError("a chain verifier was given a branching draft; use match(), which walks any tree")
+
+
+def chains(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> Chains:
+    """A draft as chains. Raises InputError if it branches."""
+    check_chains(draft)
     roots, lengths = draft.offsets[:-1], np.diff(draft.offsets) - 1
     found = np.zeros((2, len(roots), int(lengths.max(initial=0))))
     found[1] = 1
@@ -165,7 +210,7 @@ def gains(
     r"""$\sum_x (w\,p(x) - q(x))_+$ at each node, on the host. Works on a few rows at a time, to reuse memory."""
     if not len(nodes):
         return np.zeros(0)
-    scale = torch.from_numpy(weights).to(target_rows)[:, None]
+    scale = upload(weights, target_rows.device).to(target_rows)[:, None]
     count = rows_at_once(target_rows)
     masses = []
     for first in range(0, len(nodes), count):
@@ -174,13 +219,6 @@ def gains(
         p.mul_(scale[first : first + count]).sub_(child_rows(draft, some, p))
         masses.append(p.clamp_min_(0).sum(-1))
     return torch.cat(masses).double().cpu().numpy()
-
-
-def upload(
-    array: Int[np.ndarray, "..."] | Bool[np.ndarray, "..."], device: torch.device
-) -> Int[Tensor, "..."] | Bool[Tensor, "..."]:
-    """A host array on the device."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
 
 
 def everyone(draft: Draft, slot: int, purpose: Purpose, active: Bool[np.ndarray, " n"] | None = None) -> Draws:
@@ -217,7 +255,7 @@ def recover(
     p = target_rows if len(last) == len(target_rows) else target_rows[upload(last, target_rows.device)]
     weights = p
     if rejected.any():
-        scaled = p if weight is None else p * torch.from_numpy(weight).to(p)[:, None]
+        scaled = p if weight is None else p * upload(weight, p.device).to(p)[:, None]
         weights = residual(scaled, child_rows(draft, last, p))
         if not rejected.all():
             weights = torch.where(upload(rejected, p.device)[:, None], weights, p)

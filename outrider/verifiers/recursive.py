@@ -4,14 +4,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.dice import Dice
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import child_rows, ratio, upload
+from outrider.verifiers.protocol import Decision, child_rows, ratio, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import Brood, Walk, coins
+from outrider.verifiers.walk import Brood, Judged, Walk, brood, coins, decided, inner_nodes, owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +36,32 @@ class RecursiveVerifier(StatedVerifier):
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
         walk = Walk(draft)
         while len(walk.active):
             children = walk.brood()
             P = target_rows[upload(walk.nodes, target_rows.device)]
             chances = np.zeros(children.nodes.shape)
             if children.counts.any():
-                P, chances = _try(draft, walk, children, P)
+                P, tried = _try(draft, walk.nodes, children, P)
+                chances = tried.numpy()
             stopped = walk.go(coins(walk, children, chances, dice))
             walk.recover(stopped, P, dice)
         return walk.verdict()
 
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        nodes = inner_nodes(draft)
+        children = brood(draft, owners(draft)[nodes], nodes)
+        after, chances = _try(draft, nodes, children, target_rows.index_select(0, upload(nodes, target_rows.device)))
+        return decided(draft, target_rows, Judged(nodes=nodes, chances=chances, after=after), dice)
+
 
 def _try(
-    draft: Draft, walk: Walk, children: Brood, p: Float[Tensor, "n vocab"]
-) -> tuple[Float[Tensor, "n vocab"], Float[np.ndarray, "n most"]]:
+    draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float[Tensor, "n vocab"]
+) -> tuple[Float[Tensor, "n vocab"], Float[Tensor, "n most"]]:
     """The target's row after all children are rejected, and the probability of each child when it is tried."""
-    P, Q = p, child_rows(draft, walk.nodes, p)
+    P, Q = p, child_rows(draft, nodes, p)
     tokens = draft.tokens[upload(children.nodes.clip(0), P.device)]
     missing = upload(children.nodes < 0, P.device)
     ragged = bool((children.nodes < 0).any())

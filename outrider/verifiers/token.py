@@ -8,8 +8,19 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import chains, everyone, recover
+from outrider.verifiers.protocol import (
+    Decision,
+    chains,
+    check_chains,
+    child_rows,
+    everyone,
+    ratio,
+    recover,
+    residual,
+    upload,
+)
 from outrider.verifiers.traits import CHAINS, StatedVerifier
+from outrider.verifiers.walk import Judged, decided, inner_nodes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +39,8 @@ class TokenVerifier(StatedVerifier):
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
         side = chains(draft, target_rows)
         ratios, num_accepted = side.ratios, np.zeros_like(side.lengths)
         for i in range(side.depth):
@@ -35,3 +48,12 @@ class TokenVerifier(StatedVerifier):
             num_accepted += alive & dice.accept(ratios[:, i] * alive, everyone(draft, i, Purpose.ACCEPT))
         last, rejected = side.roots + num_accepted, num_accepted < side.lengths
         return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))
+
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        check_chains(draft)
+        nodes = inner_nodes(draft)
+        p = target_rows.index_select(0, upload(nodes, target_rows.device))
+        q = child_rows(draft, nodes, p)
+        x = draft.tokens[upload(nodes + 1, p.device)][:, None]
+        judged = Judged(nodes=nodes, chances=ratio(p.gather(1, x), q.gather(1, x)), after=residual(p, q))
+        return decided(draft, target_rows, judged, dice)

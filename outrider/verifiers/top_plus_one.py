@@ -9,9 +9,9 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import child_rows, ratio, upload
+from outrider.verifiers.protocol import Decision, child_rows, ratio, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import Brood, Walk, coins
+from outrider.verifiers.walk import Brood, Judged, Walk, brood, child_with, coins, followed, inner_nodes, owners
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +30,36 @@ class TopPlusOneVerifier(StatedVerifier):
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
         walk = Walk(draft)
         depth = 0
         while len(walk.active):
             children = walk.brood()
             weights = target_rows[upload(walk.nodes, target_rows.device)]
-            last, chances = _judge(draft, walk, children, weights)
-            self._go(draft, walk, children, coins(walk, last, chances, dice), weights, dice, depth)
+            final, chances = children.last(), np.zeros((len(children.nodes), 1))
+            inner = np.flatnonzero(children.counts)
+            if len(inner):
+                at = upload(inner, weights.device)
+                judged = _judge(draft, walk.nodes[inner], children.part(inner), weights[at])
+                chances[inner], weights[at] = judged.chances.numpy(), judged.after
+            self._go(draft, walk, children, coins(walk, final, chances, dice), weights, dice, depth)
             depth += 1
         return walk.verdict()
+
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        nodes, device, requests = inner_nodes(draft), target_rows.device, owners(draft)
+        children, at = brood(draft, requests[nodes], nodes), upload(nodes, device)
+        judged = _judge(draft, nodes, children, target_rows.index_select(0, at))
+        final = children.last()
+        draws = Draws(requests=requests[nodes], slots=final.slots[:, 0], purpose=Purpose.ACCEPT)
+        landed = dice.toss(judged.chances[:, 0], draws)
+        # A token is drawn at every node, for a walk that is not accepted there.
+        weights = target_rows.index_copy(0, at, judged.after)
+        drawn = dice.pick(weights, Draws(requests=requests, slots=draft.depths, purpose=Purpose.RECOVER))
+        onward = torch.where(landed, upload(final.nodes[:, 0], device), child_with(draft, nodes, drawn[at]))
+        last = followed(draft, nodes, onward)
+        return Decision(last=last, next_tokens=drawn[last])
 
     def _go(
         self,
@@ -67,25 +88,14 @@ class TopPlusOneVerifier(StatedVerifier):
         walk.stop(stopped, drawn[upload(np.flatnonzero(~hits.any(1)), drawn.device)])
 
 
-def _judge(
-    draft: Draft, walk: Walk, children: Brood, weights: Float[Tensor, "active vocab"]
-) -> tuple[Brood, Float[np.ndarray, "active 1"]]:
-    """The drawn child of each active request with its chance; the weights become those of the recovered token."""
-    final = np.maximum(children.counts - 1, 0)[:, None]
-    inner = np.flatnonzero(children.counts)
-    chances = np.zeros((len(final), 1))
-    if not len(inner):
-        none = np.full_like(final, -1)
-        return Brood(nodes=none, slots=none), chances
-    last = Brood(nodes=np.take_along_axis(children.nodes, final, 1), slots=np.take_along_axis(children.slots, final, 1))
-    at = upload(inner, weights.device)
-    p, own = weights[at], children.nodes[inner]
-    q = child_rows(draft, walk.nodes[inner], p)
-    rows, ranks = np.nonzero(np.arange(own.shape[1]) < final[inner])
-    q[upload(rows, q.device), draft.tokens[upload(own[rows, ranks], q.device)]] = 0
+def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float[Tensor, "n vocab"]) -> Judged:
+    """The chance of the drawn child, which is the last, of nodes with these children and these rows of the target."""
+    final = children.counts - 1
+    q = child_rows(draft, nodes, p)
+    rows, ranks = np.nonzero(np.arange(children.nodes.shape[1]) < final[:, None])
+    q[upload(rows, q.device), draft.tokens[upload(children.nodes[rows, ranks], q.device)]] = 0
     q /= q.sum(-1, keepdim=True)
-    x = draft.tokens[upload(last.nodes[inner, 0], q.device)][:, None]
-    chances[inner] = ratio(p.gather(1, x), q.gather(1, x))
+    x = draft.tokens[upload(children.last().nodes[:, 0], q.device)][:, None]
+    chances = ratio(p.gather(1, x), q.gather(1, x))
     left = (p - q).clamp_min_(0)
-    weights[at] = torch.where(left.sum(-1, keepdim=True) > 0, left, p)
-    return last, chances
+    return Judged(nodes=nodes, chances=chances, after=torch.where(left.sum(-1, keepdim=True) > 0, left, p))

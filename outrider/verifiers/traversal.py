@@ -1,6 +1,5 @@
 """Traversal: judge a tree from its leaves upwards, each leaf with the path that leads to it (Weng et al. 2025)."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,12 +10,13 @@ from torch import Tensor
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.sampling import rows_at_once
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import child_rows, upload
+from outrider.verifiers.protocol import Decision, child_rows, upload, verdict_at
 from outrider.verifiers.traits import CHAINS, StatedVerifier
-from outrider.verifiers.walk import verdict_at
 
 PIECES = 16
 """How many times the rows that fit a cache are worked on in step; more would be memory that is never used again."""
+LEAST = 1e-300
+"""What a division by nothing divides by; what is divided is then 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,9 @@ class TraversalVerifier(StatedVerifier):
     $Q_v(x) = 0$. The root needs no coin. The next token is drawn from the $P$ of the accepted node. On a chain this is
     block verification.
 
-    The weights depend on the tree only, not on outcomes. So they are computed on the device, for some requests at a
-    time, and copied to the host once. The coins are thrown there.
+    How the rows of a node change depends on its own children and on its first weight, not on what happens below these
+    children, and no weight depends on outcomes. So all nodes of one depth are worked on together, from the root
+    downwards, one child after the other. The coins are thrown afterwards: on a CPU in turn, elsewhere all at once.
 
     References:
         Weng et al. 2025, Traversal Verification, algorithm 1. https://arxiv.org/abs/2505.12398
@@ -41,42 +42,84 @@ class TraversalVerifier(StatedVerifier):
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        count = max(1, draft.num_requests * PIECES * rows_at_once(target_rows) // len(target_rows))
-        parts = [
-            self._decide(draft, np.arange(first, min(first + count, draft.num_requests)), target_rows, dice)
-            for first in range(0, draft.num_requests, count)
-        ]
-        return verdict_at(draft, np.concatenate([part[0] for part in parts]), torch.cat([part[1] for part in parts]))
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
+        accepted, tokens = draft.offsets[:-1].copy(), list[Int[Tensor, " some"]]()
+        for requests in _parts(draft, target_rows):
+            visits = [_visits(draft, request) for request in requests.tolist()]
+            weighed = _weigh(draft, target_rows, requests)
+            _throw(draft, requests, visits, weighed.weights.numpy(), dice, accepted)
+            last = torch.from_numpy(accepted[requests])
+            tokens.append(dice.pick(weighed.after(last, target_rows), _recovering(requests)))
+        return verdict_at(draft, accepted, torch.cat(tokens))
 
-    def _decide(
-        self, draft: Draft, requests: Int[np.ndarray, " some"], target_rows: Float[Tensor, "nodes vocab"], dice: Dice
-    ) -> tuple[Int[np.ndarray, " some"], Int[Tensor, " some"]]:
-        """The accepted nodes of some requests, and the tokens that follow."""
-        visits = [list(_visits(draft, request)) for request in requests.tolist()]
-        span = slice(draft.offsets[requests[0]], draft.offsets[requests[-1] + 1])
-        weighed = _weigh(draft, target_rows, visits, span)
-        slots = np.empty(len(draft.parents), dtype=np.int64)
-        slots[draft.links] = np.arange(len(draft.links))
-        accepted = draft.offsets[requests]
-        undecided = np.ones(len(visits), dtype=bool)
-        for i in range(max(map(len, visits))):
-            asked = np.flatnonzero(undecided & np.array([i < len(own) for own in visits]))
-            nodes = np.array([visits[r][i].node for r in asked.tolist()], dtype=np.int64)
-            own = slots[nodes] - draft.first_child[draft.offsets[requests[asked]]]
-            draws = Draws(requests=requests[asked], slots=own, purpose=Purpose.ACCEPT)
-            landed = dice.accept(weighed.weights[nodes], draws)
-            accepted[asked[landed]] = nodes[landed]
-            undecided[asked[landed]] = False
-        draws = Draws(requests=requests, slots=np.zeros_like(requests), purpose=Purpose.RECOVER)
-        return accepted, dice.pick(weighed.after(accepted, target_rows), draws)
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        device, decisions = target_rows.device, list[Decision]()
+        slots = _slots(draft)
+        for requests in _parts(draft, target_rows):
+            visits = [_visits(draft, request) for request in requests.tolist()]
+            weighed = _weigh(draft, target_rows, requests)
+            # Behind the last visit stands the root, which needs no coin. The padding before it never lands.
+            table = np.full((len(requests), max(map(len, visits)) + 1), -1)
+            table[:, -1] = draft.offsets[requests]
+            for row, own in zip(table, visits, strict=True):
+                row[: len(own)] = own
+            asked = table[:, :-1]
+            draws = Draws(
+                requests=np.repeat(requests, asked.shape[1]), slots=slots[asked].ravel(), purpose=Purpose.ACCEPT
+            )
+            nodes = upload(table, device)
+            chances = weighed.weights[nodes[:, :-1]].masked_fill(nodes[:, :-1] < 0, 0.0)
+            misses = ~dice.toss(chances, draws)
+            last = nodes.gather(1, misses.cumprod(1).sum(1, keepdim=True)).squeeze(1)
+            tokens = dice.pick(weighed.after(last, target_rows), _recovering(requests))
+            decisions.append(Decision(last=last, next_tokens=tokens))
+        if len(decisions) == 1:
+            return decisions[0]
+        return Decision(
+            last=torch.cat([part.last for part in decisions]),
+            next_tokens=torch.cat([part.next_tokens for part in decisions]),
+        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Visit:
-    """A node in post-order, and the nodes that are entered on the way to it, from above, itself included."""
+def _parts(draft: Draft, target_rows: Float[Tensor, "nodes vocab"]) -> list[Int[np.ndarray, " some"]]:
+    """The requests, as many in a part as are worked on at once."""
+    count = max(1, draft.num_requests * PIECES * rows_at_once(target_rows) // len(target_rows))
+    return [np.arange(first, min(first + count, draft.num_requests)) for first in range(0, draft.num_requests, count)]
 
-    node: int
-    entered: list[int]
+
+def _recovering(requests: Int[np.ndarray, " some"]) -> Draws:
+    return Draws(requests=requests, slots=np.zeros_like(requests), purpose=Purpose.RECOVER)
+
+
+def _slots(draft: Draft) -> Int[np.ndarray, " nodes"]:
+    """The place of each node's link among the links of its request."""
+    places = np.zeros(len(draft.parents), dtype=np.int64)
+    places[draft.links] = np.arange(len(draft.links))
+    firsts = draft.first_child[draft.offsets[:-1]]
+    return places - np.repeat(firsts, np.diff(draft.offsets))
+
+
+def _throw(
+    draft: Draft,
+    requests: Int[np.ndarray, " some"],
+    visits: list[list[int]],
+    weights: Float[np.ndarray, " nodes"],
+    dice: Dice,
+    accepted: Int[np.ndarray, " requests"],
+) -> None:
+    """Throw the coins of each request's visits in turn until one lands, and write down the node."""
+    slots, undecided = _slots(draft), np.ones(len(visits), dtype=bool)
+    lengths = np.array([len(own) for own in visits])
+    for i in range(max(lengths)):
+        asked = np.flatnonzero(undecided & (lengths > i))
+        if not len(asked):
+            break
+        nodes = np.array([visits[r][i] for r in asked.tolist()], dtype=np.int64)
+        draws = Draws(requests=requests[asked], slots=slots[nodes], purpose=Purpose.ACCEPT)
+        landed = dice.accept(weights[nodes], draws)
+        accepted[requests[asked[landed]]] = nodes[landed]
+        undecided[asked[landed]] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,68 +136,118 @@ class _Weighed:
     rows: Float[Tensor, "inner vocab"]
     place: Int[np.ndarray, " nodes"]
     empty: Bool[Tensor, " inner"]
-    weights: Float[np.ndarray, " nodes"]
+    weights: Float[Tensor, " nodes"]
 
-    def after(
-        self, nodes: Int[np.ndarray, " n"], target_rows: Float[Tensor, "nodes vocab"]
-    ) -> Float[Tensor, "n vocab"]:
+    def after(self, nodes: Int[Tensor, " n"], target_rows: Float[Tensor, "nodes vocab"]) -> Float[Tensor, "n vocab"]:
         """Weights of the token that follows each accepted node."""
-        plain = target_rows.index_select(0, upload(nodes, target_rows.device))
-        if (self.place[nodes] < 0).all():
+        plain = target_rows.index_select(0, nodes)
+        at = upload(self.place, plain.device)[nodes]
+        if not len(self.rows) or (plain.device.type == "cpu" and bool((at < 0).all())):
             return plain
-        at = upload(self.place[nodes].clip(0), plain.device)
-        leaf = upload(self.place[nodes] < 0, plain.device) | self.empty[at]
+        leaf = (at < 0) | self.empty[at]
         return torch.where(leaf[:, None], plain, self.rows[at])
 
 
-def _visits(draft: Draft, request: int) -> Iterator[_Visit]:
+def _visits(draft: Draft, request: int) -> list[int]:
     """The nodes of one request below its root, children before parents, siblings in drawing order."""
-    stack: list[tuple[int, int]] = [(int(draft.offsets[request]), 0)]
-    entered: list[int] = []
+    found: list[int] = []
+    first, links = draft.first_child, draft.links
+    stack = [int(draft.offsets[request])]
     while stack:
-        node, k = stack.pop()
-        if k < draft.first_child[node + 1] - draft.first_child[node]:
-            child = int(draft.links[draft.first_child[node] + k])
-            stack += [(node, k + 1), (child, 0)]
-            entered.append(child)
-        elif stack:
-            yield _Visit(node=node, entered=entered)
-            entered = []
+        # Parents before children and the last sibling first is the same order from its end.
+        node = stack.pop()
+        found.append(node)
+        stack += links[first[node] : first[node + 1]].tolist()
+    return found[:0:-1]
 
 
-def _weigh(
-    draft: Draft, target_rows: Float[Tensor, "nodes vocab"], visits: list[list[_Visit]], span: slice
-) -> "_Weighed":
-    """The $P$ and weight of every node of a span when its turn comes."""
+def _weigh(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], requests: Int[np.ndarray, " some"]) -> "_Weighed":
+    """The $P$ and weight of every node of some requests when its turn comes."""
     device = target_rows.device
-    inner = span.start + np.flatnonzero(np.diff(draft.first_child[span.start : span.stop + 1]))
+    span = slice(int(draft.offsets[requests[0]]), int(draft.offsets[requests[-1] + 1]))
+    sizes = np.diff(draft.first_child[span.start : span.stop + 1])
+    inner = span.start + np.flatnonzero(sizes)
+    sizes = sizes[sizes > 0]
+    # By depth, so that parents come first; within a depth by number of children, so that those with a k-th one lead.
+    order = np.lexsort((-sizes, draft.depths[inner]))
+    inner, sizes = inner[order], sizes[order]
     place = np.full(len(draft.parents), -1)
     place[inner] = np.arange(len(inner))
-    P = target_rows.index_select(0, upload(inner, device))
+    at = upload(inner, device)
+    P = target_rows.index_select(0, at)
     Q = child_rows(draft, inner, P)
-    w = torch.ones(len(place), 1, dtype=torch.float64, device=device)
-    mass_p, mass_q = P.sum(-1, keepdim=True).double(), Q.sum(-1, keepdim=True).double()
-    left, below = P.new_empty(len(visits), P.shape[1]), P.new_empty(len(visits), P.shape[1])
-    for i in range(max(map(len, visits))):
-        now = [own[i] for own in visits if i < len(own)]
-        for k in range(max(len(visit.entered) for visit in now)):
-            nodes = np.array([visit.entered[k] for visit in now if k < len(visit.entered)])
-            above, v, at = (upload(x, device) for x in (draft.parents[nodes], place[draft.parents[nodes]], nodes))
-            p, q = P[v, draft.tokens[at]][:, None].double(), Q[v, draft.tokens[at]][:, None].double()
-            chance = w[above] * (p * mass_q[v]) / (q * mass_p[v])
-            w[at] = torch.where((p > 0) & (q > 0), chance, 0.0).clamp(max=1)
-        nodes = np.array([visit.node for visit in now])
-        above, v = (upload(x, device) for x in (draft.parents[nodes], place[draft.parents[nodes]]))
-        token = draft.tokens[upload(nodes, device)]
-        # Without mass the parent's weight is 0, its row stays empty, and it will be forgotten too.
-        scale = torch.where(mass_p[v] > 0, w[above] / mass_p[v], 0.0).to(P)
-        gone = torch.where(mass_q[v] > 0, 1 / mass_q[v], 0.0).to(P)
-        rest = torch.index_select(P, 0, v, out=left[: len(nodes)]).mul_(scale)
-        rest.addcmul_(torch.index_select(Q, 0, v, out=below[: len(nodes)]), gone, value=-1).clamp_min_(0)
-        mass = rest.sum(-1, keepdim=True).double()
-        w[above] = torch.where(mass > 0, mass / (mass + (1 - w[above])), 0.0)
-        P.index_copy_(0, v, rest)
-        mass_p[v] = mass
-        mass_q[v] = (mass_q[v] - Q[v, token][:, None].double()).clamp_min(0)
-        Q[v, token] = 0
-    return _Weighed(rows=P, place=place, empty=(mass_p <= 0).squeeze(1), weights=w.squeeze(1).cpu().numpy())
+    weights = torch.ones(len(place), dtype=torch.float64, device=device)
+    if len(inner):
+        ranks = np.minimum(np.arange(int(sizes.max())), sizes[:, None] - 1)
+        children = upload(draft.links[draft.first_child[inner][:, None] + ranks], device)
+        rows = _Rows(P=P, Q=Q, masses=torch.stack([P.sum(-1), Q.sum(-1)]).double())
+        ends = np.flatnonzero(np.diff(draft.depths[inner], append=-1)) + 1
+        for first, end in zip([0, *ends[:-1].tolist()], ends.tolist(), strict=True):
+            rows.visit(slice(first, end), sizes[first:end], at, children, draft.tokens, weights)
+        empty = rows.masses[0] <= 0
+    else:
+        empty = torch.zeros(0, dtype=torch.bool, device=device)
+    return _Weighed(rows=P, place=place, empty=empty, weights=weights)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """$P$ and $Q$ of nodes with children, neither normalised, and the sums of both; they change in place."""
+
+    P: Float[Tensor, "inner vocab"]
+    Q: Float[Tensor, "inner vocab"]
+    masses: Float[Tensor, "2 inner"]
+
+    def visit(
+        self,
+        level: slice,
+        sizes: Int[np.ndarray, " n"],
+        nodes: Int[Tensor, " inner"],
+        children: Int[Tensor, "inner most"],
+        tokens: Int[Tensor, " all"],
+        weights: Float[Tensor, " all"],
+    ) -> None:
+        """Enter and drop the children of the nodes of one depth, in turn.
+
+        Args:
+            sizes: How many children each has, descending.
+            nodes: Where each node stands in the draft.
+            children: Where its children stand.
+            tokens: All tokens of the draft.
+            weights: All weights of the draft; changes in place.
+        """
+        few = rows_at_once(self.P) if self.P.device.type == "cpu" else level.stop
+        for first in range(level.start, level.stop, few):
+            here = slice(first, min(first + few, level.stop))
+            own = sizes[here.start - level.start : here.stop - level.start]
+            numerators = torch.ones(2, len(own), dtype=torch.float64, device=weights.device)
+            numerators[0] = weights[nodes[here]]
+            following = children[here]
+            symbols = tokens[following]
+            for k in range(int(own[0])):
+                count = int((own > k).sum())
+                part = slice(first, first + count)
+                chances = self._drop(part, symbols[:count, k : k + 1], numerators[:, :count])
+                weights.index_copy_(0, following[:count, k], chances)
+            weights.index_copy_(0, nodes[here], numerators[0])
+
+    def _drop(self, part: slice, x: Int[Tensor, "n 1"], numerators: Float[Tensor, "2 n"]) -> Float[Tensor, " n"]:
+        """The weight of each node's next child, which is then dropped.
+
+        Args:
+            x: The child's token.
+            numerators: The node's weight, which changes in place, and 1.
+        """
+        P, Q, masses, w = self.P[part], self.Q[part], self.masses[:, part], numerators[0]
+        drawn = torch.cat([P.gather(1, x), Q.gather(1, x)], 1).double().T
+        above, below = drawn * masses.flip(0)
+        chances = torch.where(below > 0, w * above / below, 0.0).clamp_(max=1)
+        # Without mass the node's weight is 0, its row stays empty, and it will be forgotten too.
+        scale, gone = torch.where(masses > 0, numerators / masses, 0.0).to(P)[:, :, None]
+        P.mul_(scale).addcmul_(Q, gone, value=-1).clamp_min_(0)
+        mass = P.sum(-1).double()
+        torch.div(mass, (mass + (1 - w)).clamp_min_(LEAST), out=w)
+        masses[0] = mass
+        masses[1].sub_(drawn[1]).clamp_min_(0)
+        Q.scatter_(1, x, 0.0)
+        return chances

@@ -10,9 +10,8 @@ from torch import Tensor
 from outrider.core.dice import Dice, Purpose
 from outrider.core.sampling import rows_at_once
 from outrider.core.types import Draft, InputError, Verdict
-from outrider.verifiers.protocol import everyone, upload
+from outrider.verifiers.protocol import everyone, upload, verdict_at
 from outrider.verifiers.traits import EVERY, StatedVerifier
-from outrider.verifiers.walk import verdict_at
 
 
 @dataclass(frozen=True, kw_only=True)

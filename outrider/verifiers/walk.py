@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import upload
+from outrider.verifiers.protocol import Decision, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,18 @@ class Brood:
     @property
     def counts(self) -> Int[np.ndarray, " n"]:
         return (self.nodes >= 0).sum(1)
+
+    def last(self) -> "Brood":
+        """The last child of each node; -1 where there is none."""
+        if not self.nodes.shape[1]:
+            none = np.full((len(self.nodes), 1), -1)
+            return Brood(nodes=none, slots=np.zeros_like(none))
+        final = np.maximum(self.counts - 1, 0)[:, None]
+        return Brood(nodes=np.take_along_axis(self.nodes, final, 1), slots=np.take_along_axis(self.slots, final, 1))
+
+    def part(self, where: Int[np.ndarray, " m"]) -> "Brood":
+        """The children of some of the nodes."""
+        return Brood(nodes=self.nodes[where], slots=self.slots[where])
 
 
 def brood(draft: Draft, requests: Int[np.ndarray, " n"], nodes: Int[np.ndarray, " n"]) -> Brood:
@@ -113,12 +125,85 @@ def coins(
     return found
 
 
-def verdict_at(draft: Draft, accepted: Int[np.ndarray, " requests"], tokens: Int[Tensor, " requests"]) -> Verdict:
-    """The paths that end at the accepted nodes."""
-    paths = np.full((len(accepted), int(draft.depths.max(initial=0))), -1)
-    here = accepted.copy()
-    for depth in range(paths.shape[1], 0, -1):
-        at = np.flatnonzero(draft.depths[here] == depth)
-        paths[at, depth - 1] = here[at]
-        here[at] = draft.parents[here[at]]
-    return Verdict(paths=paths, num_accepted=draft.depths[accepted], next_tokens=tokens)
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """Nodes with children, judged before it is known which of them a walk reaches.
+
+    Attributes:
+        nodes: Packed index of each, ascending.
+        chances: Probability of each child when it is tried, in drawing order; anything for padding.
+        after: Weights of the token that follows if no child is accepted.
+    """
+
+    nodes: Int[np.ndarray, " n"]
+    chances: Float[Tensor, "n most"]
+    after: Float[Tensor, "n vocab"]
+
+
+def inner_nodes(draft: Draft) -> Int[np.ndarray, " n"]:
+    """The nodes with children."""
+    return np.flatnonzero(np.diff(draft.first_child))
+
+
+def owners(draft: Draft) -> Int[np.ndarray, " nodes"]:
+    """The request of each node."""
+    return np.repeat(np.arange(draft.num_requests), np.diff(draft.offsets))
+
+
+def decided(draft: Draft, target_rows: Float[Tensor, "nodes vocab"], judged: Judged, dice: Dice) -> Decision:
+    """Throw all coins at once, and follow from each root the children that are accepted. Nothing waits for the device.
+
+    The coins and draws are those of a walk that throws them in turn.
+    """
+    landed = _tossed(draft, judged, dice)
+    last = followed(draft, judged.nodes, landed)
+    weights = target_rows.index_select(0, last)
+    if len(judged.nodes):
+        place = np.full(len(draft.parents), -1)
+        place[judged.nodes] = np.arange(len(judged.nodes))
+        at = upload(place, weights.device)[last]
+        weights = torch.where((at >= 0)[:, None], judged.after.index_select(0, at.clamp_min(0)), weights)
+    count = draft.num_requests
+    draws = Draws(requests=np.arange(count), slots=np.zeros(count, dtype=np.int64), purpose=Purpose.RECOVER)
+    return Decision(last=last, next_tokens=dice.pick(weights, draws))
+
+
+def _tossed(draft: Draft, judged: Judged, dice: Dice) -> Int[Tensor, " n"]:
+    """For each judged node the child that is accepted, or the node itself."""
+    requests = owners(draft)[judged.nodes]
+    children = brood(draft, requests, judged.nodes)
+    draws = Draws(
+        requests=np.repeat(requests, children.nodes.shape[1]), slots=children.slots.ravel(), purpose=Purpose.ACCEPT
+    )
+    chances = judged.chances
+    if (children.nodes < 0).any():
+        chances = chances * upload(children.nodes >= 0, chances.device)
+    misses = ~dice.toss(chances, draws)
+    table = upload(np.concatenate([children.nodes, judged.nodes[:, None]], 1), misses.device)
+    return table.gather(1, misses.cumprod(1).sum(1, keepdim=True)).squeeze(1)
+
+
+def child_with(draft: Draft, nodes: Int[np.ndarray, " n"], tokens: Int[Tensor, " n"]) -> Int[Tensor, " n"]:
+    """For each node the first of its children that holds this token, or the node itself."""
+    children = brood(draft, owners(draft)[nodes], nodes).nodes
+    table = upload(np.concatenate([children, nodes[:, None]], 1), tokens.device)
+    hits = (draft.tokens[table.clamp_min(0)] == tokens[:, None]) & (table >= 0)
+    # The padding behind the children is the node itself, which stands for a hit.
+    hits[:, -1] = True
+    return table.gather(1, hits.to(torch.uint8).argmax(1, keepdim=True)).squeeze(1)
+
+
+def followed(draft: Draft, nodes: Int[np.ndarray, " n"], onward: Int[Tensor, " n"]) -> Int[Tensor, " requests"]:
+    """Where each request ends that starts at its root and goes on from node to node.
+
+    Args:
+        nodes: Nodes with children.
+        onward: The child to go to from each of them, or the node itself, to stay there.
+    """
+    last = upload(draft.offsets[:-1], onward.device)
+    if len(nodes):
+        everything = np.arange(len(draft.parents))
+        links = upload(everything, onward.device).index_copy(0, upload(nodes, onward.device), onward)
+        for _ in range(int(draft.depths.max(initial=0))):
+            last = links[last]
+    return last

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from outrider.core.nucleus import FIRST_LOOK, WIDE
-from outrider.core.sampling import Prefix, to_rows
+from outrider.core.sampling import to_rows
+from outrider.core.texts import Before
 from outrider.core.types import InputError, Sampling
 
 PROMPT, OUTPUT = [3, 9, 9, 4], [5, 9, 5, 5]
@@ -34,7 +35,7 @@ def logits_of(seed: int, n: int = 4, vocab: int = 50) -> Float[Tensor, "n vocab"
 def ours(logits: Float[Tensor, "n vocab"], *samplings: Sampling) -> Float[Tensor, "n vocab"]:
     """Rows under one setting, or under one per row."""
     owners = np.arange(len(logits)) if len(samplings) > 1 else np.zeros(len(logits), dtype=np.int64)
-    return to_rows(logits, owners, samplings, lambda row: Prefix(prompt=PROMPT, output=OUTPUT))
+    return to_rows(logits, owners, samplings, lambda: Before.of([PROMPT] * len(logits), [OUTPUT] * len(logits)))
 
 
 def theirs(logits: Float[Tensor, "n vocab"], *processors: object) -> Float[Tensor, "n vocab"]:

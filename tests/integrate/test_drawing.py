@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from outrider import as_custom_generate
-from outrider.core.sampling import Prefix, to_rows
+from outrider.core.sampling import to_rows
+from outrider.core.texts import Before
 from outrider.drafters.model import ModelDrafter
 from outrider.integrate.batch import Batch
 from outrider.integrate.refusals import padding_of
@@ -145,7 +146,7 @@ def test_tokens_are_drawn_from_the_rows_of_generates_own_processors(warper):
         logits,
         np.arange(3),
         [request.sampling for request in requests],
-        lambda row: Prefix(prompt=requests[row].prompt, output=more[row]),
+        lambda: Before.of([request.prompt for request in requests], more),
     )
     scores = made[0].processors and LogitsProcessorList(made[0].processors)(
         torch.cat([inputs["input_ids"], torch.tensor(more)], 1), logits.clone()

@@ -56,7 +56,7 @@ def the_same_numbers_in_every_step(patch: pytest.MonkeyPatch) -> None:
 
 def scaled_logits(patch: pytest.MonkeyPatch) -> None:
     honest = RowRule._scores
-    patch.setattr(RowRule, "_scores", lambda self, logits, prefix, masks: honest(self, logits, prefix, masks) * 1.05)
+    patch.setattr(RowRule, "_scores", lambda self, logits, before, masks: honest(self, logits, before, masks) * 1.05)
 
 
 def shrunk_top_p(patch: pytest.MonkeyPatch) -> None:
@@ -67,21 +67,21 @@ def shrunk_top_p(patch: pytest.MonkeyPatch) -> None:
 
 
 def penalties_of_the_parent(patch: pytest.MonkeyPatch) -> None:
-    honest = Reading._prefix
-    patch.setattr(
-        Reading,
-        "_prefix",
-        lambda self, state, node: honest(
-            self, state, int(self.draft.parents[node]) if self.draft.parents[node] >= 0 else node
-        ),
-    )
+    honest = Reading._before
+
+    def before(self, states):
+        found, parents = honest(self, states), self.draft.parents
+        above = np.where(parents >= 0, parents, np.arange(len(parents)))
+        return replace(found, paths=found.paths[above], lengths=found.lengths[above])
+
+    patch.setattr(Reading, "_before", before)
 
 
 def the_first_settings_for_all(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         "outrider.decoding.reading.to_rows",
-        lambda logits, owners, samplings, prefix, masks: to_rows(
-            logits, owners, [samplings[0]] * len(samplings), prefix, masks
+        lambda logits, owners, samplings, before, masks: to_rows(
+            logits, owners, [samplings[0]] * len(samplings), before, masks
         ),
     )
 
