@@ -6,7 +6,7 @@ DeepSeek-AI 2024, DeepSeek-V3, section 2.2. https://arxiv.org/abs/2412.19437
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Guess, Request, Running
 from outrider.drafters.protocol import Observed, check_longest
-from outrider.heads.trunks.features import BACKLOG, FeatureDrafter, FeatureState, output_features, pending
+from outrider.heads.trunks.features import (
+    BACKLOG,
+    FeatureDrafter,
+    FeatureState,
+    behind_committed,
+    output_features,
+    pending,
+)
 from outrider.lm.head import HeadLM, KVCache, head_lm
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -309,18 +316,15 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         read = [
             self._read_with(whole, k, number) for whole, numbers in zip(wholes, new, strict=True) for number in numbers
         ]
-        sizes = [len(numbers) for numbers in new]
-        tokens = torch.stack([token for token, _ in read]).split(sizes)
-        features = torch.stack([feature for _, feature in read]).split(sizes)
+        tokens, features = torch.stack([token for token, _ in read]), torch.stack([feature for _, feature in read])
+        parts = behind_committed(missed, tokens, features, [len(numbers) for numbers in new])
         segments = []
-        for i, whole in enumerate(wholes):
-            own, own_tokens, own_features, parents = whole.layers[k], tokens[i], features[i], list[int]()
+        for i, (whole, (own_tokens, own_features)) in enumerate(zip(wholes, parts, strict=True)):
+            own, count = whole.layers[k], len(own_tokens) - len(new[i])
+            parents = list(range(-1, count - 1))
             own.fed.setdefault(0, -1)
             if i in missed:
-                count = len(missed[i].tokens)
-                own_tokens = torch.cat([missed[i].tokens, own_tokens])
-                own_features = torch.cat([cast(Tensor, missed[i].features), own_features])
-                own.fed[0], whole.waiting[k - 1], parents = count - 1, count, list(range(-1, count - 1))
+                own.fed[0], whole.waiting[k - 1] = count - 1, count
             for number in new[i]:
                 # A layer begins late: in a short text the parent may stand before its first position.
                 parents.append(own.fed.get(whole.nodes[number].parent, -1))

@@ -30,6 +30,7 @@ from outrider.heads.trunks.features import (
     FeatureObjective,
     FeatureState,
     append_features,
+    behind_committed,
     needed,
     next_pairs,
     pending_of,
@@ -313,43 +314,40 @@ class PossDrafter(FeatureDrafter[PossState]):
             [*_unfed(draft, own, nodes), *nodes] for draft, own, (_, nodes) in zip(drafts, owns, groups, strict=True)
         ]
         new = [(draft, node) for draft, nodes in zip(drafts, lacking, strict=True) for node in nodes]
-        sizes = [len(nodes) for nodes in lacking]
         tokens = torch.stack([draft.tokens[node] for draft, node in new]).to(lm.device, non_blocking=True)
         features = self.next_feature(torch.stack([draft.head_output[draft.above[node]] for draft, node in new]))
         segments = []
-        parts = zip(drafts, owns, lacking, groups, tokens.split(sizes), features.split(sizes), strict=True)
-        for draft, own, nodes, (_, wanted), new_tokens, new_features in parts:
-            parents: list[int] = []
-            if (pairs := committed.get(own.slot)) is not None:
-                parents = list(range(-1, len(pairs.tokens) - 1))
-                new_tokens = torch.cat([pairs.tokens, new_tokens])
-                new_features = torch.cat([cast(Tensor, pairs.features), new_features])
+        parts = behind_committed(committed, tokens, features, [len(nodes) for nodes in lacking])
+        for i, (draft, own, nodes, (_, wanted)) in enumerate(zip(drafts, owns, lacking, groups, strict=True)):
+            own_tokens, own_features = parts[i]
+            parents = list(range(-1, len(own_tokens) - len(nodes) - 1))
             for node in nodes:
                 parents.append(own.fed[draft.above[node]])
                 own.fed[node] = own.fed[0] + len(own.fed)
             segments.append(
                 Segment(
                     slot=own.slot,
-                    tokens=new_tokens,
+                    tokens=own_tokens,
                     parents=np.array(parents),
                     logits=len(wanted),
-                    features=new_features,
+                    features=own_features,
                 )
             )
         return segments
 
     def _committed(self, number: int, states: Sequence[Running]) -> dict[int, Segment]:
-        """The committed pairs of the requests whose draft reaches a specialist for the first time, by its slots. Notes
-        the pending number of the newest of them.
+        """The committed pairs of the requests whose draft reaches a specialist for the first time, by their places.
+        Notes the pending number of the newest of them.
         """
-        pairs = [(state, own) for state in states if 0 not in (own := self.own(state).all()[number]).fed]
-        if not pairs:
+        owns = [self.own(state).all()[number] for state in states]
+        new = [i for i, own in enumerate(owns) if 0 not in own.fed]
+        if not new:
             return {}
-        new, owns = [state for state, _ in pairs], [own for _, own in pairs]
-        counts = [own.num_pending for own in owns]
-        for own, count in zip(owns, counts, strict=True):
-            own.fed[0] = count - 1
-        return {each.slot: each for each in next_pairs(self.lms[number], owns, new, counts, "last")}
+        counts = [owns[i].num_pending for i in new]
+        for i, count in zip(new, counts, strict=True):
+            owns[i].fed[0] = count - 1
+        pairs = next_pairs(self.lms[number], [owns[i] for i in new], [states[i] for i in new], counts, "last")
+        return dict(zip(new, pairs, strict=True))
 
     def _by_owner(self, states: Sequence[Running], frontier: Frontier) -> Iterator[tuple[Running, list[int]]]:
         """The requests of a frontier, each with its nodes. Notes the parents and the tokens of the nodes."""

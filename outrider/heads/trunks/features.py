@@ -170,10 +170,12 @@ class FeatureState(TreeState):
 
     def forget(self, count: int) -> None:
         """Drop the first pending features, because the head has read them."""
-        if count >= self.num_pending:
-            self.pending_features = []
-        elif count:
-            self.pending_features = [pending(self)[count:]]
+        kept = []
+        for features in self.pending_features:
+            if count < len(features):
+                kept.append(features[count:])
+            count = max(0, count - len(features))
+        self.pending_features = kept
 
     def first_pending(self, count: int) -> list[Float[Tensor, "_ dim"]]:
         """The features of the first pending positions."""
@@ -367,6 +369,39 @@ def next_pairs(
 def pending(own: FeatureState) -> Float[Tensor, "n dim"]:
     """The features that a head has not read yet, of which there are some."""
     return joined(own.pending_features, own.pending_features[0])
+
+
+def behind_committed(
+    committed: Mapping[int, Segment],
+    tokens: Int[Tensor, " n"],
+    features: Float[Tensor, "n dim"],
+    sizes: Sequence[int],
+) -> list[tuple[Int[Tensor, " _"], Float[Tensor, "_ dim"]]]:
+    """Tokens and features of the new nodes of each request, behind its committed pairs.
+
+    Args:
+        committed: The pairs, by the request's place; a request may have none.
+        tokens: Of the new nodes of all requests, packed.
+        features: As the tokens.
+        sizes: The number of new nodes of each request.
+    """
+    counts = [len(committed[i].tokens) if i in committed else 0 for i in range(len(sizes))]
+    if any(counts):
+        pairs = [committed[i] for i, count in enumerate(counts) if count]
+        tokens = torch.cat([*(pair.tokens for pair in pairs), tokens])
+        features = torch.cat([*(cast(Tensor, pair.features) for pair in pairs), features])
+        if len(sizes) > 1:
+            # All pairs stand before all nodes; one gather brings each request's together.
+            firsts = np.cumsum([0, *counts, *sizes])
+            order = [
+                np.arange(first, first + count)
+                for i in range(len(sizes))
+                for first, count in ((firsts[i], counts[i]), (firsts[len(sizes) + i], sizes[i]))
+            ]
+            [index] = upload([np.concatenate(order)], tokens.device)
+            tokens, features = tokens[index], features[index]
+    lengths = [count + size for count, size in zip(counts, sizes, strict=True)]
+    return list(zip(tokens.split(lengths), features.split(lengths), strict=True))
 
 
 def read(lm: LM, segments: Sequence[Segment]) -> Extension:
