@@ -38,7 +38,7 @@ class MultipathVerifier(StatedVerifier):
     takes_likeliest = True
 
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
-        if draft.rows is None:
+        if draft.rows is None or (target_rows.device.type != "cpu" and not draft.branches):
             return BlockVerifier().verify(draft, target_rows, dice)
         chain, nodes = _select(draft, target_rows)
         verdict = BlockVerifier().verify(chain, target_rows.index_select(0, upload(nodes, target_rows.device)), dice)

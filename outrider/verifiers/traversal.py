@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.sampling import rows_at_once
 from outrider.core.types import Draft, Verdict
+from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import Decision, child_rows, upload, verdict_at
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 
@@ -54,6 +55,9 @@ class TraversalVerifier(StatedVerifier):
         return verdict_at(draft, accepted, torch.cat(tokens))
 
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        if not draft.branches:
+            # On a chain this is block verification, with the same random numbers.
+            return BlockVerifier().decide(draft, target_rows, dice)
         device, decisions = target_rows.device, list[Decision]()
         slots = _slots(draft)
         for requests in _parts(draft, target_rows):
