@@ -245,9 +245,9 @@ class _Rows:
         P, Q, masses, w = self.P[part], self.Q[part], self.masses[:, part], numerators[0]
         drawn = torch.cat([P.gather(1, x), Q.gather(1, x)], 1).double().T
         above, below = drawn * masses.flip(0)
-        chances = torch.where(below > 0, w * above / below, 0.0).clamp_(max=1)
+        chances = (w * above / below).masked_fill_(below <= 0, 0.0).clamp_(max=1)
         # Without mass the node's weight is 0, its row stays empty, and it will be forgotten too.
-        scale, gone = torch.where(masses > 0, numerators / masses, 0.0).to(P)[:, :, None]
+        scale, gone = (numerators / masses).masked_fill_(masses <= 0, 0.0).to(P)[:, :, None]
         P.mul_(scale).addcmul_(Q, gone, value=-1).clamp_min_(0)
         mass = P.sum(-1).double()
         torch.div(mass, (mass + (1 - w)).clamp_min_(LEAST), out=w)
