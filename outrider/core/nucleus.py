@@ -44,7 +44,8 @@ class _Candidates:
 
 
 def nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], spare: Spare) -> Float[Tensor, "n 1"]:
-    """Probability of the last token of the smallest set whose mass reaches top_p; 0 where top_p is 1 or not reached.
+    """Probability of the last token of the smallest set whose mass reaches top_p; the least of all, or 0, where no mass
+    does.
 
     Masses are added up in float64. On a CPU only the tokens near the floor are sorted. Elsewhere the whole row is: this
     copies nothing from the device, so nobody waits for it.
@@ -59,9 +60,9 @@ def nucleus_floor(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"], s
 
 
 def _of_sorted(rows: Float[Tensor, "n vocab"], top_p: Float[Tensor, "n 1"]) -> Float[Tensor, "n 1"]:
-    """The floor by a full sort. Where top_p is 1 or not reached, it is the row's smallest probability."""
+    """The floor by a full sort. Where top_p is not reached, it is the row's smallest probability."""
     best = rows.sort(-1, descending=True).values
-    short = best.cumsum(-1, dtype=torch.float64)[:, :-1] < top_p.masked_fill(top_p >= 1, torch.inf)
+    short = best.cumsum(-1, dtype=torch.float64)[:, :-1] < top_p
     return best.gather(1, short.sum(-1, keepdim=True))
 
 

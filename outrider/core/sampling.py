@@ -1,6 +1,7 @@
 """Logits become probabilities here and nowhere else: penalties, biases, processors, temperature, filters, in that
 order."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -301,7 +302,9 @@ class _Filter:
     @classmethod
     def of(cls, per_row: Sequence[Sampling], like: Float[Tensor, "_ vocab"]) -> "_Filter":
         device, vocab = like.device, like.shape[-1]
-        top_ps, min_ps = [s.top_p for s in per_row], [s.min_p for s in per_row]
+        # What no mass reaches keeps everything; so does a top-p of 1, whose bound rounding might reach too early.
+        top_ps = [s.top_p if s.top_p < 1 else math.inf for s in per_row]
+        min_ps = [s.min_p for s in per_row]
         top_ks = [min(s.top_k, vocab) or vocab for s in per_row]
         most = max((k for k in top_ks if k < vocab), default=0)
         return cls(

@@ -21,6 +21,7 @@ from outrider.core.dice import Dice, Pick
 from outrider.core.sampling import RowRule
 from outrider.core.texts import Before
 from outrider.core.types import Draft, Guess, Running, Sampling, ShortList
+from outrider.core.uploads import upload
 from outrider.trees.drawing import draft_rule
 from outrider.trees.protocol import Tree
 from outrider.trees.shape import chain_shape
@@ -96,7 +97,7 @@ def chained(
     picks = [] if chosen else cast(ChainTree, tree).picks(lengths, dice, device)
     for number, level in enumerate(levels):
         if number:
-            above = tokens[-1] if level.above is None else tokens[-1][_uploaded(level.above, device)]
+            above = tokens[-1] if level.above is None else tokens[-1][upload(level.above, device)]
             logits = follow(above).to(device)
         if number and level.above is not None:
             rule = draft_rule([samplings[i] for i in level.owners], few, logits)
@@ -111,10 +112,6 @@ def chained(
 
 def _unread() -> Before:
     raise RuntimeError("a chain in one go does not know the text before a row")
-
-
-def _uploaded(index: Int[np.ndarray, " n"], device: torch.device) -> Int[Tensor, " n"]:
-    return torch.from_numpy(index).to(device, non_blocking=True)
 
 
 def packed(
@@ -132,7 +129,7 @@ def packed(
     shape = chain_shape(tuple(lengths))
     flat = torch.cat(list(tokens))
     if len(lengths) > 1:
-        flat = flat[_uploaded(shape.place, flat.device)]
+        flat = flat[upload(shape.place, flat.device)]
     return Draft(
         tokens=flat,
         parents=shape.parents,

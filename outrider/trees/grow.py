@@ -15,6 +15,7 @@ from outrider.core.dice import Dice
 from outrider.core.sampling import masked, pack, unpacked
 from outrider.core.texts import Before, climbed, text_of
 from outrider.core.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
+from outrider.core.uploads import upload
 from outrider.trees.chained import Chainer, chained, is_chained
 from outrider.trees.drawing import Rule, draft_rule, drafters_sampling
 from outrider.trees.protocol import Children, Grown, Level, Tree
@@ -75,7 +76,7 @@ class _Growth:
         self.owners.append(owners)
         self.nodes.append(numbers)
         self.parents.append(children.parents)
-        tokens = children.tokens.to(device)
+        tokens = children.tokens.to(device, non_blocking=True)
         self.tokens.append(tokens if self.short_list is None else self.short_list.ids[tokens])
         self.values.append(np.zeros((len(owners), 0)) if children.values is None else children.values)
         self.links.append(before + drawn)
@@ -248,7 +249,7 @@ def by_level(
 def _frontier(growth: _Growth, here: Int[np.ndarray, " n"], depth: int) -> Frontier:
     tokens = growth.tokens[-1]
     if len(here) < len(tokens):
-        tokens = tokens[torch.from_numpy(here).to(tokens.device)]
+        tokens = tokens[upload(here, tokens.device)]
     return Frontier(
         owners=growth.owners[-1][here],
         nodes=growth.nodes[-1][here],
@@ -277,7 +278,7 @@ def _allowed(
 def _part(level: Level, mask: Bool[np.ndarray, " n"]) -> Level:
     if mask.all() or level.logits is None:
         return level
-    kept = torch.from_numpy(mask).to(level.logits.device)
+    kept = upload(np.flatnonzero(mask), level.logits.device)
     return replace(
         level,
         owners=level.owners[mask],
@@ -329,7 +330,7 @@ def _pack(growth: _Growth, grown: Grown, keep: Bool[np.ndarray, " n"] | None, st
     counts = np.bincount(parents[links], minlength=len(order))
     tokens = torch.cat(growth.tokens)
     if len(sizes) > 1 or len(order) < len(tokens):
-        tokens = tokens[torch.from_numpy(order).to(tokens.device)]
+        tokens = tokens[upload(order, tokens.device)]
     return Draft(
         tokens=tokens,
         parents=parents,

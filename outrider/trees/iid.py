@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from jaxtyping import Int
+from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import InputError, Structure
+from outrider.core.uploads import upload
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 
 
@@ -37,16 +39,20 @@ class IidTree(UnprunedTree):
 
     def choose(self, level: Level, dice: Dice) -> Children:
         paths = level.values[:, 0].astype(np.int64) if level.depth else np.full(len(level.nodes), self.num_paths)
-        drawn: list[Int[np.ndarray, " m"]] = [np.zeros(0, dtype=np.int64)] * len(paths)
+        picked: list[Int[Tensor, " numbers"]] = []
+        places: list[Int[np.ndarray, "n count"]] = []
         for count in np.unique(paths).tolist():
             rows = np.flatnonzero(paths == count)
             slots = level.nodes[rows] * self.num_paths
             draws = Draws(requests=level.owners[rows], slots=slots, purpose=Purpose.DRAFT)
-            picked = dice.pick_many(
-                level.drawable[torch.from_numpy(rows).to(level.drawable.device)], count, True, draws
-            )
-            for row, tokens in zip(rows.tolist(), picked.cpu().numpy(), strict=True):
-                drawn[row] = tokens
+            own = level.drawable[upload(rows, level.drawable.device)]
+            picked.append(dice.pick_many(own, count, True, draws).flatten())
+            places.append(rows)
+        numbers = torch.cat(picked).cpu().numpy()
+        drawn: list[Int[np.ndarray, " m"]] = [np.zeros(0, dtype=np.int64)] * len(paths)
+        for rows in places:
+            for row in rows.tolist():
+                drawn[row], numbers = numbers[: paths[row]], numbers[paths[row] :]
         distinct = [list(dict.fromkeys(tokens.tolist())) for tokens in drawn]
         sizes = np.array([len(tokens) for tokens in distinct])
         first = np.concatenate([[0], np.cumsum(sizes)])

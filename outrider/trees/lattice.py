@@ -37,7 +37,9 @@ class LatticeTree:
 
     def choose(self, level: Level, dice: Dice) -> Children:
         best = level.scores.topk(min(self.num_nodes, level.scores.shape[1]), -1)
-        tokens, logs = best.indices.cpu().numpy(), best.values.double().cpu().numpy()
+        # One copy: a token's number is exact in float64.
+        ids, logs = torch.stack([best.indices.double(), best.values.double()]).cpu().numpy()
+        tokens = ids.astype(np.int64)
         before = level.so_far()
         made = []
         for row, owner in enumerate(level.owners.tolist()):

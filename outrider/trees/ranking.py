@@ -1,6 +1,7 @@
 """For trees of chosen children: the likeliest tokens of a level, and the best nodes of each request."""
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float, Int
 
 from outrider.trees.protocol import Level
@@ -16,8 +17,10 @@ class Likeliest:
 
     def __init__(self, level: Level, count: int) -> None:
         best = level.scores.topk(min(count, level.scores.shape[1]), -1)
-        self.tokens: Int[np.ndarray, "n count"] = best.indices.cpu().numpy()
-        self.logs: Float[np.ndarray, "n count"] = best.values.double().cpu().numpy()
+        # One copy: a token's number is exact in float64.
+        ids, logs = torch.stack([best.indices.double(), best.values.double()]).cpu().numpy()
+        self.tokens: Int[np.ndarray, "n count"] = ids.astype(np.int64)
+        self.logs: Float[np.ndarray, "n count"] = logs
         if level.depth:
             self.logs = self.logs + level.values[:, :1]
 

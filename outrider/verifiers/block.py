@@ -73,7 +73,7 @@ class BlockVerifier(StatedVerifier):
         x = draft.tokens[upload(nodes + 1, device)][:, None]
         above, below = p.gather(1, x).double(), q.gather(1, x).double()
         ratios = torch.zeros(count * width, dtype=torch.float64, device=device)
-        ratios = ratios.index_copy_(0, place, torch.where(below > 0, above / below, 0.0)[:, 0]).view(count, width)
+        ratios = ratios.index_copy_(0, place, (above / below).masked_fill_(below <= 0, 0.0)[:, 0]).view(count, width)
         w = [torch.ones_like(ratios[:, 0])]
         for i in range(width - 1):
             w.append((w[-1] * ratios[:, i]).clamp_(max=1))

@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.core.dice import Dice
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import Decision, child_rows, ratio, upload
+from outrider.verifiers.token import TokenVerifier
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import Brood, Judged, Walk, brood, coins, decided, inner_nodes, owners
 
@@ -55,6 +56,9 @@ class KseqVerifier(StatedVerifier):
         return walk.verdict()
 
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        if not draft.branches and len(draft.links) == len(draft.parents) - draft.num_requests:
+            # One draw at each node is token verification, with the same random numbers.
+            return TokenVerifier().decide(draft, target_rows, dice)
         nodes = inner_nodes(draft)
         children = brood(draft, owners(draft)[nodes], nodes)
         p = target_rows.index_select(0, upload(nodes, target_rows.device))

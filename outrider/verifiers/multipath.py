@@ -11,7 +11,7 @@ from outrider.core.dice import Dice
 from outrider.core.sampling import fresh, rows_at_once
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.block import BlockVerifier
-from outrider.verifiers.protocol import child_rows, drawn_with, upload
+from outrider.verifiers.protocol import Decision, child_rows, drawn_with, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 
 LOWEST = (127 - 8) << 4
@@ -37,7 +37,18 @@ class MultipathVerifier(StatedVerifier):
     kinds = CHAINS | {"iid paths"}
     takes_likeliest = True
 
+    def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        if draft.rows is None or not draft.branches:
+            # Of one path, or of chosen ones, the path's own law is the draft's.
+            return BlockVerifier().decide(draft, target_rows, dice)
+        chain, nodes = _select(draft, target_rows)
+        at = upload(nodes, target_rows.device)
+        made = BlockVerifier().decide(chain, target_rows.index_select(0, at), dice)
+        return Decision(last=at[made.last], next_tokens=made.next_tokens)
+
     def verify(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Verdict:
+        if target_rows.device.type != "cpu":
+            return self.decide(draft, target_rows, dice).verdict(draft)
         if draft.rows is None:
             return BlockVerifier().verify(draft, target_rows, dice)
         chain, nodes = _select(draft, target_rows)
@@ -127,7 +138,7 @@ def _law(
     spare = [torch.empty_like(c[:size]) for _ in range(3)]
     for part in parts:
         q = child_rows(draft, nodes[part], target_rows)
-        A, x = (torch.from_numpy(side[part, None]).to(c) for side in (below, through))
+        A, x = (upload(side[part, None], device).to(c) for side in (below, through))
         K = upload(num_paths[part, None], device)
         b, total, power = (memory[: len(q)] for memory in spare)
         a = c[part].mul_(x).add_(A)

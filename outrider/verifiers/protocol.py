@@ -137,7 +137,7 @@ def first_children(draft: Draft, nodes: Int[np.ndarray, " n"], device: torch.dev
 
 def ratio(p: Float[Tensor, "n k"], q: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
     """Probabilities min(1, p/q); 0 where p is 0, or where rounding made q 0."""
-    return torch.where((p > 0) & (q > 0), p.double() / q.double(), 0.0).clamp_(max=1)
+    return (p.double() / q.double()).masked_fill_(q <= 0, 0.0).clamp_(max=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.sampling import rows_at_once
 from outrider.core.types import Draft, Verdict
+from outrider.verifiers.block import BlockVerifier
 from outrider.verifiers.protocol import Decision, child_rows, upload, verdict_at
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 
@@ -54,6 +55,9 @@ class TraversalVerifier(StatedVerifier):
         return verdict_at(draft, accepted, torch.cat(tokens))
 
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
+        if not draft.branches:
+            # On a chain this is block verification, with the same random numbers.
+            return BlockVerifier().decide(draft, target_rows, dice)
         device, decisions = target_rows.device, list[Decision]()
         slots = _slots(draft)
         for requests in _parts(draft, target_rows):
@@ -241,9 +245,9 @@ class _Rows:
         P, Q, masses, w = self.P[part], self.Q[part], self.masses[:, part], numerators[0]
         drawn = torch.cat([P.gather(1, x), Q.gather(1, x)], 1).double().T
         above, below = drawn * masses.flip(0)
-        chances = torch.where(below > 0, w * above / below, 0.0).clamp_(max=1)
+        chances = (w * above / below).masked_fill_(below <= 0, 0.0).clamp_(max=1)
         # Without mass the node's weight is 0, its row stays empty, and it will be forgotten too.
-        scale, gone = torch.where(masses > 0, numerators / masses, 0.0).to(P)[:, :, None]
+        scale, gone = (numerators / masses).masked_fill_(masses <= 0, 0.0).to(P)[:, :, None]
         P.mul_(scale).addcmul_(Q, gone, value=-1).clamp_min_(0)
         mass = P.sum(-1).double()
         torch.div(mass, (mass + (1 - w)).clamp_min_(LEAST), out=w)

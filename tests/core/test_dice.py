@@ -5,9 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import outrider
-from outrider.core.dice import Draws, PhiloxDice, Purpose, corpus_generator, step_generator
+from outrider.core.dice import (
+    Draws,
+    PhiloxDice,
+    Purpose,
+    _one_by_one,
+    _where,
+    _without_replacement,
+    corpus_generator,
+    settled,
+    step_generator,
+)
 
 OF_CORPUS = (Purpose.ORDER, Purpose.CROP, Purpose.HELD_OUT)
 IN_DECODING = (Purpose.DRAFT, Purpose.ACCEPT, Purpose.RECOVER)
@@ -82,3 +93,35 @@ def test_the_numbers_of_decoding_stay(purpose: Purpose, uniforms: list[float], n
     assert [dice._uniform(0, slot, purpose) for slot in (0, 7)] == pytest.approx(uniforms, abs=1e-9)
     draws = Draws(requests=np.array([0]), slots=np.array([2]), purpose=purpose)
     assert dice.gumbel(1, draws).item() == pytest.approx(noise, abs=1e-9)
+
+
+def test_a_running_sum_that_rises_and_falls_at_zeros_never_leads_to_one(monkeypatch):
+    """Parallel sums need not be monotone: here they are off by up to a tenth of their size."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(2000, 12, generator=generator) * (torch.rand(2000, 12, generator=generator) < 0.3)
+    weights[weights.sum(-1) == 0, 4] = 1.0
+    honest = torch.Tensor.cumsum
+
+    def parallel(self, dim, dtype=None):
+        running = honest(self, dim, dtype=dtype)
+        return running * (0.9 + 0.2 * torch.rand(running.shape, generator=torch.Generator().manual_seed(1)))
+
+    monkeypatch.setattr(torch.Tensor, "cumsum", parallel)
+    uniforms = torch.rand(2000, dtype=torch.float64, generator=generator)
+    rough = weights.cumsum(-1, dtype=torch.float64)
+    unguarded = torch.searchsorted(rough, uniforms[:, None] * rough[:, -1:], right=True).clamp_max(11)
+    assert (weights.gather(1, unguarded) == 0).any(), "a plant that leads to no zero tests nothing"
+    found = drawn_from(settled(rough.clone(), weights), uniforms)
+    assert (weights.gather(1, found[:, None]) > 0).all()
+
+
+def test_draws_one_by_one_are_those_from_one_running_sum():
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(300, 7, dtype=torch.float64, generator=generator)
+    weights[::3, :5] = 0
+    uniforms = torch.rand(4, 300, dtype=torch.float64, generator=generator)
+    assert torch.equal(_one_by_one(weights, uniforms), _without_replacement(weights, uniforms))
+
+
+def drawn_from(running: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+    return _where(running, running[:, -1:], uniforms[:, None])[:, 0]
