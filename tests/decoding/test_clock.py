@@ -1,5 +1,6 @@
 """Parts of a step on a device that works behind the host: true, and read without waiting in the loop."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -129,45 +130,28 @@ def test_in_turn_two_devices_save_the_shorter_side_whatever_comes_later():
 
 
 def test_at_once_a_drafter_on_the_host_overlaps_with_the_device():
-    card = Card()
+    card, told = Card(), threading.Event()
     clock = card.clock()
 
     def read() -> None:
-        card.tell(0.1)
+        card.tell(0.2)
         clock.lap("target")
+        told.set()
 
     def draft() -> str:
+        told.wait()
         card.host += 0.25
         return "draft"
 
     with ThreadPoolExecutor(1) as worker:
-        # The host's clock advances while it drafts, so it must not be read meanwhile.
-        drafted, _ = at_once(worker, draft, lambda: None, clock, torch.device("cpu"))
-    read()
+        drafted, _ = at_once(worker, draft, read, clock, torch.device("cpu"))
     timing = clock.timing
     assert drafted == "draft"
-    assert timing.drafter == pytest.approx(0.25)
-    assert (timing.rest, timing.overlap) == (pytest.approx(0.0), pytest.approx(0.0))
-    assert timing.total == pytest.approx(0.351)
-
-
-def test_at_once_the_wait_for_a_drafter_that_takes_longer_is_not_counted_twice():
-    card = Card()
-    clock = card.clock()
-    with ThreadPoolExecutor(1) as worker:
-
-        def draft() -> None:
-            card.host += 0.25
-
-        def read() -> None:
-            # Not before the drafter is done, so that the host's clock has one order.
-            worker.submit(lambda: None).result()
-            clock._event = Place(card=card, at=0.2)
-
-        at_once(worker, draft, read, clock, torch.device("cpu"))
-    assert clock.timing.drafter == pytest.approx(0.25)
-    assert clock.timing.rest == pytest.approx(0.0)
-    assert clock.timing.overlap == pytest.approx(0.2)
+    # The worker may look at its clock before or after the host has told the device.
+    assert timing.drafter == pytest.approx(0.25, abs=0.0011)
+    assert timing.overlap == pytest.approx(0.2, abs=0.0021)
+    assert timing.rest == 0.0
+    assert timing.total == pytest.approx(0.25, abs=0.0021)
 
 
 def test_on_a_cpu_the_host_keeps_the_time():
