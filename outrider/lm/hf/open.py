@@ -58,8 +58,8 @@ def open_model(
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for.
 
-    An adapter's directory gives its base model with the adapter's layers in it. Weights for a GPU are read straight onto
-    it where accelerate is installed, and otherwise into the host's memory first.
+    An adapter's directory gives its base model with the adapter's layers in it. Weights for a GPU are read straight
+    onto it where accelerate is installed, and otherwise into the host's memory first.
 
     Args:
         device_map: Where transformers puts the layers; it takes the place of `device`.
