@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 
@@ -19,6 +19,7 @@ Change = Callable[[Timing], None]
 """Something that becomes known of a timing."""
 
 
+@runtime_checkable
 class Event(Protocol):
     """A place in a device's queue of work, such as a `torch.cuda.Event`."""
 
@@ -115,7 +116,7 @@ def clock_on(device: torch.device, now: Callable[[], float] = time.perf_counter)
 def _recorded(device: torch.device) -> Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(torch.cuda.current_stream(device))
-    return event
+    return cast(Event, event)
 
 
 def _add(timing: Timing, part: str, seconds: float) -> None:

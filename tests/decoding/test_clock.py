@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import outrider.decoding.step as step
-from outrider.core.types import Timing
+from outrider.core.types import Request, Timing
 from outrider.decoding.both import at_once, in_turn
 from outrider.decoding.clock import Clock, EventClock, clock_on
-from outrider.engine.engine import Engine
+from outrider.decoding.progress import begin, end, prefill
 from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
 from outrider.verifiers.match import MatchVerifier
@@ -164,8 +164,10 @@ def test_a_step_whose_length_is_learnt_from_seconds_waits_for_no_event(monkeypat
     card = Card()
     monkeypatch.setattr(step, "clock_on", lambda device: card.clock())
     parts = replace(tables(3, MatchVerifier(), GoodputLength()), experience=Experience(clocked=False))
-    [output] = Engine(parts).generate([[0, 1]], max_new_tokens=20, sampling=GREEDY)
-    assert len(output.steps) > 2
+    state = begin(parts, Request(id="one", prompt=(0, 1), max_new_tokens=20, sampling=GREEDY))
+    prefill(parts, state)
+    steps = [made for _ in range(4) for made in parts.decoding.step(parts, [state])]
+    end(parts, state)
     assert card.waits == 0
-    assert output.steps[0].timing.total == 0.0
+    assert [made.timing.total for made in steps] == [0.0] * 4
     assert card.waits > 0

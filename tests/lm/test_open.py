@@ -63,7 +63,7 @@ def test_weights_for_a_gpu_are_read_straight_onto_it(sound, device, monkeypatch)
         return load(path, **options)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
-    monkeypatch.setattr(opening, "as_device", torch.device)
+    monkeypatch.setattr(opening, "as_device", lambda given: torch.device(given or "cpu"))
     opened = open_model(str(sound), device=device)
     assert asked["device_map"] == (None if device == "cpu" else {"": torch.device(device)})
     # The spy has left the weights where a CPU has them; nothing moved them afterwards.
