@@ -28,7 +28,7 @@ from outrider.bench.bare import random_llama, seconds
 from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS
 from outrider.bench.workload import PROMPTS, read_prompts
-from outrider.core.types import Sampling, Step
+from outrider.core.types import InputError, Sampling, Step
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.engine.engine import Engine
 from outrider.heads.objective import HeadContext
@@ -48,8 +48,6 @@ GREEDY = Sampling(temperature=0.0, seed=0)
 LENGTH = "fixed:4"
 HEAD = "eagle3"
 """The head that is trained."""
-TRIAL = 10
-"""Training steps whose time says how many fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +65,7 @@ class Scale:
         steps: Measured steps of each profile.
         copied_bytes: Size of the copies that measure the memory's bandwidth.
         num_texts: Texts that the target writes for the head.
+        trial: Training steps whose time says how many fit.
         training_seconds: How long the head is trained.
         batch_size: Rows of a training step.
         num_requests: Requests of the load.
@@ -84,6 +83,7 @@ class Scale:
     steps: int
     copied_bytes: int
     num_texts: int
+    trial: int
     training_seconds: float
     batch_size: int
     num_requests: int
@@ -102,6 +102,7 @@ CARD = Scale(
     steps=64,
     copied_bytes=1 << 30,
     num_texts=256,
+    trial=10,
     training_seconds=110.0,
     batch_size=32,
     num_requests=400,
@@ -120,6 +121,7 @@ REHEARSAL = Scale(
     steps=2,
     copied_bytes=1 << 20,
     num_texts=4,
+    trial=1,
     training_seconds=0.5,
     batch_size=2,
     num_requests=8,
@@ -258,8 +260,8 @@ def training(scale: Scale) -> Iterator[Row]:
             nonlocal each
             each = (progress.seconds_left or 0.0) / max(1, progress.steps - progress.step)
 
-        trained(target, learnt, watched, Path(place) / "trial", steps=TRIAL, scale=scale, progress=note)
-        steps = max(TRIAL, int(scale.training_seconds / max(each, 1e-3)))
+        trained(target, learnt, watched, Path(place) / "trial", steps=scale.trial, scale=scale, progress=note)
+        steps = max(scale.trial, int(scale.training_seconds / max(each, 1e-3)))
         out = Path(place) / "head"
         began = time.perf_counter()
         lines = trained(target, learnt, watched, out, steps=steps, scale=scale)
@@ -373,11 +375,13 @@ def used_bytes(scale: Scale) -> int:
 
 
 def attempt(run: Callable[[], Row]) -> Row:
-    """What a run found, or its error, so that the others go on. A GPU's own error ends the process."""
+    """What a run found, why it is refused here, or its error, so that the others go on. A GPU's own error ends all."""
     try:
         return run()
     except torch.AcceleratorError:
         raise
+    except InputError as error:
+        return {"refused": str(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
 
