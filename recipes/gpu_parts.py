@@ -65,7 +65,7 @@ class Scale:
         steps: Measured steps of each profile.
         copied_bytes: Size of the copies that measure the memory's bandwidth.
         num_texts: Texts that the target writes for the head.
-        trial: Training steps whose time says how many fit.
+        trial: Training steps whose time says how many fit, at least three.
         training_seconds: How long the head is trained.
         batch_size: Rows of a training step.
         num_requests: Requests of the load.
@@ -95,7 +95,7 @@ CARD = Scale(
     device="cuda",
     num_prompts=4,
     max_new_tokens=48,
-    num_draws=2000,
+    num_draws=1000,
     forwards=FORWARDS,
     layers=16,
     hidden=2048,
@@ -121,7 +121,7 @@ REHEARSAL = Scale(
     steps=2,
     copied_bytes=1 << 20,
     num_texts=4,
-    trial=1,
+    trial=3,
     training_seconds=0.5,
     batch_size=2,
     num_requests=8,
@@ -254,14 +254,14 @@ def training(scale: Scale) -> Iterator[Row]:
     target = open_model(str(EMBEDDED_TARGET), device=scale.device).requires_grad_(False)
     learnt, watched = hold_out(texts, 0.1)
     with tempfile.TemporaryDirectory() as place:
-        each = 0.0
+        ends: list[float] = []
 
-        def note(progress: Progress) -> None:
-            nonlocal each
-            each = (progress.seconds_left or 0.0) / max(1, progress.steps - progress.step)
+        def note(_: Progress) -> None:
+            ends.append(time.perf_counter())
 
         trained(target, learnt, watched, Path(place) / "trial", steps=scale.trial, scale=scale, progress=note)
-        steps = max(scale.trial, int(scale.training_seconds / max(each, 1e-3)))
+        # The first step warms up, and the last one watches and saves.
+        steps = max(scale.trial, int(scale.training_seconds / min(np.diff(ends))))
         out = Path(place) / "head"
         began = time.perf_counter()
         lines = trained(target, learnt, watched, out, steps=steps, scale=scale)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import partial
+from itertools import islice
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_a_step_is_read_against_the_time_to_give_the_weights():
     assert found["parts"]["profile"]["plain"]["over_floor"] == 8.0
 
 
-@pytest.mark.parametrize("part", ["forwards", "profile", "serving"])
+@pytest.mark.parametrize("part", ["forwards", "profile", "training", "serving"])
 def test_in_a_rehearsal_a_part_runs_on_a_cpu_and_finds_nothing_wrong(part):
     rows = list(gpu_parts.ALL[part](REHEARSAL))
     assert len({row["name"] for row in rows}) == len(rows) > 1
@@ -113,12 +114,13 @@ def test_an_attempt_tells_what_is_refused_from_what_fails():
     assert gpu_parts.attempt(refused) == {"refused": "not here"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", ["laws", "training", "identities"])
-def test_in_a_rehearsal_the_long_parts_run_too(part):
-    rows = list(gpu_parts.ALL[part](REHEARSAL))
-    assert [row for row in rows if "error" in row] == []
-    assert all(row.get("holds", True) for row in rows)
+@pytest.mark.parametrize(("part", "count"), [("laws", 1), ("identities", 2)])
+def test_in_a_rehearsal_the_long_parts_begin_well(part, count):
+    rows = list(islice(gpu_parts.ALL[part](REHEARSAL), count))
+    assert rows[0]["name"].startswith("chain, token")
+    assert [
+        row for row in rows if "error" in row or not row.get("holds", True) or row.get("verdict") == "differs"
+    ] == []
 
 
 @pytest.mark.parametrize("part", [pytest.param(part.name, marks=ON_GPU) for part in gpu.ALL])
