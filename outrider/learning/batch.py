@@ -99,7 +99,7 @@ class Batch:
 
     def pinned(self) -> "Batch":
         """The batch in memory of the host from which a GPU copies by itself."""
-        return self._each(Tensor.pin_memory)
+        return self._each(_pinned)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
         """The batch with every tensor changed."""
@@ -125,4 +125,9 @@ def upload(values: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
         tensor([0, 1, 2])
     """
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return _pinned(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """The tensor in pinned memory, as one piece: a GPU copies pieces by way of other memory."""
+    return tensor.contiguous().pin_memory()

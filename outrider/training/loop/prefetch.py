@@ -28,11 +28,12 @@ class Prefetch:
     Args:
         make: Makes the data of a step.
         steps: How many steps there are; no data is made behind the last.
+        begin: Called in the thread before anything else.
     """
 
-    def __init__(self, make: Callable[[int], StepData], steps: int) -> None:
+    def __init__(self, make: Callable[[int], StepData], steps: int, begin: Callable[[], object] | None = None) -> None:
         self._make, self._steps = make, steps
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data")
+        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="data", initializer=begin)
         self._begun: dict[int, Future[StepData]] = {}
 
     def __call__(self, step: int) -> StepData:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -211,9 +212,7 @@ class _Run:
         run = None if tracker is None else self.accelerator
         main = self.accelerator.is_main_process
         self.journal = Journal(self.folder, step=self.step, accelerator=run) if main else None
-        # A CPU that trains has no time left to make data meanwhile.
-        ahead = self.accelerator.device.type == "cuda"
-        self.prefetch = Prefetch(self._data, settings.steps) if ahead else None
+        self.prefetch = self._prefetch()
         if self.step == 0:
             self._write_settings()
             self._look()
@@ -293,6 +292,14 @@ class _Run:
             raise InputError(f"batch_size must be a multiple of the number of processes, got {rows} and {count}")
         own = rows // count
         return range(self.accelerator.process_index * own, (self.accelerator.process_index + 1) * own)
+
+    def _prefetch(self) -> Prefetch | None:
+        """What makes data ahead; None on a CPU, which has no time left to do so while it trains."""
+        device = self.accelerator.device
+        if device.type != "cuda":
+            return None
+        # A new thread is on the first GPU, where pinning memory would take memory too.
+        return Prefetch(self._data, self.settings.steps, partial(torch.cuda.set_device, device))
 
     def _data(self, step: int) -> StepData:
         """The rows of a step that this process runs; for a GPU in memory from which it copies by itself."""
