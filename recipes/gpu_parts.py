@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,8 @@ from outrider.training.loop.journal import read
 from outrider.training.loop.settings import Settings
 from outrider.training.loop.steps import Progress, train
 from outrider.training.loop.watch import Watch, hold_out
+from outrider.trees.protocol import Tree
+from outrider.verifiers.protocol import Verifier
 
 GREEDY = Sampling(temperature=0.0, seed=0)
 LENGTH = "fixed:4"
@@ -148,7 +150,8 @@ def ways(engine: Engine) -> Iterator[tuple[str, Engine]]:
     for verifier in verifiers():
         seen = set()
         for tree in catalog.rows("tree"):
-            parts = replace(engine.parts, tree=catalog.make("tree", tree), verifier=catalog.make("verifier", verifier))
+            rule = cast(Verifier, catalog.make("verifier", verifier))
+            parts = replace(engine.parts, tree=cast(Tree, catalog.make("tree", tree)), verifier=rule)
             branches = parts.tree.structure != "chain"
             if branches not in seen and why_not(parts) is None:
                 seen.add(branches)
