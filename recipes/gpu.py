@@ -1,199 +1,227 @@
-"""On a GPU: identity in float32, and a step's profile, plain and as CUDA graphs, against the card's bandwidth.
+"""One command for a GPU: right answers, every kind of forward, a step against the memory, training, load. Ten minutes.
 
-`python -m recipes gpu --out DIR` first checks greedy identity of the embedded pair in float32 on the card, for a chain,
-a branching tree, PEARL on two streams, and compiled forwards. Then it steps a random Llama of about a billion
-parameters in bfloat16 with a draft model of one layer, alone and in a batch of 8, compiled and not. A forward that is
-bound by memory takes at least as long as reading the weights once. So forwards are listed beside `weights / bandwidth`;
-the bandwidth of the card is measured by copying a large tensor. Without a GPU the recipe ends with an error.
+`python -m recipes gpu --out DIR` runs its parts one after the other, each with a process and a time limit of its own:
+
+- identities: greedy outputs are those of plain decoding, in float32 and up to ties in bfloat16, for every verifier and
+  for PEARL on two streams.
+- laws: a chi-square test of sampled outputs for every verifier.
+- forwards: every kind of forward runs, says the same, and its tokens per second.
+- profile: the parts of a step of a random Llama of about a billion parameters, beside the time that the memory needs to
+  give its weights once. The bandwidth is measured by copying a large tensor.
+- training: a head for the embedded target, trained for two minutes on the target's own texts, then decoded with.
+- serving: requests that arrive at random moments; whether memory stays flat.
+
+Each part also says how many graphs the compiler skipped and how many functions it compiled again; both must be 0. Rows
+are written as they come. A part that fails is one row with its error, and the others go on. Without a GPU the recipe
+ends with an error; `--rehearse` runs the same code on a CPU in the smallest size, and its figures mean nothing.
 """
 
-import statistics
+import contextlib
+import json
+import os
+import subprocess
+import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 import typer
-from transformers import PreTrainedModel
 
-import outrider
-from outrider.bench.bare import random_llama, seconds
 from outrider.bench.evidence import Estimate, Row
-from outrider.bench.folder import folder
+from outrider.bench.folder import Folder, folder
 from outrider.bench.plot import Bars
 from outrider.bench.report import Findings, Table
 from outrider.bench.runs import PARTS
 from outrider.bench.turns import Turn
-from outrider.bench.workload import PROMPTS, read_prompts
-from outrider.core.types import InputError, Sampling, Step
-from outrider.proof.identity import identity
+from outrider.core.types import InputError
 from recipes import options
 
-PAIRS: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("chain", {}),
-    ("tree", {"tree": "gumbel:branching=3x2x1x1"}),
-    ("pearl", {"decoding": "pearl:4"}),
-    ("chain, compiled", {"forward": "compiled"}),
-)
-"""Ways to decode that must give the tokens of plain decoding."""
-GREEDY = Sampling(temperature=0.0, seed=0)
-QUICK = {"steps": 8}
-
-
-def bandwidth(device: torch.device, num_bytes: int = 1 << 30, rounds: int = 20) -> float:
-    """Bytes per second that the card reads and writes: the best of several copies of a large tensor."""
-    source = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * num_bytes / min(seconds(lambda: target.copy_(source), device) for _ in range(rounds))
-
-
-def identities(num_prompts: int = 4, max_new_tokens: int = 48) -> list[dict[str, Any]]:
-    """Greedy identity of the embedded pair in float32 on the card."""
-    found = []
-    prompts = [prompt for _, _, prompt in read_prompts(PROMPTS)[:num_prompts]]
-    for name, parts in PAIRS:
-        engine = outrider.load(dtype="float32", device="cuda", **parts)
-        seen = identity(engine, [engine.encode(prompt) for prompt in prompts], max_new_tokens)
-        found.append({"pair": name, "tokens": seen.num_tokens, "holds": seen.holds, "differ": len(seen.differences)})
-    return found
-
-
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a forward reads at least."""
-    return sum(weight.nbytes for weight in model.parameters())
-
-
-def profile(target: PreTrainedModel, draft: Path, *, batch: int, compile: bool, steps: int, gamma: int) -> list[Row]:
-    """Steps of one engine, after as many steps of warm-up."""
-    engine = outrider.load(
-        target,
-        drafter=f"model:path={draft}",
-        length=f"fixed:{gamma}",
-        max_slots=batch,
-        max_context=1024,
-        forward="compiled" if compile else "eager",
-    )
-    device = engine.parts.target.device
-    for i in range(batch):
-        prompt = [(7 * i + k) % target.config.vocab_size for k in range(128)]
-        engine.add(prompt, max_new_tokens=700, sampling=GREEDY, ignore_eos=True)
-    rows: list[Row] = []
-    for number in range(2 * steps):
-        made: list[Step] = []
-        spent = seconds(partial(engine.step, made.append), device)
-        if number >= steps and len(made) == batch:
-            parts = {part: getattr(made[0].timing, part) for part in PARTS}
-            rows.append({"batch": batch, "compiled": compile, "number": number, "seconds": spent, **parts})
-    return rows
-
-
-def summarise(rows: Sequence[Row], floor: float) -> list[dict[str, Any]]:
-    """Medians by batch size and way; `floor` is the time for reading the target's weights."""
-    found = []
-    for key in dict.fromkeys((row["batch"], row["compiled"]) for row in rows):
-        some = [row for row in rows if (row["batch"], row["compiled"]) == key]
-        middle = {name: statistics.median(row[name] for row in some) for name in ("seconds", *PARTS)}
-        low, high = (np.quantile([row["target"] for row in some], part) / floor for part in (0.25, 0.75))
-        over = {"target_over_floor": middle["target"] / floor, "low": float(low), "high": float(high)}
-        found.append({"batch": key[0], "compiled": key[1], **middle, **over})
-    return found
-
-
-def findings(summary: Mapping[str, Any]) -> Findings:
-    """The summary as tables and bars."""
-    same = [list(each.values()) for each in summary["identities"]]
-    lines = [
-        [
-            each["batch"],
-            "CUDA graphs" if each["compiled"] else "plain",
-            *(f"{1e3 * each[name]:.2f}" for name in ("seconds", *PARTS)),
-            f"{each['target_over_floor']:.2f}",
-        ]
-        for each in summary["steps"]
-    ]
-    names = [f"batch of {each['batch']}{', CUDA graphs' if each['compiled'] else ''}" for each in summary["steps"]]
-    over = [Estimate(value=e["target_over_floor"], low=e["low"], high=e["high"]) for e in summary["steps"]]
-    text = (
-        f"{summary['card']}, {summary['bandwidth'] / 1e9:.0f} GB/s measured. The target's weights are "
-        f"{summary['weight_bytes'] / 1e9:.2f} GB, {1e3 * summary['floor']:.2f} ms to read."
-    )
-    return Findings(
-        tables=[
-            Table(title="Identity in float32", head=("pair", "tokens", "holds", "differences"), lines=same),
-            Table(title="Steps", head=("batch", "forwards", "step ms", *PARTS, "target over floor"), lines=lines),
-        ],
-        panels=[
-            Bars(
-                title="The target's forward",
-                x="times that reading the weights takes",
-                names=names,
-                groups={"over floor": over},
-            )
-        ],
-        text=text,
-        summary=summary,
-    )
+QUICK = {"rehearse": True, "parts": "forwards"}
+ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """A number of requests that step together, with or without CUDA graphs."""
+class Part:
+    """A part of the recipe, as `recipes.gpu_parts` knows it.
 
-    batch: int
-    compiled: bool
+    Attributes:
+        limit: Seconds after which its process is ended. All limits together are ten minutes.
+        heads: What its table shows of each row.
+        title: Of its table.
+    """
 
-    @property
-    def name(self) -> str:
-        """Unique among the cases."""
-        return f"batch of {self.batch}, {'compiled' if self.compiled else 'plain'}"
+    name: str
+    limit: float
+    title: str
+    heads: tuple[str, ...]
 
 
-def run(out: Path | None, *, steps: int = 64, gamma: int = 5, layers: int = 16, hidden: int = 2048) -> dict[str, Any]:
-    """Measure and write; returns the summary.
+ALL = (
+    Part(name="identities", limit=110, title="Greedy identity", heads=("holds", "tokens", "differ")),
+    Part(name="laws", limit=110, title="The law of sampled outputs", heads=("verdict", "p", "draws", "degrees")),
+    Part(
+        name="forwards",
+        limit=80,
+        title="Kinds of forward",
+        heads=("ran", "holds", "differ", "tokens_per_second", "compiled", "forwards"),
+    ),
+    Part(name="profile", limit=80, title="Steps, milliseconds", heads=("seconds", *PARTS, "floor", "over_floor")),
+    Part(
+        name="training",
+        limit=160,
+        title="A head",
+        heads=(
+            *("steps", "seconds", "tokens_per_second", "precision", "loss_first", "loss_last"),
+            *("block_efficiency_first", "block_efficiency_last", "holds"),
+        ),
+    ),
+    Part(
+        name="serving",
+        limit=60,
+        title="Load",
+        heads=("requests", "tokens_per_second", "first_token_median", "first_token_95", "latency_95", "bytes", "flat"),
+    ),
+)
+
+
+def rows_of(command: Sequence[str], limit: float) -> Iterator[Row]:
+    """The rows that a process prints, as they come. If it fails or takes too long, the last row has the error."""
+    around = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    began = time.monotonic()
+    with (
+        tempfile.TemporaryFile() as errors,
+        subprocess.Popen(command, cwd=ROOT, env=around, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+    ):
+        clock = threading.Timer(limit, process.kill)
+        clock.start()
+        try:
+            for line in process.stdout or ():
+                # A library may print too.
+                with contextlib.suppress(ValueError):
+                    row = json.loads(line)
+                    if isinstance(row, dict):
+                        yield row
+            status = process.wait()
+        finally:
+            clock.cancel()
+            process.kill()
+        if status:
+            late = time.monotonic() - began >= limit
+            errors.seek(0)
+            said = errors.read().decode(errors="replace").strip().splitlines() or [f"it ended with status {status}"]
+            yield {"name": "end", "error": f"stopped after {limit:g} seconds" if late else said[-1][:300]}
+
+
+def run_part(place: Folder, part: Part, command: Sequence[str]) -> Row:
+    """Run a part and keep its rows. Returns the row of the part as a whole."""
+    began, errors = time.monotonic(), []
+    for row in rows_of(command, part.limit):
+        place.add({"phase": part.name, "turn": f"{part.name} | {row.get('name')}", **row})
+        if "error" in row:
+            errors.append(f"{row['name']}: {row['error']}")
+    return {"seconds": time.monotonic() - began, "errors": errors}
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, Any]:
+    """The newest row of each turn, by part, and what must be true of them."""
+    found: dict[str, dict[str, Row]] = {part.name: {} for part in ALL}
+    whole = {row["turn"].partition(" | ")[0]: row for row in rows if row["phase"] == "parts"}
+    for row in rows:
+        if row["phase"] in found:
+            own = {name: value for name, value in row.items() if name not in ("phase", "turn")}
+            if {"target", "floor"} <= own.keys():
+                own["over_floor"] = own["target"] / own["floor"]
+            found[row["phase"]][row["name"]] = own
+    listed = [row for part in found.values() for row in part.values()]
+    return {
+        "parts": found,
+        "seconds": {name: row["seconds"] for name, row in whole.items()},
+        "errors": {name: row["errors"] for name, row in whole.items() if row["errors"]},
+        "differences": sum(row.get("holds") is False for row in listed),
+        "wrong_laws": sum(row.get("verdict") == "differs" for row in listed),
+        "skipped_graphs": sum(row.get("skipped", 0) for row in listed),
+        "recompiled": sum(row.get("recompiled", 0) for row in listed),
+    }
+
+
+def findings(summary: Mapping[str, Any], device: str) -> Findings:
+    """The summary as tables, and bars of the target's forward."""
+    tables = []
+    for part in ALL:
+        rows = [row for name, row in summary["parts"][part.name].items() if name not in ("begin", "compiler")]
+        scale = 1000.0 if part.name == "profile" else 1.0
+        lines = [[row["name"], *(_cell(row, head, scale) for head in part.heads), _note(row)] for row in rows]
+        if lines:
+            tables.append(Table(title=part.title, head=("", *part.heads, "note"), lines=lines))
+    steps = [row for row in summary["parts"]["profile"].values() if "over_floor" in row]
+    over = [
+        Estimate(value=row["over_floor"], low=row["target_low"] / row["floor"], high=row["target_high"] / row["floor"])
+        for row in steps
+    ]
+    panels = []
+    if steps:
+        names = [row["name"] for row in steps]
+        x = "times that reading the weights takes"
+        panels = [Bars(title="The target's forward", x=x, names=names, groups={"over floor": over})]
+    text = (
+        f"{device}. Differences that are no ties: {summary['differences']}; laws that differ: {summary['wrong_laws']}; "
+        f"graphs that the compiler skipped: {summary['skipped_graphs']}; functions compiled again: "
+        f"{summary['recompiled']}; parts with errors: {len(summary['errors'])}. All five must be 0."
+    )
+    return Findings(tables=tables, panels=panels, text=text, summary=summary)
+
+
+def _note(row: Row) -> str:
+    """What went wrong, or why something is not possible here."""
+    return str(row.get("error") or row.get("refused") or "")
+
+
+def _cell(row: Row, head: str, scale: float) -> object:
+    """A value as a table has it."""
+    value = row.get(head, "")
+    if not isinstance(value, float):
+        return value
+    return f"{value if head == 'over_floor' else scale * value:.4g}"
+
+
+def run(out: Path | None, *, rehearse: bool = False, parts: Sequence[str] = ()) -> dict[str, Any]:
+    """Run the parts and write; returns the summary.
+
+    Args:
+        parts: Names of parts to run; none: all.
 
     Raises:
-        InputError: There is no GPU.
+        InputError: There is no GPU, or no part of a name.
     """
-    if not torch.cuda.is_available():
-        raise InputError("this recipe needs a CUDA device, and torch finds none here")
-    given = dict(locals())
-    device = torch.device("cuda")
-    with folder(out, "gpu", given) as place, tempfile.TemporaryDirectory() as draft:
-        same = identities()
-        shape = {"hidden": hidden, "heads": hidden // 64, "kv_heads": max(1, hidden // 256)}
-        target = random_llama(layers=layers, **shape).to(device)
-        random_llama(layers=1, **shape).save_pretrained(draft)
-        rate = bandwidth(device)
+    known = {part.name: part for part in ALL}
+    if unknown := [name for name in parts if name not in known]:
+        raise InputError(f"unknown part {unknown[0]!r}; available: {', '.join(known)}")
+    if not rehearse and not torch.cuda.is_available():
+        raise InputError("this recipe needs a CUDA device, and torch finds none here; --rehearse runs it on a CPU")
+    device = "A rehearsal on a CPU" if rehearse else torch.cuda.get_device_name()
+    with folder(out, "gpu", {"rehearse": rehearse}) as place:
 
-        def stepped(turn: Turn[Case, Case]) -> Row:
-            batch, compiled = turn.way.batch, turn.way.compiled
-            each = profile(target, Path(draft), batch=batch, compile=compiled, steps=steps, gamma=gamma)
-            return {"each": each}
+        def done(turn: Turn[Part, Part]) -> Row:
+            scale = "rehearsal" if rehearse else "card"
+            return run_part(place, turn.way, [sys.executable, "-m", "recipes.gpu_parts", turn.way.name, scale])
 
-        cases = [Case(batch=batch, compiled=compiled) for compiled in (False, True) for batch in (1, 8)]
-        made = place.take("engines", [Turn(round=0, way=case, job=case) for case in cases], stepped)
-        rows = [each for row in made for each in row["each"]]
-        floor = weight_bytes(target) / rate
-        summary = {
-            "card": torch.cuda.get_device_name(device),
-            "bandwidth": rate,
-            "weight_bytes": weight_bytes(target),
-            "floor": floor,
-            "identities": same,
-            "steps": summarise(rows, floor),
-        }
-        place.finish(findings(summary))
+        place.take("parts", [Turn(round=0, way=known[name], job=known[name]) for name in parts or known], done)
+        summary = {"device": device, **summarise(place.rows)}
+        place.finish(findings(summary, device))
         return summary
 
 
 def main(
     out: options.Out = None,
-    steps: Annotated[int, typer.Option(min=1, help="Measured steps of each engine.")] = 64,
-    gamma: Annotated[int, typer.Option(min=1, help="Length of the chains.")] = 5,
+    rehearse: Annotated[
+        bool, typer.Option("--rehearse", help="Run on a CPU in the smallest size, to see that all parts work.")
+    ] = False,
+    parts: Annotated[str, typer.Option(help="Parts to run, with commas between them; by default all.")] = "",
 ) -> None:
     """Check and measure on a GPU."""
-    run(out, steps=steps, gamma=gamma)
+    run(out, rehearse=rehearse, parts=[part.strip() for part in parts.split(",") if part.strip()])

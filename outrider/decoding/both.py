@@ -8,23 +8,19 @@ from typing import TypeVar
 
 import torch
 
-from outrider.decoding.clock import Clock
+from outrider.core.types import Timing
+from outrider.decoding.clock import Clock, clock_on
 
 Drafted = TypeVar("Drafted")
 Read = TypeVar("Read")
 
 
-def in_turn(
-    draft: Callable[[], Drafted], read: Callable[[], Read], clock: Clock, device: torch.device
-) -> tuple[Drafted, Read]:
+def in_turn(draft: Callable[[], Drafted], read: Callable[[], Read], clock: Clock) -> tuple[Drafted, Read]:
     """Run drafting and verifying in turn; `Timing.overlap` says how much two devices would have saved."""
     drafted = draft()
     clock.lap("drafter")
     found = read()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        clock.lap("target")
-    clock.timing.overlap = min(clock.timing.drafter, clock.timing.target + clock.timing.rows)
+    clock.then(_two_devices)
     return drafted, found
 
 
@@ -43,11 +39,12 @@ def at_once(
     if side is not None:
         side.wait_stream(torch.cuda.current_stream(device))
 
-    def drafting() -> tuple[Drafted, float]:
-        began = clock.now()
+    def drafting() -> tuple[Drafted, Timing]:
         with nullcontext() if side is None else torch.cuda.stream(side):
+            own = clock_on(device, clock.now)
             drafted = draft()
-        return drafted, clock.now() - began
+            own.lap("drafter")
+        return drafted, own.timing
 
     future = worker.submit(drafting)
     try:
@@ -58,14 +55,24 @@ def at_once(
         if (other := future.exception()) is not None:
             error.add_note(f"the drafter failed at the same time: {other!r}")
         raise
-    drafted, seconds = future.result()
+    drafted, beside = future.result()
     if side is not None:
         torch.cuda.current_stream(device).wait_stream(side)
     clock.lap("rest")
-    timing, waited = clock.timing, clock.timing.rest
+    clock.then(functools.partial(_one_machine, beside))
+    return drafted, found
+
+
+def _two_devices(timing: Timing) -> None:
+    """What two devices would have saved, where drafting and verifying ran in turn."""
+    timing.overlap = min(timing.drafter, timing.target + timing.rows)
+
+
+def _one_machine(beside: Timing, timing: Timing) -> None:
+    """What was saved, where `timing.rest` is the wait for drafting, which `beside` has timed."""
+    seconds, waited = beside.drafter, timing.rest
     timing.drafter, timing.rest = seconds, max(0.0, waited - seconds)
     timing.overlap = max(0.0, seconds - waited)
-    return drafted, found
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from outrider.core.texts import text_of
 from outrider.core.types import Ahead, Draft, InputError, Request, Running, Sampling, Step, Timing
 from outrider.decoding import drafting
 from outrider.decoding.both import at_once, in_turn
-from outrider.decoding.clock import Clock
+from outrider.decoding.clock import Clock, clock_on
 from outrider.decoding.progress import begin, cut, end, prefill, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
 from outrider.decoding.reading import LogProbs, Reading, masks_of, no_distribution
@@ -96,7 +96,7 @@ class PearlDecoding:
         All prompts must be prefilled. One dice can serve both threads, because the target's thread draws nothing while
         the drafter's thread drafts.
         """
-        clock = Clock(self._now)
+        clock = clock_on(parts.target.device, self._now)
         drafters, verifiers = (dice or step_dice(states) for _ in range(2))
         follow(states)
         shadows = [_shadow(state) for state in states]
@@ -109,7 +109,7 @@ class PearlDecoding:
         if self.clock == "real":
             new, side = at_once(self._worker, draft, read, clock, _device(parts))
         else:
-            new, side = in_turn(draft, read, clock, parts.target.device)
+            new, side = in_turn(draft, read, clock)
         blocks = [s.ahead if s.ahead.tokens else n.part(slice(1)) for s, n in zip(states, new, strict=True)]
         judged = _packed([s.tokens[-1] for s in states], blocks, parts.target.device)
         rows = _with_leaves(judged, side.rows)

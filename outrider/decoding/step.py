@@ -12,7 +12,7 @@ from outrider.constraints.masks import follow
 from outrider.core.dice import Dice, PhiloxDice
 from outrider.core.types import Draft, Running, Step, Verdict
 from outrider.decoding import drafting
-from outrider.decoding.clock import Clock
+from outrider.decoding.clock import Clock, clock_on
 from outrider.decoding.progress import cut, tokens_left
 from outrider.decoding.protocol import Cycle, Keep, Parts, Watch
 from outrider.decoding.reading import LogProbs, Reading, masks_of
@@ -43,7 +43,7 @@ class StepDecoding:
 
         If the target's cache lacks committed tokens before the anchor, the same forward runs them too.
         """
-        clock = Clock()
+        clock = clock_on(parts.target.device)
         dice = dice or step_dice(states)
         follow(states)
         rooms: Sequence[int] = [drafting.room(parts, state, tokens_left(parts, state) - 1) for state in states]
@@ -92,7 +92,7 @@ class StepDecoding:
         if choice is not None:
             accepted = [made.num_accepted_tokens for made in steps]
             ordinary = not any(reading.behind)
-            parts.experience.note(choice, rooms, accepted, clock.timing.total, ordinary)
+            parts.experience.note(choice, rooms, accepted, clock.seconds, ordinary)
         return steps
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Batch, Document, upload
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
@@ -237,7 +237,7 @@ class GuessObjective(HeadObjective):
         device = batch.tokens.device
         return Loss(
             total=torch.stack(total).sum(),
-            weight=torch.tensor(float(sum(weight)), device=device),
+            weight=torch.full((), float(sum(weight)), device=device),
             parts={"agreement": torch.stack(agreed).sum()},
         )
 
@@ -368,9 +368,24 @@ class Places:
             >>> Places.of(batch, 0).labels.tolist(), Places.of(batch, 1).labels.tolist()
             ([9, 5], [5])
         """
-        learnt = batch.learnt[:, 2 + number :]
-        rows, at = (learnt if kept is None else learnt & kept[:, : learnt.shape[1]]).nonzero(as_tuple=True)
+        if kept is None:
+            rows, at = (upload(each, batch.tokens.device) for each in learnt_places(batch, number))
+        else:
+            # What a model has decided is on its device, and so is how many places there are.
+            learnt = batch.learnt[:, 2 + number :]
+            rows, at = (learnt & kept[:, : learnt.shape[1]]).nonzero(as_tuple=True)
+        return cls.at_places(batch, number, rows, at)
+
+    @classmethod
+    def at_places(cls, batch: Batch, number: int, rows: Int[Tensor, " n"], at: Int[Tensor, " n"]) -> "Places":
+        """Some of these places."""
         return cls(rows, at, batch.tokens[rows, at + 2 + number])
+
+
+def learnt_places(batch: Batch, number: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """Rows and places at which the token of guess `number` is learnt."""
+    rows, at = batch.host.learnt[:, 2 + number :].nonzero()
+    return rows, at
 
 
 def frequent_tokens(documents: Sequence[Document], count: int, vocab_size: int) -> Int[Tensor, " count"]:

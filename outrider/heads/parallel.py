@@ -21,13 +21,13 @@ from outrider.core.types import Guess, InputError, Running
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.heads.eagle3 import MASK, SPECULATORS, Eagle3Head, TrainedEagle3
 from outrider.heads.head import TrainedHead
-from outrider.heads.objective import HeadContext, Places
+from outrider.heads.objective import HeadContext, Places, learnt_places
 from outrider.heads.parts.layer_config import described, layer_config, usual_layer
 from outrider.heads.parts.layers import DecoderLayer
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureState
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import PADDING, Batch, Document
+from outrider.learning.batch import PADDING, Batch, Document, upload
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
@@ -321,7 +321,7 @@ class ParallelDrafter(MarginalDrafter, FeatureDrafter[ParallelState]):
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """Where the groups of some rows stand.
+    """Where the groups of some rows stand, on the host.
 
     Attributes:
         at: The last place of the text that each group sees. A row with fewer groups than another is filled up with
@@ -365,7 +365,7 @@ class ParallelObjective(FeatureObjective):
         tokens = pad(batch.tokens[:, 1:], (0, 1), value=PADDING)
         sees = (places[:, None] >= places).expand(rows, 1, -1, -1)
         yield self.head(tokens, features, places.expand(rows, -1), sees, kept)
-        at = self.groups(batch).at
+        at = upload(self.groups(batch).at.numpy(), batch.tokens.device)
         nothing = features.new_zeros(*at.shape, features.shape[-1])
         seen = (places <= at[..., None])[:, None]
         own = torch.eye(at.shape[1], dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
@@ -380,28 +380,29 @@ class ParallelObjective(FeatureObjective):
         """The groups of a step: some of the places whose next guess is learnt, or all places."""
         rows, length = batch.tokens.shape
         if self.options.num_groups is None or not self.training:
-            every = torch.arange(length, device=batch.tokens.device).expand(rows, -1)
+            every = torch.arange(length).repeat(rows, 1)
             return Groups(at=every, real=torch.ones_like(every, dtype=torch.bool))
         drawn = []
-        for learnt, number in zip(batch.learnt.cpu().numpy(), batch.rows, strict=True):
+        for learnt, number in zip(batch.host.learnt, batch.rows, strict=True):
             places = np.flatnonzero(learnt[2:])
             dice = step_generator(Purpose.GROUPS, seed=self.context.seed, step=batch.step, row=number)
             drawn.append(np.sort(dice.permutation(places)[: self.options.num_groups]))
         most = max(1, *(len(each) for each in drawn))
         at = np.stack([np.pad(each, (0, most - len(each)), constant_values=length) for each in drawn])
-        found = torch.from_numpy(at).to(batch.tokens.device)
+        found = torch.from_numpy(at)
         return Groups(at=found, real=found < length)
 
     def places(self, batch: Batch, number: int) -> Places:
         """All places for the first guess, and those of the groups for the others."""
-        every = super().places(batch, number)
         if not number:
-            return every
-        groups, grouped = self.groups(batch), torch.zeros_like(batch.learnt)
-        rows, which = groups.real.nonzero(as_tuple=True)
-        grouped[rows, groups.at[rows, which]] = True
-        kept = grouped[every.rows, every.at]
-        return Places(every.rows[kept], every.at[kept], every.labels[kept])
+            return super().places(batch, number)
+        (rows, at), groups = learnt_places(batch, number), self.groups(batch).at.numpy()
+        # The last column is for groups that do not count.
+        grouped = np.zeros((len(groups), batch.tokens.shape[1] + 1), dtype=bool)
+        np.put_along_axis(grouped, groups, True, axis=1)
+        kept = grouped[rows, at]
+        device = batch.tokens.device
+        return Places.at_places(batch, number, upload(rows[kept], device), upload(at[kept], device))
 
     def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " guesses"]:
         """As of every head; of the slots of groups that are drawn, as many as there are on average."""

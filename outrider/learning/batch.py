@@ -1,11 +1,11 @@
 """The texts that a drafter learns from, and the batch of one step, as tensors."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from outrider.core.types import InputError
@@ -41,6 +41,21 @@ class Document:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HostRows:
+    """What the host knows of a batch, so that places are chosen without waiting for a device.
+
+    Attributes:
+        tokens: The token ids.
+        learnt: Whether a drafter learns to guess the token.
+        lengths: Tokens of each row without padding.
+    """
+
+    tokens: Int[np.ndarray, "rows length"]
+    learnt: Bool[np.ndarray, "rows length"]
+    lengths: Int[np.ndarray, " rows"]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """Rows of one optimizer step: the global batch, or a share of it. Rows are padded on the right.
 
@@ -53,6 +68,7 @@ class Batch:
         hidden: Captured states of the target by tap; empty if none were captured. 0 in the padding.
         rows_of_target: Captured likeliest tokens of the target's logits; None if they were not captured.
         logits_of_target: The target's captured logits; None if they were not captured.
+        known: What the host knows of the rows, for a batch on a device; None if it must be copied from there.
     """
 
     tokens: Int[Tensor, "rows length"]
@@ -63,20 +79,55 @@ class Batch:
     hidden: Mapping[int, Float[Tensor, "rows length hidden"]] = field(default_factory=dict)
     rows_of_target: TopRows | None = None
     logits_of_target: Float[Tensor, "rows length vocab"] | None = None
+    known: HostRows | None = None
+
+    @property
+    def host(self) -> HostRows:
+        """The rows on the host."""
+        if self.known is not None:
+            return self.known
+        return HostRows(
+            tokens=self.tokens.cpu().numpy(), learnt=self.learnt.cpu().numpy(), lengths=self.lengths.cpu().numpy()
+        )
 
     def to(self, device: torch.device) -> "Batch":
-        """The batch on a device."""
+        """The batch on a device. From pinned memory a GPU copies it by itself."""
+        if device == self.tokens.device:
+            return self
+        moved = self._each(lambda tensor: tensor.to(device, non_blocking=device.type == "cuda"))
+        return replace(moved, known=self.host)
+
+    def pinned(self) -> "Batch":
+        """The batch in memory of the host from which a GPU copies by itself."""
+        return self._each(_pinned)
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The batch with every tensor changed."""
         top, logits = self.rows_of_target, self.logits_of_target
         if top is not None:
-            top = TopRows(
-                tokens=top.tokens.to(device), log_probs=top.log_probs.to(device), log_rest=top.log_rest.to(device)
-            )
+            top = TopRows(tokens=change(top.tokens), log_probs=change(top.log_probs), log_rest=change(top.log_rest))
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            learnt=self.learnt.to(device),
-            lengths=self.lengths.to(device),
-            hidden={tap: states.to(device) for tap, states in self.hidden.items()},
+            tokens=change(self.tokens),
+            learnt=change(self.learnt),
+            lengths=change(self.lengths),
+            hidden={tap: change(states) for tap, states in self.hidden.items()},
             rows_of_target=top,
-            logits_of_target=None if logits is None else logits.to(device),
+            logits_of_target=None if logits is None else change(logits),
         )
+
+
+def upload(values: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
+    """Numbers of the host on a device. The host does not wait for the copy.
+
+    Example:
+        >>> upload(np.arange(3), torch.device("cpu"))
+        tensor([0, 1, 2])
+    """
+    tensor = torch.from_numpy(values)
+    return _pinned(tensor).to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def _pinned(tensor: Tensor) -> Tensor:
+    """The tensor in pinned memory, as one piece: a GPU copies pieces by way of other memory."""
+    return tensor.contiguous().pin_memory()

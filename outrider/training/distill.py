@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch
+from outrider.learning.batch import Batch, upload
 from outrider.learning.divergences import (
     CHUNK,
     HARD,
@@ -150,7 +150,7 @@ class Distilled(Learner):
             batch = self._sampler(self.model, batch)
         places, ours = guessing(batch), self._states[0]
         hidden = self._hidden(batch)[places]
-        labels = batch.tokens[:, 1:][batch.learnt[:, 1:]]
+        labels = batch.tokens[:, 1:][places]
         target = None if self.divergence is None else self._target_rows(batch, places)
         agreed = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
 
@@ -164,7 +164,7 @@ class Distilled(Learner):
         values = chunked(loss, hidden, ours.head, chunk=self._chunk, width=self._width)
         return Loss(
             total=values.sum(),
-            weight=torch.tensor(float(len(labels)), device=values.device),
+            weight=torch.full((), float(len(labels)), device=values.device),
             parts={"agreement": agreed.sum()},
         )
 
@@ -179,7 +179,7 @@ class Distilled(Learner):
         if theirs is None:
             raise InputError("without a target there is no acceptance to watch")
         places = guessing(batch)
-        labels = batch.tokens[:, 1:][batch.learnt[:, 1:]]
+        labels = batch.tokens[:, 1:][places]
         hidden, states = ours.of(batch.tokens, None)[places], theirs.of(batch.tokens, None)[places]
         ratios, agrees = self._compared(hidden, states, labels)
         learnt = batch.learnt[:, 1:]
@@ -327,5 +327,5 @@ def _inputs(tokens: Int[Tensor, "rows length"], positions: Int[Tensor, "rows len
 
 def guessing(batch: Batch) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
     """The places whose logits guess learnt tokens: token j is guessed at j - 1."""
-    rows, columns = batch.learnt[:, 1:].nonzero(as_tuple=True)
-    return rows, columns
+    rows, columns = batch.host.learnt[:, 1:].nonzero()
+    return upload(rows, batch.tokens.device), upload(columns, batch.tokens.device)

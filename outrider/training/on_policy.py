@@ -56,11 +56,12 @@ class Sampler:
             hidden={},
             rows_of_target=None,
             logits_of_target=None,
+            known=None,
         )
 
     def _prompt(self, batch: Batch, i: int) -> int:
         """How many tokens of a row stay."""
-        first, length = int(batch.learnt[i].int().argmax()), int(batch.lengths[i])
+        first, length = int(batch.host.learnt[i].argmax()), int(batch.host.lengths[i])
         if first > 1:
             return first
         half = max(1, length // 2)
@@ -71,7 +72,7 @@ class Sampler:
     ) -> list[Int[Tensor, " tokens"]]:
         """The continuation of each chosen row."""
         longest = max(prompts)
-        room = [int(batch.lengths[i]) - prompt for i, prompt in zip(chosen, prompts, strict=True)]
+        room = [int(batch.host.lengths[i]) - prompt for i, prompt in zip(chosen, prompts, strict=True)]
         device = batch.tokens.device
         tokens = torch.full((len(chosen), longest), PADDING, device=device)
         mask = torch.zeros_like(tokens)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch
+from outrider.learning.batch import Batch, upload
 
 
 @runtime_checkable
@@ -54,11 +54,11 @@ class RandomPadding:
         """The positions of the tokens. Padding behind a text stays below the limit."""
         _check_room(batch, self.limit)
         first = []
-        for row, count in zip(batch.rows, batch.lengths.tolist(), strict=True):
+        for row, count in zip(batch.rows, batch.host.lengths.tolist(), strict=True):
             dice = step_generator(Purpose.PADDING, seed=self.seed, step=batch.step, row=row)
             first.append(int(dice.integers(0, self.limit - count, endpoint=True)))
         places = torch.tensor(first)[:, None] + torch.arange(batch.tokens.shape[1])
-        return places.clamp_max(self.limit - 1).to(batch.tokens.device)
+        return upload(places.clamp_max(self.limit - 1).numpy(), batch.tokens.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,9 +91,9 @@ class RandomGaps:
         width = batch.tokens.shape[1]
         rows = [
             self._row(batch.step, row, count, width)
-            for row, count in zip(batch.rows, batch.lengths.tolist(), strict=True)
+            for row, count in zip(batch.rows, batch.host.lengths.tolist(), strict=True)
         ]
-        return torch.from_numpy(np.stack(rows)).to(batch.tokens.device)
+        return upload(np.stack(rows), batch.tokens.device)
 
     def _row(self, step: int, row: int, count: int, width: int) -> Int[np.ndarray, " width"]:
         dice, places = step_generator(Purpose.GAPS, seed=self.seed, step=step, row=row), np.arange(width)
@@ -178,6 +178,6 @@ def _check_limit(limit: int) -> None:
 
 
 def _check_room(batch: Batch, limit: int) -> None:
-    longest = int(batch.lengths.max())
+    longest = int(batch.host.lengths.max())
     if longest > limit:
         raise InputError(f"a text of {longest} tokens does not fit into {limit} positions; lower max_length")

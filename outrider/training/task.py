@@ -41,7 +41,7 @@ from outrider.training.loop import processes
 from outrider.training.loop.checkpoint import make_folder, newest
 from outrider.training.loop.journal import read
 from outrider.training.loop.settings import Settings
-from outrider.training.loop.steps import FOLDER, Progress, Trained, claimed, place, train
+from outrider.training.loop.steps import FOLDER, Progress, Trained, claimed, place, settled, train
 from outrider.training.loop.watch import Watch, hold_out
 from outrider.training.options import DataOptions, DistillOptions, SteerOptions, WatchOptions
 from outrider.training.positions import positions_of
@@ -194,7 +194,7 @@ def train_drafter(plan: Plan, task: TrainTask, console: Console | None = None) -
 
 def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console) -> dict[str, Any]:
     """The same, once the folder is held."""
-    settings, tokenizer = task.settings, open_tokenizer(task.target)
+    settings, tokenizer = settled(task.settings, device), open_tokenizer(task.target)
     learnt, watched = _documents(plan, task, tokenizer, console=console)
     target = open_model(task.target, device=device).requires_grad_(False)
     context = HeadContext(
@@ -243,7 +243,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
 def _estimated(learner: Learner, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
     """The memory and the time that training will take: from the models, and from a few passes."""
     rows = min(settings.micro_batch_size or settings.batch_size, max(1, settings.batch_size // processes.count()))
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(settings.precision))
     work = Work(
         rows=rows,
         length=settings.max_length,

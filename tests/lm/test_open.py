@@ -9,11 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import outrider
 from outrider import InputError
 from outrider.embedded import EMBEDDED_TARGET
-from outrider.lm.hf.open import open_model, open_tokenizer
+from outrider.lm.hf import open as opening
+from outrider.lm.hf.open import open_model, open_tokenizer, straight_to
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import ARCHITECTURES, tiny
 
@@ -49,6 +51,31 @@ def test_what_was_saved_is_opened(name, tmp_path):
     model.save_pretrained(tmp_path)
     opened = open_model(str(tmp_path))
     assert {n: t for n, t in opened.state_dict().items() if not torch.equal(t, model.state_dict()[n])} == {}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:1"])
+def test_weights_for_a_gpu_are_read_straight_onto_it(sound, device, monkeypatch):
+    asked: dict[str, object] = {}
+    load = AutoModelForCausalLM.from_pretrained
+
+    def spy(path: str, *, device_map: object = None, **options: object) -> object:
+        asked["device_map"] = device_map
+        return load(path, **options)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spy)
+    monkeypatch.setattr(opening, "as_device", lambda given: torch.device(given or "cpu"))
+    opened = open_model(str(sound), device=device)
+    assert asked["device_map"] == (None if device == "cpu" else {"": torch.device(device)})
+    # The spy has left the weights where a CPU has them; nothing moved them afterwards.
+    assert opened.device.type == "cpu"
+    assert open_model(str(sound), device_map={"": "cpu"}).device.type == "cpu"
+    assert asked["device_map"] == {"": "cpu"}
+
+
+def test_without_accelerate_weights_go_through_the_hosts_memory(monkeypatch):
+    assert straight_to(torch.device("cuda")) == {"": torch.device("cuda")}
+    monkeypatch.setattr(opening, "is_accelerate_available", lambda: False)
+    assert straight_to(torch.device("cuda")) is None
 
 
 @pytest.mark.parametrize(

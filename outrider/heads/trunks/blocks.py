@@ -36,7 +36,7 @@ from outrider.heads.parts.block_formats import (
 )
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import Batch, Document
+from outrider.learning.batch import Batch, Document, upload
 from outrider.learning.block_loss import BlockLoss, usual_gamma
 from outrider.learning.divergences import Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Loss
@@ -590,7 +590,7 @@ class TrainedBlocks(Answers, TrainedHead):
 
 @dataclass(frozen=True, kw_only=True)
 class Anchors:
-    """The anchors of some rows.
+    """The anchors of some rows, on the host.
 
     Attributes:
         places: Where they stand.
@@ -610,14 +610,18 @@ class _Guesses:
         labels: The text's tokens there.
         rows: The row of each.
         before: The place of the token before each.
-        valid: Where they stand among all guesses of the blocks.
+        at: Where they stand among all guesses of the blocks, by index in the flattened `valid`.
+        valid: Which of all guesses of the blocks count.
+        count: How many count. If it is 0, one guess is here all the same.
     """
 
     inner: Float[Tensor, "n inner"]
     labels: Int[Tensor, " n"]
     rows: Int[Tensor, " n"]
     before: Int[Tensor, " n"]
+    at: Int[Tensor, " n"]
     valid: Bool[Tensor, "rows anchors depth"]
+    count: int
 
 
 class BlockObjective(HeadObjective):
@@ -645,7 +649,6 @@ class BlockObjective(HeadObjective):
         batch = self.with_states(batch)
         drawn = self.anchors(batch)
         found = self._guesses(batch, self._context(batch), drawn, self.head.config.max_depth)
-        counts = bool(found.valid.any())
         of_labels = self.loss.reads_labels
         agreed = torch.zeros(len(found.labels), dtype=torch.bool, device=found.inner.device)
         said = torch.zeros(len(found.labels), device=found.inner.device)
@@ -675,12 +678,13 @@ class BlockObjective(HeadObjective):
         if sure is not None:
             values = values + _misjudged(sure, far)
         weights = torch.zeros_like(values)
-        if counts:
+        if found.count:
             log_q = torch.zeros(found.valid.shape, device=found.inner.device)
-            log_q[found.valid] = said
+            log_q.view(-1)[found.at] = said
             every = self.loss.weights(log_q, found.valid)
-            slots = None if self.slot_weights is None else every.new_tensor(self.slot_weights)
-            weights = (every if slots is None else every * slots)[found.valid]
+            if self.slot_weights is not None:
+                every = every * upload(np.array(self.slot_weights), every.device).to(every)
+            weights = every.flatten()[found.at]
         return Loss(
             total=(weights * values).sum(),
             weight=weights.sum().double(),
@@ -700,7 +704,7 @@ class BlockObjective(HeadObjective):
 
     def anchors(self, batch: Batch) -> Anchors:
         """The anchors of the rows in the batch's step, in order. Each is a learnt token that another follows."""
-        learnt = batch.learnt.cpu().numpy()
+        learnt = batch.host.learnt
         drawn: list[Int[np.ndarray, " anchors"]] = []
         for row, number in enumerate(batch.rows):
             places = np.flatnonzero(learnt[row, :-1] & learnt[row, 1:])
@@ -709,7 +713,7 @@ class BlockObjective(HeadObjective):
                 places = np.flatnonzero(learnt[row, 1:])
             dice = step_generator(Purpose.ANCHORS, seed=self.context.seed, step=batch.step, row=number)
             drawn.append(np.sort(dice.permutation(places)[: self.options.num_anchors]))
-        return _filled(drawn, batch.tokens.device)
+        return _filled(drawn)
 
     @torch.no_grad()
     def judged(self, batch: Batch, depth: int) -> Judged:
@@ -718,13 +722,13 @@ class BlockObjective(HeadObjective):
         if batch.learnt.shape[1] <= depth:
             return Judged(log_ratios=np.zeros((0, depth)), agrees=np.zeros((0, depth), dtype=bool))
         batch = self.with_states(batch)
-        begins = batch.learnt.unfold(1, depth + 1, 1).all(-1).cpu().numpy()
-        every, context = _filled([np.flatnonzero(row) for row in begins], batch.tokens.device), self._context(batch)
+        begins = torch.from_numpy(batch.host.learnt).unfold(1, depth + 1, 1).all(-1).numpy()
+        every, context = _filled([np.flatnonzero(row) for row in begins]), self._context(batch)
         ratios, agrees = [np.zeros((0, depth))], [np.zeros((0, depth), dtype=bool)]
         for first in range(0, every.places.shape[1], JUDGED_AT_ONCE):
             part = slice(first, first + JUDGED_AT_ONCE)
             some = Anchors(places=every.places[:, part], real=every.real[:, part])
-            if not bool(some.real.any()):
+            if not some.real.any():
                 continue
             found = self._guesses(batch, context, some, depth)
             values, equal = self._compared(batch, found)
@@ -755,25 +759,26 @@ class BlockObjective(HeadObjective):
 
     def _guesses(self, batch: Batch, context: GroupKeys, anchors: Anchors, depth: int) -> _Guesses:
         """The first `depth` guesses of the blocks of some anchors; one that counts for nothing if there are none."""
-        config = self.head.config
-        hidden = blocks(self.head, batch.tokens, context, anchors.places)
-        ahead = torch.arange(depth, device=batch.tokens.device)
-        before = anchors.places[..., None] + ahead
-        inside = before + 1 < batch.lengths[:, None, None]
-        before = before.clamp(max=batch.tokens.shape[1] - 2)
-        rows = torch.arange(len(before), device=before.device)[:, None, None].expand(before.shape)
-        valid = anchors.real[..., None] & inside & batch.learnt[rows, before + 1]
-        inner = self.head.informed(hidden[:, :, config.first : config.first + depth], batch.tokens[rows, before])
-        kept = valid
-        if not bool(valid.any()):
-            kept = torch.zeros_like(valid)
-            kept[0, 0, 0] = True
+        config, host, device = self.head.config, batch.host, batch.tokens.device
+        before = anchors.places.numpy()[..., None] + np.arange(depth)
+        inside = before + 1 < host.lengths[:, None, None]
+        before = before.clip(max=host.tokens.shape[1] - 2)
+        rows = np.broadcast_to(np.arange(len(before))[:, None, None], before.shape)
+        valid = anchors.real.numpy()[..., None] & inside & host.learnt[rows, before + 1]
+        at = np.flatnonzero(valid)
+        kept = at if len(at) else np.zeros(1, dtype=np.int64)
+        hidden = blocks(self.head, batch.tokens, context, upload(anchors.places.numpy(), device))
+        known = upload(host.tokens[rows, before], device)
+        inner = self.head.informed(hidden[:, :, config.first : config.first + depth], known)
+        where = upload(kept, device)
         return _Guesses(
-            inner=inner[kept],
-            labels=batch.tokens[rows, before + 1][kept],
-            rows=rows[kept],
-            before=before[kept],
-            valid=valid,
+            inner=inner.flatten(0, 2)[where],
+            labels=upload(host.tokens[rows, before + 1].ravel()[kept], device),
+            rows=upload(rows.ravel()[kept], device),
+            before=upload(before.ravel()[kept], device),
+            at=where,
+            valid=upload(valid, device),
+            count=len(at),
         )
 
     def _rows_of_both(self, batch: Batch, found: _Guesses) -> RowsOfBoth:
@@ -846,11 +851,11 @@ def _misjudged(sure: Float[Tensor, " n"], far: Float[Tensor, " n"]) -> Float[Ten
     return binary_cross_entropy_with_logits(sure.float(), 1 - far, reduction="none") - least
 
 
-def _filled(drawn: list[Int[np.ndarray, " _"]], device: torch.device) -> Anchors:
+def _filled(drawn: list[Int[np.ndarray, " _"]]) -> Anchors:
     """Anchors of rows that have different numbers of them."""
     most = max(1, *(len(each) for each in drawn))
     places = np.zeros((len(drawn), most), dtype=np.int64)
     for row, each in enumerate(drawn):
         places[row, : len(each)] = each
     real = np.arange(most) < np.array([len(each) for each in drawn])[:, None]
-    return Anchors(places=torch.from_numpy(places).to(device), real=torch.from_numpy(real).to(device))
+    return Anchors(places=torch.from_numpy(places), real=torch.from_numpy(real))

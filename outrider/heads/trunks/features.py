@@ -21,7 +21,7 @@ from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import GuessObjective
 from outrider.heads.parts.layers import Rotary
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import PADDING, Batch
+from outrider.learning.batch import PADDING, Batch, upload
 from outrider.learning.options import HeadOptions, loss
 from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -562,8 +562,8 @@ class FeatureObjective(GuessObjective):
         """Uniform noise, keyed by seed, step and row."""
         size = self.head.feature_size
         rows = []
-        for number, length in zip(batch.rows, batch.lengths.tolist(), strict=True):
+        for number, length in zip(batch.rows, batch.host.lengths.tolist(), strict=True):
             dice = step_generator(Purpose.NOISE, seed=self.context.seed, step=batch.step, row=number)
             strength = self.options.noise * NOISE_LENGTH / max(length, NOISE_LENGTH)
             rows.append(strength * (dice.random((batch.tokens.shape[1], size), dtype=np.float32) - 0.5))
-        return torch.from_numpy(np.stack(rows))
+        return upload(np.stack(rows), batch.tokens.device)

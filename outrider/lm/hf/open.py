@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import is_accelerate_available
 
 from outrider.core.inputs import needs, shown
 from outrider.core.place import check_place
@@ -57,7 +58,8 @@ def open_model(
 ) -> PreTrainedModel:
     """A causal LM in evaluation mode, with the weights' own dtype unless another is asked for.
 
-    An adapter's directory gives its base model with the adapter's layers in it.
+    An adapter's directory gives its base model with the adapter's layers in it. Weights for a GPU are read straight
+    onto it where accelerate is installed, and otherwise into the host's memory first.
 
     Args:
         device_map: Where transformers puts the layers; it takes the place of `device`.
@@ -83,6 +85,7 @@ def open_model(
         )
         return _adapted(path, base, plain)
     place, kind = as_device(device), as_dtype(dtype)
+    device_map = straight_to(place) if device_map is None else device_map
     given = {"device_map": device_map, "quantization_config": quantization_config}
     config = None
     try:
@@ -249,6 +252,16 @@ def as_device(given: str | torch.device | None) -> torch.device:
         reason = str(error).splitlines()[0].split(". ")[0][:LONGEST_REASON]
         raise InputError(f"device {shown(str(given))} cannot be used: {reason}") from error
     return place
+
+
+def straight_to(device: torch.device) -> dict[str, torch.device] | None:
+    """The `device_map` with which transformers reads weights straight onto a device; None where it cannot or need not.
+
+    Example:
+        >>> straight_to(torch.device("cpu")) is None
+        True
+    """
+    return None if device.type == "cpu" or not is_accelerate_available() else {"": device}
 
 
 def logit_width(model: PreTrainedModel) -> int:

@@ -283,6 +283,9 @@ class SlotCache:
         for i, shape in enumerate(self._shapes):
             old, self._storages[i] = self._storages[i], self._allocated(shape)
             self._storages[i][: old.shape[0], : old.shape[1]].copy_(old)
+            if old.is_cuda and torch.cuda.is_initialized():
+                # PEARL grows a cache on a stream of its own. Until that has copied it, the memory stays taken.
+                old.record_stream(torch.cuda.current_stream(old.device))
         self._parts = {}
 
     def view(self, used: int, *, doubling: bool = False) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.learning.batch import PADDING, Document
+from outrider.learning.batch import PADDING, Document, upload
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
@@ -193,12 +193,22 @@ class _Reader:
     @torch.no_grad()
     def tensors(self, documents: Sequence[Document], tokens_at_once: int) -> dict[str, Tensor]:
         """The packed states of documents, on the host, in the order of the documents."""
+        lengths, device = [len(document.tokens) for document in documents], self.model.device
         found: list[dict[str, Tensor]] = [{} for _ in documents]
-        for numbers in _batches([len(document.tokens) for document in documents], tokens_at_once):
+        for numbers in _batches(lengths, tokens_at_once):
             seen = self._forward([documents[number] for number in numbers])
-            for row, number in enumerate(numbers):
-                length = len(documents[number].tokens)
-                found[number] = self._kept({tap: states[row, :length] for tap, states in seen.items()})
+            kept = [
+                self._kept({tap: states[row, : lengths[number]] for tap, states in seen.items()})
+                for row, number in enumerate(numbers)
+            ]
+            for name in kept[0]:
+                # One copy of all documents of the batch, for which a GPU's next forward need not wait.
+                whole = to_host(torch.cat([each[name] for each in kept]))
+                parts = whole.split([lengths[number] for number in numbers])
+                for number, part in zip(numbers, parts, strict=True):
+                    found[number][name] = part
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         return {name: torch.cat([each[name] for each in found]) for name in found[0]}
 
     def _forward(self, documents: Sequence[Document]) -> Mapping[int, Float[Tensor, "rows width hidden"]]:
@@ -210,17 +220,16 @@ class _Reader:
         # Padding stands on the right, where no token of a causal model sees it. Logits are computed in chunks later.
         few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         with tapped(self.anatomy.layers, sorted(taps)) as seen:
-            self.model(input_ids=tokens.to(self.model.device), use_cache=False, **few)
+            self.model(input_ids=upload(tokens.numpy(), self.model.device), use_cache=False, **few)
         return seen
 
     def _kept(self, hidden: Mapping[int, Float[Tensor, "length hidden"]]) -> dict[str, Tensor]:
-        """The tensors of one document, by their names in a shard."""
-        # Clones: a row of a batch would keep the whole batch alive.
-        kept = {f"hidden.{tap}": hidden[tap].to("cpu", copy=True) for tap in dict.fromkeys(self.contents.taps)}
+        """The tensors of one document, by their names in a shard, on the target's device."""
+        kept = {f"hidden.{tap}": hidden[tap] for tap in dict.fromkeys(self.contents.taps)}
         if self.ends is None:
             return kept
         chunks = [self._rows(self.ends, chunk) for chunk in hidden[self.anatomy.num_layers].split(ROWS)]
-        return kept | {name: torch.cat([chunk[name] for chunk in chunks]).cpu() for name in chunks[0]}
+        return kept | {name: torch.cat([chunk[name] for chunk in chunks]) for name in chunks[0]}
 
     def _rows(self, ends: EmbeddingAndHead, hidden: Float[Tensor, "chunk hidden"]) -> dict[str, Tensor]:
         logits = ends.head(ends.norm(hidden))[..., : self.vocab_size]
@@ -228,6 +237,14 @@ class _Reader:
             return {"logits": logits.to(self.model.dtype)}
         top = TopRows.of(logits, self.contents.logits)
         return {"top.tokens": top.tokens.int(), "top.log_probs": top.log_probs, "top.log_rest": top.log_rest}
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A tensor in the host's memory. A copy from a GPU may arrive later, so wait for the GPU before you read it."""
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return there.copy_(tensor, non_blocking=True)
 
 
 def _batches(lengths: Sequence[int], tokens_at_once: int) -> Iterator[list[int]]:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import AdamW
 
@@ -9,14 +10,20 @@ from outrider.core.types import InputError
 from outrider.training.loop.settings import Settings
 
 
-def adamw(learner: nn.Module, settings: Settings) -> AdamW:
+def adamw(learner: nn.Module, settings: Settings, device: torch.device) -> AdamW:
     """AdamW over the trained parameters. Matrices decay, other parameters do not.
+
+    Args:
+        device: Where it runs. On a GPU a step is one kernel for all parameters.
 
     Raises:
         InputError: All weights are frozen.
     """
     return AdamW(
-        _groups(learner, settings.weight_decay), lr=settings.learning_rate, betas=(settings.beta1, settings.beta2)
+        _groups(learner, settings.weight_decay),
+        lr=settings.learning_rate,
+        betas=(settings.beta1, settings.beta2),
+        fused=True if device.type == "cuda" else None,
     )
 
 

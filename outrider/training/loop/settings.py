@@ -40,7 +40,7 @@ class Settings:
         beta1: AdamW's average of gradients.
         beta2: AdamW's average of squared gradients.
         precision: `no` computes in the weights' own dtype; `bf16` and `fp16` compute most products in that dtype. The
-            weights themselves stay float32.
+            weights themselves stay float32. None is `bf16` on a GPU that computes in it, and elsewhere `no`.
         seed: Of the order of the data and of every draw.
         save_every: Steps between checkpoints.
         watch_every: Steps between measurements of acceptance.
@@ -63,7 +63,7 @@ class Settings:
     weight_decay: float = 0.01
     beta1: float = 0.9
     beta2: float = 0.95
-    precision: str = "no"
+    precision: str | None = None
     seed: int = 0
     save_every: int = 200
     watch_every: int = 200
@@ -85,8 +85,9 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 0 and below 1, got {getattr(self, name)}")
         for name, known in (("precision", PRECISIONS), ("schedule", SCHEDULES), ("tracker", TRACKERS)):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise InputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if self.device not in (None, "cpu"):
             raise InputError(
                 f"device must be cpu or left out, got {self.device!r}; choose among GPUs with CUDA_VISIBLE_DEVICES"

@@ -9,7 +9,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,15 +21,16 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 
 from outrider.core.destination import check_free, locked
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch
 from outrider.learning.learner import Judging, Learner, Loss
 from outrider.training.data.batches import Batches
 from outrider.training.loop import checkpoint, processes
 from outrider.training.loop.journal import Journal, begins_run, tracker_of
 from outrider.training.loop.optimizer import adamw
+from outrider.training.loop.prefetch import Prefetch, StepData
 from outrider.training.loop.settings import Settings, check_same
 from outrider.training.loop.watch import Watch, Watched
 
@@ -95,6 +97,19 @@ def place(settings: Settings) -> torch.device:
     return PartialState(cpu=settings.device == "cpu").device
 
 
+def settled(settings: Settings, device: torch.device) -> Settings:
+    """The settings with what a device decides, so that a run says what it computed in.
+
+    Example:
+        >>> settled(Settings(), torch.device("cpu")).precision
+        'no'
+    """
+    if settings.precision is not None:
+        return settings
+    halves = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return replace(settings, precision="bf16" if halves else "no")
+
+
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
     """Hold the folder of a run until the body ends: no other process writes there, and nothing foreign is replaced.
@@ -149,7 +164,7 @@ def train(
         InputError: The folder holds something else, or a run with other settings; another process writes into it; the
             loss is not finite, or a file cannot be written.
     """
-    place(settings)
+    settings = settled(settings, place(settings))
     with claimed(out):
         run = _Run(learner, batches, settings, out, watch, dict(about or {}))
         try:
@@ -187,7 +202,7 @@ class _Run:
             project_dir=str(self.folder),
         )
         self.share = self._own_rows()
-        optimizer = adamw(learner, settings)
+        optimizer = adamw(learner, settings, self.accelerator.device)
         self.learner: Learner = learner
         self.model, self.optimizer = self.accelerator.prepare(learner, optimizer)
         self.step, self.best, self.watched = 0, cast(Best | None, None), cast(Watched | None, None)
@@ -197,6 +212,7 @@ class _Run:
         run = None if tracker is None else self.accelerator
         main = self.accelerator.is_main_process
         self.journal = Journal(self.folder, step=self.step, accelerator=run) if main else None
+        self.prefetch = self._prefetch()
         if self.step == 0:
             self._write_settings()
             self._look()
@@ -209,18 +225,20 @@ class _Run:
         rate = settings.rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        sums, names = self._backward(self.batches.batch(step))
-        weight = float(sums["weight"])
-        loss = float(sums["total"]) / weight if weight else 0.0
+        added = self._backward((self.prefetch or self._data)(step))
+        self._scale_gradients(added["weight"])
+        sums = self._on_host(added | {"norm": self._clip()})
+        weight, norm = sums["weight"], sums["norm"]
+        loss = sums["total"] / weight if weight else 0.0
         if not math.isfinite(loss):
             raise self._not_finite("loss", loss)
-        self._scale_gradients(weight)
-        norm = self._clip()
+        if not math.isfinite(norm) and self.accelerator.scaler is None:
+            raise self._not_finite("gradient", norm)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
         if self.step % settings.log_every == 0 or self.step == settings.steps:
-            parts = {name: float(sums[name]) / weight for name in names}
+            parts = {name: value / weight for name, value in sums.items() if name not in ("total", "weight", "norm")}
             self._log("step", {"loss": loss, "rate": rate, "norm": norm, "tokens": weight, **parts})
         if self.watch is not None and (self.step % settings.watch_every == 0 or self.step == settings.steps):
             self._look()
@@ -261,6 +279,8 @@ class _Run:
 
     def close(self) -> None:
         """Let go of files and of what belongs to several processes."""
+        if self.prefetch is not None:
+            self.prefetch.close()
         if self.journal is not None:
             self.journal.close()
         self.accelerator.free_memory()
@@ -273,19 +293,33 @@ class _Run:
         own = rows // count
         return range(self.accelerator.process_index * own, (self.accelerator.process_index + 1) * own)
 
-    def _backward(self, whole: Batch) -> tuple[dict[str, Tensor], list[str]]:
-        """Add up the gradients of the step's rows. Returns sums over all processes, and the names of the parts.
+    def _prefetch(self) -> Prefetch | None:
+        """What makes data ahead; None on a CPU, which has no time left to do so while it trains."""
+        device = self.accelerator.device
+        if device.type != "cuda":
+            return None
+        # A new thread is on the first GPU, where pinning memory would take memory too.
+        return Prefetch(self._data, self.settings.steps, partial(torch.cuda.set_device, device))
+
+    def _data(self, step: int) -> StepData:
+        """The rows of a step that this process runs; for a GPU in memory from which it copies by itself."""
+        whole, size = self.batches.batch(step), self.settings.micro_batch_size or len(self.share)
+        starts = range(self.share.start, self.share.stop, size)
+        parts = [Batches.share(whole, range(start, min(start + size, self.share.stop))) for start in starts]
+        if self.accelerator.device.type == "cuda":
+            parts = [part.pinned() for part in parts]
+        return StepData(parts=parts, num_learnt=int(whole.learnt.sum()))
+
+    def _backward(self, data: StepData) -> dict[str, Tensor]:
+        """Add up the gradients of the step's rows. Returns sums over all processes, on the device.
 
         Losses are divided by the number of learnt tokens, which every process knows beforehand, so that half-precision
         gradients do not overflow. `_scale_gradients` corrects for the weight that the losses turn out to have.
         """
-        size = self.settings.micro_batch_size or len(self.share)
-        starts = range(self.share.start, self.share.stop, size)
-        self.nominal = max(1, int(whole.learnt.sum()))
+        self.nominal = max(1, data.num_learnt)
         added: dict[str, Tensor] = {}
-        for start in starts:
-            batch = Batches.share(whole, range(start, min(start + size, self.share.stop)))
-            last = start + size >= self.share.stop
+        for number, batch in enumerate(data.parts, 1):
+            last = number == len(data.parts)
             with self.accelerator.no_sync(self.model) if not last else nullcontext():
                 loss = cast(Loss, self.model(batch.to(self.accelerator.device)))
                 self.accelerator.backward(loss.total / self.nominal)
@@ -294,25 +328,31 @@ class _Run:
                 value = torch.as_tensor(value, dtype=torch.float64, device=self.accelerator.device).detach()
                 added[name] = added.get(name, torch.zeros_like(value)) + value
         names = sorted(added)
-        summed = cast(Tensor, self.accelerator.reduce(torch.stack([added[name] for name in names]), "sum")).cpu()
-        return dict(zip(names, summed, strict=True)), [n for n in names if n not in ("total", "weight")]
+        summed = cast(Tensor, self.accelerator.reduce(torch.stack([added[name] for name in names]), "sum"))
+        return dict(zip(names, summed, strict=True))
 
-    def _scale_gradients(self, weight: float) -> None:
+    def _scale_gradients(self, weight: Tensor) -> None:
         """Make the gradient that of the mean over the step's weight: so far it is a mean over processes."""
-        factor = self.accelerator.num_processes * self.nominal / weight if weight else 0.0
-        if factor != 1:
+        factor = torch.where(weight == 0, 0.0, self.accelerator.num_processes * self.nominal / weight)
+        # On another device nobody waits to see that it is 1.
+        scale = float(factor) if factor.device.type == "cpu" else factor
+        if isinstance(scale, Tensor) or scale != 1:
             for parameter in self._trained():
                 if parameter.grad is not None:
-                    parameter.grad.mul_(factor)
+                    parameter.grad.mul_(scale)
 
-    def _clip(self) -> float:
+    def _clip(self) -> Tensor:
         """Scale a long gradient down. Returns its length."""
         longest = self.settings.clip or torch.inf
         norm = self.accelerator.clip_grad_norm_(self._trained(), longest)
-        length = float(norm) if norm is not None else 0.0
-        if not math.isfinite(length) and self.accelerator.scaler is None:
-            raise self._not_finite("gradient", length)
-        return length
+        if norm is None:
+            return torch.zeros((), device=self.accelerator.device)
+        return norm.full_tensor() if isinstance(norm, DTensor) else torch.as_tensor(norm)
+
+    def _on_host(self, values: Mapping[str, Tensor]) -> dict[str, float]:
+        """Numbers of a step in one copy, which waits for the device. The step waits nowhere else."""
+        there = torch.stack([value.to(self.accelerator.device, torch.float64) for value in values.values()])
+        return dict(zip(values, there.tolist(), strict=True))
 
     def _trained(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -395,8 +435,9 @@ class _Run:
 
     def _write_settings(self) -> None:
         count = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
-        processes = self.accelerator.num_processes
-        self._log("settings", {**self.identity, "num_processes": processes, "num_parameters": count})
+        device = self.accelerator.device.type
+        ran = {"device": device, "fused": device == "cuda", "num_processes": self.accelerator.num_processes}
+        self._log("settings", {**self.identity, **ran, "num_parameters": count})
 
     def _log(self, kind: str, numbers: Mapping[str, Any]) -> None:
         if self.journal is not None:
