@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.bias import CausalBias
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.sdpa_attention import repeat_kv
@@ -15,11 +16,16 @@ from outrider.lm.forwards.grouped import lean, read_chain, read_grouped
 from outrider.lm.head import attend
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
-from tests.lm.oracle import Growth, Pair
-from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
+from tests.world.card import DEVICE, gpu
+from tests.world.zoo import VOCAB, tiny
 
 WIDE = 40
 """Tokens of a chunk that needs no mask."""
+
+
+@pytest.fixture(autouse=True)
+def float64_stays_float64() -> None:
+    """Here casts do what they say."""
 
 
 @dataclass
@@ -28,8 +34,12 @@ class Call:
 
     query_heads: int
     key_heads: int
-    masked: bool
+    mask_dtype: torch.dtype | None
     gqa: bool
+
+    @property
+    def masked(self) -> bool:
+        return self.mask_dtype is not None
 
 
 class Spy(TorchFunctionMode):
@@ -42,8 +52,10 @@ class Spy(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         if "scaled_dot_product" in getattr(func, "__name__", ""):
-            masked, gqa = named.get("attn_mask") is not None, named.get("enable_gqa", False)
-            self.calls.append(Call(args[0].shape[1], args[1].shape[1], masked, gqa))
+            mask, gqa = named.get("attn_mask"), named.get("enable_gqa", False)
+            # The corner of a triangle is no mask: no kernel that takes it reads one.
+            dtype = None if mask is None or isinstance(mask, CausalBias) else mask.dtype
+            self.calls.append(Call(args[0].shape[1], args[1].shape[1], dtype, gqa))
         return func(*args, **named)
 
     @property
@@ -58,18 +70,6 @@ def tokens(count: int, seed: int = 0) -> list[int]:
 def extend(lm: LanguageModel, slots: list[int], count: int) -> None:
     lm.extend([Segment(slot=s, tokens=torch.tensor(tokens(count, s)), logits="none") for s in slots])
     lm.commit({s: range(count) for s in slots})
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_prompts_in_wide_chunks_are_read_as_by_a_plain_run(name: str) -> None:
-    pair = Pair(lm=LanguageModel(tiny(name), max_slots=2, max_context=300))
-    slots = [pair.open(), pair.open()]
-    for chunk, sizes in enumerate([(WIDE, WIDE), (WIDE, WIDE - 3), (WIDE, WIDE + 5)]):
-        pair.extend(
-            [Growth(slot=s, tokens=tokens(n, 7 * s + chunk), logits="last") for s, n in zip(slots, sizes, strict=True)]
-        )
-        pair.commit({s: range(n) for s, n in zip(slots, sizes, strict=True)})
-    pair.extend([Growth(slot=slots[0], tokens=tokens(3), parents=[-1, 0, 0])])
 
 
 @pytest.mark.parametrize("slots", [1, 3])
@@ -143,3 +143,53 @@ def test_a_model_attends_as_before_once_no_forward_runs() -> None:
     with pytest.raises(RuntimeError), lean(text):
         raise RuntimeError
     assert text._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_keys_and_values_reach_the_kernel_with_their_own_heads(dtype: torch.dtype) -> None:
+    with gpu():
+        model = tiny("llama").to(dtype).to(DEVICE)
+        lm = LanguageModel(model, max_slots=2)
+        slots = [lm.open(), lm.open()]
+        with Spy() as spy:
+            extend(lm, slots, WIDE)
+            extend(lm, slots[:1], 3)
+            extend(lm, slots, 2)
+            branching = np.array([-1, 0, 0])
+            lm.extend([Segment(slot=s, tokens=torch.tensor(tokens(3)), parents=branching) for s in slots])
+    assert len(spy.calls) >= 4 * lm.num_layers
+    assert {call.key_heads for call in spy.calls} == {2}, spy.calls
+    assert not any(call.gqa and call.masked for call in spy.calls), spy.calls
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize(("width", "keys"), [(1, 9), (40, 40), (6, 70)])
+def test_a_chain_on_a_gpu_reads_what_it_reads_on_a_cpu(width: int, keys: int) -> None:
+    torch.manual_seed(keys)
+    queries, key = torch.randn(1, 6, width, 64).bfloat16(), torch.randn(1, 2, keys, 64).bfloat16()
+    plain = read_chain(queries, key, key)
+    with Spy() as spy:
+        found = read_chain(queries.cuda(), key.cuda(), key.cuda()).cpu()
+    assert spy.num_masked == 0
+    assert torch.allclose(found.float(), plain.float(), atol=0.02)
+
+
+def test_on_a_gpu_a_mask_is_made_once_per_forward_and_added() -> None:
+    with gpu():
+        lm = LanguageModel(tiny("llama").float().to(DEVICE), max_slots=1)
+        slot = lm.open()
+        with Spy() as spy:
+            extend(lm, [slot], 3)
+    assert {call.mask_dtype for call in spy.calls} == {torch.float32}, spy.calls
+
+
+def test_on_a_gpu_heads_read_shared_keys_by_no_mask_of_the_slow_kernel() -> None:
+    torch.manual_seed(0)
+    queries, keys = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 7, 8)
+    mask = torch.ones(1, 1, 3, 7, dtype=torch.bool).tril(4)
+    plain = attend(queries, keys, keys, mask)
+    with gpu(), Spy() as spy:
+        found = attend(queries.to(DEVICE), keys.to(DEVICE), keys.to(DEVICE), mask.to(DEVICE)).cpu()
+    assert [(call.key_heads, call.gqa) for call in spy.calls] == [(2, False)]
+    assert torch.allclose(found, plain, atol=1e-6)
