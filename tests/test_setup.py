@@ -5,11 +5,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import InputError
-from outrider.decoding.progress import PREFILL_CHUNK
+from outrider.decoding.progress import prefill_size
 from outrider.drafters.ngram import NgramDrafter
 from outrider.setup import KINDS, Setup, documentation
 
@@ -112,5 +113,6 @@ def test_a_path_is_a_target():
     assert Setup(Path("models") / "target") == Setup(target="models/target")
 
 
-def test_the_default_of_a_step_of_prompts_is_that_of_the_engine():
-    assert Setup().max_prefill_tokens == PREFILL_CHUNK
+def test_the_default_of_a_step_of_prompts_depends_on_the_device():
+    assert Setup().max_prefill_tokens is None
+    assert prefill_size(torch.device("cpu")) == 512 < prefill_size(torch.device("cuda", 0))

@@ -12,8 +12,13 @@ from outrider.decoding.protocol import Keep, Parts
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import Segment
 
-PREFILL_CHUNK = 512
-"""Most prompt tokens of one forward, by default."""
+PREFILL_CHUNK, GPU_CHUNK = 512, 2048
+"""Most prompt tokens of one forward, by default, on CPUs and on GPUs. A GPU launches 512 as slowly as 2,048."""
+
+
+def prefill_size(device: torch.device) -> int:
+    """Most prompt tokens of one forward on a device, by default."""
+    return PREFILL_CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
 def begin(parts: Parts, request: Request) -> Running:
@@ -47,7 +52,7 @@ def pending_tokens(parts: Parts, state: Running) -> list[int]:
 def prefill(parts: Parts, state: Running) -> None:
     """Run the target on all tokens but the newest, chunk by chunk."""
     while left := len(pending_tokens(parts, state)):
-        prefill_chunk(parts, [state], [min(left, PREFILL_CHUNK)])
+        prefill_chunk(parts, [state], [min(left, prefill_size(parts.target.device))])
 
 
 @torch.inference_mode()

@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from outrider.core.types import InputError
 from outrider.lm.forwards.compiled import COMPILED, compiled_head
 from outrider.lm.forwards.forward import Forward
+from outrider.lm.forwards.grouped import read_grouped
 from outrider.lm.forwards.head_package import KINDS, HeadPackage, Kind, PackagedHead
 from outrider.lm.forwards.packed import fits_packed, keeps_bits, packed
 from outrider.lm.hf.anatomy import Span
@@ -46,7 +47,12 @@ def attend(
     values: Float[Tensor, "rows shared keys dim"],
     mask: Bool[Tensor, "rows 1 width keys"],
 ) -> Float[Tensor, "rows heads width dim"]:
-    """What queries read from the keys that they see. `shared` is the number of key heads; it divides `heads`."""
+    """What queries read from the keys that they see. `shared` is the number of key heads; it divides `heads`.
+
+    On GPUs torch's fast kernels take no mask beside keys that several heads share.
+    """
+    if queries.device.type != "cpu" and queries.shape[1] != keys.shape[1]:
+        return read_grouped(queries, keys, values, mask)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
 
 

@@ -18,6 +18,7 @@ from outrider.lm.forwards import flex
 from outrider.lm.forwards.compiled import ReplayedForward
 from outrider.lm.forwards.eager import EagerForward
 from outrider.lm.forwards.forward import Choice, Forward
+from outrider.lm.forwards.grouped import reads_chains
 from outrider.lm.forwards.package import Package, PackagedForward
 from outrider.lm.forwards.packed import packable, packed, whole
 from outrider.lm.hf import alibi
@@ -27,13 +28,15 @@ from outrider.lm.hf.mtp import load_mtp
 from outrider.lm.hf.support import refusal
 from outrider.lm.hf.weights import check_logits
 from outrider.lm.protocol import Segment
-from outrider.lm.slots.batch import upload
+from outrider.lm.slots.batch import Batch, upload
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.masks import look, mask_builder
 from outrider.lm.slots.slots import BRANCHES, Pending, Slots
 from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
+LEAST_MASKLESS = 33
+"""Fewest columns of a forward without masks on a CPU. Drafts are narrower and round as single tokens do."""
 LEAST_CONTEXT = 3
 """Tokens of the longest path on which a model's masks are tried."""
 Runs = Callable[[Inputs, Sequence[int]], Outputs]
@@ -127,9 +130,11 @@ class LanguageModel(SlottedLM):
             num_rows=2 if forward == "compiled" else 1,
         )
         self._forwards: dict[Forward, Runs] = {}
+        self._maskless_from: int | None = None
         self.choice: Choice | None = None
         self.narrow = self.widest
         self.run_by("eager")
+        self._maskless_from = self._least_maskless()
         if forward != "eager":
             self.run_by(forward)
 
@@ -254,11 +259,55 @@ class LanguageModel(SlottedLM):
         )
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        wide = self.forward == "compiled" and self.narrow is not None and inputs.positions.numel() > self.narrow
-        runs = self._forwards["eager" if wide else self.forward]
+        runs = self._runs(inputs.positions.numel())
         if isinstance(runs, PackagedForward) and not runs.has(taps):
             runs = self._forwards["eager"]
         return runs(inputs, taps)
+
+    def _runs(self, size: int) -> Runs:
+        """What runs forwards of so many tokens, padding included."""
+        wide = self.forward == "compiled" and self.narrow is not None and size > self.narrow
+        return self._forwards["eager" if wide else self.forward]
+
+    def _runs_without_mask(self, batch: Batch) -> bool:
+        if self._maskless_from is None or batch.width < self._maskless_from:
+            return False
+        runs = self._runs(len(batch.segments) * batch.width)
+        # On GPUs prompts run eager, whatever runs the rest.
+        return isinstance(runs, EagerForward) or (self.device.type != "cpu" and batch.prefill_only)
+
+    def _least_maskless(self) -> int | None:
+        """Fewest columns of a forward over chains that has no mask; None where all have one, because `sdpa` does not
+        compute this model's attention or the model does not read a text rightly so. That is found by trying.
+        """
+        shapes = [storage.shape for storage in self.cache.storages]
+        sizes = list(zip((s[-1] for s in shapes[::2]), (s[-1] for s in shapes[1::2]), strict=True))
+        plain = self.anatomy.attention == "sdpa" and self._builder.slopes is None
+        if not plain or not reads_chains(self.device, self.dtype, sizes):
+            return None
+        self._maskless_from = 1
+        try:
+            reads = self._reads_chains()
+        except (AttributeError, TypeError, ValueError, KeyError, IndexError, RuntimeError):
+            reads = False
+        return (LEAST_MASKLESS if self.device.type == "cpu" else 1) if reads else None
+
+    @torch.inference_mode()
+    def _reads_chains(self) -> bool:
+        """Whether the last of three tokens has the logits of a plain run, where the first one is read before."""
+        text = torch.arange(3, 6, device=self.device) % self.vocab_size
+        slot = self.open()
+        try:
+            self.extend([Segment(slot=slot, tokens=text[:1], logits="none")])
+            ours = self.extend([Segment(slot=slot, tokens=text[1:], logits="last")]).logits[0]
+        finally:
+            self.release(slot, clean=True)
+            self.num_forwards = 0
+        plain = self.model(input_ids=text[None], use_cache=False).logits[0, -1, : self.vocab_size]
+        exact = self.dtype in (torch.float32, torch.float64)
+        return float((ours - plain).abs().max()) <= (_TOLERANCE if exact else _ROUGHLY) * float(
+            plain.max() - plain.min()
+        )
 
     @torch.inference_mode()
     def _probe(self, probe: Probe) -> int:

@@ -23,7 +23,8 @@ from outrider.lm.hf.weights import check_logits
 from outrider.lm.model import check_context, check_devices, checked_width
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import joined, upload
-from outrider.lm.slots.cache import Probe, SlotCache, fitting_context, free_bytes
+from outrider.lm.slots.budget import available_bytes, promise
+from outrider.lm.slots.cache import Probe, SlotCache, fitting_context, worst_bytes
 from outrider.lm.slots.masks import MaskBuilder, mask_builder
 from outrider.lm.slots.replay import BORDERS, Job, StatefulSlot, pieces
 from outrider.lm.slots.slots import SlotTable
@@ -120,7 +121,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         width, state = self._probe()
         self.vocab_size = checked_width(width, vocab_size)
         check_devices(probe.devices | {tensor.device for tensor in state}, self.device)
-        free = free_bytes(self.device)
+        free = available_bytes(self.device)
         taken = max_slots * (BORDERS + 1) * sum(tensor.nbytes for tensor in state)
         self.max_context = fitting_context(
             probe.layers,
@@ -130,6 +131,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             free=None if free is None else max(0, free - taken),
         )
         cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)
+        promise(cache, self.device, taken + worst_bytes(probe.layers, max_slots, self.max_context))
         self._slots = SlotTable(cache, max_slots=max_slots)
         if (reason := self._misread()) is not None:
             raise InputError(reason)

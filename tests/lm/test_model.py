@@ -63,6 +63,17 @@ def test_every_node_says_what_a_plain_run_over_its_root_path_says(name: str) -> 
     grow_levels(pair, slots, rng)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_prompts_in_wide_chunks_are_read_as_by_a_plain_run(name: str) -> None:
+    rng = np.random.default_rng(5)
+    pair = Pair(lm=LanguageModel(tiny(name), max_slots=2, max_context=300))
+    slots = [pair.open(), pair.open()]
+    for sizes in ((40, 40), (40, 37), (40, 45)):
+        pair.extend([Growth(slot=s, tokens=draw(rng, n), logits="last") for s, n in zip(slots, sizes, strict=True)])
+        pair.commit({s: range(n) for s, n in zip(slots, sizes, strict=True)})
+    pair.extend([Growth(slot=slots[0], tokens=draw(rng, 3), parents=[-1, 0, 0])])
+
+
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3"])
 def test_both_kernels_are_exact(name: str, attention: str) -> None:

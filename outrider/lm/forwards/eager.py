@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from transformers import PreTrainedModel
 
 from outrider.lm.forwards import flex
+from outrider.lm.forwards.grouped import lean
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import tapped
@@ -23,11 +24,18 @@ class EagerForward:
         self.model = model
         anatomy = Anatomy.of(model)
         self._layers, self._flex = anatomy.layers, anatomy.flex
+        self._text, self._sdpa = anatomy.text, anatomy.attention == "sdpa"
 
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, columns, device = inputs.batch, inputs.columns, self.model.device
         some = None if len(columns) == batch.width else columns
-        with tapped(self._layers, taps) as seen, alibi.bias_in_mask(self.model), flex.uncompiled(self._flex):
+        is_lean = self._sdpa and (inputs.causal or device.type != "cpu")
+        with (
+            tapped(self._layers, taps) as seen,
+            alibi.bias_in_mask(self.model),
+            flex.uncompiled(self._flex),
+            lean(self._text, is_lean),
+        ):
             logits = self.model(
                 input_ids=batch.tokens(device),
                 attention_mask=inputs.masks,

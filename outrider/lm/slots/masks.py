@@ -135,12 +135,18 @@ class MaskBuilder:
         return self._keys[:count]
 
     def masks(
-        self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int
-    ) -> Tensor | BlockMask | Mapping[str, Tensor | BlockMask | None]:
+        self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int, *, causal: bool = False
+    ) -> Tensor | BlockMask | Mapping[str, Tensor | BlockMask | None] | None:
         """Masks over the keys with an index below `view`; `positions` are the sight's, on the device.
 
         Without a sight, each query sees the keys up to its own position.
+
+        Args:
+            causal: Whether attention without a mask lets each query see the keys up to its own position. Layers that
+                look back to the beginning of these keys then get none.
         """
+        if causal and all(self._reaches(span, view) for span in self._each_span()):
+            return None if isinstance(self.spans, Span) else dict.fromkeys(self.spans)
         keys = self.keys(view)
         if sight is None or sight.marks is None:
             seen, logical = keys <= positions[:, :, None], keys[None]
@@ -149,9 +155,24 @@ class MaskBuilder:
         if isinstance(self.spans, Span):
             return self._masked(seen, positions, logical, self.spans)
         return {
-            kind: None if span is None else self._masked(seen, positions, logical, span)
+            kind: None
+            if span is None or (causal and self._reaches(span, view))
+            else self._masked(seen, positions, logical, span)
             for kind, span in self.spans.items()
         }
+
+    def needs_none(self, view: int) -> bool:
+        """Whether any layers look back to the beginning of so many keys, so that a chain needs no mask there."""
+        return any(self._reaches(span, view) for span in self._each_span())
+
+    def _each_span(self) -> Sequence[Span]:
+        spans = [self.spans] if isinstance(self.spans, Span) else self.spans.values()
+        return [span for span in spans if span is not None]
+
+    @staticmethod
+    def _reaches(span: Span, view: int) -> bool:
+        """Whether the last of so many keys sees the first."""
+        return all(limit is None or view <= limit for limit in (span.window, span.chunk))
 
     def chained(
         self, positions: Int[Tensor, "steps rows width"], views: Sequence[int], *, apart: bool
@@ -206,8 +227,11 @@ class MaskBuilder:
 
 
 def mask_builder(model: PreTrainedModel, anatomy: Anatomy, spans: Spans) -> MaskBuilder:
-    """A builder of the masks that a model's attention implementation takes."""
-    bools = anatomy.flex or anatomy.attention == "sdpa"
+    """A builder of the masks that a model's attention implementation takes.
+
+    On GPUs `sdpa` gets additive masks: there torch makes one of a bool mask in every layer.
+    """
+    bools = anatomy.flex or (anatomy.attention == "sdpa" and model.device.type == "cpu")
     return MaskBuilder(
         spans=spans,
         additive=None if bools else model.dtype,

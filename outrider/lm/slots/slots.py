@@ -10,7 +10,8 @@ import torch
 from jaxtyping import Int
 
 from outrider.lm.protocol import Segment
-from outrider.lm.slots.cache import Layer, SlotCache, fitting_context, free_bytes
+from outrider.lm.slots.budget import available_bytes, promise
+from outrider.lm.slots.cache import Layer, SlotCache, fitting_context, worst_bytes
 
 
 @runtime_checkable
@@ -192,7 +193,7 @@ class Slots(SlotTable[Slot]):
         device: torch.device,
         num_rows: int,
     ) -> "Slots":
-        """Slots with a new cache that fits in the device's free memory.
+        """Slots with a new cache that fits in the memory that no other cache of the device will need.
 
         Args:
             layers: What each layer keeps, as a `Probe` recorded it.
@@ -207,9 +208,10 @@ class Slots(SlotTable[Slot]):
             InputError: The cache does not fit.
         """
         fitting = fitting_context(
-            layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free_bytes(device)
+            layers, max_slots=max_slots, max_context=max_context, limit=limit, free=available_bytes(device)
         )
         cache = SlotCache(layers, max_slots=max_slots, max_context=fitting + BRANCHES, device=device, num_rows=num_rows)
+        promise(cache, device, worst_bytes(layers, max_slots, fitting + BRANCHES))
         return cls(cache, max_slots=max_slots, max_context=fitting)
 
     def truncate(self, slot: int, length: int) -> None:

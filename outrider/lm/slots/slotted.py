@@ -28,6 +28,7 @@ class Inputs:
         masks: Which keys each column sees.
         window: What the forward reads and extends.
         columns: The columns whose logits are computed, at least.
+        causal: Whether the nodes are the last ones of what is read, so that layers that see all before need no mask.
     """
 
     batch: Batch | OneEach
@@ -35,6 +36,7 @@ class Inputs:
     masks: object
     window: Window
     columns: Int[np.ndarray, " columns"]
+    causal: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,14 +220,33 @@ class SlottedLM(OverSlots[Slot]):
             lengths, pendings = [self._slots[s].length for s in slots], [grown[s] for s in slots]
             sight = look(lengths, pendings, batch.counts, batch.width, [s.sees for s in batch.segments])
             written, positions = upload([places, sight.positions], self.device)
-        view = self.cache.view(max(used), doubling=self._doubling)
+        end = self._maskless_end(batch, used, grown)
+        view = self.cache.view(max(used), doubling=self._doubling) if end is None else end
         return Inputs(
             batch=batch,
             positions=positions,
-            masks=self._builder.masks(sight, positions, view),
+            masks=self._builder.masks(sight, positions, view, causal=end is not None),
             window=self.cache.window(slots, written, view),
             columns=batch.columns(self.pad_to),
+            causal=end is not None,
         )
+
+    def _runs_without_mask(self, batch: Batch) -> bool:
+        """Whether a forward over such a batch may run without masks, if its nodes are chains."""
+        return False
+
+    def _maskless_end(self, batch: Batch, used: Sequence[int], grown: Mapping[int, Pending]) -> int | None:
+        """How many keys there are up to the last column, if the forward needs no masks: the new nodes of each row are a
+        chain behind equally many keys. Otherwise None.
+        """
+        if not self._runs_without_mask(batch):
+            return None
+        if any(not grown[segment.slot].chain or segment.sees is not None for segment in batch.segments):
+            return None
+        begins = {number - count for number, count in zip(used, batch.counts.tolist(), strict=True)}
+        end = min(begins) + batch.width
+        fits = len(begins) == 1 and end <= self.cache.storages[0].shape[1]
+        return end if fits and self._builder.needs_none(end) else None
 
     def chain(self, slots: Sequence[int], counts: Sequence[int]) -> "SlotChain":
         """Get ready to extend each slot by `counts[i]` nodes, one per forward, each the child of the one before.

@@ -1,0 +1,49 @@
+"""One budget for all caches of a GPU."""
+
+import pytest
+import torch
+
+from outrider.core.types import InputError
+from outrider.lm.slots.budget import available_bytes
+from outrider.lm.slots.cache import Layer, Shape, worst_bytes
+from outrider.lm.slots.slots import BRANCHES, Slots
+from tests.world.card import DEVICE, MEMORY, gpu
+
+LAYERS = {
+    0: Layer(keys=Shape(heads=64, dim=128, dtype=torch.bfloat16), values=Shape(heads=64, dim=128, dtype=torch.bfloat16))
+}
+
+
+def fitted(max_context: int | None = None, device: torch.device = DEVICE) -> Slots:
+    return Slots.fitting(LAYERS, max_slots=8, max_context=max_context, limit=None, device=device, num_rows=1)
+
+
+def test_two_caches_of_a_gpu_together_need_no_more_than_is_free() -> None:
+    with gpu():
+        target, drafter = fitted(), fitted()
+        worst = [worst_bytes(LAYERS, 8, slots.max_context + BRANCHES) for slots in (target, drafter)]
+    assert drafter.max_context < target.max_context
+    assert sum(worst) <= MEMORY
+
+
+def test_a_cache_that_would_not_fit_beside_another_is_refused_before_it_starts() -> None:
+    with gpu():
+        target = fitted()
+        with pytest.raises(InputError, match="lower max_slots or max_context"):
+            fitted(max_context=target.max_context)
+
+
+def test_a_cache_that_is_gone_needs_nothing() -> None:
+    with gpu():
+        before = available_bytes(DEVICE)
+        slots = fitted()
+        assert available_bytes(DEVICE) < before
+        del slots
+        assert available_bytes(DEVICE) == before
+
+
+def test_on_a_cpu_what_is_free_now_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.lm.slots.budget.free_bytes", lambda device: 10**12)
+    slots = fitted(device=torch.device("cpu"), max_context=100)
+    assert slots.cache.num_bytes > 0
+    assert available_bytes(torch.device("cpu")) == 10**12
