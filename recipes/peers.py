@@ -28,7 +28,7 @@ from outrider.bench.speedup import rate
 from outrider.bench.workload import PROMPTS
 from outrider.core.types import InputError
 from recipes import options
-from recipes.engines.engine import Engine
+from outrider.bench.engines.engine import Engine
 from recipes.peers_runs import DTYPES, ENGINES, MODELS, OURS, Plan, compared, contest, methods_of, prompts, timed
 from recipes.stand_in import PARAMETERS
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.engines.environments import Environment, Room
+from outrider.bench.engines.environments import BARE, PACKAGE, Environment, Room
 
 DRAFT_MODEL = "draft model"
 Command = Callable[[Room | None], list[str]]
@@ -41,10 +41,13 @@ class Engine:
 
 
 def python_driver(module: str) -> Command:
-    """Starts a driver that is a module of this folder."""
+    """Starts a driver that is a module of this folder, in the environment's Python or in this one."""
 
     def command(room: Room | None) -> list[str]:
-        return [str(room.python if room else sys.executable), "-m", f"recipes.engines.{module}"]
+        run = f"import runpy; runpy.run_module('{__package__}.{module}', run_name='__main__')"
+        if room is None:
+            return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {run}"]
+        return [str(room.python), "-c", BARE + run]
 
     return command
 

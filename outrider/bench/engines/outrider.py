@@ -6,8 +6,8 @@ import torch
 
 import outrider
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
-from recipes.engines.driver import Answer, Asked, Driver, Options, serve
-from recipes.engines.engine import DRAFT_MODEL, Engine, python_driver
+from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
 
 ENGINE = Engine(title="Outrider", modes=("plain", "suffix", DRAFT_MODEL), command=python_driver("outrider"))
 

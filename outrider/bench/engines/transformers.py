@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.engines.driver import Answer, Asked, Driver, Options, serve
-from recipes.engines.engine import DRAFT_MODEL, Engine, python_driver
+from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
 
 ENGINE = Engine(
     title="transformers", modes=("plain", "prompt lookup", DRAFT_MODEL), command=python_driver("transformers")

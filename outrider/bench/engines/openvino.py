@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from recipes.engines.driver import Answer, Asked, Driver, Options, serve
-from recipes.engines.engine import DRAFT_MODEL, Engine, python_driver
-from recipes.engines.environments import TORCH, Environment, Room
+from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
+from outrider.bench.engines.environments import TORCH, Environment, Room
 
 HINTS = {"bfloat16": "bf16", "float32": "f32"}
 
@@ -86,7 +86,7 @@ def write_model(source: str, out: str) -> None:
 
 def convert(room: Room, source: Path, out: Path, dtype: str) -> None:
     """As a folder; the dtype is told to the driver instead."""
-    room.call("recipes.engines.openvino", "write_model", source, out)
+    room.call("outrider.bench.engines.openvino", "write_model", source, out)
 
 
 def make(room: Room) -> None:

@@ -10,13 +10,11 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from recipes.engines.driver import Answer, Asked, Driver, Options
+from outrider.bench.engines.driver import Answer, Asked, Driver, Options
 
-ROOT = Path(__file__).parent.parent.parent
 START = 900.0
 """Seconds that a driver may take to load its models: some engines compile them."""
 ANSWER = 600.0
@@ -63,7 +61,6 @@ class Process(Driver):
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                cwd=ROOT,
                 env=inherited | own,
             )
         except OSError as error:

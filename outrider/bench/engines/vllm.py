@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from recipes.engines.driver import Answer, Asked, Driver, Options, serve
-from recipes.engines.engine import DRAFT_MODEL, Engine, python_driver
-from recipes.engines.environments import TORCH, Environment, Room
+from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
+from outrider.bench.engines.environments import TORCH, Environment, Room
 
 HEADS = ("medusa", "eagle", "eagle3", "dflash", "dspark")
 """vLLM's methods for heads that read the target's hidden states."""
@@ -106,7 +106,7 @@ def requirements(wheel: Path, without: tuple[str, ...]) -> list[str]:
 def command(room: Room | None) -> list[str]:
     """Starts the driver with the OpenMP library that vLLM asks to be loaded first."""
     command = python_driver("vllm")(room)
-    found = sorted(room.place.glob("venv/lib/libiomp5.so")) if room else []
+    found = sorted(room.python.parents[1].glob("lib/libiomp5.so")) if room else []
     return ["env", f"LD_PRELOAD={found[0]}", *command] if found else command
 
 

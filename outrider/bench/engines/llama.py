@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.engines.engine import DRAFT_MODEL, Engine, digest
-from recipes.engines.environments import CannotMake, Environment, Room
+from outrider.bench.engines.engine import DRAFT_MODEL, Engine, digest
+from outrider.bench.engines.environments import CannotMake, Environment, Room
 
 NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -115,7 +115,7 @@ def add_vocabulary(writer: Any, tokenizer: dict[str, Any], config: dict[str, Any
 
 def convert(room: Room, source: Path, out: Path, dtype: str) -> None:
     """As a file."""
-    room.call("recipes.engines.llama", "write_model", source, out, dtype)
+    room.call("outrider.bench.engines.llama", "write_model", source, out, dtype)
 
 
 def make(room: Room) -> None:

@@ -12,6 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "made.txt"
+PACKAGE = Path(__file__).parents[2]
+BARE = f"""
+import sys, types
+for name, place in (("outrider", {str(PACKAGE)!r}), ("outrider.bench", {str(PACKAGE / "bench")!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [place]
+"""
+"""The beginning of a program in a Python that has no Outrider: it can import the files of this folder, and nothing that
+is installed beside Outrider.
+"""
 TORCH = "torch==2.13.0"
 """By itself and first: looser requirements would fetch other builds."""
 
@@ -22,15 +32,21 @@ class CannotMake(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """The folder of an environment while it is made."""
+    """The folder of an environment.
+
+    Attributes:
+        pins: What is installed, with versions.
+        given: A Python that somebody made, instead of one in the folder.
+    """
 
     place: Path
     pins: tuple[str, ...]
+    given: Path | None = None
 
     @property
     def python(self) -> Path:
         """The environment's own Python."""
-        return self.place / "venv" / "bin" / "python"
+        return self.given or self.place / "venv" / "bin" / "python"
 
     def run(self, *command: str | Path) -> None:
         """Run a command, with what it says in the log.
@@ -54,8 +70,8 @@ class Room:
 
     def call(self, module: str, function: str, *arguments: str | Path) -> None:
         """Call a function with texts, in the environment's Python."""
-        program = f"import sys; from {module} import {function}; {function}(*sys.argv[1:])"
-        self.run(self.python, "-c", program, *arguments)
+        program = f"from {module} import {function}; {function}(*sys.argv[1:])"
+        self.run(self.python, "-c", BARE + program, *arguments)
 
 
 def reason(output: str) -> str:
