@@ -26,7 +26,7 @@ def agreement(target: PreTrainedModel, prompt: Sequence[int], output: Sequence[i
 
     Only the first difference counts: behind it the texts are different ones.
     """
-    ids = torch.tensor([[*prompt, *output]])
+    ids = torch.tensor([[*prompt, *output]], device=target.device)
     logits = target(ids).logits[0, len(prompt) - 1 : -1].float()
     gaps = logits.max(-1).values - logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
     wrong = gaps.nonzero()[:, 0].tolist()
