@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 import outrider
-from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
 from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 
 ENGINE = Engine(title="Outrider", modes=("plain", "suffix", DRAFT_MODEL), command=python_driver("outrider"))
 

@@ -64,8 +64,8 @@ def mean_acceptance_rate(requests: Sequence[Served]) -> float | None:
 
 
 def accepted_per_verified(requests: Sequence[Served]) -> float | None:
-    r"""$\sum_r (j_r + s_r) / \sum_r (l_r + s_r)$: of the positions that the target computed in drafting steps, those that
-    became output. AIPerf: Accepted per Verified.
+    r"""$\sum_r (j_r + s_r) / \sum_r (l_r + s_r)$: of the positions that the target computed in drafting steps, those
+    that became output. AIPerf: Accepted per Verified.
     """
     steps = drafting(requests)
     if not steps:

@@ -19,7 +19,8 @@ from outrider.core.inputs import InputError, unknown
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
 
-TRANSFORMERS = "transformers"
+TRANSFORMERS, ASSISTED = "transformers", "assisted"
+"""transformers' own `generate` in this process: plain, and with its own speculation."""
 OUTSIDE: Mapping[str, OtherEngine] = {"vllm": vllm.ENGINE, "llama": llama.ENGINE, "openvino": openvino.ENGINE}
 """Engines in processes of their own."""
 NEARLY = {"bfloat16": 0.5, "float32": 0.01}
@@ -38,7 +39,7 @@ class PeerOptions:
     """Which other engines take part.
 
     Attributes:
-        names: Of `transformers`, `vllm`, `llama`, `openvino`.
+        names: Of `transformers`, `assisted`, `vllm`, `llama`, `openvino`.
         environments: Folder of their environments, and of models in their formats.
         pythons: A Python that has the engine, instead of an environment of the folder.
         make: Whether missing environments are made; each takes minutes and gigabytes.
@@ -55,8 +56,8 @@ class PeerOptions:
 
     def __post_init__(self) -> None:
         for name in self.names:
-            if name not in (TRANSFORMERS, *OUTSIDE):
-                raise unknown("peer", name, (TRANSFORMERS, *OUTSIDE))
+            if name not in (TRANSFORMERS, ASSISTED, *OUTSIDE):
+                raise unknown("peer", name, (TRANSFORMERS, ASSISTED, *OUTSIDE))
         for name, python in self.pythons.items():
             if not python.is_file():
                 raise InputError(f"--{name}-python must name a Python that has {OUTSIDE[name].title}, got {python}")
@@ -102,28 +103,22 @@ class Peers:
         """Start the engines, and compare their tokens with the target's."""
         found = []
         if TRANSFORMERS in self.options.names:
-            found += self._transformers()
+            found.append(transformers_way(TRANSFORMERS, self.engine, self.generation))
+        if ASSISTED in self.options.names:
+            found += self._assisted()
         for name in self.options.outside:
             found += self._outside(name)
         return found
 
-    def _transformers(self) -> list[BatchWay]:
-        """transformers in this process, in each of its modes."""
-        drafted = self.options.draft_tokens
-        found = [transformers_way(TRANSFORMERS, self.engine, self.generation)]
-        if self.batch > 1:
-            self.left_out["transformers, prompt lookup and assisted"] = "they take one prompt at a time"
+    def _assisted(self) -> list[BatchWay]:
+        """transformers' own speculation: prompt lookup, and assisted generation with the draft model."""
+        engine, generation, drafted = self.engine, self.generation, self.options.draft_tokens
+        found = [transformers_way(f"{TRANSFORMERS}, prompt lookup", engine, generation, lookup=drafted)]
+        name, assistant = f"{TRANSFORMERS}, assisted", draft_model_of(engine)
+        if assistant is None:
+            self.left_out[name] = "the setup has no draft model"
             return found
-        found.append(
-            transformers_way(f"{TRANSFORMERS}, prompt lookup", self.engine, self.generation, lookup=drafted)
-        )
-        assistant = draft_model_of(self.engine)
-        if assistant is not None:
-            name = f"{TRANSFORMERS}, assisted"
-            found.append(
-                transformers_way(name, self.engine, self.generation, assistant=assistant, draft=drafted)
-            )
-        return found
+        return [*found, transformers_way(name, engine, generation, assistant=assistant, draft=drafted)]
 
     def _outside(self, name: str) -> list[BatchWay]:
         """An engine in all its modes, each in a process of its own."""
@@ -203,9 +198,7 @@ class Peers:
         """Raise CannotMake where an engine takes tokens that the target finds clearly less likely."""
         target: Any = self.engine.parts.target
         for prompt in self.greedy[:NUM_COMPARED]:
-            [tokens] = process.ask(
-                Asked(prompts=[prompt], new_tokens=self.new_tokens, temperature=0.0, seed=0)
-            ).tokens
+            [tokens] = process.ask(Asked(prompts=[prompt], new_tokens=self.new_tokens, temperature=0.0, seed=0)).tokens
             found = agreement(target.model, prompt, tokens)
             if found.gap > NEARLY[self._dtype]:
                 raise CannotMake(

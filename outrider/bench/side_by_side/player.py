@@ -177,9 +177,7 @@ class Player:
             return
         id = request_id(conversation, len(answers))
         server.submit(id, prompt, wanted, request_seed(seed, id))
-        pending[id] = _Pending(
-            conversation=conversation, answers=answers, prompt_tokens=len(prompt), arrived=arrived
-        )
+        pending[id] = _Pending(conversation=conversation, answers=answers, prompt_tokens=len(prompt), arrived=arrived)
 
     def wanted(self, conversation: Conversation) -> int:
         """Most tokens of an answer."""

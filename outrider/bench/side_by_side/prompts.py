@@ -25,6 +25,7 @@ class Encoder:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.template: str | None = getattr(engine.tokenizer, "chat_template", None)
+        self.device = engine.parts.target.device
 
     def prompt(self, conversation: Conversation, answers: Sequence[str] = ()) -> list[int]:
         """The prompt of the next answer.

@@ -144,7 +144,13 @@ class BatchWay:
 
 
 def transformers_way(
-    name: str, engine: Engine, generation: Generation, *, assistant: Any = None, lookup: int | None = None, draft: int = 5
+    name: str,
+    engine: Engine,
+    generation: Generation,
+    *,
+    assistant: Any = None,
+    lookup: int | None = None,
+    draft: int = 5,
 ) -> BatchWay:
     """transformers' own `generate` on the target, plain or with its own speculation, which takes one prompt at a time.
 
@@ -182,9 +188,7 @@ def transformers_way(
     return BatchWay(name=name, answer=answer, decode=decoder(engine), drafts=alone, outside=False)
 
 
-def driver_way(
-    name: str, engine: Engine, driver: Driver, temperature: float, *, drafts: bool
-) -> BatchWay:
+def driver_way(name: str, engine: Engine, driver: Driver, temperature: float, *, drafts: bool) -> BatchWay:
     """Another engine behind a driver. Its answers go on behind end tokens, so that all are as long as was asked."""
 
     def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:

@@ -117,7 +117,7 @@ def trace(record: Record, units: TraceUnits) -> Conversation:
     return Conversation(
         id=str(record.number),
         category="trace",
-        opening=tuple([*blocks, *tail]),
+        opening=(*blocks, *tail),
         output_tokens=record.count("output_length"),
         arrives=record.time("timestamp") * units.seconds,
     )
