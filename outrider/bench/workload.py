@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from outrider.bench.workloads.workload import read_workload
 from outrider.core.types import InputError
@@ -39,6 +39,7 @@ def read_prompts(path: Path) -> list[tuple[str, str, Prompt]]:
     return [(each.id, each.category, each.opening) for each in read_workload(str(path)).conversations]
 
 
+@runtime_checkable
 class Categorised(Protocol):
     """Anything with a category."""
 

@@ -69,7 +69,8 @@ def _print_table(console: Console, figures: Sequence[Mapping[str, Any]]) -> None
     several = len({each["load"] for each in figures}) > 1
     heads = ("way", "tokens/s", "speedup", "TPOT ms", "TTFT ms", "tokens/step", "accepted")
     for head in (*(["load"] if several else []), *heads):
-        table.add_column(head, justify="left" if head in ("load", "way") else "right", overflow="fold")
+        words = head in ("load", "way")
+        table.add_column(head, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for each in figures:
         table.add_row(*([each["load"]] if several else []), each["way"], *_cells(each))
     console.print(table)
@@ -98,7 +99,8 @@ def print_sweep(points: Sequence[Point], *, as_json: bool) -> None:
     console = Console(highlight=False, soft_wrap=True)
     table = Table(box=None)
     for head in ("configuration", "speedup", "tokens/s", "tokens/step"):
-        table.add_column(head, justify="left" if head == "configuration" else "right", overflow="fold")
+        words = head == "configuration"
+        table.add_column(head, justify="left" if words else "right", no_wrap=not words, overflow="fold")
     for each in best_first(points):
         if each.speedup is not None:
             middle, low, high = each.speedup

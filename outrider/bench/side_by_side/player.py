@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
 from outrider.bench.side_by_side.prompts import Encoder
@@ -37,6 +37,7 @@ class Chunk:
     answer: str | None = None
 
 
+@runtime_checkable
 class Server(Protocol):
     """What answers requests: an engine in this process, or anything else that tells its chunks."""
 

@@ -58,13 +58,13 @@ class Verdict:
 
     def sentence(self) -> str:
         """The verdict for people."""
-        ratio = f"{self.speedup.text()} times as fast as {self.baseline}"
+        ratio = f"{self.speedup.text()} times as fast as {self.baseline}, the fastest way here that drafts nothing"
         seen = f"this run could have seen a difference of {100 * (self.smallest - 1):.0f} % or more"
         match self.word:
             case "faster" | "slower":
-                return f"{self.way} is {self.word} than plain decoding here: {ratio}."
+                return f"{self.way} is {self.word} than plain decoding: {ratio}."
             case "no difference found":
-                return f"no difference found between {self.way} and plain decoding here: {ratio}; {seen}."
+                return f"no difference found between {self.way} and plain decoding: {ratio}; {seen}."
             case _:
                 return f"too few runs to judge {self.way}: {ratio}, over {self.num_units} of at least {FEWEST}."
 

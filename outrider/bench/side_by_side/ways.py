@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from outrider.bench.engines.driver import Asked, Driver
 from outrider.bench.engines.process import Refused, Stopped
@@ -36,6 +36,7 @@ class Played:
     parts: dict[str, float] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Way(Protocol):
     """A way to answer requests.
 
