@@ -150,7 +150,7 @@ def data_of(panel: Figure) -> Table:
             return Table(head=("", panel.x, panel.y), lines=points)
         case Bars() | Dots():
             lines = [
-                [name, *("-" if each[i] is None else each[i].text(".4g") for each in panel.groups.values())]
+                [name, *("-" if (one := each[i]) is None else one.text(".4g") for each in panel.groups.values())]
                 for i, name in enumerate(panel.names)
             ]
             return Table(head=("", *panel.groups), lines=lines)

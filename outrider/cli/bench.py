@@ -144,9 +144,9 @@ def bench(
         from outrider.bench.side_by_side.sweep import run_sweep
         from outrider.cli.bench_printed import print_sweep
 
-        found = run_sweep(plan, axes_of(options), trials=options.optuna, ray=options.ray)
-        print_sweep(found, as_json=as_json)
-        return 1 if any(each.stopped for each in found) else 0
+        points = run_sweep(plan, axes_of(options), trials=options.optuna, ray=options.ray)
+        print_sweep(points, as_json=as_json)
+        return 1 if any(each.stopped for each in points) else 0
     from outrider.bench.side_by_side.export import write_profile
     from outrider.bench.side_by_side.session import measure
     from outrider.cli.bench_printed import print_measurement, print_requests

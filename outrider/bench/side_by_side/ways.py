@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from outrider.bench.engines.driver import Asked, Driver
 from outrider.bench.engines.process import Refused, Stopped
@@ -36,34 +36,14 @@ class Played:
     parts: dict[str, float] = field(default_factory=dict)
 
 
-@runtime_checkable
-class Way(Protocol):
-    """A way to answer requests.
-
-    Attributes:
-        name: Unique in a measurement.
-        drafts: Whether it drafts; the fastest that does not is what others are compared with.
-        outside: Whether it is another engine, in a process of its own.
-    """
-
-    name: str
-    drafts: bool
-    outside: bool
-
-    def play(self, player: Player, conversations: Sequence[Conversation], load: Load, seed: int) -> Played:
-        """Answer conversations, from a cold cache.
-
-        Raises:
-            LeftOut: It cannot.
-        """
-        ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class EngineWay:
     """An engine of Outrider in this process.
 
     Attributes:
+        name: Unique in a measurement.
+        drafts: Whether it drafts; the fastest way that does not is what others are compared with.
+        outside: Whether it runs in a process of its own.
         columns: Fewest columns of the target's forwards; None leaves them as they are.
     """
 
@@ -101,7 +81,12 @@ Answerer = Callable[[list[list[int]], int, int], tuple[Sequence[Sequence[int]], 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWay:
-    """An engine that answers fixed batches: all prompts at once, and it returns when the last answer is whole."""
+    """An engine that answers fixed batches: all prompts at once, and it returns when the last answer is whole.
+
+    Attributes:
+        answer: Answers prompts.
+        decode: Turns an answer's tokens into the text of a message.
+    """
 
     name: str
     answer: Answerer
@@ -110,7 +95,11 @@ class BatchWay:
     outside: bool
 
     def play(self, player: Player, conversations: Sequence[Conversation], load: Load, seed: int) -> Played:
-        """Answer the first turns of all conversations together, then the second turns, and so on."""
+        """Answer the first turns of all conversations together, then the second turns, and so on.
+
+        Raises:
+            LeftOut: It cannot.
+        """
         if not isinstance(load, ClosedLoop):
             raise LeftOut("it answers batches, and cannot be sent requests while it runs")
         open_: list[tuple[Conversation, list[str]]] = [(each, []) for each in conversations]
@@ -142,6 +131,10 @@ class BatchWay:
                 if len(answers) + 1 < conversation.num_turns:
                     open_.append((conversation, [*answers, self.decode(tokens[:count])]))
         return Played(served=served, seconds=clock)
+
+
+Way = EngineWay | BatchWay
+"""A way to answer requests."""
 
 
 def transformers_way(
