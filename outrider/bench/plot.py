@@ -179,7 +179,7 @@ def _curves(axes: Axes, panel: Panel) -> None:
     if panel.line is not None:
         axes.axhline(panel.line, color="grey", linestyle=":")
     axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-    if len(ticks) <= 16 and not panel.exact:
+    if len(ticks) <= 16 and (not panel.exact or all(x == int(x) for x in ticks)):
         axes.set_xticks(ticks)
     axes.grid(alpha=0.3)
     if len(panel.curves) > 6:

@@ -100,7 +100,7 @@ PAGE = """<!doctype html>
 <pre>{{ first }}</pre>
 {% endif %}
 <h2>Circumstances</h2>
-<pre>{{ circumstances }}</pre>
+<details><summary>all of them</summary><pre>{{ circumstances }}</pre></details>
 </html>
 """
 

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,14 +173,15 @@ def plan_of(setup: Setup, request: RequestOptions, options: BenchOptions, config
     if options.sweep and options.optuna is None and options.ray is None:
         wanted += grid(axes_of(options))
     seed = request.seed or 0
-    drawing = {name: value for name, value in request.given().items() if name in DRAWING and name != "seed"}
+    drawing = any(name in DRAWING and name != "seed" for name in request.given())
     generation = request.generation(Sampling())
     return Plan(
         setup=setup,
         configurations=tuple(wanted) or (DEFAULT,),
         generation=Generation(
             max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS,
-            sampling=generation.sampling if drawing else None,
+            # Each request has a seed of its own.
+            sampling=replace(request.sampling(Sampling()), seed=None) if drawing else None,
             stop=generation.stop,
             stop_token_ids=generation.stop_token_ids,
             min_tokens=generation.min_tokens,
