@@ -57,8 +57,12 @@ KINDS: dict[Family, tuple[type, ...]] = {
 """The protocols of each family of parts; a part satisfies one of them."""
 
 
-def assemble(setup: Setup) -> Engine:
+def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None = None) -> Engine:
     """The engine that a setup describes.
+
+    Args:
+        target: The setup's target where it is loaded already, so that engines that do not run at once share it.
+        drafter: The setup's drafter, likewise.
 
     Raises:
         InputError: An option, file or method does not exist, or the parts do not fit or are not lossless. The message
@@ -67,13 +71,16 @@ def assemble(setup: Setup) -> Engine:
     use_threads(setup.threads)
     wanted = completed(setup)
     tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
-    drafter = _part("drafter", wanted.drafter)
+    drafter = drafter or _part("drafter", wanted.drafter)
     verifier = None if wanted.verifier is None else _part("verifier", wanted.verifier)
-    model, tokenizer = _model(wanted), tokenizer_of(wanted)
+    model, tokenizer = _model(wanted) if target is None else _model_of(target), tokenizer_of(wanted)
     wanted = _running(wanted, model, tokenizer)
-    target = _target(wanted, model)
+    shared, target = target, target or _target(wanted, model)
     if isinstance(drafter, Unbound):
         drafter = drafter.bind(_surroundings(wanted, target, tokenizer))
+    if shared is not None and drafter.taps and getattr(target, "forward", None) == "compiled":
+        # Its forwards may have to be others for the sake of this drafter.
+        target = _target(wanted, model)
     _suit_forwards(target, drafter.taps, wanted)
     if verifier is None:
         verifier = _part("verifier", _best_verifier(drafter, tree))
@@ -198,6 +205,14 @@ def _model(setup: Setup) -> PreTrainedModel:
     if foreign := [name for name in OF_LOADING if name in setup.given()]:
         raise InputError(f"the target is loaded already; leave out {', '.join(foreign)}, or name the target instead")
     return target
+
+
+def _model_of(target: LM) -> PreTrainedModel:
+    """The model of a target that is loaded already."""
+    model = target.modules.get("model")
+    if not isinstance(model, PreTrainedModel):
+        raise InputError("a target that is shared must be a transformers model")
+    return model
 
 
 def _running(setup: Setup, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Setup:

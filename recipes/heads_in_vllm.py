@@ -23,6 +23,11 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider import catalog
+from outrider.bench.engines import vllm
+from outrider.bench.engines.driver import Asked, Options
+from outrider.bench.engines.engine import Engine
+from outrider.bench.engines.environments import CannotMake
+from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
@@ -36,11 +41,6 @@ from outrider.lm.hf.open import open_tokenizer
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
 from recipes import options
-from recipes.engines import vllm
-from recipes.engines.driver import Asked, Options
-from recipes.engines.engine import Engine
-from recipes.engines.environments import CannotMake
-from recipes.engines.process import Process, Refused, Stopped
 from recipes.peers import environments
 from recipes.trained import embedded_target, short_run
 

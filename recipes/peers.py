@@ -21,6 +21,7 @@ from typing import Annotated
 import torch
 import typer
 
+from outrider.bench.engines.engine import Engine
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
@@ -28,7 +29,6 @@ from outrider.bench.speedup import rate
 from outrider.bench.workload import PROMPTS
 from outrider.core.types import InputError
 from recipes import options
-from recipes.engines.engine import Engine
 from recipes.peers_runs import DTYPES, ENGINES, MODELS, OURS, Plan, compared, contest, methods_of, prompts, timed
 from recipes.stand_in import PARAMETERS
 

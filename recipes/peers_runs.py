@@ -6,6 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import outrider
+from outrider.bench.engines import llama, openvino, transformers, vllm
+from outrider.bench.engines import outrider as ours
+from outrider.bench.engines.agreement import agreement
+from outrider.bench.engines.driver import Asked, Driver, Options
+from outrider.bench.engines.engine import Engine, converted, digest
+from outrider.bench.engines.environments import CannotMake
+from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, Run, as_row
@@ -15,13 +22,6 @@ from outrider.core import files
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
-from recipes.engines import llama, openvino, transformers, vllm
-from recipes.engines import outrider as ours
-from recipes.engines.agreement import agreement
-from recipes.engines.driver import Asked, Driver, Options
-from recipes.engines.engine import Engine, converted, digest
-from recipes.engines.environments import CannotMake
-from recipes.engines.process import Process, Refused, Stopped
 from recipes.stand_in import PARAMETERS, build
 
 OURS = "outrider"

@@ -38,11 +38,16 @@ def circumstances(arguments: Mapping[str, object]) -> dict[str, Any]:
 
 
 def sentence(recipe: str, made: Mapping[str, Any]) -> str:
-    """The circumstances in a line for people."""
+    """The circumstances in a line for people.
+
+    Args:
+        recipe: A recipe's name, or a command of `outrider`.
+    """
+    command = recipe if recipe.startswith("outrider ") else f"python -m recipes {recipe}"
     versions = ", ".join(f"{name} {made['versions'][name]}" for name in ("torch", "transformers", "outrider"))
     changed = ", with uncommitted changes" if made["uncommitted_changes"] else ""
     return (
-        f"`python -m recipes {recipe}`: {made['cpu']}, {made['threads']} threads; {versions} "
+        f"`{command}`: {made['cpu']}, {made['threads']} threads; {versions} "
         f"({made['commit']}{changed}); {made['date']}."
     )
 

@@ -19,7 +19,18 @@ from outrider.core.types import InputError
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
 
-AMOUNTS = ("out", "seeds", "rounds", "families", "as_is")
+AMOUNTS = (
+    "out",
+    "seeds",
+    "rounds",
+    "families",
+    "as_is",
+    "configurations",
+    "peers",
+    "loads",
+    "time_limit",
+    "objectives",
+)
 """Arguments on which no row depends, only which rows there are."""
 
 W = TypeVar("W", bound=Named)
@@ -157,13 +168,27 @@ class Folder:
 
     def finish(self, findings: Findings) -> list[dict[str, Any]]:
         """Write what was found, print it, and return the claims as `claims.json` has them."""
+        claims = self.write(findings)
+        self.progress.stop()
+        Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.made), markup=False)
+        return claims
+
+    def write(self, findings: Findings, *, rows_inside: bool = False) -> list[dict[str, Any]]:
+        """Write what was found, and return the claims as `claims.json` has them.
+
+        Args:
+            rows_inside: Whether the rows stand within the page too.
+        """
         claims = [asdict(claim) for claim in findings.claims]
         if self.place is not None:
             self._begin(self.place)
             self._record["ended"] = circumstances({})
             record = json.dumps(self._record, indent=2)
             first = json.dumps(self.rows[0], indent=2) if self.rows else "none"
-            page = findings.html(self.recipe, self.made, count=len(self.rows), first=first, circumstances=record)
+            rows = "".join(json.dumps(row) + "\n" for row in self.rows) if rows_inside else ""
+            page = findings.html(
+                self.recipe, self.made, count=len(self.rows), first=first, circumstances=record, rows=rows
+            )
             pages = {
                 "table.md": findings.markdown(self.recipe, self.made),
                 "report.html": page,
@@ -175,8 +200,6 @@ class Folder:
             for name, text in pages.items():
                 if text:
                     files.replace(self.place / name, text.encode())
-        self.progress.stop()
-        Console(soft_wrap=True, highlight=False).print(findings.spoken(self.recipe, self.made), markup=False)
         return claims
 
 

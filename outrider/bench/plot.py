@@ -1,15 +1,24 @@
-"""Figures over numbers, with their intervals, as SVG."""
+"""Figures over numbers and names, with their intervals, as SVG."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeGuard
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from outrider.bench.evidence import Estimate
+from outrider.core.inputs import needs
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+else:
+    # matplotlib is imported when something is drawn.
+    Axes = object
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#8C6D31", "#7F7F7F", "#882255")
+SIZE = (7.0, 4.6)
+"""Inches of one pair of axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +38,7 @@ class Panel:
     Attributes:
         line: A value that something promised; None draws no line.
         exact: Whether points stand where they are, without ticks of their own; otherwise curves are set apart a little.
+        reading: How to read it, in a sentence.
     """
 
     title: str
@@ -37,6 +47,7 @@ class Panel:
     curves: Sequence[Curve]
     line: float | None = None
     exact: bool = False
+    reading: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,30 +56,105 @@ class Bars:
 
     Attributes:
         groups: By the label of each colour, one figure per name.
+        reading: How to read it, in a sentence.
     """
 
     title: str
     x: str
     names: Sequence[str]
     groups: dict[str, Sequence[Estimate]]
+    reading: str = ""
 
 
-def draw(panels: Sequence[Panel | Bars], columns: int = 2) -> str:
-    """Panels side by side as SVG; bars at the points are intervals, set a little apart."""
+@dataclass(frozen=True, kw_only=True)
+class Dots:
+    """Ratios for each of some names, each a dot with its interval, on a logarithmic scale.
+
+    Attributes:
+        groups: By the label of each colour, one ratio per name; None where there is none.
+        line: The ratio at which nothing differs.
+        reading: How to read it, in a sentence.
+    """
+
+    title: str
+    x: str
+    names: Sequence[str]
+    groups: Mapping[str, Sequence[Estimate | None]]
+    line: float = 1.0
+    reading: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """Amounts that add up, for each of some names.
+
+    Attributes:
+        parts: By the label of each colour, one amount per name.
+        reading: How to read it, in a sentence.
+    """
+
+    title: str
+    x: str
+    names: Sequence[str]
+    parts: Mapping[str, Sequence[float]]
+    reading: str = ""
+
+
+Figure = Panel | Bars | Dots | Stacks
+
+
+def draw(panels: Sequence[Figure], columns: int = 2, size: tuple[float, float] = SIZE) -> str:
+    """Panels side by side as SVG; bars at the points are intervals, set a little apart.
+
+    Args:
+        size: Inches of each; what has many names is taller.
+
+    Raises:
+        InputError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure as Canvas
+    except ImportError as error:
+        raise needs("a report with plots", "matplotlib", "bench") from error
     columns = min(columns, len(panels))
     lines = -(-len(panels) // columns)
-    tallest = max([4.6, *(1.5 + 0.4 * len(panel.names) for panel in panels if isinstance(panel, Bars))])
+    width, height = size
+    tallest = max([height, *(1.5 + _line_height(panel) * len(panel.names) for panel in panels if _has_names(panel))])
     with matplotlib.rc_context({"svg.hashsalt": "outrider", "svg.fonttype": "none", "font.size": 9}):
-        figure = Figure(figsize=(7 * columns, tallest * lines), layout="constrained")
+        figure = Canvas(figsize=(width * columns, tallest * lines), layout="constrained")
         for i, panel in enumerate(panels):
             axes = figure.add_subplot(lines, columns, i + 1)
-            if isinstance(panel, Bars):
-                _bars(axes, panel)
-            else:
-                _curves(axes, panel)
+            match panel:
+                case Bars():
+                    _bars(axes, panel)
+                case Dots():
+                    _dots(axes, panel)
+                case Stacks():
+                    _stacks(axes, panel)
+                case Panel():
+                    _curves(axes, panel)
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()
+
+
+def _has_names(panel: Figure) -> TypeGuard[Bars | Dots | Stacks]:
+    return not isinstance(panel, Panel)
+
+
+def _line_height(panel: Bars | Dots | Stacks) -> float:
+    """Inches that one name takes."""
+    return max(0.4, 0.16 * len(panel.groups)) if isinstance(panel, Dots) else 0.4
+
+
+def _color(number: int, count: int) -> str:
+    """A colour that people with other colour vision can tell apart (Okabe and Ito), as far as there are some."""
+    if count <= len(COLORS):
+        return COLORS[number]
+    from matplotlib import colormaps, colors
+
+    return str(colors.to_hex(colormaps["tab20"](number % 20)))
 
 
 def _curves(axes: Axes, panel: Panel) -> None:
@@ -82,7 +168,7 @@ def _curves(axes: Axes, panel: Panel) -> None:
             # A quantile interval need not hold the figure itself.
             yerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
             label=curve.label,
-            color=matplotlib.colormaps["tab10" if len(panel.curves) <= 10 else "tab20"](k),
+            color=_color(k, len(panel.curves)),
             marker="osD^v<>Px*"[k % 10],
             linestyle="--" if curve.dashed else "-",
             markersize=4,
@@ -93,7 +179,7 @@ def _curves(axes: Axes, panel: Panel) -> None:
     if panel.line is not None:
         axes.axhline(panel.line, color="grey", linestyle=":")
     axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
-    if len(ticks) <= 16 and not panel.exact:
+    if len(ticks) <= 16 and (not panel.exact or all(x == int(x) for x in ticks)):
         axes.set_xticks(ticks)
     axes.grid(alpha=0.3)
     if len(panel.curves) > 6:
@@ -111,3 +197,46 @@ def _bars(axes: Axes, panel: Bars) -> None:
     axes.set(title=panel.title, xlabel=panel.x)
     axes.set_yticks(np.arange(len(panel.names)), list(panel.names))
     axes.legend(fontsize=7)
+
+
+def _dots(axes: Axes, panel: Dots) -> None:
+    apart = 0.7 / max(1, len(panel.groups))
+    for k, (label, figures) in enumerate(panel.groups.items()):
+        there = [(i, each) for i, each in enumerate(figures) if each is not None]
+        value, low, high = (np.array([getattr(each, name) for _, each in there]) for name in ("value", "low", "high"))
+        axes.errorbar(
+            value,
+            np.array([i for i, _ in there]) + apart * (k - (len(panel.groups) - 1) / 2),
+            xerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
+            label=label,
+            color=_color(k, len(panel.groups)),
+            marker="osD^v<>Px*"[k % 10],
+            linestyle="none",
+            markersize=5,
+            elinewidth=1.2,
+            capsize=2,
+        )
+    axes.axvline(panel.line, color="grey", linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(title=panel.title, xlabel=panel.x)
+    axes.set_yticks(np.arange(len(panel.names)), list(panel.names))
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    _legend(axes, len(panel.groups))
+
+
+def _stacks(axes: Axes, panel: Stacks) -> None:
+    begin = np.zeros(len(panel.names))
+    for k, (label, amounts) in enumerate(panel.parts.items()):
+        axes.barh(np.arange(len(panel.names)), amounts, 0.6, begin, label=label, color=_color(k, len(panel.parts)))
+        begin += np.array(amounts)
+    axes.set(title=panel.title, xlabel=panel.x)
+    axes.set_yticks(np.arange(len(panel.names)), list(panel.names))
+    axes.invert_yaxis()
+    _legend(axes, len(panel.parts))
+
+
+def _legend(axes: Axes, count: int) -> None:
+    """A legend below the axes, where it hides nothing."""
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=min(3, count), frameon=False)

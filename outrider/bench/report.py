@@ -8,7 +8,7 @@ from jinja2 import Environment
 
 from outrider.bench.circumstances import sentence
 from outrider.bench.claims import Claim
-from outrider.bench.plot import Bars, Panel, draw
+from outrider.bench.plot import Bars, Dots, Figure, Panel, Stacks, draw
 
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 
@@ -20,15 +20,24 @@ STYLE = """
   svg { max-width: 100%; height: auto }
   .holds { color: #17692c } .does-not-hold { color: #9c1c1c } .undecided { color: #666 }
   pre { font-size: 12px; background: #f7f7f7; padding: 1em; overflow-x: auto }
+  .verdict { font-size: 1.25em; border-left: .25em solid #0072b2; padding-left: .75em }
+  .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 28em), 1fr)); gap: 1.5em }
+  figure { margin: 0 } figcaption { font-size: 13px; color: #555 } summary { cursor: pointer; font-size: 13px }
+  @media print { details { display: none } figure { break-inside: avoid } }
 """
 """How tables and plots look."""
+
+PAGE_SIZE = (5.2, 3.9)
+"""Inches of a figure of a page."""
 
 PAGE = """<!doctype html>
 <html lang="en">
 <meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{{ recipe }}</title>
 <style>{{ style | safe }}</style>
 <h1>{{ recipe }}</h1>
+{% if verdict %}<p class="verdict">{{ verdict }}</p>{% endif %}
 <p>{{ about }}</p>
 {% if text %}<p>{{ text }}</p>{% endif %}
 {% if claims %}
@@ -46,10 +55,28 @@ PAGE = """<!doctype html>
   {% endfor %}
 </table>
 {% endif %}
-{% if plot %}<h2>Plots</h2>{{ plot | safe }}{% endif %}
+{% if figures %}
+<h2>Plots</h2>
+<div class="figures">
+{% for figure in figures %}
+<figure>
+  {{ figure.svg | safe }}
+  <figcaption>{{ figure.reading }}
+  <details><summary>data</summary>
+  <table>
+    <tr>{% for cell in figure.data.head %}<th>{{ cell }}</th>{% endfor %}</tr>
+    {% for line in figure.data.lines %}<tr>{% for cell in line %}<td>{{ cell }}</td>{% endfor %}</tr>
+    {% endfor %}
+  </table>
+  </details></figcaption>
+</figure>
+{% endfor %}
+</div>
+{% endif %}
 {% for table in tables %}
 {% if table.title %}<h2>{{ table.title }}</h2>{% endif %}
 {% if table.text %}<p>{{ table.text }}</p>{% endif %}
+{% if table.points %}<ul>{% for point in table.points %}<li>{{ point }}</li>{% endfor %}</ul>{% endif %}
 {% if table.head %}
 <table>
   <tr>{% for cell in table.head %}<th>{{ cell }}</th>{% endfor %}</tr>
@@ -59,27 +86,40 @@ PAGE = """<!doctype html>
 {% endif %}
 {% endfor %}
 <h2>Raw rows</h2>
+{% if rows %}
+<p>{{ count }} rows, within this page: <a id="save" download="rows.jsonl" href="#rows">save them as JSON lines</a>.</p>
+<details><summary>all rows</summary><pre id="rows"></pre></details>
+<script id="data" type="application/x-ndjson">{{ rows | safe }}</script>
+<script>
+  const rows = document.getElementById("data").textContent.replaceAll("<\\/", "</");
+  document.getElementById("rows").textContent = rows;
+  document.getElementById("save").href = URL.createObjectURL(new Blob([rows], {type: "application/x-ndjson"}));
+</script>
+{% else %}
 <p>{{ count }} rows in <a href="rows.jsonl">rows.jsonl</a>, beside this file. The first of them:</p>
 <pre>{{ first }}</pre>
+{% endif %}
 <h2>Circumstances</h2>
-<pre>{{ circumstances }}</pre>
+<details><summary>all of them</summary><pre>{{ circumstances }}</pre></details>
 </html>
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table with what is to be said before it; without a head there is only the text."""
+    """A table with what is to be said before it; without a head there is only the text, or a list of points."""
 
     head: Sequence[str] = ()
     lines: Sequence[Sequence[object]] = ()
     title: str = ""
     text: str = ""
+    points: Sequence[str] = ()
 
     def markdown(self) -> str:
         """The table as Markdown."""
         said = [f"## {self.title}\n" if self.title else "", f"{self.text}\n" if self.text else ""]
-        return "\n".join([*filter(None, said), *([table(self.head, self.lines)] if self.head else [])])
+        listed = ["".join(f"- {each}\n" for each in self.points)] if self.points else []
+        return "\n".join([*filter(None, said), *listed, *([table(self.head, self.lines)] if self.head else [])])
 
 
 def table(head: Sequence[str], body: Sequence[Sequence[object]]) -> str:
@@ -89,17 +129,52 @@ def table(head: Sequence[str], body: Sequence[Sequence[object]]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """A figure of the page: how to read it, and its data."""
+
+    svg: str
+    reading: str
+    data: Table
+
+    @classmethod
+    def of(cls, panel: Figure) -> "Drawn":
+        """A panel, drawn so that its words can be read on a narrow screen."""
+        return cls(svg=draw([panel], 1, PAGE_SIZE), reading=panel.reading, data=data_of(panel))
+
+
+def data_of(panel: Figure) -> Table:
+    """The numbers that a figure shows."""
+    match panel:
+        case Panel():
+            points = [[c.label, f"{x:g}", y.text(".4g")] for c in panel.curves for x, y in zip(c.x, c.y, strict=True)]
+            return Table(head=("", panel.x, panel.y), lines=points)
+        case Bars() | Dots():
+            lines = [
+                [name, *("-" if (one := each[i]) is None else one.text(".4g") for each in panel.groups.values())]
+                for i, name in enumerate(panel.names)
+            ]
+            return Table(head=("", *panel.groups), lines=lines)
+        case Stacks():
+            amounts = [
+                [name, *(f"{each[i]:.4g}" for each in panel.parts.values())] for i, name in enumerate(panel.names)
+            ]
+            return Table(head=("", *panel.parts), lines=amounts)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Findings:
     """What a recipe makes of its rows.
 
     Attributes:
+        verdict: What came out, in one sentence.
         text: What was measured, in a few sentences.
         summary: The figures for programs; None where the tables and claims say all.
     """
 
     tables: Sequence[Table]
-    panels: Sequence[Panel | Bars] = ()
+    panels: Sequence[Figure] = ()
     claims: Sequence[Claim] = ()
+    verdict: str = ""
     text: str = ""
     summary: Mapping[str, Any] | None = None
     columns: int = 2
@@ -110,29 +185,35 @@ class Findings:
 
     def markdown(self, recipe: str, made: Mapping[str, Any]) -> str:
         """Circumstances and tables."""
-        about = "\n".join(filter(None, [sentence(recipe, made), self.text]))
+        about = "\n".join(filter(None, [self.verdict and f"**{self.verdict}**\n", sentence(recipe, made), self.text]))
         return "\n".join([about + "\n", *(each.markdown() for each in self.tables)])
 
-    def html(self, recipe: str, made: Mapping[str, Any], *, count: int, first: str, circumstances: str) -> str:
+    def html(
+        self, recipe: str, made: Mapping[str, Any], *, count: int, first: str, circumstances: str, rows: str = ""
+    ) -> str:
         """A page that needs no other file.
 
         Args:
             count: How many rows there are.
             first: The first of them.
             circumstances: All that is known of how they came about.
+            rows: All of them as JSON lines, to stand within the page; empty where they lie beside it.
         """
         page = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(PAGE)
         return page.render(
             recipe=recipe,
             style=STYLE,
             about=sentence(recipe, made),
+            verdict=self.verdict,
             text=self.text,
             claims=self.claims,
             verdicts=VERDICTS,
             tables=self.tables,
-            plot=self.plot(),
+            figures=[Drawn.of(panel) for panel in self.panels],
             count=count,
             first=first,
+            # No text of a script may hold the end of one.
+            rows=rows.replace("</", "<\\/"),
             circumstances=circumstances,
         )
 

@@ -1,12 +1,13 @@
 """Prompts that measurements use: read from a file, cut to what fits, chosen evenly over their categories."""
 
-import json
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol, TypeVar, runtime_checkable
 
+from outrider.bench.workloads.workload import read_workload
 from outrider.core.types import InputError
 from outrider.embedded import ASSETS
 from outrider.engine.prompts import Prompt
@@ -30,41 +31,38 @@ class Question:
 
 
 def read_prompts(path: Path) -> list[tuple[str, str, Prompt]]:
-    """Id, category and prompt of every line; turns become chat messages, the user first.
+    """Id, category and first prompt of every conversation of a file; `outrider.bench.workloads` has the formats.
 
     Raises:
-        InputError: The file cannot be read, or a line is not such an object.
+        InputError: The file cannot be read, or a line is of another format than the first.
     """
-    found: list[tuple[str, str, Prompt]] = []
-    try:
-        for line in path.read_text(encoding="utf-8").splitlines():
-            given = json.loads(line)
-            if "turns" in given:
-                roles = ("user", "assistant")
-                prompt: Prompt = [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(given["turns"])]
-            else:
-                prompt = given["prompt"]
-            found.append((given["id"], given["category"], prompt))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}; give a file of JSON lines") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{path} must have an object with id, category, and prompt or turns on every line: {error!r}"
-        ) from error
-    return found
+    return [(each.id, each.category, each.opening) for each in read_workload(str(path)).conversations]
 
 
-def choose(questions: Sequence[Question], count: int, seed: int = 0) -> list[Question]:
+@runtime_checkable
+class Categorised(Protocol):
+    """Anything with a category."""
+
+    @property
+    def category(self) -> str:
+        """As many things of each category are chosen as of any other."""
+        ...
+
+
+C = TypeVar("C", bound=Categorised)
+
+
+def choose(questions: Sequence[C], count: int, seed: int = 0) -> list[C]:
     """As many prompts of every category as of any other; where one has too few, the others fill up.
 
     Which prompts of a category are taken depends on the seed and the file alone.
     """
-    piles: dict[str, list[Question]] = defaultdict(list)
+    piles: dict[str, list[C]] = defaultdict(list)
     for question in questions:
         piles[question.category].append(question)
     for category, pile in piles.items():
         random.Random(f"{seed}/{category}").shuffle(pile)
-    chosen: list[Question] = []
+    chosen: list[C] = []
     while len(chosen) < count and any(piles.values()):
         for category in sorted(piles):
             if piles[category] and len(chosen) < count:

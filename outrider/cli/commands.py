@@ -7,6 +7,7 @@ import typer
 
 from outrider import __version__
 from outrider.cli import pruning
+from outrider.cli.bench import NO_GRAMMAR, BenchOptions
 from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
 from outrider.cli.options import Json, with_options
@@ -126,6 +127,33 @@ def prove(
     from outrider.cli.prove import prove
 
     prove(setup, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
+
+
+@app.command()
+@with_options(without=NO_GRAMMAR)
+def bench(
+    setup: Setup,
+    request: RequestOptions,
+    options: BenchOptions,
+    given: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with",
+            help="A configuration, as `length=fixed:4` or `drafter=suffix,tree=chain,name=mine`; may be given several "
+            "times. Without any, the setup itself is measured.",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure configurations against plain decoding and other engines. Exit status 1 if one is not lossless.
+
+    All take turns on the same prompts, after the gate of `prove` and a warm-up. Without options, the pair that ships
+    with Outrider is measured on built-in prompts, in at most three minutes. The first line is the verdict: faster,
+    slower, or no difference found.
+    """
+    from outrider.cli.bench import bench
+
+    raise typer.Exit(bench(setup, request, options, given or [], as_json))
 
 
 @app.command()

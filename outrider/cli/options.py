@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from outrider.cli.bench import BenchOptions
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
 from outrider.cli.request import ENDING, RequestOptions
@@ -31,6 +32,7 @@ HEADINGS = {
     Settings: "Training",
     DataOptions: "Texts",
     WatchOptions: "Watching",
+    BenchOptions: "Measuring",
 }
 """The heading of each dataclass's options in the help; of others, `DRAFTER`."""
 DRAFTER = "Drafter"

@@ -118,7 +118,7 @@ def test_the_report_stands_alone_and_shows_what_was_found(tmp_path):
     page = (tmp_path / "report.html").read_text()
     assert "&lt;cell&gt;" in page
     assert "A &lt;table&gt;" in page
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == page.count("<figure>") == 2
     assert "src=" not in page
     assert 'href="rows.jsonl"' in page
     assert json.loads((tmp_path / "summary.json").read_text()) == {"figure": 1}

@@ -3,7 +3,7 @@
 import os
 import signal
 
-from recipes.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
 
 
 class Scripted(Driver):

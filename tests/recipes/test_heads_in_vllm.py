@@ -8,12 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from outrider.bench.engines.driver import Options
+from outrider.bench.engines.engine import Engine
+from outrider.bench.engines.environments import CannotMake, Environment, Room
+from outrider.bench.engines.vllm import VllmDriver
 from outrider.core.types import InputError
 from recipes import heads_in_vllm
-from recipes.engines.driver import Options
-from recipes.engines.engine import Engine
-from recipes.engines.environments import CannotMake, Environment, Room
-from recipes.engines.vllm import VllmDriver
 from recipes.heads_in_vllm import Plan, run
 
 

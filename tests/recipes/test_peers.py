@@ -8,16 +8,16 @@ from dataclasses import replace
 import pytest
 
 from outrider import InputError
+from outrider.bench.engines.agreement import agreement
+from outrider.bench.engines.driver import Asked, Options
+from outrider.bench.engines.engine import Engine, converted
+from outrider.bench.engines.environments import CannotMake, Environment, Room
+from outrider.bench.engines.llama import compiler
+from outrider.bench.engines.process import Process, Refused, Stopped
+from outrider.bench.engines.vllm import requirements
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.lm.hf.open import open_model
 from recipes import peers, peers_runs
-from recipes.engines.agreement import agreement
-from recipes.engines.driver import Asked, Options
-from recipes.engines.engine import Engine, converted
-from recipes.engines.environments import CannotMake, Environment, Room
-from recipes.engines.llama import compiler
-from recipes.engines.process import Process, Refused, Stopped
-from recipes.engines.vllm import requirements
 from recipes.peers_runs import ENGINES
 
 PROMPTS = [[0, 100, 200, 300, 400], [0, 500, 600]]

@@ -20,7 +20,7 @@ def test_recipes_are_listed_with_a_line_each(capsys):
     main([])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == NAMES
-    assert {"speed", "regression", "claims", "zoo"} <= set(NAMES)
+    assert {"peers", "regression", "claims", "zoo"} <= set(NAMES)
     assert all(len(line) > 30 for line in lines)
 
 
@@ -37,7 +37,7 @@ def test_every_recipe_has_a_quick_form_and_writes_only_when_asked(name):
 
 def test_options_that_are_given_count_before_those_of_the_quick_form(capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["throughput", "--quick", "--num-prompts", "0"])
+        main(["peers", "--quick", "--num-prompts", "0"])
     assert ended.value.code == 2
     assert "--num-prompts" in capsys.readouterr().err
 
@@ -54,7 +54,7 @@ def test_a_quick_form_of_unknown_options_is_a_mistake():
         (["gpu"], "needs a CUDA device"),
         (["stopping", "--draft", "/no/such"], "is not a model's directory"),
         (["sharing", "--num-prompts", "2"], "num_prompts must be >= 16"),
-        (["speed", "--lengths", "3,x"], "--lengths must be whole numbers"),
+        (["peers", "--batch-sizes", "3,x"], "--batch-sizes must be whole numbers"),
         (["stand_in_speed", "--temperatures", "warm"], "--temperatures must be numbers"),
         (["memory", "--requests", "1"], "warmup must be <= the number of requests"),
         (["zoo", "--only", "nonesuch"], "unknown model type 'nonesuch'"),
@@ -96,6 +96,6 @@ def test_a_setting_holds_what_was_typed_and_the_recipe_gets_its_other_options():
 
 
 def test_a_package_that_is_missing_gets_one_sentence(monkeypatch):
-    monkeypatch.setitem(sys.modules, "recipes.speed", None)
+    monkeypatch.setitem(sys.modules, "recipes.peers", None)
     with pytest.raises(InputError, match=r"this recipe needs .*install the extras"):
-        command("speed", [])
+        command("peers", [])

@@ -1,0 +1,76 @@
+"""What an engine is: modes, environment, what starts its driver, and what writes models in its format."""
+
+import hashlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.bench.engines.environments import BARE, PACKAGE, Environment, Room
+
+DRAFT_MODEL = "draft model"
+Command = Callable[[Room | None], list[str]]
+"""The command that starts a driver, with the engine's environment or None for this one."""
+Convert = Callable[[Room, Path, Path, str], None]
+"""Writes a model in the engine's format: environment, source, where to, dtype."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """An engine behind a driver.
+
+    Attributes:
+        title: What tables call it.
+        modes: Its ways to decode, as its driver knows them.
+        environment: None is the one that this runs in.
+        convert: None leaves models in the format of Hugging Face.
+    """
+
+    title: str
+    modes: tuple[str, ...]
+    command: Command
+    environment: Environment | None = None
+    convert: Convert | None = None
+
+    @property
+    def version(self) -> str:
+        """What is installed for it, and its version."""
+        if self.environment is None:
+            return "as here"
+        return ", ".join(pin.replace("==", " ") for pin in self.environment.pins if not pin.startswith("torch"))
+
+
+def python_driver(module: str) -> Command:
+    """Starts a driver that is a module of this folder, in the environment's Python or in this one."""
+
+    def command(room: Room | None) -> list[str]:
+        run = f"import runpy; runpy.run_module('{__package__}.{module}', run_name='__main__')"
+        if room is None:
+            return [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(PACKAGE.parent)!r}); {run}"]
+        return [str(room.python), "-c", BARE + run]
+
+    return command
+
+
+def converted(engine: Engine, room: Room | None, source: Path, folder: Path, dtype: str) -> Path:
+    """Where a model lies in the engine's format; it is converted unless it was.
+
+    Raises:
+        CannotMake: It cannot be converted.
+    """
+    if engine.convert is None or room is None:
+        return source.absolute()
+    place = folder.absolute() / "models" / f"{digest(source / 'model.safetensors')}-{room.place.name}-{dtype}"
+    if not place.exists():
+        # The environments of the engines read this file too, and have no Outrider.
+        from outrider.core import files
+
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with files.replaced(place) as fresh:
+            engine.convert(room, source.absolute(), fresh, dtype)
+    return place
+
+
+def digest(file: Path) -> str:
+    """Short, and another for other contents."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:12]

@@ -1,0 +1,128 @@
+"""The environments of the engines: a folder each, with pinned versions, made when it is missing.
+
+A file in the folder holds the pins; other pins make the environment anew. `log.txt` beside it has the output of pip and
+of compilers.
+"""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "made.txt"
+PACKAGE = Path(__file__).parents[2]
+BARE = f"""
+import sys, types
+for name, place in (("outrider", {str(PACKAGE)!r}), ("outrider.bench", {str(PACKAGE / "bench")!r})):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [place]
+"""
+"""The beginning of a program in a Python that has no Outrider: it can import the files of this folder, and nothing that
+is installed beside Outrider.
+"""
+TORCH = "torch==2.13.0"
+"""By itself and first: looser requirements would fetch other builds."""
+
+
+class CannotMake(Exception):
+    """Why an environment cannot be made here, in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """The folder of an environment.
+
+    Attributes:
+        pins: What is installed, with versions.
+        given: A Python that somebody made, instead of one in the folder.
+    """
+
+    place: Path
+    pins: tuple[str, ...]
+    given: Path | None = None
+
+    @property
+    def python(self) -> Path:
+        """The environment's own Python."""
+        return self.given or self.place / "venv" / "bin" / "python"
+
+    def run(self, *command: str | Path) -> None:
+        """Run a command, with what it says in the log.
+
+        Raises:
+            CannotMake: It cannot be run, or fails; with the last line that names an error.
+        """
+        told = [str(part) for part in command]
+        try:
+            done = subprocess.run(told, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        except OSError as error:
+            raise CannotMake(f"{told[0]} cannot be run: {error.strerror}") from error
+        with (self.place / "log.txt").open("a", encoding="utf-8") as log:
+            log.write(f"$ {' '.join(told)}\n{done.stdout}\n")
+        if done.returncode:
+            raise CannotMake(f"{Path(told[0]).name} says: {reason(done.stdout)}")
+
+    def pip(self, *arguments: str | Path) -> None:
+        """Run the environment's pip."""
+        self.run(self.python, "-m", "pip", "--disable-pip-version-check", *arguments)
+
+    def call(self, module: str, function: str, *arguments: str | Path) -> None:
+        """Call a function with texts, in the environment's Python."""
+        program = f"from {module} import {function}; {function}(*sys.argv[1:])"
+        self.run(self.python, "-c", BARE + program, *arguments)
+
+
+def reason(output: str) -> str:
+    """The line of an output that tells an error, the last one if there are several.
+
+    Example:
+        >>> reason("Collecting vllm\\nERROR: No matching distribution found for vllm\\n\\n")
+        'No matching distribution found for vllm'
+    """
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    telling = [line for line in lines if line.lower().startswith(("error", "fatal")) or "error:" in line.lower()]
+    last = (telling or lines or ["nothing"])[-1]
+    return last.removeprefix("ERROR: ")[:300]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """How the environment of an engine comes about.
+
+    Attributes:
+        pins: What is installed, with versions; the rest is what these require.
+    """
+
+    name: str
+    pins: tuple[str, ...]
+    make: Callable[[Room], None]
+
+    def room(self, folder: Path) -> Room:
+        """Where it is, or will be."""
+        return Room(place=(folder / self.name).absolute(), pins=self.pins)
+
+    def is_made(self, folder: Path) -> bool:
+        """Whether it is there, with these pins."""
+        mark = self.room(folder).place / MARK
+        return mark.is_file() and mark.read_text(encoding="utf-8").split() == list(self.pins)
+
+    def made(self, folder: Path) -> Room:
+        """The environment, which is made unless it is there.
+
+        Raises:
+            CannotMake: It cannot be made.
+        """
+        room = self.room(folder)
+        if self.is_made(folder):
+            return room
+        try:
+            shutil.rmtree(room.place, ignore_errors=True)
+            room.place.mkdir(parents=True)
+        except OSError as error:
+            raise CannotMake(f"{room.place.name} cannot be written: {error.strerror}") from error
+        room.run(sys.executable, "-m", "venv", room.place / "venv")
+        self.make(room)
+        (room.place / MARK).write_text("\n".join(self.pins) + "\n", encoding="utf-8")
+        return room

@@ -1,0 +1,112 @@
+"""OpenVINO GenAI: `plain`, `prompt lookup` and `draft model`, with continuous batching."""
+
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
+from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
+from outrider.bench.engines.environments import TORCH, Environment, Room
+
+HINTS = {"bfloat16": "bf16", "float32": "f32"}
+
+
+class OpenvinoDriver(Driver):
+    """A pipeline over models in OpenVINO's format."""
+
+    def start(self, options: Options) -> None:
+        """Load the models."""
+        import openvino_genai as genai
+
+        device = {
+            "INFERENCE_NUM_THREADS": options.threads,
+            "INFERENCE_PRECISION_HINT": HINTS[options.dtype],
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_seqs = options.batch
+        scheduler.max_num_batched_tokens = options.batch * options.context
+        scheduler.cache_size = 1
+        scheduler.dynamic_split_fuse = False
+        scheduler.enable_prefix_caching = False
+        more: dict[str, Any] = {}
+        if options.mode == "prompt lookup":
+            more["prompt_lookup"] = True
+        if options.mode == DRAFT_MODEL:
+            more["draft_model"] = genai.draft_model(options.draft, "CPU", **device)
+        self._options = options
+        self._pipeline = genai.ContinuousBatchingPipeline(options.target, scheduler, "CPU", {**device, **more})
+
+    def ask(self, asked: Asked) -> Answer:
+        """Decode the prompts of a run."""
+        import numpy as np
+        import openvino
+
+        prompts = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in asked.prompts]
+        made = self._pipeline.generate(prompts, [self._law(asked, i) for i in range(len(prompts))])
+        return Answer(tokens=[list(each.m_generation_ids[0]) for each in made])
+
+    def _law(self, asked: Asked, i: int) -> Any:
+        """How the i-th prompt is decoded."""
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens = asked.new_tokens
+        config.ignore_eos = True
+        config.eos_token_id = 0
+        config.do_sample = asked.temperature > 0
+        if config.do_sample:
+            config.temperature, config.top_p = asked.temperature, 1.0
+            config.rng_seed = 1000 * asked.seed + i
+        if self._options.mode != "plain":
+            config.num_assistant_tokens = self._options.draft_tokens
+        if self._options.mode == "prompt lookup":
+            config.max_ngram_size = self._options.ngram
+        return config
+
+
+def write_model(source: str, out: str) -> None:
+    """Write a model and its tokenizer, without which no pipeline can be made.
+
+    The weights are written in float32, which holds those of bfloat16 exactly; what is computed in is the driver's
+    choice.
+    """
+    import openvino
+    import torch
+    from openvino_tokenizers import convert_tokenizer
+    from optimum.intel import OVModelForCausalLM
+    from transformers import PreTrainedTokenizerFast
+
+    options = {"export": True, "compile": False, "load_in_8bit": False, "torch_dtype": torch.float32}
+    OVModelForCausalLM.from_pretrained(Path(source), **options).save_pretrained(Path(out))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(Path(source) / "tokenizer.json"))
+    there, back = convert_tokenizer(tokenizer, with_detokenizer=True)
+    openvino.save_model(there, Path(out) / "openvino_tokenizer.xml")
+    openvino.save_model(back, Path(out) / "openvino_detokenizer.xml")
+
+
+def convert(room: Room, source: Path, out: Path, dtype: str) -> None:
+    """As a folder; the dtype is told to the driver instead."""
+    room.call("outrider.bench.engines.openvino", "write_model", source, out)
+
+
+def make(room: Room) -> None:
+    """OpenVINO GenAI, and what converts models for it, without the library for pictures that may want another torch."""
+    room.pip("install", *room.pins)
+    room.pip("uninstall", "--yes", "torchvision")
+
+
+ENGINE = Engine(
+    title="OpenVINO GenAI",
+    modes=("plain", "prompt lookup", DRAFT_MODEL),
+    command=python_driver("openvino"),
+    environment=Environment(
+        name="openvino",
+        pins=(TORCH, "transformers==4.57.6", "openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"),
+        make=make,
+    ),
+    convert=convert,
+)
+
+
+if __name__ == "__main__":
+    serve(OpenvinoDriver())

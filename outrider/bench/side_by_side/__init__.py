@@ -1,0 +1,1 @@
+"""`outrider bench`: configurations against plain decoding and other engines, on the same requests, in turns."""

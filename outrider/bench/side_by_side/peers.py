@@ -1,0 +1,213 @@
+"""The other engines of a measurement: which are here, what starts them, and whether they say what the target says."""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.engines import llama, openvino, vllm
+from outrider.bench.engines.agreement import agreement
+from outrider.bench.engines.driver import Asked, Options
+from outrider.bench.engines.engine import DRAFT_MODEL, converted
+from outrider.bench.engines.engine import Engine as OtherEngine
+from outrider.bench.engines.environments import CannotMake, Room
+from outrider.bench.engines.process import Process, Refused, Stopped
+from outrider.bench.side_by_side.ways import BatchWay, driver_way, transformers_way
+from outrider.core.inputs import InputError, unknown
+from outrider.engine.engine import Engine
+from outrider.engine.generation import Generation
+
+TRANSFORMERS, ASSISTED = "transformers", "assisted"
+"""transformers' own `generate` in this process: plain, and with its own speculation."""
+OUTSIDE: Mapping[str, OtherEngine] = {"vllm": vllm.ENGINE, "llama": llama.ENGINE, "openvino": openvino.ENGINE}
+"""Engines in processes of their own."""
+NEARLY = {"bfloat16": 0.5, "float32": 0.01}
+"""By how much, in logits, the target may prefer its own token to an engine's, by what both compute in."""
+NUM_COMPARED = 3
+"""Prompts on which an engine's tokens are compared with the target's."""
+
+
+def usual_folder() -> Path:
+    """Where environments are made by default: in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outrider" / "peers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PeerOptions:
+    """Which other engines take part.
+
+    Attributes:
+        names: Of `transformers`, `assisted`, `vllm`, `llama`, `openvino`.
+        environments: Folder of their environments, and of models in their formats.
+        pythons: A Python that has the engine, instead of an environment of the folder.
+        make: Whether missing environments are made; each takes minutes and gigabytes.
+        draft_tokens: Most tokens of their drafts.
+        ngram: Longest run of tokens that they look for in the text before.
+    """
+
+    names: tuple[str, ...] = (TRANSFORMERS,)
+    environments: Path = field(default_factory=usual_folder)
+    pythons: Mapping[str, Path] = field(default_factory=dict)
+    make: bool = False
+    draft_tokens: int = 5
+    ngram: int = 3
+
+    def __post_init__(self) -> None:
+        for name in self.names:
+            if name not in (TRANSFORMERS, ASSISTED, *OUTSIDE):
+                raise unknown("peer", name, (TRANSFORMERS, ASSISTED, *OUTSIDE))
+        for name, python in self.pythons.items():
+            if not python.is_file():
+                raise InputError(f"--{name}-python must name a Python that has {OUTSIDE[name].title}, got {python}")
+
+    @property
+    def outside(self) -> list[str]:
+        """Those in processes of their own."""
+        return [name for name in self.names if name in OUTSIDE]
+
+
+@dataclass(kw_only=True)
+class Peers:
+    """The other engines that take part, and why others do not; use it within `with`.
+
+    Args:
+        engine: Whose target they run.
+        greedy: Token ids of a few prompts, for the comparison of tokens.
+        new_tokens: Tokens of an answer.
+        batch: Most prompts at once.
+        threads: Threads of each.
+
+    Attributes:
+        left_out: What is left out, and why, in a sentence each.
+    """
+
+    options: PeerOptions
+    engine: Engine
+    generation: Generation
+    greedy: Sequence[list[int]]
+    new_tokens: int
+    batch: int
+    threads: int
+    left_out: dict[str, str] = field(default_factory=dict)
+    _running: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> "Peers":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._running.close()
+
+    def ways(self) -> list[BatchWay]:
+        """Start the engines, and compare their tokens with the target's."""
+        found = []
+        if TRANSFORMERS in self.options.names:
+            found.append(transformers_way(TRANSFORMERS, self.engine, self.generation))
+        if ASSISTED in self.options.names:
+            found += self._assisted()
+        for name in self.options.outside:
+            found += self._outside(name)
+        return found
+
+    def _assisted(self) -> list[BatchWay]:
+        """transformers' own speculation: prompt lookup, and assisted generation with the draft model."""
+        engine, generation, drafted = self.engine, self.generation, self.options.draft_tokens
+        found = [transformers_way(f"{TRANSFORMERS}, prompt lookup", engine, generation, lookup=drafted)]
+        name, assistant = f"{TRANSFORMERS}, assisted", draft_model_of(engine)
+        if assistant is None:
+            self.left_out[name] = "the setup has no draft model"
+            return found
+        return [*found, transformers_way(name, engine, generation, assistant=assistant, draft=drafted)]
+
+    def _outside(self, name: str) -> list[BatchWay]:
+        """An engine in all its modes, each in a process of its own."""
+        other = OUTSIDE[name]
+        try:
+            room = self._room(name, other)
+            target, draft = self._models(other, room)
+        except CannotMake as error:
+            self.left_out[other.title] = str(error)
+            return []
+        found = []
+        for mode in other.modes:
+            title = f"{other.title}, {mode}"
+            if mode == DRAFT_MODEL and draft is None:
+                self.left_out[title] = "the setup has no draft model"
+                continue
+            options = Options(
+                mode=mode,
+                target=str(target),
+                draft=str(draft or target),
+                dtype=self._dtype,
+                threads=self.threads,
+                draft_tokens=self.options.draft_tokens,
+                ngram=self.options.ngram,
+                batch=self.batch,
+                context=self.engine.parts.target.max_context,
+            )
+            try:
+                process = Process(other.command(room))
+                process.start(options)
+                self._running.enter_context(process)
+                self._compare(process)
+            except (CannotMake, Stopped, Refused) as error:
+                self.left_out[title] = str(error)
+                continue
+            temperature = 1.0 if self.generation.sampling is None else self.generation.sampling.temperature
+            found.append(driver_way(title, self.engine, process, temperature, drafts=mode != "plain"))
+        return found
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.engine.parts.target.dtype).removeprefix("torch.")
+
+    def _room(self, name: str, other: OtherEngine) -> Room:
+        """The environment of an engine. Raises CannotMake where there is none."""
+        environment, folder = other.environment, self.options.environments
+        if environment is None:
+            raise CannotMake("it has no environment of its own")
+        if name in self.options.pythons:
+            place = (folder / name).absolute()
+            place.mkdir(parents=True, exist_ok=True)
+            return Room(place=place, pins=(), given=self.options.pythons[name].absolute())
+        if not environment.is_made(folder) and not self.options.make:
+            named = f"name a Python that has it with --{name}-python, or " if name != "llama" else ""
+            raise CannotMake(f"it is not installed; {named}let `--make-environments` install it")
+        return environment.made(folder)
+
+    def _models(self, other: OtherEngine, room: Room) -> tuple[Path, Path | None]:
+        """Target and draft model in the engine's format. Raises CannotMake where that is not possible."""
+        if self._dtype not in NEARLY:
+            raise CannotMake(f"it is compared in {' or '.join(NEARLY)}; the target computes in {self._dtype}")
+        target: Any = self.engine.parts.target
+        places = []
+        for what, model in (("target", target.model), ("draft model", draft_model_of(self.engine))):
+            place = None if model is None else Path(str(model.name_or_path))
+            if place is not None and not (place / "model.safetensors").is_file():
+                raise CannotMake(f"the {what} must be a local folder with model.safetensors, got {place}")
+            places.append(
+                None if place is None else converted(other, room, place, self.options.environments, self._dtype)
+            )
+        found, draft = places
+        if found is None:
+            raise CannotMake("there is no target")
+        return found, draft
+
+    def _compare(self, process: Process) -> None:
+        """Raise CannotMake where an engine takes tokens that the target finds clearly less likely."""
+        target: Any = self.engine.parts.target
+        for prompt in self.greedy[:NUM_COMPARED]:
+            [tokens] = process.ask(Asked(prompts=[prompt], new_tokens=self.new_tokens, temperature=0.0, seed=0)).tokens
+            found = agreement(target.model, prompt, tokens)
+            if found.gap > NEARLY[self._dtype]:
+                raise CannotMake(
+                    f"it does not say what the target says: at temperature 0, token {found.first} of an answer is "
+                    f"{found.gap:.2f} logits behind the target's own"
+                )
+
+
+def draft_model_of(engine: Engine) -> Any:
+    """The draft model of an engine as transformers has it; None where its drafter is something else."""
+    model = getattr(engine.parts.drafter, "lm", None)
+    return getattr(model, "model", None)

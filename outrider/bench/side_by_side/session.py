@@ -1,0 +1,381 @@
+"""A measurement: configurations are built, pass the gate, are warmed up, and take turns; rows are kept as they come."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import outrider
+from outrider.assembly import assemble
+from outrider.bench.circumstances import circumstances
+from outrider.bench.evidence import Row
+from outrider.bench.folder import Folder, folder
+from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
+from outrider.bench.side_by_side.configuration import DEFAULT, PLAIN, Configuration
+from outrider.bench.side_by_side.gating import reason_to_stop
+from outrider.bench.side_by_side.meters import measured
+from outrider.bench.side_by_side.metrics import Objectives
+from outrider.bench.side_by_side.peers import PeerOptions, Peers
+from outrider.bench.side_by_side.player import Player
+from outrider.bench.side_by_side.prompts import Asked, Encoder, ask
+from outrider.bench.side_by_side.ways import EngineWay, LeftOut, Way
+from outrider.bench.turns import Turn, turns
+from outrider.bench.workloads.conversation import Conversation
+from outrider.bench.workloads.formats import TraceUnits
+from outrider.bench.workloads.workload import BUILT_IN, Workload, read_workload
+from outrider.core.inputs import InputError
+from outrider.core.types import Sampling
+from outrider.engine.engine import Engine
+from outrider.engine.generation import Generation
+from outrider.setup import Setup
+
+COMMAND = "outrider bench"
+GROUPS = 3
+"""A turn with several conversations at once plays so many times as many, so that slots are filled again."""
+WARM_TOKENS = 32
+"""Most tokens of an answer of the warm-up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        setup: The options that all configurations share.
+        generation: What is asked of each request; `max_new_tokens` where the workload names no number.
+        workload: As `read_workload` takes it.
+        num_prompts: How many conversations; None takes all.
+        loads: When requests come.
+        rounds: How often every run is repeated.
+        time_limit: Seconds after which no new turn begins; None measures everything.
+        seed: Of the choice of conversations, of the order of turns, and of the draws.
+        objectives: What a good request keeps; None counts no good ones.
+        out: Folder for rows and reports; None keeps them in memory.
+    """
+
+    setup: Setup = field(default_factory=Setup)
+    configurations: tuple[Configuration, ...] = (DEFAULT,)
+    generation: Generation = field(default_factory=lambda: Generation(max_new_tokens=96))
+    workload: str = BUILT_IN
+    units: TraceUnits = field(default_factory=TraceUnits)
+    num_prompts: int | None = 24
+    loads: tuple[Load, ...] = (ClosedLoop(),)
+    rounds: int = 3
+    time_limit: float | None = None
+    seed: int = 0
+    peers: PeerOptions = field(default_factory=PeerOptions)
+    objectives: Objectives | None = None
+    out: Path | None = None
+
+    def __post_init__(self) -> None:
+        names = [each.name for each in self.configurations]
+        if twice := {name for name in names if names.count(name) > 1}:
+            raise InputError(f"two configurations are called {min(twice)!r}; give them other names with name=...")
+        if self.rounds < 1 or (self.num_prompts is not None and self.num_prompts < 1):
+            raise InputError(f"rounds and num_prompts must be >= 1, got {self.rounds} and {self.num_prompts}")
+        if self.time_limit is not None and not self.time_limit > 0:
+            raise InputError(f"time_limit must be > 0 seconds, got {self.time_limit:g}")
+        if not self.loads:
+            raise InputError("a measurement needs a load, such as a concurrency")
+
+    @property
+    def concurrency(self) -> int:
+        """Most conversations at once of its closed loops; at least 1."""
+        return max([1, *(load.concurrency for load in self.loads if isinstance(load, ClosedLoop))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Conversations that are played in one turn."""
+
+    number: int
+    conversations: tuple[Conversation, ...]
+
+    @property
+    def name(self) -> str:
+        """Unique among the groups of a load."""
+        return self.conversations[0].id if len(self.conversations) == 1 else f"group {self.number}"
+
+    @property
+    def category(self) -> str:
+        """That of its conversations, or `several`."""
+        categories = {each.category for each in self.conversations}
+        return min(categories) if len(categories) == 1 else "several"
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """What was measured.
+
+    Attributes:
+        target: Its name, for people.
+        ways: Names of all ways that were measured, in the order in which they were given.
+        drafting: Those that draft.
+        outside: Those that are other engines.
+        stopped: Configurations that the gate stopped, with the reason.
+        left_out: What else is left out, with the reason.
+        rows: One for each turn.
+        made: Under what the first row came about.
+    """
+
+    plan: Plan
+    target: str
+    workload: Workload
+    asked: Asked
+    ways: list[str] = field(default_factory=list)
+    drafting: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
+    stopped: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    made: Mapping[str, Any] = field(default_factory=dict)
+
+
+def measure(
+    plan: Plan,
+    *,
+    finish: Callable[[Measurement, Folder], None] = lambda measurement, place: None,
+    tell: Callable[[Row], None] = lambda row: None,
+) -> Measurement:
+    """Build, check, warm up, and take turns.
+
+    Args:
+        finish: Called at the end, while the folder is open.
+        tell: Called with each row as it comes.
+
+    Raises:
+        InputError: Something that was given is wrong, or no configuration is left.
+    """
+    workload = read_workload(plan.workload, plan.units)
+    for load in plan.loads:
+        load.times(workload.conversations)
+    first = assemble(shared_setup(plan))
+    encoder = Encoder(first)
+    generation = settled(plan, first)
+    room = first.parts.target.max_context - 1
+    asked = ask(workload, encoder, count=plan.num_prompts, room=room - generation.max_new_tokens, seed=plan.seed)
+    player = Player(encoder=encoder, max_new_tokens=generation.max_new_tokens, room=room)
+    found = Measurement(plan=plan, target=str(plan.setup.target or "embedded"), workload=workload, asked=asked)
+    with folder(plan.out, COMMAND, arguments(found, generation)) as place:
+        engines = checked(plan, first, found, place)
+        ways: list[Way] = [
+            EngineWay(name=PLAIN, engine=first.plain(), generation=generation, drafts=False, columns=1),
+            *(EngineWay(name=name, engine=engine, generation=generation) for name, engine in engines.items()),
+        ]
+        peers = Peers(
+            options=plan.peers,
+            engine=next(iter(engines.values()), first),
+            generation=generation,
+            greedy=[encoder.prompt(each) for each in asked.conversations],
+            new_tokens=generation.max_new_tokens,
+            batch=plan.concurrency,
+            threads=torch.get_num_threads(),
+            left_out=found.left_out,
+        )
+        with peers:
+            if plan.peers.names:
+                task = place.progress.add_task("other engines", total=None)
+                ways += peers.ways()
+                place.progress.update(task, total=1, completed=1)
+            found.ways = [way.name for way in ways]
+            found.drafting = {way.name for way in ways if way.drafts}
+            found.outside = {way.name for way in ways if way.outside}
+            _take_turns(found, place, player, ways, tell)
+        found.made = place.made
+        finish(found, place)
+    return found
+
+
+def shared_setup(plan: Plan) -> Setup:
+    """The base setup, with as many slots as the largest load needs."""
+    wanted = plan.setup
+    return wanted if wanted.max_slots is not None else replace(wanted, max_slots=max(8, plan.concurrency))
+
+
+def settled(plan: Plan, engine: Engine) -> Generation:
+    """What is asked of each request: drawn as the target's generation config says, unless the plan says otherwise.
+
+    Answers go on behind end tokens where an engine takes part whose driver cannot end there.
+    """
+    sampling = plan.generation.sampling or engine.sampling or Sampling()
+    ignore_eos = plan.generation.ignore_eos or bool(plan.peers.outside)
+    return replace(plan.generation, sampling=sampling, ignore_eos=ignore_eos)
+
+
+def arguments(found: Measurement, generation: Generation) -> dict[str, object]:
+    """What rows depend on: rows of other arguments are not merged.
+
+    Besides what was given these are hashes of what is asked, and the versions of what answers.
+    """
+    plan, made = found.plan, circumstances({})
+    sampling = {name: value for name, value in vars(generation.sampling).items() if name != "processors"}
+    return {
+        "setup": {name: str(value) for name, value in plan.setup.given().items()},
+        "max_new_tokens": generation.max_new_tokens,
+        "ignore_eos": generation.ignore_eos,
+        "sampling": {name: str(value) for name, value in sampling.items()},
+        "seed": plan.seed,
+        "workload": found.workload.name,
+        "workload_sha256": found.workload.sha256,
+        "token_ids_sha256": found.asked.token_ids,
+        "chat_template_sha256": found.asked.template,
+        "versions": {
+            "outrider": outrider.__version__,
+            "commit": str(made["commit"]),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "cpu": str(made["cpu"]),
+        "threads": torch.get_num_threads(),
+        "configurations": [each.name for each in plan.configurations],
+        "peers": list(plan.peers.names),
+        "loads": [load.name for load in plan.loads],
+        "rounds": plan.rounds,
+        "time_limit": plan.time_limit,
+        "objectives": None if plan.objectives is None else str(plan.objectives),
+    }
+
+
+def checked(plan: Plan, first: Engine, found: Measurement, place: Folder) -> dict[str, Engine]:
+    """An engine for each configuration whose parts fit and that passes the gate; the others are noted.
+
+    Raises:
+        InputError: A configuration that was named by itself does not fit, or none is left.
+    """
+    engines: dict[str, Engine] = {}
+    task = place.progress.add_task("lossless?", total=len(plan.configurations))
+    for each in plan.configurations:
+        try:
+            engines[each.name] = engine_of(plan, each, first)
+        except InputError as error:
+            if not each.swept:
+                raise InputError(f"{each.name}: {error}") from error
+            found.left_out[each.name] = str(error)
+        else:
+            reason = reason_to_stop(engines[each.name])
+            if reason is not None:
+                found.stopped[each.name] = reason
+                del engines[each.name]
+        place.progress.advance(task)
+    return engines
+
+
+def engine_of(plan: Plan, configuration: Configuration, first: Engine) -> Engine:
+    """The engine of a configuration. It shares the first engine's target, and its drafter where both name the same."""
+    base = shared_setup(plan)
+    setup = configuration.setup(base)
+    if setup == base:
+        return first
+    if "forward" in configuration.options:
+        return assemble(setup)
+    same = "drafter" not in configuration.options
+    return assemble(setup, target=first.parts.target, drafter=first.parts.drafter if same else None)
+
+
+def groups_of(conversations: Sequence[Conversation], load: Load, *, alone: bool) -> list[Group]:
+    """What is played in one turn: all conversations at a rate, otherwise a few times as many as run at once.
+
+    Args:
+        alone: Exactly as many as run at once, because an engine takes part that answers fixed batches.
+    """
+    if not isinstance(load, ClosedLoop):
+        return [Group(number=0, conversations=tuple(conversations))]
+    size = load.concurrency if alone or load.concurrency == 1 else GROUPS * load.concurrency
+    whole = max(1, len(conversations) // size)
+    # What is left over joins the last group, unless groups must be of one size.
+    ends = [size * (i + 1) for i in range(whole)]
+    if not alone:
+        ends[-1] = len(conversations)
+    return [
+        Group(number=i, conversations=tuple(conversations[begin:end]))
+        for i, (begin, end) in enumerate(zip([0, *ends], ends, strict=False))
+    ]
+
+
+def _take_turns(
+    found: Measurement, place: Folder, player: Player, ways: Sequence[Way], tell: Callable[[Row], None]
+) -> None:
+    """All ways take turns on all groups of every load, after a warm-up."""
+    plan, began = found.plan, time.monotonic()
+    for number, load in enumerate(plan.loads):
+        groups = groups_of(found.asked.conversations, load, alone=bool(found.outside))
+        todo = list(turns(ways, groups, rounds=plan.rounds, seed=f"{plan.seed}/{load.name}"))
+        taken = {row["turn"] for row in place.rows if row.get("phase") == load.name}
+        if any(turn.name not in taken for turn in todo):
+            _warm_up(found, place, player, ways, groups[0], load)
+        clock = Clock(None if plan.time_limit is None else began + plan.time_limit * (number + 1) / len(plan.loads))
+
+        def run(turn: Turn[Way, Group], load: Load = load, clock: Clock = clock) -> Row | None:
+            return _row(found, player, load, turn) if clock.allows(turn) else None
+
+        rows = place.take(load.name, todo, run)
+        for row in rows:
+            tell(row)
+        found.rows += rows
+
+
+@dataclass
+class Clock:
+    """Whether time is left. A group that one way has done is done by all of them.
+
+    Attributes:
+        until: When time ends, as `time.monotonic` has it; None never ends.
+        begun: The last group that was begun, with its round.
+    """
+
+    until: float | None
+    begun: tuple[int, str] | None = None
+
+    def allows(self, turn: Turn[Way, Group]) -> bool:
+        """Whether a turn may be taken."""
+        group = turn.round, turn.job.name
+        if self.until is None or group == self.begun or time.monotonic() < self.until or self.begun is None:
+            self.begun = group
+            return True
+        return False
+
+
+def _warm_up(found: Measurement, place: Folder, player: Player, ways: Sequence[Way], group: Group, load: Load) -> None:
+    """Let every way play the beginning of a group once."""
+    task = place.progress.add_task(f"{load.name}: warm-up", total=len(ways))
+    short = replace(player, max_new_tokens=min(player.max_new_tokens, WARM_TOKENS))
+    few = ClosedLoop(concurrency=load.concurrency if isinstance(load, ClosedLoop) else 1)
+    asked = [replace(each, replies=(), output_tokens=None) for each in group.conversations[: few.concurrency]]
+    for way in ways:
+        try:
+            way.play(short, asked, few, found.plan.seed)
+        except LeftOut as error:
+            found.left_out[f"{way.name}, {load.name}"] = str(error)
+        place.progress.advance(task)
+
+
+def _row(found: Measurement, player: Player, load: Load, turn: Turn[Way, Group]) -> Row | None:
+    """One turn as a line of `rows.jsonl`; None where a way does not do it."""
+    way, group = turn.way, turn.job
+    case = f"{way.name}, {load.name}"
+    if case in found.left_out:
+        return None
+    device = player.encoder.device
+    try:
+        with measured(device) as reading:
+            played = way.play(player, group.conversations, load, found.plan.seed + turn.round)
+    except LeftOut as error:
+        found.left_out[case] = str(error)
+        return None
+    return {
+        "method": way.name,
+        "load": load.name,
+        "prompt": group.name,
+        "category": group.category,
+        "requests": len(played.served),
+        "tokens": sum(each.num_tokens for each in played.served),
+        "seconds": played.seconds,
+        "parts": {part: round(seconds, 6) for part, seconds in played.parts.items()},
+        "peak_memory": None if way.outside else reading.peak_memory,
+        "joules": reading.joules,
+        "served": [each.written() for each in played.served],
+    }

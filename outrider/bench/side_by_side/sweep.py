@@ -1,0 +1,203 @@
+"""A sweep whose points are measured apart, each beside plain decoding: chosen by Optuna, or on a Ray cluster."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from outrider.bench.side_by_side.configuration import Axis, Configuration, grid, point
+from outrider.bench.side_by_side.page import summary
+from outrider.bench.side_by_side.session import Measurement, Plan, measure
+from outrider.core import files
+from outrider.core.inputs import InputError, needs
+
+LOCAL = "local"
+"""The address of a Ray cluster that is started for the sweep, on this machine."""
+ROWS = "sweep.jsonl"
+"""The file of points in a sweep's folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What was measured of one point of a sweep. It was measured beside plain decoding on the same machine.
+
+    Attributes:
+        key: The configuration, by which results are merged.
+        made: A text that is another for another workload, version, or setting.
+        load: The first load, which the figures are of.
+        speedup: Over plain decoding, with its interval; None where there is none.
+        reason: Why there is none.
+        stopped: Whether the gate stopped it.
+    """
+
+    key: str
+    made: str
+    load: str
+    speedup: tuple[float, float, float] | None = None
+    output_throughput: float | None = None
+    block_efficiency: float | None = None
+    reason: str | None = None
+    stopped: bool = False
+
+
+def measure_point(plan: Plan, configuration: Configuration) -> Point:
+    """Measure one configuration beside plain decoding, with nothing written."""
+    found = measure(replace(plan, configurations=(configuration,), out=None))
+    return as_point(found, configuration.name)
+
+
+def as_point(found: Measurement, name: str) -> Point:
+    """What a measurement says of one of its configurations, under its first load."""
+    load = found.plan.loads[0].name
+    own = next((each for each in summary(found) if (each["way"], each["load"]) == (name, load)), None)
+    stopped = found.stopped.get(name)
+    reason = stopped or found.left_out.get(name) or (None if own else "it made no run")
+    return Point(
+        key=name,
+        made=made_of(found),
+        load=load,
+        speedup=None if own is None or own["speedup"] is None else tuple(own["speedup"]),
+        output_throughput=None if own is None else own["output_throughput"],
+        block_efficiency=None if own is None else own["block_efficiency"],
+        reason=reason,
+        stopped=stopped is not None,
+    )
+
+
+def made_of(found: Measurement) -> str:
+    """What a point depends on besides its configuration, as a text."""
+    own = {name: value for name, value in found.made["arguments"].items() if name not in ("configurations",)}
+    return json.dumps(own, sort_keys=True)
+
+
+def run_sweep(plan: Plan, axes: Sequence[Axis], *, trials: int | None = None, ray: str | None = None) -> list[Point]:
+    """Measure the points of a sweep, and keep each as it comes.
+
+    Args:
+        plan: Its folder `out` gets one line a point; points that it holds are not measured again.
+        trials: How many points Optuna chooses; None measures the whole grid.
+        ray: Address of a Ray cluster; None measures here.
+
+    Raises:
+        InputError: The folder holds points of another measurement, or a library is missing.
+    """
+    kept = Points(None if plan.out is None else plan.out / ROWS)
+    if ray is not None:
+        found = on_ray(plan, [each for each in grid(axes) if each.name not in kept.points], ray)
+        for each in found:
+            kept.add(each)
+    elif trials is not None:
+        by_optuna(plan, axes, trials, kept)
+    return list(kept.points.values())
+
+
+class Points:
+    """The points of a sweep by their keys, and the file that holds them."""
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self.points: dict[str, Point] = {}
+        if file is not None and file.exists():
+            for line in file.read_text(encoding="utf-8").split("\n"):
+                if line:
+                    self._take(_read(line, file))
+
+    def add(self, found: Point) -> None:
+        """Keep a point, and write it. Raises InputError if it was made under other circumstances than the others."""
+        self._take(found)
+        if self._file is not None:
+            with files.written(self._file):
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                text = "".join(json.dumps(asdict(each)) + "\n" for each in self.points.values())
+                files.replace(self._file, text.encode())
+
+    def _take(self, found: Point) -> None:
+        other = next(iter(self.points.values()), None)
+        if other is not None and settled(other.made) != settled(found.made):
+            theirs, ours = settled(other.made), settled(found.made)
+            changed = sorted(name for name in {*theirs, *ours} if theirs.get(name) != ours.get(name))
+            raise InputError(
+                f"{self._file or 'the sweep'} has points of a run with another {', '.join(changed)}; give another "
+                "folder with --out"
+            )
+        self.points[found.key] = found
+
+
+def settled(made: str) -> dict[str, Any]:
+    """What must be the same for points to be merged. Machines of a cluster may differ: speedups are of one machine."""
+    return {name: value for name, value in json.loads(made).items() if name not in ("cpu", "threads")}
+
+
+def _read(line: str, file: Path) -> Point:
+    try:
+        fields = json.loads(line)
+        speedup = fields.pop("speedup")
+        return Point(**fields, speedup=None if speedup is None else tuple(speedup))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(f"{file} holds a line that is no point of a sweep: {error}") from error
+
+
+def best_first(points: Sequence[Point]) -> list[Point]:
+    """Points by the lower end of their speedup's interval."""
+    return sorted(points, key=lambda each: -math.inf if each.speedup is None else each.speedup[1], reverse=True)
+
+
+def by_optuna(
+    plan: Plan,
+    axes: Sequence[Axis],
+    trials: int,
+    kept: Points,
+    measured: Callable[[Plan, Configuration], Point] = measure_point,
+) -> None:
+    """Let Optuna choose points by the speedups of earlier ones.
+
+    Args:
+        measured: Measures a point.
+    """
+    try:
+        import optuna
+    except ImportError as error:
+        raise needs("--optuna", "optuna", "sweep") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+    def objective(trial: Any) -> float:
+        values = {axis.option: trial.suggest_categorical(axis.option, list(axis.values)) for axis in axes}
+        wanted = point(values)
+        if wanted.name not in kept.points:
+            kept.add(measured(plan, wanted))
+        speedup = kept.points[wanted.name].speedup
+        return 0.0 if speedup is None else speedup[0]
+
+    study = optuna.create_study(direction="maximize", sampler=optuna.samplers.TPESampler(seed=plan.seed))
+    study.optimize(objective, n_trials=trials)
+
+
+def on_ray(plan: Plan, wanted: Sequence[Configuration], address: str) -> Iterator[Point]:
+    """Measure points on a Ray cluster as its machines become free, one at a time on each machine.
+
+    The machines must have Outrider, the workload and the models at the same places.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise needs("--ray", "ray", "sweep") from error
+    started = not ray.is_initialized()
+    if started:
+        options: Mapping[str, Any] = {} if address == LOCAL else {"address": address}
+        try:
+            ray.init(**options, include_dashboard=False, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise InputError(f"there is no Ray cluster at {address}: {error}") from error
+    try:
+        # A task that asks for every core of a machine runs there alone, so that it measures nothing but itself.
+        cores = min(int(node["Resources"].get("CPU", 1)) for node in ray.nodes() if node["Alive"])
+        task = ray.remote(num_cpus=cores, max_retries=0)(measure_point)
+        open_ = [task.remote(plan, each) for each in wanted]
+        while open_:
+            done, open_ = ray.wait(open_)
+            yield from ray.get(done)
+    finally:
+        if started:
+            ray.shutdown()

@@ -1,0 +1,157 @@
+"""Faster, slower, or no difference found: speedups over plain decoding with their intervals, judged in one sentence."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.bench.claims import FEWEST
+from outrider.bench.evidence import Estimate, Row
+from outrider.bench.side_by_side.served import Served
+from outrider.bench.side_by_side.session import Measurement
+from outrider.bench.speedup import rate, speedup
+
+FASTER, SLOWER = 1.02, 0.98
+"""A way is faster only if its whole 95 % interval lies above the first, slower only if it lies below the second."""
+BLOCKS, BLOCK_SECONDS = 20, 60.0
+"""A load whose requests come at times is resampled in blocks of a minute, or in so many blocks if it is shorter."""
+
+Word = Literal["faster", "slower", "no difference found", "too few to judge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How fast a way is beside the fastest that drafts nothing.
+
+    Attributes:
+        baseline: The way that it is compared with.
+        speedup: Seconds of the baseline over its own, for the same requests.
+        num_units: How many prompts, groups or blocks of time were resampled.
+    """
+
+    way: str
+    load: str
+    baseline: str
+    speedup: Estimate
+    num_units: int
+
+    @property
+    def word(self) -> Word:
+        """What the interval says."""
+        if self.num_units < FEWEST:
+            return "too few to judge"
+        if self.speedup.low > FASTER:
+            return "faster"
+        return "slower" if self.speedup.high < SLOWER else "no difference found"
+
+    @property
+    def smallest(self) -> float:
+        """The smallest speedup that an interval as wide as this one would have shown.
+
+        Example:
+            >>> of = dict(way="a", load="b", baseline="c", num_units=9)
+            >>> round(Verdict(speedup=Estimate(value=1.0, low=0.9, high=1.1), **of).smallest, 3)
+            1.133
+        """
+        return FASTER * self.speedup.value / self.speedup.low
+
+    def sentence(self) -> str:
+        """The verdict for people."""
+        ratio = f"{self.speedup.text()} times as fast as {self.baseline}, the fastest way here that drafts nothing"
+        seen = f"this run could have seen a difference of {100 * (self.smallest - 1):.0f} % or more"
+        match self.word:
+            case "faster" | "slower":
+                return f"{self.way} is {self.word} than plain decoding: {ratio}."
+            case "no difference found":
+                return f"no difference found between {self.way} and plain decoding: {ratio}; {seen}."
+            case _:
+                return f"too few runs to judge {self.way}: {ratio}, over {self.num_units} of at least {FEWEST}."
+
+
+def units(rows: Sequence[Row]) -> list[Row]:
+    """What is resampled: of a closed loop its groups; of requests that come at times, blocks of time.
+
+    Seconds of a group are those of its run. Seconds of a block are the latencies of its requests, because a run at a
+    given rate takes as long however fast the engine is.
+    """
+    found: list[Row] = []
+    for row in rows:
+        served = [Served.read(each) for each in row["served"]]
+        if row["load"].startswith("concurrency"):
+            found.append(row)
+            continue
+        last = max((each.arrived for each in served), default=0.0)
+        length = min(BLOCK_SECONDS, last / BLOCKS) or BLOCK_SECONDS
+        blocks: dict[int, list[Served]] = defaultdict(list)
+        for each in served:
+            blocks[int(each.arrived / length)].append(each)
+        for number, own in blocks.items():
+            seconds = sum(each.ended - each.arrived for each in own)
+            tokens = sum(each.num_tokens for each in own)
+            block = {"prompt": f"block {number}", "category": "", "tokens": tokens, "seconds": seconds}
+            found.append({**row, **block})
+    return [row for row in found if row["tokens"] > 0]
+
+
+def of_way(rows: Sequence[Row], way: str, load: str) -> list[Row]:
+    """The rows of a way under a load."""
+    return [row for row in rows if (row["method"], row["load"]) == (way, load)]
+
+
+def common(*ways: Sequence[Row]) -> list[str]:
+    """What all ways did, by name."""
+    shared = set.intersection(*({row["prompt"] for row in rows} for rows in ways)) if ways else set()
+    return sorted(shared)
+
+
+def baseline_of(found: Measurement, load: str) -> str | None:
+    """The fastest way that drafts nothing and runs in this process; None if there is none."""
+    rates = {}
+    for way in found.ways:
+        own = units(of_way(found.rows, way, load))
+        if own and way not in found.drafting and way not in found.outside:
+            rates[way] = rate(own)
+    return max(rates, key=rates.__getitem__) if rates else None
+
+
+def verdict_of(found: Measurement, way: str, load: str, category: str | None = None) -> Verdict | None:
+    """The verdict on a way under a load; None where one of both did nothing.
+
+    Args:
+        category: Of these requests alone.
+    """
+    plain = baseline_of(found, load)
+    if plain is None:
+        return None
+    ours, theirs = (units(of_way(found.rows, name, load)) for name in (way, plain))
+    if category is not None:
+        ours, theirs = ([row for row in rows if row["category"] == category] for rows in (ours, theirs))
+    prompts = common(ours, theirs)
+    ours, theirs = ([row for row in rows if row["prompt"] in prompts] for rows in (ours, theirs))
+    estimate = speedup(ours, theirs, prompts)
+    if estimate is None or not math.isfinite(estimate.value):
+        return None
+    return Verdict(way=way, load=load, baseline=plain, speedup=estimate, num_units=len(prompts))
+
+
+def chief(found: Measurement) -> Verdict | None:
+    """The verdict on the fastest configuration of Outrider that drafts, under the first load that has one."""
+    own = {each.name for each in found.plan.configurations}
+    for load in found.plan.loads:
+        verdicts = [verdict_of(found, way, load.name) for way in found.ways if way in found.drafting & own]
+        known = [each for each in verdicts if each is not None]
+        if known:
+            return max(known, key=lambda each: each.speedup.value)
+    return None
+
+
+def headline(found: Measurement) -> str:
+    """The sentence that opens every report."""
+    best = chief(found)
+    if best is None:
+        return "nothing was measured that drafts; see what was stopped or left out."
+    measured = [way for way in found.ways if way in found.drafting]
+    several = f" It is the fastest of {len(measured)} ways that draft." if len(measured) > 1 else ""
+    sentence = best.sentence()
+    return sentence[0].upper() + sentence[1:] + several

@@ -1,0 +1,211 @@
+"""Ways to answer requests: an engine of Outrider, transformers' own `generate`, and other engines behind a driver."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.bench.engines.driver import Asked, Driver
+from outrider.bench.engines.process import Refused, Stopped
+from outrider.bench.runs import Conditions, Job, on_transformers
+from outrider.bench.side_by_side.arrivals import ClosedLoop, Load
+from outrider.bench.side_by_side.player import PARTS, EngineServer, Player, request_id
+from outrider.bench.side_by_side.served import Served
+from outrider.bench.workload import Question
+from outrider.bench.workloads.conversation import Conversation
+from outrider.core.types import Sampling
+from outrider.engine.engine import Engine
+from outrider.engine.generation import Generation
+
+
+class LeftOut(Exception):
+    """Why a way does not do a run, in one sentence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Played:
+    """A run of conversations.
+
+    Attributes:
+        seconds: From the first request to the last token.
+        parts: Seconds of each part of the steps; empty where an engine does not tell.
+    """
+
+    served: Sequence[Served]
+    seconds: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineWay:
+    """An engine of Outrider in this process.
+
+    Attributes:
+        name: Unique in a measurement.
+        drafts: Whether it drafts; the fastest way that does not is what others are compared with.
+        outside: Whether it runs in a process of its own.
+        columns: Fewest columns of the target's forwards; None leaves them as they are.
+    """
+
+    name: str
+    engine: Engine
+    generation: Generation
+    drafts: bool = True
+    outside: bool = False
+    columns: int | None = None
+
+    def play(self, player: Player, conversations: Sequence[Conversation], load: Load, seed: int) -> Played:
+        """Answer conversations, from a cold cache."""
+        target: Any = self.engine.parts.target
+        padded = target.pad_to
+        self.engine.rest()
+        target.pad_to = padded if self.columns is None else self.columns
+        server = EngineServer(self.engine, self.generation)
+        try:
+            began = time.perf_counter()
+            served = player.play(server, conversations, load, seed)
+            seconds = time.perf_counter() - began
+        finally:
+            # Other engines use the same slots.
+            for id in list(self.engine.running):
+                self.engine.cancel(id)
+            self.engine.rest()
+            target.pad_to = padded
+        parts = {part: sum(getattr(each, part) for each in server.timings.values()) for part in PARTS}
+        return Played(served=served, seconds=seconds, parts=parts)
+
+
+Answerer = Callable[[list[list[int]], int, int], tuple[Sequence[Sequence[int]], float]]
+"""Answers prompts together: prompts, tokens of each answer, seed; returns the answers' tokens and the seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWay:
+    """An engine that answers fixed batches: all prompts at once, and it returns when the last answer is whole.
+
+    Attributes:
+        answer: Answers prompts.
+        decode: Turns an answer's tokens into the text of a message.
+    """
+
+    name: str
+    answer: Answerer
+    decode: Callable[[Sequence[int]], str]
+    drafts: bool
+    outside: bool
+
+    def play(self, player: Player, conversations: Sequence[Conversation], load: Load, seed: int) -> Played:
+        """Answer the first turns of all conversations together, then the second turns, and so on.
+
+        Raises:
+            LeftOut: It cannot.
+        """
+        if not isinstance(load, ClosedLoop):
+            raise LeftOut("it answers batches, and cannot be sent requests while it runs")
+        open_: list[tuple[Conversation, list[str]]] = [(each, []) for each in conversations]
+        served: list[Served] = []
+        clock = 0.0
+        while open_:
+            prompts = [player.encoder.prompt(conversation, answers) for conversation, answers in open_]
+            wanted = [player.wanted(conversation) for conversation, _ in open_]
+            fits = [len(prompt) + count <= player.room for prompt, count in zip(prompts, wanted, strict=True)]
+            turns = [each for each, fit in zip(zip(open_, prompts, wanted, strict=True), fits, strict=True) if fit]
+            if not turns:
+                break
+            outputs, seconds = self.answer([prompt for _, prompt, _ in turns], max(count for *_, count in turns), seed)
+            began, clock, open_ = clock, clock + seconds, []
+            for ((conversation, answers), prompt, count), tokens in zip(turns, outputs, strict=True):
+                served.append(
+                    Served(
+                        id=request_id(conversation, len(answers)),
+                        conversation=conversation.id,
+                        category=conversation.category,
+                        turn=len(answers),
+                        prompt_tokens=len(prompt),
+                        num_tokens=len(tokens[:count]),
+                        arrived=began,
+                        first=None,
+                        ended=clock,
+                    )
+                )
+                if len(answers) + 1 < conversation.num_turns:
+                    open_.append((conversation, [*answers, self.decode(tokens[:count])]))
+        return Played(served=served, seconds=clock)
+
+
+Way = EngineWay | BatchWay
+"""A way to answer requests."""
+
+
+def transformers_way(
+    name: str,
+    engine: Engine,
+    generation: Generation,
+    *,
+    assistant: Any = None,
+    lookup: int | None = None,
+    draft: int = 5,
+) -> BatchWay:
+    """transformers' own `generate` on the target, plain or with its own speculation, which takes one prompt at a time.
+
+    Args:
+        assistant: A draft model.
+        lookup: Tokens that its prompt lookup drafts.
+        draft: Tokens that the assistant drafts.
+    """
+    target: Any = engine.parts.target
+    settings = generation.sampling or Sampling()
+    alone = assistant is not None or lookup is not None
+
+    def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:
+        if alone and len(prompts) > 1:
+            raise LeftOut("transformers' own speculation takes one prompt at a time")
+        asked = [Question(id=str(i), category="", tokens=tuple(prompt)) for i, prompt in enumerate(prompts)]
+        conditions = Conditions(
+            max_new_tokens=num_tokens,
+            temperature=settings.temperature,
+            ignore_eos=generation.ignore_eos,
+            sampling=settings,
+        )
+        engine.rest()
+        made = on_transformers(
+            target.model,
+            Job(questions=tuple(asked), seed=seed),
+            conditions,
+            eos_ids=engine.eos_ids,
+            assistant=assistant,
+            num_assistant_tokens=draft,
+            prompt_lookup_num_tokens=lookup,
+        )
+        return made.tokens, made.seconds
+
+    return BatchWay(name=name, answer=answer, decode=decoder(engine), drafts=alone, outside=False)
+
+
+def driver_way(name: str, engine: Engine, driver: Driver, temperature: float, *, drafts: bool) -> BatchWay:
+    """Another engine behind a driver. Its answers go on behind end tokens, so that all are as long as was asked."""
+
+    def answer(prompts: list[list[int]], num_tokens: int, seed: int) -> tuple[Sequence[Sequence[int]], float]:
+        try:
+            made = driver.ask(Asked(prompts=prompts, new_tokens=num_tokens, temperature=temperature, seed=seed))
+        except (Refused, Stopped) as error:
+            raise LeftOut(str(error)) from error
+        counts = sorted({len(tokens) for tokens in made.tokens})
+        if counts != [num_tokens] or len(made.tokens) != len(prompts):
+            said = ", ".join(map(str, counts))
+            raise LeftOut(f"it wrote {said} tokens for {len(made.tokens)} prompts, not {num_tokens} for {len(prompts)}")
+        return made.tokens, made.seconds
+
+    return BatchWay(name=name, answer=answer, decode=decoder(engine), drafts=drafts, outside=True)
+
+
+def decoder(engine: Engine) -> Callable[[Sequence[int]], str]:
+    """What turns an answer's tokens into the text of a message: up to its end token, without special tokens."""
+
+    def decode(tokens: Sequence[int]) -> str:
+        ends = [i for i, token in enumerate(tokens) if token in engine.eos_ids]
+        told = list(tokens[: ends[0]] if ends else tokens)
+        tokenizer: Any = engine.tokenizer
+        return str(tokenizer.decode(told, skip_special_tokens=True)) if tokenizer is not None else ""
+
+    return decode

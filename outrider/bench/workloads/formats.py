@@ -1,0 +1,204 @@
+"""The formats of workloads, each known by the fields of its records."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from outrider.bench.workloads.conversation import Conversation, Message
+from outrider.bench.workloads.record import Record
+from outrider.core.inputs import InputError
+
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"
+"""How SPEED-Bench's texts begin before its own tool has fetched them."""
+OPTIONS = ("temperature", "top_p", "top_k", "seed", "stop")
+"""Options of requests, which a line must not hold: a measurement has one of each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceUnits:
+    """What the numbers of a trace count.
+
+    Attributes:
+        seconds: Seconds of one unit of its timestamps; Mooncake's are milliseconds.
+        block: Prompt tokens that one hash stands for; 512 in Mooncake's, 16 in vLLM's timed traces.
+    """
+
+    seconds: float = 0.001
+    block: int = 512
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0 or self.block < 1:
+            raise InputError(f"a trace's units must be > 0, got {self.seconds:g} seconds and blocks of {self.block}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A format of workloads.
+
+    Attributes:
+        name: What it is called.
+        fits: Whether a record is of this format.
+        read: The conversation of a record. Raises InputError where it is not of this format after all.
+    """
+
+    name: str
+    fits: Callable[[Record], bool]
+    read: Callable[[Record, TraceUnits], Conversation]
+
+
+def user(text: str) -> Message:
+    """What the user says."""
+    return {"role": "user", "content": text}
+
+
+def played(id: str, category: str, turns: Sequence[str]) -> Conversation:
+    """A conversation whose texts are all the user's; the model's own answers stand between them."""
+    first, *later = turns
+    return Conversation(id=id, category=category, opening=[user(first)], replies=tuple((user(t),) for t in later))
+
+
+def single(name: str, ids: tuple[str, ...] = ()) -> Callable[[Record, TraceUnits], Conversation]:
+    """A reader of one field that is the user's only message."""
+    return lambda record, _: Conversation(
+        id=record.id(*ids), category=record.category(name), opening=[user(record.text(name))]
+    )
+
+
+def spec_bench(record: Record, _: TraceUnits) -> Conversation:
+    """Spec-Bench and MT-bench: all turns are the user's, and are played."""
+    turns = record.texts("turns" if record.has("turns") else "prompt")
+    return played(record.id("question_id", "prompt_id"), record.category("conversation"), turns)
+
+
+def speed_bench(record: Record, _: TraceUnits) -> Conversation:
+    """SPEED-Bench: the messages of the user, played; a system message stays before the first."""
+    messages = record.messages("messages")
+    for each in messages:
+        if str(each.get("content", "")).lstrip().upper().startswith(PLACEHOLDER):
+            raise InputError(
+                f"{record.place}: 'messages' holds SPEED-Bench's placeholder, not the text; fetch the texts with the "
+                "script that comes with the data set"
+            )
+    asked = [[each] for each in messages if each["role"] == "user"]
+    if not asked:
+        raise record.wrong("messages", "messages of which one is the user's")
+    opening = [each for each in messages if each["role"] == "system"] + asked[0]
+    return Conversation(
+        id=record.id("question_id"),
+        category=record.category("conversation"),
+        opening=opening,
+        replies=tuple(tuple(each) for each in asked[1:]),
+    )
+
+
+def share_gpt(record: Record, _: TraceUnits) -> Conversation:
+    """ShareGPT: the first text is the prompt."""
+    said = record.fields.get("conversations")
+    if not isinstance(said, list) or not said or not isinstance(said[0], dict):
+        raise record.wrong("conversations", "a list of objects with from and value")
+    first = Record(place=record.place, number=0, fields=said[0])
+    return Conversation(id=record.id("id"), category="conversation", opening=[user(first.text("value"))])
+
+
+def trace(record: Record, units: TraceUnits) -> Conversation:
+    """A trace: when a request arrives, and how long it and its answer are. A repeated hash is a shared beginning.
+
+    Token ids are drawn from what the hashes are, so that equal hashes are equal tokens. Such texts mean nothing: what
+    is accepted of them says nothing about a drafter, only what times are like where as much is accepted.
+    """
+    length = record.count("input_length")
+    hashes = record.fields.get("hash_ids") or []
+    if not isinstance(hashes, list) or not all(isinstance(each, int) for each in hashes):
+        raise record.wrong("hash_ids", "a list of whole numbers")
+    blocks = [each for hash in hashes for each in words(hash, units.block)][:length]
+    tail = words(-1 - record.number, length - len(blocks))
+    return Conversation(
+        id=str(record.number),
+        category="trace",
+        opening=(*blocks, *tail),
+        output_tokens=record.count("output_length"),
+        arrives=record.time("timestamp") * units.seconds,
+    )
+
+
+def words(key: int, count: int) -> list[int]:
+    """Numbers from 0 to 2^31 that depend on a key alone; the run takes them modulo its vocabulary."""
+    found: list[int] = np.random.default_rng([key & 0xFFFFFFFF, key < 0]).integers(0, 1 << 31, count).tolist()
+    return found
+
+
+def ours(record: Record, _: TraceUnits) -> Conversation:
+    """Outrider's own: `prompt`, a text to continue; or `turns`; or `messages`.
+
+    Turns alternate, and the assistant speaks next, so that an odd number of them is one prompt. An even number cannot
+    be: these are all the user's, and are played.
+    """
+    for name in OPTIONS:
+        if record.has(name):
+            raise InputError(f"{record.place}: {name!r} is an option for all prompts; give it on the command line")
+    settings: dict[str, Any] = {"id": record.id("id"), "category": record.category("all")}
+    if record.has("output_tokens"):
+        settings["output_tokens"] = record.count("output_tokens")
+    if record.has("timestamp"):
+        settings["arrives"] = record.time("timestamp")
+    if record.has("messages"):
+        return Conversation(opening=record.messages("messages"), **settings)
+    if not record.has("turns"):
+        return Conversation(opening=record.text("prompt"), **settings)
+    turns = record.texts("turns")
+    if len(turns) % 2:
+        roles = ("user", "assistant")
+        return Conversation(opening=[{"role": roles[i % 2], "content": t} for i, t in enumerate(turns)], **settings)
+    first, *later = turns
+    return Conversation(opening=[user(first)], replies=tuple((user(t),) for t in later), **settings)
+
+
+def custom(record: Record, _: TraceUnits) -> Conversation:
+    """vLLM's custom data set: one message of the user."""
+    wanted = record.count("output_tokens") if record.has("output_tokens") else None
+    return Conversation(
+        id=str(record.number), category="all", opening=[user(record.text("prompt"))], output_tokens=wanted
+    )
+
+
+def any_of(*names: str) -> Callable[[Record], bool]:
+    """Whether a record has all these fields."""
+    return lambda record: record.has(*names)
+
+
+FORMATS = (
+    Format(name="SPEED-Bench", fits=any_of("question_id", "messages"), read=speed_bench),
+    Format(name="Spec-Bench", fits=any_of("question_id", "turns"), read=spec_bench),
+    Format(name="MT-bench prompts", fits=any_of("prompt_id", "prompt"), read=spec_bench),
+    Format(name="ShareGPT", fits=any_of("conversations"), read=share_gpt),
+    Format(name="trace", fits=any_of("timestamp", "input_length", "output_length"), read=trace),
+    Format(name="HumanEval", fits=any_of("task_id", "prompt"), read=single("prompt", ("task_id",))),
+    Format(name="MBPP", fits=any_of("text", "test_list"), read=single("text", ("task_id",))),
+    Format(name="MATH", fits=any_of("problem"), read=single("problem", ("unique_id",))),
+    Format(name="GSM8K", fits=any_of("question", "answer"), read=single("question")),
+    Format(name="Outrider", fits=lambda record: record.has("id") and has_prompt(record), read=ours),
+    Format(name="vLLM custom", fits=lambda record: isinstance(record.fields.get("prompt"), str), read=custom),
+    Format(name="Outrider", fits=lambda record: has_prompt(record), read=ours),
+)
+"""All formats. The first that fits a file's first record is the file's."""
+
+
+def has_prompt(record: Record) -> bool:
+    """Whether a record holds a prompt of Outrider's own format."""
+    return any(record.has(name) for name in ("prompt", "turns", "messages"))
+
+
+def format_of(record: Record) -> Format:
+    """The format of a file, by its first record.
+
+    Raises:
+        InputError: There is none; the message lists the formats.
+    """
+    for each in FORMATS:
+        if each.fits(record):
+            return each
+    names = ", ".join(dict.fromkeys(each.name for each in FORMATS))
+    keys = ", ".join(map(repr, list(record.fields)[:8])) or "no fields"
+    raise InputError(f"{record.place} is of no known format: it holds {keys}; formats: {names}")

@@ -1,0 +1,82 @@
+"""One record of a workload's file, whose fields are checked as they are read."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.core.inputs import InputError, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """An object of a file, and where it stands there.
+
+    Attributes:
+        place: File and line, for messages.
+        number: Its number in the file, from 0.
+
+    Example:
+        >>> Record(place="a.jsonl, line 3", number=2, fields={"prompt": 7}).text("prompt")
+        Traceback (most recent call last):
+        ...
+        outrider.core.inputs.InputError: a.jsonl, line 3: 'prompt' must be a text, got 7
+    """
+
+    place: str
+    number: int
+    fields: Mapping[str, Any]
+
+    def has(self, *names: str) -> bool:
+        """Whether all these fields are there, and are not null."""
+        return all(self.fields.get(name) is not None for name in names)
+
+    def wrong(self, name: str, wanted: str) -> InputError:
+        """The error for a field that is missing or of the wrong kind."""
+        if self.fields.get(name) is None:
+            return InputError(f"{self.place}: {name!r} is missing; it must be {wanted}")
+        return InputError(f"{self.place}: {name!r} must be {wanted}, got {shown(self.fields[name])}")
+
+    def text(self, name: str) -> str:
+        """A text that is not empty."""
+        found = self.fields.get(name)
+        if not isinstance(found, str) or not found:
+            raise self.wrong(name, "a text")
+        return found
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts, at least one."""
+        found = self.fields.get(name)
+        if not isinstance(found, list) or not found or not all(isinstance(each, str) for each in found):
+            raise self.wrong(name, "a list of texts")
+        return found
+
+    def count(self, name: str) -> int:
+        """A whole number of at least 1."""
+        found = self.fields.get(name)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise self.wrong(name, "a whole number >= 1")
+        return found
+
+    def time(self, name: str) -> float:
+        """A number of at least 0."""
+        found = self.fields.get(name)
+        if not isinstance(found, int | float) or isinstance(found, bool) or not found >= 0:
+            raise self.wrong(name, "a number >= 0")
+        return float(found)
+
+    def messages(self, name: str) -> list[dict[str, Any]]:
+        """Chat messages with role and content, at least one."""
+        found = self.fields.get(name)
+        fine = isinstance(found, list) and found and all(isinstance(each, dict) and "role" in each for each in found)
+        if not fine or found is None:
+            raise self.wrong(name, "a list of messages with role and content")
+        return found
+
+    def id(self, *names: str) -> str:
+        """The first of these fields that is there, as a text; otherwise the record's number."""
+        found = next((self.fields[name] for name in names if self.has(name)), self.number)
+        return str(found)
+
+    def category(self, usual: str) -> str:
+        """Its category, or the usual one."""
+        return self.text("category") if self.has("category") else usual

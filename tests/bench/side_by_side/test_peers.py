@@ -1,0 +1,116 @@
+"""Other engines take part where they are here, and say what the target says; others are left out with a sentence."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import outrider
+from outrider import InputError, Sampling
+from outrider.bench.engines.engine import Engine as OtherEngine
+from outrider.bench.engines.engine import python_driver
+from outrider.bench.engines.environments import Environment
+from outrider.bench.side_by_side import peers
+from outrider.bench.side_by_side.arrivals import ClosedLoop
+from outrider.bench.side_by_side.peers import PeerOptions, Peers
+from outrider.bench.side_by_side.player import Player
+from outrider.bench.side_by_side.prompts import Encoder
+from outrider.bench.side_by_side.ways import LeftOut
+from outrider.bench.workloads.conversation import Conversation
+from outrider.embedded import EMBEDDED_DRAFT
+from outrider.engine.generation import Generation
+
+TOKENS = 5
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """The embedded draft model as a target."""
+    return outrider.load(str(EMBEDDED_DRAFT), drafter="none", dtype="float32", max_slots=2)
+
+
+@pytest.fixture
+def some_of(engine, tmp_path):
+    """The peers of a measurement with these options."""
+
+    def made(**options) -> Peers:
+        return Peers(
+            options=PeerOptions(environments=tmp_path, **options),
+            engine=engine,
+            generation=Generation(max_new_tokens=TOKENS, sampling=Sampling(temperature=0), ignore_eos=True),
+            greedy=[engine.encode("Once upon a time")],
+            new_tokens=TOKENS,
+            batch=2,
+            threads=1,
+        )
+
+    return made
+
+
+def scripted(*modes: str) -> OtherEngine:
+    """A driver that answers as its mode says, and never as the target."""
+    return OtherEngine(
+        title="Scripted",
+        modes=modes,
+        command=lambda room: [sys.executable, "-m", "tests.recipes.scripted_driver"],
+        environment=Environment(name="scripted", pins=(), make=lambda room: None),
+    )
+
+
+def test_an_engine_that_is_not_installed_is_left_out_with_a_sentence(some_of):
+    with some_of(names=("vllm", "llama", "openvino")) as made:
+        assert made.ways() == []
+    assert made.left_out == {
+        "vLLM": "it is not installed; name a Python that has it with --vllm-python, or let `--make-environments` "
+        "install it",
+        "llama.cpp": "it is not installed; let `--make-environments` install it",
+        "OpenVINO GenAI": "it is not installed; name a Python that has it with --openvino-python, or let "
+        "`--make-environments` install it",
+    }
+
+
+def test_an_engine_that_says_something_else_or_does_not_start_is_left_out(some_of, monkeypatch):
+    monkeypatch.setattr(peers, "OUTSIDE", {"vllm": scripted("plain", "does not start", "draft model")})
+    with some_of(names=("vllm",), pythons={"vllm": Path(sys.executable)}) as made:
+        assert made.ways() == []
+    assert made.left_out["Scripted, plain"].startswith("it does not say what the target says: at temperature 0, token")
+    assert made.left_out["Scripted, does not start"].endswith("RuntimeError: no such instruction")
+    assert made.left_out["Scripted, draft model"] == "the setup has no draft model"
+
+
+def test_another_engine_answers_the_same_tokens_for_as_long(some_of, engine, monkeypatch):
+    # transformers behind a driver stands for an engine of its own.
+    behind = replace(scripted("plain"), title="Behind", command=lambda _: python_driver("transformers")(None))
+    monkeypatch.setattr(peers, "OUTSIDE", {"vllm": behind})
+    player = Player(encoder=Encoder(engine), max_new_tokens=TOKENS, room=200)
+    first, second = ({"role": "user", "content": text} for text in ("Hello", "Why?"))
+    talk = Conversation(id="a", category="", opening=[first], replies=((second,),))
+    with some_of(names=("transformers", "vllm"), pythons={"vllm": Path(sys.executable)}) as made:
+        inside, behind = made.ways()
+        one, other = (way.play(player, [talk], ClosedLoop(), seed=0) for way in (inside, behind))
+    assert made.left_out == {}
+    assert (inside.outside, behind.outside) == (False, True)
+    # Equal answers make equal second prompts.
+    assert [each.prompt_tokens for each in one.served] == [each.prompt_tokens for each in other.served]
+    assert [(each.id, each.num_tokens) for each in other.served] == [("a#1", TOKENS), ("a#2", TOKENS)]
+    assert other.served[0].ended == other.served[1].arrived < other.served[1].ended == other.seconds
+
+
+def test_transformers_own_speculation_takes_one_prompt_at_a_time(some_of, engine):
+    with some_of(names=("assisted",)) as made:
+        [lookup] = made.ways()
+    assert made.left_out == {"transformers, assisted": "the setup has no draft model"}
+    player = Player(encoder=Encoder(engine), max_new_tokens=TOKENS, room=200)
+    asked = [Conversation(id=id, category="", opening="Once upon a time") for id in "ab"]
+    played = lookup.play(player, asked[:1], ClosedLoop(), seed=0)
+    assert [each.num_tokens for each in played.served] == [TOKENS]
+    with pytest.raises(LeftOut, match="takes one prompt at a time"):
+        lookup.play(player, asked, ClosedLoop(concurrency=2), seed=0)
+
+
+def test_what_is_no_peer_is_refused(tmp_path):
+    with pytest.raises(InputError, match="unknown peer 'vlm'; did you mean 'vllm'"):
+        PeerOptions(names=("vlm",))
+    with pytest.raises(InputError, match="--vllm-python must name a Python that has vLLM"):
+        PeerOptions(pythons={"vllm": tmp_path / "none"})
