@@ -85,9 +85,8 @@ class StepDecoding:
         drafting.observe(parts, states, reading.observed(kept, known))
         clock.lap("drafter")
         if choice is not None:
-            accepted = [made.num_accepted_tokens for made in steps]
-            ordinary = not any(reading.behind)
-            parts.experience.note(choice, rooms, accepted, clock.timing.total, ordinary)
+            requests = [state.request for state in states]
+            parts.experience.note(choice, requests, steps, ordinary=not any(reading.behind))
         return steps
 
 
