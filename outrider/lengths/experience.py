@@ -27,17 +27,21 @@ class Habit:
     """What the last choices were, so that lengths do not change at every step.
 
     Attributes:
-        num_requests: Of the last step.
-        length: The length of the last drafts.
-        age: Steps since this length was chosen for so many requests.
-        doubts: Steps in a row before which drafts seemed to lose time.
+        ids: The requests of the last step.
+        rooms: Longest drafts that they could make.
+        lengths: Their draft lengths.
+        age: Steps since these were chosen.
+        length: The last draft length of requests without a seed. The other fields are about these requests too.
+        doubts: Choices in a row before which drafts seemed to lose time.
         resting: Whether steps are plain because drafts lose time.
         rested: Plain steps since the last draft.
     """
 
-    num_requests: int = 0
-    length: int = 0
+    ids: Sequence[str] = ()
+    rooms: Sequence[int] = ()
+    lengths: Sequence[int] = ()
     age: int = 0
+    length: int = 0
     doubts: int = 0
     resting: bool = False
     rested: int = 0

@@ -16,7 +16,7 @@ LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -3.0
 DOUBTS = 3
 """Doubtful steps in a row after which drafting stops."""
 HOLD, BETTER = 4, 1.01
-"""Fewest steps between two changes of the length, and how much faster the new one must be."""
+"""For how many steps a choice holds for the same requests, and how much faster another length must be."""
 ALLOWANCE, LEAST_REST = 0.005, 16
 """Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them."""
 
@@ -76,7 +76,11 @@ class GoodputLength:
         costs, habit = experience.costs, experience.habit
         if costs is None:
             return Choice(lengths=[min(room, self.fallback) for room in rooms], habit=habit)
-        context = sum(len(state.tokens) for state in states) // len(states)
+        context = sum([len(state.tokens) for state in states]) // len(states)
+        ids, rooms = [state.request.id for state in states], [min(room, self.limit(None)) for room in rooms]
+        if habit.age < HOLD and habit.ids == ids and habit.rooms == rooms:
+            older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
+            return Choice(lengths=habit.lengths, habit=older, context=context)
         draws = any(state.request.sampling.temperature > 0 for state in states)
         steps = costs.steps(len(states), sampled=draws, context=context, longest=self.most)
         seeded = [i for i, state in enumerate(states) if state.request.repeats]
@@ -93,6 +97,10 @@ class GoodputLength:
         if others and any(rooms[i] for i in others):
             habit, who, length = self._pooled(experience, states, rooms, others, steps, costs, context)
             _let_draft(lengths, who, rooms, length)
+        # A doubtful choice, and a try while resting, are for one step. They say nothing of requests with a seed.
+        once = habit.doubts > 0 or (habit.resting and any(lengths[i] for i in others))
+        holds = not (others and once)
+        habit = replace(habit, ids=ids, rooms=rooms, lengths=lengths, age=1 if holds else HOLD)
         return Choice(lengths=lengths, habit=habit, context=context)
 
     def _pooled(
@@ -114,11 +122,9 @@ class GoodputLength:
         ]
         plans = _plans(steps, tokens)
         plan = _best(plans)
-        held = habit.num_requests == num_requests and not habit.resting and 0 < habit.length <= self.most
-        if held:
+        if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
             old = plans[habit.length - 1]
-            if old.who and (habit.age < HOLD or plan.rate < BETTER * old.rate):
-                plan = old
+            plan = old if plan.rate < BETTER * old.rate else plan
         pooled = experience.pooled(states[indices[0]].request)
         sure = plan.gain / max(pooled.spread(plan.length) * len(plan.who) / len(indices), 1e-9)
         doubts = habit.doubts + 1 if sure <= UNLIKELY else 0
@@ -127,13 +133,10 @@ class GoodputLength:
         else:
             stops = doubts >= DOUBTS or sure <= HOPELESS
         if not stops:
-            age = habit.age + 1 if held and plan.length == habit.length else 0
-            habit = Habit(num_requests=num_requests, length=plan.length, age=age, doubts=doubts)
-            return habit, [indices[k] for k in plan.who], plan.length
+            return Habit(length=plan.length, doubts=doubts), [indices[k] for k in plan.who], plan.length
         tries = habit.resting and habit.rested >= _rest(steps, costs, num_requests, context)
         rested = 0 if tries else habit.rested + 1 if habit.resting else 1
-        habit = replace(habit, num_requests=num_requests, doubts=0, resting=True, rested=rested)
-        return habit, indices, int(tries)
+        return Habit(length=habit.length, resting=True, rested=rested), indices, int(tries)
 
     def _tokens(self, state: Running, pooled: Sequence[float], variance: float, room: int) -> list[float]:
         """Expected tokens of a request, by draft length; drafts are at most as long as there is room."""
