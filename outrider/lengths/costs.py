@@ -90,7 +90,15 @@ class CostTable:
     @classmethod
     def of_values(cls, values: Mapping[str, Any]) -> "CostTable":
         """The table that `values` described. Raises KeyError, TypeError or ValueError if they describe none."""
-        return cls(rows=tuple(StepCost(**row) for row in values["rows"]), catch_up=float(values["catch_up"]))
+        rows = [
+            StepCost(
+                **{name: int(row[name]) for name in ("requests", "length", "context")},
+                **{part: float(row[part]) for part in ("target", "drafter", "rest")},
+                sampled=bool(row["sampled"]),
+            )
+            for row in values["rows"]
+        ]
+        return cls(rows=tuple(rows), catch_up=float(values["catch_up"]))
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""

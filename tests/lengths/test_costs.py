@@ -74,7 +74,7 @@ def test_a_longer_context_costs_each_request_more():
 def test_a_table_survives_a_file():
     values = json.loads(json.dumps(TABLE.values()))
     assert CostTable.of_values(values) == TABLE
-    with pytest.raises(TypeError):
+    with pytest.raises(KeyError):
         CostTable.of_values({"rows": [{"requests": 1}], "catch_up": 0.0})
 
 

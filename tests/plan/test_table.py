@@ -81,7 +81,7 @@ def test_costs_that_cannot_be_written_are_not_kept(asked, monkeypatch):
         {"max_requests": 8, "rows": [{"requests": 1}], "catch_up": 0.0},
         {"max_requests": "many", "rows": [], "catch_up": 0.0},
         {"max_requests": 8, "rows": 3, "catch_up": 0.0},
-        {"max_requests": 8, "rows": [{"requests": 1, "length": "x", "target": 1.0}], "catch_up": 0.0},
+        {"max_requests": 8, "rows": [dict.fromkeys(("requests", "length", "context"), "x")], "catch_up": 0.0},
     ],
 )
 def test_damaged_costs_count_as_none(asked, values):

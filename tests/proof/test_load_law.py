@@ -37,10 +37,10 @@ class Noting(GoodputLength):
         return {length for choice in self.chosen for length in choice.lengths}
 
 
-def even(doubts: int = 2) -> Experience:
-    """By which drafts and plain steps are about as good, so that each outcome changes the choice."""
-    found = Experience(CostTable.of_formula(lambda requests, length: requests * (1 + 0.6 * length), longest=2))
-    found.sampled = PooledAcceptance(tested=[3.0, 2.0], accepted=[1.5, 1.0])
+def even(doubts: int = 1) -> Experience:
+    """By which drafts seem doubtful: they go on after an accepted token, and stop after a rejected one."""
+    found = Experience(CostTable.of_formula(lambda requests, length: requests * (1 + 0.507 * length), longest=2))
+    found.sampled = PooledAcceptance(tested=[6.0], accepted=[2.0])
     found.habit = Habit(doubts=doubts)
     return found
 
@@ -80,7 +80,7 @@ def test_the_worlds_of_an_enumeration_do_not_learn_from_each_other():
     parts = replace(tables(2, TokenVerifier(), GoodputLength(most=2), seed=5), experience=even())
     first = joint_law(parts, [[1]], num_steps=2)
     assert parts.experience.num_steps == 0
-    assert parts.experience.sampled.tested == [3.0, 2.0]
+    assert parts.experience.sampled.tested == [6.0]
     assert joint_law(parts, [[1]], num_steps=2) == first
 
 
