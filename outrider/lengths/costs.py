@@ -92,9 +92,13 @@ class CostTable:
         """The table that `values` described. Raises KeyError, TypeError or ValueError if they describe none."""
         rows = [
             StepCost(
-                **{name: int(row[name]) for name in ("requests", "length", "context")},
-                **{part: float(row[part]) for part in ("target", "drafter", "rest")},
+                requests=int(row["requests"]),
+                length=int(row["length"]),
+                context=int(row["context"]),
                 sampled=bool(row["sampled"]),
+                target=float(row["target"]),
+                drafter=float(row["drafter"]),
+                rest=float(row["rest"]),
             )
             for row in values["rows"]
         ]
