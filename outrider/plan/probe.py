@@ -51,35 +51,31 @@ class GivenLength(FixedLength):
 class Bench:
     """Requests that make steps of any kind. Every step emits one token of a periodic text, whatever was accepted.
 
-    So contexts grow alike, and a drafter that looks tokens up always finds some.
+    So a drafter that looks tokens up always finds some. Requests begin when they are needed first, and begin anew when
+    their contexts have doubled.
 
     Args:
         parts: What makes the steps.
-        count: Number of requests; as many slots must be free.
         context: Tokens of each request at first.
+
+    Attributes:
+        states: The requests.
+        text: The period of their text.
     """
 
-    def __init__(self, parts: Parts, count: int, context: int) -> None:
-        vocab = parts.target.vocab_size
+    def __init__(self, parts: Parts, context: int) -> None:
         self._parts = replace(parts, experience=Experience())
         self._context = context
-        self._text = [(place * 7919 + 11) % vocab for place in range(PERIOD)]
-        self._states: list[Running] = []
-        try:
-            for i in range(count):
-                prompt = tuple(self._text[place % PERIOD] for place in range(context))
-                asked = Request(id=f"probe {i}", prompt=prompt, max_new_tokens=1 << 30, sampling=Sampling(seed=i))
-                self._states.append(begin(self._parts, asked))
-                prefill(self._parts, self._states[-1])
-                # A drafter that reads hidden states drafts from a request's second step on.
-                self._states[-1].num_steps = 1
-        except BaseException:
-            self.close()
-            raise
+        self.text = [(place * 7919 + 11) % parts.target.vocab_size for place in range(PERIOD)]
+        self.states: list[Running] = []
 
     def step(self, kind: Kind) -> StepCost | None:
         """Make a step; None if there is no room for it, or if it drafted less than it should."""
-        states = self._states[: kind.requests]
+        if self.states and len(self.states[0].tokens) >= 2 * self._context:
+            self.close()
+        while len(self.states) < kind.requests:
+            self._begin()
+        states = self.states[: kind.requests]
         parts = replace(self._parts, length=GivenLength(num_speculative_tokens=kind.length))
         if any(tokens_left(parts, state) - 1 < kind.length for state in states):
             return None
@@ -89,7 +85,7 @@ class Bench:
         made = parts.decoding.step(parts, states, keep=lambda state, tokens: 1)
         for state in states:
             # The newest token has not been read by any model.
-            state.tokens[-1] = self._text[(len(state.tokens) - 1) % PERIOD]
+            state.tokens[-1] = self.text[(len(state.tokens) - 1) % PERIOD]
         if any(step.num_draft_tokens != kind.length for step in made):
             return None
         timing = made[0].timing
@@ -105,9 +101,18 @@ class Bench:
 
     def close(self) -> None:
         """Release the slots."""
-        for state in self._states:
-            end(self._parts, state)
-        self._states.clear()
+        while self.states:
+            end(self._parts, self.states.pop())
+
+    def _begin(self) -> None:
+        """Begin one more request."""
+        number = len(self.states)
+        prompt = tuple(self.text[place % PERIOD] for place in range(self._context))
+        asked = Request(id=f"probe {number}", prompt=prompt, max_new_tokens=1 << 30, sampling=Sampling(seed=number))
+        self.states.append(begin(self._parts, asked))
+        prefill(self._parts, self.states[-1])
+        # A drafter that reads hidden states drafts from a request's second step on.
+        self.states[-1].num_steps = 1
 
 
 def measure(
@@ -128,7 +133,7 @@ def measure(
     longest = min(ALL_LENGTHS[-1] if deepest is None else deepest, parts.target.max_context // 4)
     batches = sorted({b for b in (1, 2, 4, 8, 16, 32, 64) if b < max_requests} | {max_requests})
     before, context = Usage.now(), min(CONTEXT, parts.target.max_context // 4)
-    bench = Bench(parts, max_requests, context)
+    bench = Bench(parts, context)
     try:
         repeats = _repeated(bench, _kinds(batches, longest, thorough), seconds)
     finally:
@@ -141,7 +146,7 @@ def measure(
     reading = found[ends[0]].target * FAR / 8
     rows = list(found.values())
     if parts.target.max_context >= 2 * FAR and reading < seconds / 4:
-        bench = Bench(parts, 1, FAR)
+        bench = Bench(parts, FAR)
         try:
             far = _repeated(bench, ends, seconds / 4)
         finally:
@@ -168,14 +173,13 @@ def _repeated(bench: Bench, kinds: Sequence[Kind], seconds: float) -> dict[Kind,
     """The repeats of each kind of step, as far as there is time."""
     began, todo, spent = time.perf_counter(), [], 0.0
     for kind in kinds:
-        warm = [bench.step(kind) for _ in range(WARM_UP)]
-        if (last := warm[-1]) is None:
-            continue
-        spent += 3 * last.seconds
         # A plain step and a draft are always measured.
         if len(todo) > 1 and (spent > seconds or time.perf_counter() - began > seconds):
             break
-        todo.append(kind)
+        warm = [bench.step(kind) for _ in range(WARM_UP)]
+        if (last := warm[-1]) is not None:
+            spent += 3 * last.seconds
+            todo.append(kind)
     found: dict[Kind, list[StepCost]] = {kind: [] for kind in todo}
     for number in range(REPEATS):
         if number >= 3 and time.perf_counter() - began > seconds:

@@ -43,19 +43,19 @@ def test_every_kind_of_step_is_measured_and_all_slots_are_free_again(drafter):
 
 
 def test_each_step_emits_one_token_whatever_is_accepted():
-    bench = Bench(parts_of("model"), 2, 32)
+    bench = Bench(parts_of("model"), 32)
     for number, kind in enumerate([Kind(requests=2, length=4), Kind(requests=1, length=0), Kind(requests=2, length=1)]):
         assert bench.step(kind) is not None
-        assert len(bench._states[0].tokens) == 33 + number
-    assert len(bench._states[1].tokens) == 34
-    for state in bench._states:
-        assert state.tokens == [bench._text[i % 16] for i in range(len(state.tokens))]
+        assert len(bench.states[0].tokens) == 33 + number
+    assert len(bench.states[1].tokens) == 34
+    for state in bench.states:
+        assert state.tokens == [bench.text[i % 16] for i in range(len(state.tokens))]
     bench.close()
 
 
 def test_the_target_runs_once_per_step_and_the_draft_model_once_per_token():
     parts = parts_of("model")
-    bench = Bench(parts, 2, 32)
+    bench = Bench(parts, 32)
     bench.step(Kind(requests=2, length=3))
     for length in (0, 1, 3):
         before = parts.target.num_forwards, parts.drafter.lm.num_forwards
@@ -65,8 +65,16 @@ def test_the_target_runs_once_per_step_and_the_draft_model_once_per_token():
     bench.close()
 
 
+def test_contexts_do_not_grow_without_end():
+    bench = Bench(parts_of("ngram"), 16)
+    for _ in range(40):
+        assert bench.step(Kind(requests=2, length=2)) is not None
+        assert all(16 < len(state.tokens) <= 32 for state in bench.states)
+    bench.close()
+
+
 def test_a_step_for_which_there_is_no_room_is_not_measured():
-    bench = Bench(parts_of("ngram"), 1, 250)
+    bench = Bench(parts_of("ngram"), 250)
     assert bench.step(Kind(requests=1, length=8)) is None
     assert bench.step(Kind(requests=1, length=1)) is not None
     bench.close()
