@@ -52,11 +52,11 @@ def records_in(place: str) -> Iterator[None]:
 
         return called
 
-    remembered.read, remembered.write = at_place(read), at_place(write)  # type: ignore[assignment]
+    remembered.read, remembered.write = at_place(read), at_place(write)
     try:
         yield
     finally:
-        remembered.read, remembered.write = read, write  # type: ignore[assignment]
+        remembered.read, remembered.write = read, write
 
 
 def timed(engine: Engine, prompts: Sequence[Sequence[int]], asked: Mapping[str, Any]) -> Row:

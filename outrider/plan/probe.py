@@ -171,7 +171,8 @@ def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
 
 def _repeated(bench: Bench, kinds: Sequence[Kind], seconds: float) -> dict[Kind, list[StepCost]]:
     """The repeats of each kind of step, as far as there is time."""
-    began, todo, spent = time.perf_counter(), [], 0.0
+    began, spent = time.perf_counter(), 0.0
+    todo: list[Kind] = []
     for kind in kinds:
         # A plain step and a draft are always measured.
         if len(todo) > 1 and (spent > seconds or time.perf_counter() - began > seconds):
