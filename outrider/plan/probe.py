@@ -19,9 +19,9 @@ CONTEXT, FAR = 64, 512
 """Tokens before the steps of most rows, and before those that tell what a longer context costs."""
 PERIOD = 16
 """The text repeats itself after so many tokens, so that drafters that look tokens up always propose some."""
-LENGTHS, ALL_LENGTHS = (0, 1, 2, 4, 8), tuple(range(9))
-"""Draft lengths of a short and of a thorough probe."""
-SAMPLED = (0, 2, 8)
+LENGTHS, ALL_LENGTHS = (0, 4, 8, 1, 2), (0, 4, 8, 1, 2, 3, 5, 6, 7)
+"""Draft lengths of a short and of a thorough probe, the most important first."""
+SAMPLED = (0, 8, 2)
 """Draft lengths of sampled steps in a short probe. Their forwards are those of greedy steps."""
 WARM_UP, REPEATS = 2, 7
 """Steps of each kind that are not timed, because they may compile or allocate something; and steps that are."""
@@ -130,7 +130,7 @@ def measure(
     """
     seconds = seconds or (THOROUGH if thorough else SHORT)
     deepest = parts.drafter.max_depth
-    longest = min(ALL_LENGTHS[-1] if deepest is None else deepest, parts.target.max_context // 4)
+    longest = min(max(ALL_LENGTHS) if deepest is None else deepest, parts.target.max_context // 4)
     batches = sorted({b for b in (1, 2, 4, 8, 16, 32, 64) if b < max_requests} | {max_requests})
     before, context = Usage.now(), min(CONTEXT, parts.target.max_context // 4)
     bench = Bench(parts, context)
@@ -159,8 +159,8 @@ def measure(
 
 def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
     """The kinds of steps, the most important first: a slow model has time for the first ones alone."""
-    lengths = sorted({min(n, longest) for n in (ALL_LENGTHS if thorough else LENGTHS)})
-    sampled = lengths if thorough else sorted({min(n, longest) for n in SAMPLED})
+    lengths = list(dict.fromkeys(min(n, longest) for n in (ALL_LENGTHS if thorough else LENGTHS)))
+    sampled = lengths if thorough else list(dict.fromkeys(min(n, longest) for n in SAMPLED))
     found = []
     for b in batches:
         found += [Kind(requests=b, length=n) for n in lengths]
