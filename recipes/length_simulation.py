@@ -10,8 +10,10 @@ steps. Luck within a step does not count. Regret is what is missing to the best 
 in the same world.
 """
 
+import functools
 import itertools
 import math
+import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -89,11 +91,11 @@ class World:
             low, high = (middle, high) if best < 1 + self.gain else (low, middle)
         return high
 
-    def table(self, random: np.random.Generator) -> CostTable:
+    def table(self, noise: np.random.Generator) -> CostTable:
         """The policy's costs."""
         rows = [
             StepCost(
-                requests=self.requests, length=n, target=self.cost(n) * math.exp(self.table_error * random.normal())
+                requests=self.requests, length=n, target=self.cost(n) * math.exp(self.table_error * noise.normal())
             )
             for n in range(POLICY.most + 1)
         ]
@@ -116,11 +118,14 @@ class Texts:
         rate = self.world.acceptance()
         own = self.random.normal(0, SPREAD, count) if self.world.kind == "differing" else np.zeros(count)
         self._logits = math.log(rate / (1 - rate)) + own
+        self._constant: list[float] = (1 / (1 + np.exp(-self._logits))).tolist()
         self._good = self.random.random(count) < 0.5
         self.emitted = np.zeros(count)
 
     def rates(self) -> list[float]:
         """The acceptance of each request in the next step."""
+        if self.world.kind in ("even", "differing"):
+            return self._constant
         logits = self._logits.copy()
         if self.world.kind == "bursty":
             self._good ^= self.random.random(len(self._good)) < SWITCH
@@ -153,8 +158,8 @@ class Lengths:
         """The draft lengths of the next step."""
         return [self._length] * len(states)
 
-    def note(self, states: Sequence[Running], steps: Sequence[Step]) -> None:
-        """Learn from a step."""
+    def note(self, states: Sequence[Running], drafts: Sequence[tuple[int, int]]) -> None:
+        """Learn from a step: the drafted and the accepted tokens of each request."""
 
 
 class LearntLengths(Lengths):
@@ -168,8 +173,9 @@ class LearntLengths(Lengths):
         self._choice = POLICY.choose(self._experience, states, [POLICY.most] * len(states))
         return self._choice.lengths
 
-    def note(self, states: Sequence[Running], steps: Sequence[Step]) -> None:
+    def note(self, states: Sequence[Running], drafts: Sequence[tuple[int, int]]) -> None:
         """Learn acceptance."""
+        steps = [step(drafted, accepted, len(states)) for drafted, accepted in drafts]
         for state, made in zip(states, steps, strict=True):
             state.length_state = POLICY.update(state.length_state, made)
         self._experience.note(self._choice, [state.request for state in states], steps, ordinary=False)
@@ -181,7 +187,7 @@ def simulate(world: World, lengths: Lengths, seed: int, *, seeded: bool = False)
     Args:
         seeded: Whether the requests come with a seed.
     """
-    random = np.random.default_rng(seed)
+    dice = random.Random(seed)
     texts = Texts(world=world, random=np.random.default_rng([seed, 1]))
     asked = Request(
         id="r", prompt=(1,) * 64, max_new_tokens=world.tokens, sampling=Sampling(temperature=1, seed=0), repeats=seeded
@@ -197,8 +203,10 @@ def simulate(world: World, lengths: Lengths, seed: int, *, seeded: bool = False)
         made = []
         for i, (rate, drafted) in enumerate(zip(rates, drafts, strict=True)):
             worth += tokens_by_length([rate] * drafted)[-1] / world.requests
-            accepted = int(np.argmin(np.append(random.random(drafted) < rate, False)))
-            made.append(step(drafted, accepted, world.requests))
+            accepted = 0
+            while accepted < drafted and dice.random() < rate:
+                accepted += 1
+            made.append((drafted, accepted))
             texts.emitted[i] += accepted + 1
             states[i].tokens.extend([1] * (accepted + 1))
         lengths.note(states, made)
@@ -206,6 +214,7 @@ def simulate(world: World, lengths: Lengths, seed: int, *, seeded: bool = False)
     return Run(speed=worth * world.cost(0) / cost, drafted=drafting / count)
 
 
+@functools.cache
 def fixed(world: World, length: int, runs: int) -> float:
     """The mean speed of a fixed length; of 0 it is 1."""
     if length == 0:

@@ -133,6 +133,8 @@ def measure(
     longest = min(max(ALL_LENGTHS) if deepest is None else deepest, parts.target.max_context // 4)
     batches = sorted({b for b in (1, 2, 4, 8, 16, 32, 64) if b < max_requests} | {max_requests})
     before, context = Usage.now(), min(CONTEXT, parts.target.max_context // 4)
+    if min(context, longest) < 1:
+        return None
     bench = Bench(parts, context)
     try:
         repeats = _repeated(bench, _kinds(batches, longest, thorough), seconds)
