@@ -64,11 +64,11 @@ class Setup:
             that this process may use; `OMP_NUM_THREADS` is respected.
         pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, if a single token uses other
             kernels than a block there and would differ in the last bits; otherwise 1.
-        no_probe: Do not time steps at loading. Then `goodput` drafts a fixed number of tokens, unless their costs were
-            measured before. Otherwise loading takes a second or two longer for the first time on a machine.
         forward: How forwards run: `eager`, as in transformers; `packed`, with weights laid out for the CPU; `compiled`,
             from a library that `outrider prepare` makes, or as CUDA graphs. By default the fastest at hand. With
             the last two the weights must not change. In Python a loaded model runs eagerly by default.
+        no_probe: Do not time steps at loading. Then `goodput` drafts a fixed number of tokens, unless their costs were
+            measured before. Otherwise loading takes a second or two longer for the first time on a machine.
 
     Raises:
         InputError: A value of the wrong kind.
