@@ -15,6 +15,7 @@ from outrider.core.types import InputError
 from outrider.decoding.step import step_dice
 from outrider.engine.engine import Engine
 from outrider.host import remembered
+from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.draws import BOUND, dice_law
@@ -119,7 +120,8 @@ def in_float32(engine: Engine) -> Engine:
     target = parts.target.cast(torch.float32)
     drafter = parts.drafter.cast(TargetInfo.of(target, engine.tokenizer))
     return Engine(
-        replace(parts, target=target, drafter=drafter, experience=parts.experience.copied()),
+        # Without costs, drafts have a fixed length, so that there is something to check.
+        replace(parts, target=target, drafter=drafter, experience=Experience()),
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,
         max_slots=engine.max_slots,

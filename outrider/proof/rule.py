@@ -70,7 +70,7 @@ def _behind_taps(parts: Parts) -> float:
 
 
 def _even(requests: int, length: int) -> float:
-    """Costs by which drafts are about as fast as plain steps, so that each outcome may change the next length."""
+    """Costs by which drafts are about as fast as plain steps."""
     return requests * (1 + 0.57 * length)
 
 
