@@ -91,7 +91,7 @@ class OwnAcceptance:
         >>> for _ in range(30):
         ...     own = own.after(drafted=4, accepted=0)
         >>> [round(rate, 2) for rate in own.rates([0.6, 0.6], variance=1.0)]
-        [0.09, 0.09]
+        [0.1, 0.1]
     """
 
     tested: tuple[float, ...] = ()

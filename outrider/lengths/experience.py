@@ -150,7 +150,7 @@ class Experience:
             remembered.write(RECORD, self._key, {"greedy": asdict(self.greedy), "sampled": asdict(self.sampled)})
 
 
-def _recalled(kept: Mapping[str, Sequence[float]]) -> PooledAcceptance:
+def _recalled(kept: Mapping[str, Any]) -> PooledAcceptance:
     """Kept counts, with at most `MOST_RECALLED` tested tokens at each depth. Raises ValueError for impossible ones."""
     found = PooledAcceptance()
     for tested, accepted in zip(map(float, kept["tested"]), map(float, kept["accepted"]), strict=True):

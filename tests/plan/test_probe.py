@@ -66,10 +66,10 @@ def test_the_target_runs_once_per_step_and_the_draft_model_once_per_token():
 
 
 def test_contexts_do_not_grow_without_end():
-    bench = Bench(parts_of("ngram"), 16)
-    for _ in range(40):
+    bench = Bench(parts_of("ngram"), 32)
+    for _ in range(70):
         assert bench.step(Kind(requests=2, length=2)) is not None
-        assert all(16 < len(state.tokens) <= 32 for state in bench.states)
+        assert all(32 < len(state.tokens) <= 64 for state in bench.states)
     bench.close()
 
 
