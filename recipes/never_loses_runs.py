@@ -121,9 +121,9 @@ def with_length(engine: Engine, length: int) -> Engine:
     return Engine(parts, tokenizer=engine.tokenizer, max_slots=engine.max_slots, keep_warm=False)
 
 
-def main() -> None:
-    """Do the job that the first argument describes as JSON, and print its row."""
-    asked = json.loads(sys.argv[1])
+def answer(text: str) -> None:
+    """Do the job that a JSON text describes, and print its row."""
+    asked = json.loads(text)
     with tempfile.TemporaryDirectory() as empty:
         place = empty if asked["state"] == "empty" else asked["kept"]
         Path(place).mkdir(parents=True, exist_ok=True)
@@ -132,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer(sys.argv[1])
