@@ -16,37 +16,31 @@ from outrider.decoding.protocol import Decoding, Parts, Settling
 from outrider.drafters.protocol import Drafter, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
-from outrider.host.remembered import machine, shapes
 from outrider.host.threads import use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.choice import choose
-from outrider.lm.forwards.forward import Choice, as_forward
+from outrider.lm.forwards.forward import as_forward
 from outrider.lm.hf.generation_config import ADVICE, default_sampling, eos_ids, rules_of, stop_strings
 from outrider.lm.hf.open import as_lm, logit_width, open_model, open_tokenizer, unwrapped
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import LM
 from outrider.lm.target_info import TargetInfo
+from outrider.plan.table import experience_of, measured_again
 from outrider.refusals import DEFAULT, Cell, kind_of, refusal
 from outrider.setup import Setup
 from outrider.trees.protocol import Tree
 from outrider.verifiers.protocol import Verifier
 
-USUAL = Setup(drafter="suffix", length="goodput:seeded=5")
+USUAL = Setup(drafter="suffix", length="goodput")
 """The defaults of a setup with a target."""
-EMBEDDED = Setup(target=EMBEDDED_TARGET, drafter=f"model:path={EMBEDDED_DRAFT}", length="goodput:seeded=4")
+EMBEDDED = Setup(target=EMBEDDED_TARGET, drafter=f"model:path={EMBEDDED_DRAFT}", length="goodput:fallback=4")
 """The defaults of a setup that names neither target nor drafter."""
-OTHERWISE = {"goodput:seeded=5": "fixed:5", "goodput:seeded=4": "fixed:4"}
+OTHERWISE = {"goodput": "fixed:5", "goodput:fallback=4": "fixed:4"}
 """Default lengths, and what is used with parts that need drafts of one length."""
 MAX_SLOTS = 8
 """Most requests at once, by default."""
 OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_implementation", "revision")
 """Options that say how a target is loaded."""
-WITHOUT_COST = (
-    *("target", "tokenizer", "revision", "drafter", "verifier", "length", "allow_lossy", "trust_remote_code"),
-    *("max_slots", "max_context", "max_prefill_tokens", "forward", "pad_to", "threads", "device"),
-    "ignore_generation_config",
-)
-"""Options that do not change what a step costs, or that its parts tell better."""
 KINDS: dict[Family, tuple[type, ...]] = {
     "drafter": (Drafter, Unbound),
     "tree": (Tree,),
@@ -92,8 +86,10 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
         raise InputError(reason)
     if isinstance(decoding, Settling):
         parts = decoding.settled(parts, named=setup.length is not None)
-    if isinstance(length, LoadPolicy):
-        parts = replace(parts, experience=length.recalled(_circumstances(wanted, parts), _forwards(parts)))
+    max_slots = wanted.max_slots or MAX_SLOTS
+    chooses = isinstance(parts.length, LoadPolicy)
+    if chooses:
+        parts = replace(parts, experience=experience_of(parts, max_slots=max_slots, probe=not wanted.no_probe))
     follows = not wanted.ignore_generation_config
     stop = stop_strings(model) if follows else ()
     if stop and tokenizer is None:
@@ -105,9 +101,10 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
         stop=stop,
         sampling=default_sampling(model) if follows else Sampling(),
         rules=rules_of(model, target.vocab_size) if follows else None,
-        max_slots=wanted.max_slots or MAX_SLOTS,
+        max_slots=max_slots,
         max_prefill_tokens=wanted.max_prefill_tokens,
         refuses=refuses,
+        measure=partial(measured_again, max_slots=max_slots) if chooses and not wanted.no_probe else None,
     )
 
 
@@ -116,7 +113,7 @@ def completed(setup: Setup) -> Setup:
 
     Example:
         >>> completed(Setup("org/target")).drafter, completed(Setup()).length
-        ('suffix', 'goodput:seeded=4')
+        ('suffix', 'goodput:fallback=4')
     """
     own = setup.target is None and setup.drafter is None
     usual = EMBEDDED if own else replace(USUAL, target=EMBEDDED.target)
@@ -250,34 +247,6 @@ def _suit_forwards(target: LM, taps: Sequence[int], setup: Setup) -> None:
 def _surroundings(setup: Setup, target: LM, tokenizer: PreTrainedTokenizerBase | None) -> TargetInfo:
     """What the drafter may know of the target."""
     return TargetInfo.of(target, tokenizer, max_slots=setup.max_slots, forward=as_forward(setup.forward))
-
-
-def _circumstances(setup: Setup, parts: Parts) -> dict[str, Any]:
-    """What the cost of a step depends on: machine, models, methods, and how forwards run."""
-    drafting = getattr(parts.drafter, "lm", None)
-    plain = {name: value for name, value in vars(setup).items() if isinstance(value, bool | int | str | None)}
-    return {
-        "machine": machine(parts.target.device),
-        "target": shapes(parts.target.modules),
-        "drafter": [catalog.name_of(parts.drafter), shapes(parts.drafter.modules)],
-        "forwards": [[getattr(lm, name, None) for name in ("forward", "pad_to")] for lm in (parts.target, drafting)],
-        "verifier": catalog.name_of(parts.verifier),
-        "setup": {name: value for name, value in plain.items() if name not in WITHOUT_COST},
-    }
-
-
-def _forwards(parts: Parts) -> tuple[tuple[float, float], tuple[float, float]] | None:
-    """The times of the target's and the draft model's forwards, measured at loading; None if they were not."""
-    draft = getattr(parts.drafter, "lm", None)
-    # A draft model with another vocabulary stands behind a translation.
-    target, drafts = _times(parts.target), (0.0, 0.0) if draft is None else _times(getattr(draft, "lm", draft))
-    return None if target is None or drafts is None else (target, drafts)
-
-
-def _times(lm: object) -> tuple[float, float] | None:
-    """Milliseconds of a model's forwards over one token and over a block; None if they were not measured."""
-    choice: Choice | None = getattr(lm, "choice", None)
-    return None if choice is None else choice.milliseconds.get(choice.forward)
 
 
 def _vocab_size(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> int:

@@ -338,7 +338,7 @@ ROWS = (
         family="length",
         name="goodput",
         home="outrider.lengths.goodput:GoodputLength",
-        summary="one length for the batch, by what steps are seen to cost; none where no draft pays",
+        summary="the lengths with the most tokens per second, by measured costs; none where drafts lose time",
         source="Liu et al. 2024, SmartSpec, https://arxiv.org/abs/2406.14066",
     ),
     Row(

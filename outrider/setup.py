@@ -40,8 +40,8 @@ class Setup:
         tree: How drafts grow. In Python also an object.
         verifier: Which draft tokens are accepted. By default the lossless verifier that accepts most of the tree's
             drafts. In Python also an object.
-        length: When to stop drafting. By default `goodput`, where requests with a seed draft 5 tokens (with the shipped
-            pair 4); `fixed` where the other parts need drafts of one length. In Python also an object.
+        length: When to stop drafting. By default `goodput`; `fixed` where the other parts need drafts of one length. In
+            Python also an object.
         decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
         allow_lossy: Allow verifiers and length policies that do not keep the target's law.
         tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
@@ -67,6 +67,8 @@ class Setup:
         forward: How forwards run: `eager`, as in transformers; `packed`, with weights laid out for the CPU; `compiled`,
             from a library that `outrider prepare` makes, or as CUDA graphs. By default the fastest at hand. With
             the last two the weights must not change. In Python a loaded model runs eagerly by default.
+        no_probe: Do not time steps at loading. Then `goodput` drafts a fixed number of tokens, unless their costs were
+            measured before. Otherwise loading takes a second or two longer for the first time on a machine.
 
     Raises:
         InputError: A value of the wrong kind.
@@ -102,6 +104,7 @@ class Setup:
     threads: int | None = None
     pad_to: int | None = None
     forward: str | None = None
+    no_probe: bool = False
 
     def __post_init__(self) -> None:
         for name, kinds in KINDS.items():

@@ -183,7 +183,7 @@ def doctor(
 @app.command()
 @with_options()
 def prepare(setup: Setup, as_json: Json = False) -> None:
-    """Compile the forwards of the target and the draft model for this machine, and keep them.
+    """Compile the forwards of the target and the draft model for this machine, time their steps, and keep both.
 
     This takes a minute or two for a dozen layers. Later commands find the result by the models' weights, and use it
     where it is the fastest way.

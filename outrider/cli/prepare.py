@@ -1,7 +1,7 @@
-"""outrider prepare: compile the forwards of a target and its draft model or head for this machine, and keep them."""
+"""outrider prepare: compile the forwards of a target and its draft model or head, time their steps, and keep both."""
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -10,17 +10,21 @@ from outrider.cli.forwards import heads, models
 from outrider.cli.opened import opened
 from outrider.cli.printed import print_json
 from outrider.core.inputs import InputError
+from outrider.lengths.costs import CostTable
+from outrider.lengths.protocol import LoadPolicy
 from outrider.lm.forwards.choice import choose
+from outrider.plan.probe import CONTEXT
+from outrider.plan.table import measured
 from outrider.setup import Setup
 
 
 def prepare(setup: Setup, *, as_json: bool) -> None:
-    """Make the libraries that are not there yet, time the kinds of forward, and print what will be used from now on."""
+    """Make the libraries that are not there yet, time forwards and steps, and print what will be used from now on."""
     if setup.forward not in (None, "compiled"):
         raise InputError(f"prepare makes compiled forwards; leave out --forward {setup.forward}")
     found: list[dict[str, Any]] = []
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    engine = opened(replace(setup, forward="eager"))
+    engine = opened(replace(setup, forward="eager", no_probe=True))
     made = models(engine)
     if "target" not in made or made["target"].device.type != "cpu":
         raise InputError("only models without recurrent layers, on a CPU, have forwards that are compiled beforehand")
@@ -56,5 +60,22 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
         found.append({"role": "head", "folders": places, "seconds": spent, "forward": head.forward})
         if not as_json:
             console.print(f"head: ready after {spent:.0f} s, in {', '.join(places)}", style="cyan")
+    costs = None
+    if isinstance(engine.parts.length, LoadPolicy):
+        costs = measured(engine.parts, max_slots=engine.max_slots, thorough=True)
     if as_json:
-        print_json({"models": found})
+        rows = None if costs is None else [asdict(row) for row in costs.rows]
+        print_json({"models": found, "costs": {"kept": costs is not None and costs.kept, "steps": rows}})
+    elif costs is not None:
+        console.print(_sentence(costs))
+
+
+def _sentence(costs: CostTable) -> str:
+    """What steps cost, and whether that is kept."""
+    most = max(row.requests for row in costs.rows)
+    times = []
+    for requests in sorted({1, most}):
+        steps = costs.steps(requests, sampled=False, context=CONTEXT, longest=4)[requests]
+        times.append(f"{1000 * steps[0]:.1f} ms plain and {1000 * steps[4]:.1f} ms with a draft of 4 for {requests}")
+    busy = "; not kept, because other processes took the cores" if costs.busy else ""
+    return f"steps: {', '.join(times)}{busy}"

@@ -78,20 +78,14 @@ def commit(states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
 
 
 def bounded(parts: Parts, states: Sequence[Running], rooms: Sequence[int]) -> tuple[Sequence[int], Choice | None]:
-    """Rooms within the length that the length policy chooses for all requests, and this choice.
-
-    A policy may give requests that must repeat a length of their own. A step with such a request teaches nothing about
-    the choice, which is then None.
+    """Rooms within the lengths that the length policy chooses for all requests together, and this choice; None for a
+    policy that chooses none.
     """
     # Asking a protocol takes twenty times as long as asking for an attribute.
     if not hasattr(parts.length, "choose"):
         return rooms, None
-    policy = cast(LoadPolicy, parts.length)
-    choice = policy.choose(parts.experience, len(states))
-    if policy.seeded is None or not any(state.request.repeats for state in states):
-        return [min(room, choice.length) for room in rooms], choice
-    own = [policy.seeded if state.request.repeats else choice.length for state in states]
-    return [min(room, length) for room, length in zip(rooms, own, strict=True)], None
+    choice = cast(LoadPolicy, parts.length).choose(parts.experience, states, rooms)
+    return choice.lengths, choice
 
 
 def observe(parts: Parts, states: Sequence[Running], observed: Observed) -> None:

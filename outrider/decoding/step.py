@@ -90,9 +90,9 @@ class StepDecoding:
         drafting.observe(parts, states, reading.observed(kept, known))
         clock.lap("drafter")
         if choice is not None:
-            accepted = [made.num_accepted_tokens for made in steps]
-            ordinary = not any(reading.behind)
-            parts.experience.note(choice, rooms, accepted, clock.seconds, ordinary)
+            requests = [state.request for state in states]
+            seconds = None if any(reading.behind) else clock.seconds
+            parts.experience.note(choice, requests, steps, seconds)
         return steps
 
 

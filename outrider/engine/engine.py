@@ -66,6 +66,8 @@ class Engine:
             GPUs.
         dice: Makes the dice of one step; by default keyed by each request's seed and step.
         refuses: Returns in one sentence why parts do not fit each other, or None; called when a part is replaced.
+        measure: Measures what steps of the parts cost, and returns what the engine knows then. Called if the costs turn
+            out to be wrong, or if a new kind of drafter has none, as soon as no request runs. None calls nothing.
 
     Example:
         >>> import outrider
@@ -89,6 +91,7 @@ class Engine:
         keep_warm: bool = True,
         dice: Callable[[Sequence[Running]], Dice] | None = None,
         refuses: Callable[[Parts], str | None] | None = None,
+        measure: Callable[[Parts], Experience] | None = None,
     ) -> None:
         if max_prefill_tokens is None:
             max_prefill_tokens = prefill_size(parts.target.device)
@@ -106,6 +109,7 @@ class Engine:
         self.between: Callable[[], None] | None = None
         self.route: Route | None = None
         self._refuses = refuses
+        self._measure = measure
         self._lock = Lock()
         self._mail = Mailboxes()
         watched = parts.target.device.type == "cpu" and not threads_are_bound()
@@ -330,14 +334,14 @@ class Engine:
     def swap(self, drafter: Drafter) -> None:
         """Use another drafter for new requests. Running requests keep theirs.
 
-        The length policy keeps what it has learnt of costs if the drafter differs in its weights alone.
+        The length policy keeps the costs of steps and their acceptance if the drafter differs in its weights alone.
 
         Raises:
             InputError: The drafter does not fit the other parts.
         """
         old = self.parts
         alike = type(drafter) is type(old.drafter) and shapes(drafter.modules) == shapes(old.drafter.modules)
-        self.parts = self._fitting(drafter, old.experience if alike else Experience())
+        self.parts = self._fitting(drafter, old.experience if alike else Experience(due=True))
 
     def plain(self) -> "Engine":
         """An engine over the same target that drafts nothing. It keeps no warm slots, and this engine releases its own,
@@ -397,6 +401,9 @@ class Engine:
         self._schedule.advance(self.max_prefill_tokens, self.dice, self.watch, route)
         if self.between is not None:
             self.between()
+        if self._measure is not None and self.parts.experience.stale and not self._schedule.seats:
+            self._schedule.prefixes.clear()
+            self.parts = replace(self.parts, experience=self._measure(self.parts))
 
     def _routed(self, request: Request) -> Drafter:
         """The drafter that `route` chooses, if it fits the other parts."""

@@ -1,201 +1,191 @@
-"""What steps cost, by number of requests and draft length, learnt from the seconds of an engine's own steps."""
+"""What steps cost on this machine: measured rows, and the cost of any step between them. A plain value."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from outrider.lm.forwards.forward import BLOCK
+import numpy as np
+from jaxtyping import Float
 
-RECENT = 9
-"""Steps that say how slow the machine is now."""
-NEW, GAIN = 3, 0.5
-"""A cost of so few steps is their mean. Later it follows the median of each trial so far."""
-CLIP = 1.5
-"""Most that steps may seem too slow or too fast at once, as a logarithm."""
-REFRESH = 32
-"""Steps after which borrowed costs are worked out anew."""
-CAP = 16
-"""As how many steps a cost counts that was set."""
-RECALLED = 1
-"""As how many steps a cost counts that another process has learnt: it may have had other neighbours."""
-
-REST = 1.0
-"""Milliseconds of a step beside its forwards, before any step is seen."""
-
-Kind = tuple[int, int]
-"""A kind of step: its number of requests, and its deepest draft."""
-Formula = Callable[[Kind], float]
-"""The logarithm of what a kind of step costs about, before it is seen; in any unit."""
-Times = tuple[float, float]
-"""Milliseconds of a model's forwards over one token and over `BLOCK` tokens."""
-Forwards = tuple[Times, Times]
-"""The times of a target and of its draft model; zeros for a drafter that makes no forwards."""
+Steps = tuple[tuple[float, ...], ...]
+"""Seconds of a step: `steps[m][n]` where m requests draft n tokens each; `steps[0]` is plain throughout."""
 
 
-@dataclass(kw_only=True)
-class Cost:
-    """The cost of a kind of step; changes in place.
+@dataclass(frozen=True, kw_only=True)
+class StepCost:
+    """What one kind of step takes, in seconds: its fastest repeat.
 
     Attributes:
-        log: Its logarithm. The unit is the same for all kinds, and is no second.
-        count: Steps that it was learnt from; 0 means that `log` is not used.
-        last: Number of the newest step of this kind; 0 if this process has made none.
+        requests: Number of requests, all alike.
+        length: Draft tokens of each request; 0 is a plain step.
+        context: Tokens of each request before the step, about.
+        sampled: Whether tokens are drawn; otherwise all requests are greedy.
+        target: The target's forward.
+        drafter: Everything that the drafter does.
+        rest: Rows, verifying and commit.
     """
 
-    log: float = 0.0
-    count: int = 0
-    last: int = 0
-
-
-class StepCosts:
-    r"""The costs of all kinds of steps; changes in place.
-
-    A step takes its cost times how slow the machine is now. Contexts grow and other processes come and go, which slows
-    steps of all lengths alike. So the slowness is the median of seconds over cost, over the last few steps of the usual
-    length. A trial of another length tells how its cost compares. The usual length's own cost stays: only comparisons
-    count. Single slow steps move nothing much. The first step of a kind in a process says nothing, because it may
-    compile something.
-
-    A cost that was never seen is borrowed from the nearest one that was, in proportion to a formula.
-
-    Attributes:
-        num_steps: Steps so far.
-
-    Args:
-        formula: By default a rough one; see `of_forwards`.
-    """
-
-    def __init__(self, formula: Formula | None = None) -> None:
-        self._formula = formula or rough
-        self.num_steps = 0
-        self._costs: dict[Kind, Cost] = {}
-        self._slowness: deque[float] = deque(maxlen=RECENT)
-        self._tried: list[tuple[Kind, float]] = []
-        self._tables: dict[int, list[float]] = {}
-
-    def set(self, num_requests: int, length: int, cost: float, count: int = CAP) -> None:
-        """Set a cost, as if it had been learnt from so many steps."""
-        if not 0 < cost < math.inf or min(num_requests, length + 1, count) < 1:
-            raise ValueError(f"no cost of a step: {(num_requests, length, cost, count)}")
-        self._costs[coarse(num_requests), length] = Cost(log=math.log(cost), count=count)
-        self._tables.clear()
-
-    def rows(self) -> list[tuple[int, int, float, int]]:
-        """All that was learnt: number of requests, length, cost, and number of steps."""
-        return [(*kind, math.exp(cost.log), cost.count) for kind, cost in self._costs.items() if cost.count]
-
-    def table(self, num_requests: int, most: int) -> Sequence[float]:
-        """The costs of steps with drafts of 0, 1, ... tokens, at least up to `most`. Valid until the next step."""
-        rows = coarse(num_requests)
-        found = self._tables.get(rows, [])
-        if len(found) <= most:
-            found = self._tables[rows] = [math.exp(self._log((rows, length))) for length in range(most + 1)]
-        return found
+    requests: int
+    length: int
+    context: int = 64
+    sampled: bool = False
+    target: float
+    drafter: float = 0.0
+    rest: float = 0.0
 
     @property
-    def paced(self) -> bool:
-        """Whether enough steps have said how slow the machine is now."""
-        return len(self._slowness) >= NEW
+    def seconds(self) -> float:
+        """The whole step."""
+        return self.target + self.drafter + self.rest
 
-    def last(self, num_requests: int, length: int) -> int:
-        """Number of the newest step of a kind; 0 if this process has made none."""
-        cost = self._costs.get((coarse(num_requests), length))
-        return 0 if cost is None else cost.last
 
-    def over(self, num_requests: int, length: int, seconds: float) -> float:
-        """How much more than its cost a step took, as a logarithm."""
-        if not self._slowness:
-            return 0.0
-        return math.log(seconds) - self._log((coarse(num_requests), length)) - median(self._slowness)
+@dataclass(frozen=True, kw_only=True)
+class CostTable:
+    r"""What steps cost here, as `outrider.plan.probe` measured it.
 
-    def pass_by(self, num_requests: int, length: int) -> None:
-        """Count a step without learning from it."""
-        self.num_steps += 1
-        self._costs.setdefault((coarse(num_requests), length), Cost()).last = self.num_steps
-        if self.num_steps % REFRESH == 0:
-            self._tables.clear()
+    A step of b requests at a context of L tokens, m of which draft $\gamma$ tokens, costs
 
-    def learn(self, num_requests: int, length: int, seconds: float, trial: bool, ends: bool) -> None:
-        """Learn from a step.
+    $$T = F(b, \gamma) + D(m, \gamma) + S_0(b) + \tfrac{m}{b} (S(b, \gamma) - S_0(b)) + (L - L_0) (b k_F + m k_D).$$
 
-        Args:
-            trial: Whether the step tried another length than the usual one.
-            ends: Whether it is the last one of its trial.
+    F is the target's forward. Its rows are padded to the longest draft, so that it does not depend on m. D is the
+    drafter, S the rest of a step, $S_0$ that of a plain one. $L_0$ is the shortest context that was measured, and the
+    slopes k, which depend on $\gamma$, lead to the longest one. Between measured numbers of requests and lengths, costs
+    follow straight lines. For more requests than were measured, F is read off by its number of tokens. Sampled steps
+    have the F of greedy ones, and a D and S of their own.
+
+    Attributes:
+        rows: What was measured. For some number of requests there is a greedy plain step and a longer one.
+        catch_up: Seconds that the drafter takes for a token that it missed while its request did not draft.
+        kept: Whether the table is kept on this machine, so that another process reads the same one.
+        busy: Whether other processes took the cores meanwhile.
+
+    Raises:
+        ValueError: A row without a time, or no number of requests with a plain step and a longer one.
+
+    Example:
+        >>> table = CostTable.of_formula(lambda requests, length: requests + 0.5 * length, requests=(1, 4))
+        >>> table.steps(2, sampled=False, context=64, longest=2)
+        ((2.0, 2.0, 2.0), (2.0, 2.5, 3.0), (2.0, 2.5, 3.0))
+    """
+
+    rows: tuple[StepCost, ...]
+    catch_up: float = 0.0
+    kept: bool = False
+    busy: bool = False
+    _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(row.seconds) and row.seconds > 0 for row in self.rows) or not self._batches(False):
+            raise ValueError("a table of costs needs a plain step and a longer one, each of more than 0 seconds")
+
+    @classmethod
+    def of_formula(
+        cls, formula: Callable[[int, int], float], requests: Sequence[int] = (1, 2, 4, 8), longest: int = 8
+    ) -> "CostTable":
+        """A table of `formula(requests, length)` seconds, all of them the target's, as if it were kept."""
+        kinds = [(b, n) for b in requests for n in range(longest + 1)]
+        return cls(rows=tuple(StepCost(requests=b, length=n, target=formula(b, n)) for b, n in kinds), kept=True)
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, Any]) -> "CostTable":
+        """The table that `values` described. Raises KeyError, TypeError or ValueError if they describe none."""
+        rows = [
+            StepCost(
+                requests=int(row["requests"]),
+                length=int(row["length"]),
+                context=int(row["context"]),
+                sampled=bool(row["sampled"]),
+                target=float(row["target"]),
+                drafter=float(row["drafter"]),
+                rest=float(row["rest"]),
+            )
+            for row in values["rows"]
+        ]
+        return cls(rows=tuple(rows), catch_up=float(values["catch_up"]))
+
+    def values(self) -> dict[str, Any]:
+        """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
+        return {"rows": [asdict(row) for row in self.rows], "catch_up": self.catch_up}
+
+    def steps(self, requests: int, *, sampled: bool, context: int, longest: int) -> Steps:
+        """Seconds of steps of so many requests, by how many of them draft, and by the length of their drafts.
+
+        Contexts are rounded to half a power of two, so that they rarely change a choice.
         """
-        kind = coarse(num_requests), length
-        known, over = self._log(kind), self.over(num_requests, length, seconds)
-        cost = self._costs.setdefault(kind, Cost())
-        if not self._slowness or (not trial and cost.count >= NEW):
-            self._slowness.append(math.log(seconds) - known)
-        if cost.count < NEW:
-            self._move(kind, known, over / (cost.count + 1))
-        elif trial:
-            self._tried.append((kind, over))
-            if ends:
-                self._move(kind, known, GAIN * median(each for tried, each in self._tried if tried == kind))
-        if ends or not trial:
-            self._tried.clear()
+        near = round(2 * math.log2(max(context, 1)))
+        key = (requests, sampled, near, longest)
+        if (found := self._steps.get(key)) is None:
+            found = self._steps[key] = self._worked_out(requests, sampled, 2 ** (near / 2), longest)
+        return found
 
-    def _move(self, kind: Kind, known: float, by: float) -> None:
-        """Move a cost from what it was."""
-        cost = self._costs[kind]
-        cost.log, cost.count = known + min(max(by, -CLIP), CLIP), cost.count + 1
-        table = self._tables.get(kind[0], [])
-        if kind[1] < len(table):
-            table[kind[1]] = math.exp(cost.log)
+    def _worked_out(self, requests: int, sampled: bool, context: float, longest: int) -> Steps:
+        own = sampled and bool(self._batches(True))
+        drafting = range(1, requests + 1)
+        target = self._forwards(requests, longest)
+        drafter = np.stack([self._part("drafter", own, m, longest) for m in drafting])
+        rest = self._part("rest", own, requests, longest)
+        of_target, of_drafter, first = self._slopes(longest)
+        share, farther = np.array(drafting)[:, None], max(0.0, context - first)
+        found = target + drafter + rest[0] + share / requests * (rest - rest[0])
+        found = found + farther * (requests * of_target + share * of_drafter)
+        # A plain step, whoever would draft.
+        plain = target[0] + self._part("drafter", own, requests, 0)[0] + rest[0] + farther * requests * of_target[0]
+        found[:, 0] = plain
+        lines = np.concatenate([np.full((1, longest + 1), plain), found])
+        return tuple(tuple(line) for line in np.maximum(lines, plain / 10).tolist())
 
-    def _log(self, kind: Kind) -> float:
-        """The logarithm of a cost: learnt, or borrowed."""
-        own = self._costs.get(kind)
-        if own is not None and own.count:
-            return own.log
-        learnt = [other for other, cost in self._costs.items() if cost.count]
-        if not learnt:
-            return self._formula(kind)
-        nearest = min(learnt, key=lambda other: _distance(other, kind))
-        return self._formula(kind) + self._costs[nearest].log - self._formula(nearest)
+    def _forwards(self, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
+        """The target's forwards over drafts of 0 to `longest` tokens."""
+        most = max(self._batches(False))
+        if requests <= most:
+            return self._part("target", False, requests, longest)
+        rows = self._batches(False)[most]
+        tokens = [most * (1 + row.length) for row in rows]
+        return _line(requests * (1.0 + np.arange(longest + 1)), tokens, [row.target for row in rows])
 
+    def _part(self, part: str, sampled: bool, requests: int, longest: int) -> Float[np.ndarray, " lengths"]:
+        """A part of steps with drafts of 0 to `longest` tokens."""
+        batches, lengths = self._batches(sampled), np.arange(longest + 1.0)
+        each = [_line(lengths, [row.length for row in b], [getattr(row, part) for row in b]) for b in batches.values()]
+        by_length = np.stack(each, axis=1)
+        return np.array([_line(np.array([float(requests)]), list(batches), values)[0] for values in by_length])
 
-def coarse(num_requests: int) -> int:
-    """Numbers of requests that share a cost: all below 16 differ, larger ones keep four leading bits.
+    def _slopes(self, longest: int) -> tuple[Float[np.ndarray, " lengths"], Float[np.ndarray, " lengths"], int]:
+        """What a further token of a request's context adds to the target and to the drafter, and from where on."""
+        first = min(row.context for row in self.rows)
+        near = {row.length: row for row in self.rows if row.requests == 1 and row.context == first and not row.sampled}
+        far = sorted(
+            (row for row in self.rows if row.requests == 1 and row.context > first and not row.sampled),
+            key=lambda row: row.length,
+        )
+        far = [row for row in far if row.length in near]
+        lengths, nothing = np.arange(longest + 1.0), np.zeros(longest + 1)
+        if not far:
+            return nothing, nothing, first
+        slopes = [
+            [max(0.0, getattr(row, part) - getattr(near[row.length], part)) / (row.context - first) for row in far]
+            for part in ("target", "drafter")
+        ]
+        places = [row.length for row in far]
+        return _line(lengths, places, slopes[0]), _line(lengths, places, slopes[1]), first
 
-    Example:
-        >>> [coarse(number) for number in (1, 15, 16, 17, 100)]
-        [1, 15, 16, 16, 96]
-    """
-    low = max(0, num_requests.bit_length() - 4)
-    return num_requests >> low << low
-
-
-def rough(kind: Kind) -> float:
-    """The logarithm of a rough cost, that of small models on a CPU."""
-    requests, length = kind
-    return math.log1p(0.04 * (requests - 1)) + math.log1p(length * (0.12 + 0.03 * requests))
-
-
-def of_forwards(target: Times, draft: Times) -> Formula:
-    """A formula from the times of forwards: a line through those of one token and of a block.
-
-    Example:
-        >>> formula = of_forwards((3.0, 8.0), (0.5, 1.0))
-        >>> round(math.exp(formula((1, 0))), 2), round(math.exp(formula((2, 3))), 2)
-        (4.0, 12.8)
-    """
-
-    def milliseconds(times: Times, tokens: int) -> float:
-        one, block = times
-        return one + max(0.0, block - one) / (BLOCK - 1) * (tokens - 1)
-
-    def formula(kind: Kind) -> float:
-        requests, length = kind
-        return math.log(REST + milliseconds(target, requests * (length + 1)) + length * milliseconds(draft, requests))
-
-    return formula
+    def _batches(self, sampled: bool) -> dict[int, list[StepCost]]:
+        """The rows of the shortest context by number of requests, where plain and longer steps were measured."""
+        first = min((row.context for row in self.rows), default=0)
+        found: dict[int, list[StepCost]] = {}
+        for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
+            if row.sampled == sampled and row.context == first:
+                found.setdefault(row.requests, []).append(row)
+        return {b: rows for b, rows in found.items() if rows[0].length == 0 and len(rows) > 1}
 
 
-def _distance(one: Kind, other: Kind) -> float:
-    """How little one kind of step says of another. Plain steps say little of drafts."""
-    between = abs(math.log2(one[0] / other[0])) + abs(one[1] - other[1]) / 2
-    return between + ((one[1] == 0) != (other[1] == 0))
+def _line(
+    x: Float[np.ndarray, " n"], places: Sequence[float], values: Sequence[float] | Float[np.ndarray, " m"]
+) -> Float[np.ndarray, " n"]:
+    """Straight lines between values at ascending places, and on beyond the last two. One value is a constant."""
+    found = np.interp(x, places, values)
+    if len(places) > 1:
+        slope = (values[-1] - values[-2]) / (places[-1] - places[-2])
+        found = np.where(x > places[-1], np.maximum(values[-1] + slope * (x - places[-1]), 0.0), found)
+    return found

@@ -1,33 +1,48 @@
-"""Goodput: one length for the whole batch, the one with the most tokens per second; none where no draft pays."""
+"""Goodput: the draft lengths with the most tokens per second, by measured costs; none where drafts lose time."""
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from outrider.core.types import InputError, Step
-from outrider.lengths.costs import Forwards
-from outrider.lengths.experience import DEAREST, TRIAL, Choice, Experience
+from outrider.core.types import InputError, Running, Step
+from outrider.lengths.acceptance import PRIOR, VARIANCE, WIDE_VARIANCE, OwnAcceptance, tokens_by_length
+from outrider.lengths.costs import CostTable, Steps
+from outrider.lengths.experience import Choice, Experience, Habit
 from outrider.trees.protocol import Level
+
+LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -3.0
+"""The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.001."""
+DOUBTS = 3
+"""Doubtful steps in a row after which drafting stops."""
+HOLD, BETTER = 4, 1.01
+"""For how many steps a choice holds for the same requests, and how much faster another length must be."""
+ALLOWANCE, LEAST_REST = 0.005, 16
+"""Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GoodputLength:
-    r"""Draft the length $\gamma \ge 0$ that maximises $E(\gamma) / t(b, \gamma)$ for the b requests of the step.
+    r"""Draft the length $\gamma \ge 0$ with the most tokens per second, $\sum_r E_r(\gamma) / T(b, m, \gamma, L)$.
 
-    $E$ is the expected number of tokens and $t$ the cost of a step, both as the engine has learnt them from its own
-    steps (`Experience`). A step with $\gamma = 0$ is a step of plain decoding: the drafter is not called, and a draft
-    model does not read along. Lengths that seem worse are tried from time to time, which costs about half a percent.
-    Plain steps are tried once for each number of requests, free of charge: no choice may be slower than they are.
+    T is what a step of b requests costs by the engine's `CostTable`, if m of them draft. $E_r$ is the expected number
+    of tokens of request r, from its own acceptance so far and from that of all requests. For each length, the requests
+    that gain most by it draft, as long as that raises the rate. So a request whose drafts fail stops while others go
+    on. Its evidence fades, so that it tries again after some hundred steps. A step in which nobody drafts is one of
+    plain decoding: the drafter is not called, and a draft model does not read along.
 
-    The choice is made before drafting, from earlier steps and from the clock, so the law is kept. It depends on the
-    machine and on all requests of the batch. So a seed does not repeat an output above temperature 0, unless requests
-    with a seed draft a length of their own, `seeded`.
+    The choice reads no clock. It stops all drafts when they are unlikely to gain (a probability below 0.2 three times
+    in a row), and goes on when that becomes likelier (above 0.4). Meanwhile a draft of one token now and then, for half
+    a percent of the time, tells whether acceptance has changed. Lengths are chosen before drafting, from earlier steps.
+    So the law is kept.
+
+    A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
+    the number of requests in the step, its own acceptance from a fixed prior, and that of other requests with a seed.
+    If the costs are not kept, it drafts `fallback` tokens.
 
     Attributes:
         most: Longest draft.
-        margin: How much faster than plain decoding drafts must seem before they begin again, as a share.
-        seeded: Draft length of requests that come with a seed and a temperature above 0; None: the chosen length.
+        fallback: Draft length where costs are not known.
 
     References:
         Liu et al. 2024, SmartSpec: optimizing speculative decoding for serving by goodput.
@@ -39,47 +54,150 @@ class GoodputLength:
     lossy = None
 
     most: int = 8
-    margin: float = 0.05
-    seeded: int | None = None
+    fallback: int = 5
 
     def __post_init__(self) -> None:
-        if self.most < 1 or self.margin < 0:
-            raise InputError(f"most must be >= 1 and margin >= 0, got {self.most} and {self.margin}")
-        if self.seeded is not None and self.seeded < 0:
-            raise InputError(f"seeded must be >= 0, got {self.seeded}")
+        if self.most < 1 or self.fallback < 0:
+            raise InputError(f"most must be >= 1 and fallback >= 0, got {self.most} and {self.fallback}")
 
-    def open(self) -> None:
-        return None
+    def open(self) -> OwnAcceptance:
+        return OwnAcceptance()
 
     def limit(self, state: object) -> int:
-        return max(self.most, self.seeded or 0)
+        return max(self.most, self.fallback)
 
     def reach(self, states: Sequence[object], level: Level) -> None:
         return None
 
-    def update(self, state: object, step: Step) -> None:
-        return None
+    def update(self, state: object, step: Step) -> OwnAcceptance:
+        return _own(state).after(step.num_draft_tokens, step.num_accepted_tokens)
 
-    def recalled(self, key: Mapping[str, Any], forwards: Forwards | None = None) -> Experience:
-        return Experience.recalled(key, forwards)
+    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
+        costs, habit = experience.costs, experience.habit
+        if costs is None:
+            return Choice(lengths=[min(room, self.fallback) for room in rooms], habit=habit)
+        context = sum([len(state.tokens) for state in states]) // len(states)
+        ids, rooms = [state.request.id for state in states], [min(room, self.limit(None)) for room in rooms]
+        if habit.age < HOLD and habit.ids == ids and habit.rooms == rooms:
+            older = replace(habit, age=habit.age + 1, rested=habit.rested + 1 if habit.resting else 0)
+            return Choice(lengths=habit.lengths, habit=older, context=context)
+        draws = any(state.request.sampling.temperature > 0 for state in states)
+        steps = costs.steps(len(states), sampled=draws, context=context, longest=self.most)
+        seeded = [i for i, state in enumerate(states) if state.request.repeats]
+        others = [i for i, state in enumerate(states) if not state.request.repeats]
+        lengths = [0] * len(states)
+        if seeded and not costs.kept:
+            for i in seeded:
+                lengths[i] = min(rooms[i], self.fallback)
+        elif seeded:
+            prior = [PRIOR] * self.most
+            tokens = [self._tokens(states[i], prior, WIDE_VARIANCE, rooms[i]) for i in seeded]
+            plan = _best(_plans(steps, tokens))
+            _let_draft(lengths, [seeded[k] for k in plan.who], rooms, plan.length if plan.gain > 0 else 0)
+        if others and any(rooms[i] for i in others):
+            habit, who, length = self._pooled(experience, states, rooms, others, steps, costs, context)
+            _let_draft(lengths, who, rooms, length)
+        # A doubtful choice, and a try while resting, are for one step. They say nothing of requests with a seed.
+        once = habit.doubts > 0 or (habit.resting and any(lengths[i] for i in others))
+        holds = not (others and once)
+        habit = replace(habit, ids=ids, rooms=rooms, lengths=lengths, age=1 if holds else HOLD)
+        return Choice(lengths=lengths, habit=habit, context=context)
 
-    def choose(self, experience: Experience, num_requests: int) -> Choice:
-        costs, tokens = experience.costs.table(num_requests, self.most), experience.tokens(self.most)
-        best = max(range(1, self.most + 1), key=lambda length: tokens[length] / costs[length])
-        gain = tokens[best] * costs[0] / costs[best] - 1
-        usual = best if gain > (self.margin if experience.resting else 0) else 0
-        going_on = experience.trial_left > 0 and usual != experience.trial <= self.most
-        if not going_on and usual and experience.plain_unknown(num_requests, usual):
-            return Choice(length=0, usual=usual, worth=math.inf)
-        if going_on:
-            other = experience.trial
+    def _pooled(
+        self,
+        experience: Experience,
+        states: Sequence[Running],
+        rooms: Sequence[int],
+        indices: Sequence[int],
+        steps: Steps,
+        costs: CostTable,
+        context: int,
+    ) -> tuple[Habit, Sequence[int], int]:
+        """The new habit, the requests that draft, and how long; of requests without a seed."""
+        habit, num_requests = experience.habit, len(states)
+        rates = {id(p): p.rates(self.most) for p in (experience.greedy, experience.sampled)}
+        tokens = [
+            self._tokens(states[i], rates[id(experience.pooled(states[i].request))], VARIANCE, rooms[i])
+            for i in indices
+        ]
+        plans = _plans(steps, tokens)
+        plan = _best(plans)
+        if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
+            old = plans[habit.length - 1]
+            plan = old if plan.rate < BETTER * old.rate else plan
+        pooled = experience.pooled(states[indices[0]].request)
+        sure = plan.gain / max(pooled.spread(plan.length) * len(plan.who) / len(indices), 1e-9)
+        doubts = habit.doubts + 1 if sure <= UNLIKELY else 0
+        if habit.resting:
+            stops = sure < LIKELY
         else:
-            others = [length for length in (best, 0, best + 1, best - 1) if length != usual and length <= self.most]
-            other = min(others, key=lambda length: experience.costs.last(num_requests, length))
-        worth = math.inf if going_on and experience.free else tokens[other] * costs[usual] / tokens[usual]
-        # A length that seems about as good is tried no more often than one that is a tenth worse.
-        price = TRIAL * max(costs[other] - worth, costs[other] / 10) + (usual == 0) * experience.catching_up
-        price = min(price, DEAREST * costs[usual])
-        if going_on or experience.credit >= price:
-            return Choice(length=other, usual=usual, worth=worth)
-        return Choice(length=usual, usual=usual, price=price)
+            stops = doubts >= DOUBTS or sure <= HOPELESS
+        if not stops:
+            return Habit(length=plan.length, doubts=doubts), [indices[k] for k in plan.who], plan.length
+        tries = habit.resting and habit.rested >= _rest(steps, costs, num_requests, context)
+        rested = 0 if tries else habit.rested + 1 if habit.resting else 1
+        return Habit(length=habit.length, resting=True, rested=rested), indices, int(tries)
+
+    def _tokens(self, state: Running, pooled: Sequence[float], variance: float, room: int) -> list[float]:
+        """Expected tokens of a request, by draft length; drafts are at most as long as there is room."""
+        found = tokens_by_length(_own(state.length_state).rates(pooled, variance))
+        return found[: room + 1] + [found[room]] * (len(found) - 1 - room) if room < len(found) else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Drafts of one length.
+
+    Attributes:
+        length: The length.
+        who: Which requests draft: those with the largest gain.
+        rate: Tokens per cost, of a plain step's tokens per cost.
+        gain: Expected tokens per request less what they must be, for drafts to be as fast as plain steps.
+    """
+
+    length: int
+    who: Sequence[int]
+    rate: float
+    gain: float
+
+
+def _plans(steps: Steps, tokens: Sequence[Sequence[float]]) -> list[_Plan]:
+    """The best plan of each length. The step's other requests are taken to be like these."""
+    count, share = len(tokens), (len(steps) - 1) / len(tokens)
+    plain, found = steps[0][0], []
+    for length in range(1, len(tokens[0])):
+        order = sorted(range(count), key=lambda r: -tokens[r][length]) if count > 1 else [0]
+        emitted, best = float(count), (0.0, 0, 0.0)
+        for drafting, r in enumerate(order, 1):
+            emitted += tokens[r][length] - 1
+            cost = steps[math.ceil(drafting * share)][length] / plain
+            best = max(best, (emitted / count / cost, drafting, emitted / count - cost))
+        rate, drafting, gain = best
+        found.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
+    return found
+
+
+def _best(plans: Sequence[_Plan]) -> _Plan:
+    """The plan with the most tokens per second; the shorter of equal ones."""
+    return max(plans, key=lambda plan: plan.rate)
+
+
+def _let_draft(lengths: list[int], who: Sequence[int], rooms: Sequence[int], length: int) -> None:
+    """Set the lengths of some requests, as far as they have room."""
+    for i in who:
+        lengths[i] = min(rooms[i], length)
+
+
+def _rest(steps: Steps, costs: CostTable, num_requests: int, context: int) -> float:
+    """Plain steps between two drafts of one token, so that these take their share of the time: what they cost more
+    than plain steps, and what a drafter must read that did not read along.
+    """
+    plain, drafted = steps[0][0], steps[num_requests][1]
+    extra = max(0.0, drafted - plain) + costs.catch_up * num_requests * context
+    return max(LEAST_REST, extra / (ALLOWANCE * plain))
+
+
+def _own(state: object) -> OwnAcceptance:
+    if not isinstance(state, OwnAcceptance):
+        raise TypeError(f"goodput keeps an OwnAcceptance, got {type(state).__name__}")
+    return state

@@ -1,14 +1,13 @@
 """The interface of length policies: the deepest draft, when to stop, and an update after each step."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from collections.abc import Sequence
+from typing import ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from outrider.core.types import Step
-from outrider.lengths.costs import Forwards
+from outrider.core.types import Running, Step
 from outrider.lengths.experience import Choice, Experience
 from outrider.trees.protocol import Level
 
@@ -66,22 +65,16 @@ class BatchPolicy(Protocol):
 
 @runtime_checkable
 class LoadPolicy(Protocol):
-    """A length policy that chooses one length for all requests of a step, before drafting. It reads what the engine has
-    learnt of its own steps, and no tokens.
-
-    Attributes:
-        seeded: Draft length of requests whose outputs must repeat; None: they follow the choice too.
+    """A length policy that chooses the lengths of all requests of a step together, before drafting, by what steps cost
+    and by the acceptance so far.
     """
 
-    @property
-    def seeded(self) -> int | None: ...
+    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
+        """The lengths of the next step. Changes nothing.
 
-    def choose(self, experience: Experience, num_requests: int) -> Choice:
-        """The length of the next step, and whether it is a trial. Changes nothing."""
-        ...
-
-    def recalled(self, key: Mapping[str, Any], forwards: Forwards | None = None) -> Experience:
-        """What a new engine knows: the costs that earlier ones kept under this key, and for other costs the times of
-        forwards.
+        Args:
+            experience: What the engine knows of its steps.
+            states: The requests of the step.
+            rooms: Longest draft that each of them can make.
         """
         ...

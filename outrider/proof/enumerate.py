@@ -3,7 +3,6 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -237,7 +236,7 @@ def joint_law(
 ) -> list[Law]:
     """Enumerate some steps of a batch whose requests depend on each other. Returns the law of each request.
 
-    Every world begins with a copy of the parts' experience, which must not follow a clock.
+    Every world begins with a copy of the parts' experience.
     """
     requests = [_request(prompt, sampling) for prompt in prompts]
     new = _Before(output=(), length=parts.length.open(), carried=None)
@@ -246,7 +245,7 @@ def joint_law(
     queue: list[dict[Key, int]] = [{}]
     while queue:
         world = World(script=queue.pop())
-        own = replace(parts, experience=deepcopy(parts.experience))
+        own = replace(parts, experience=parts.experience.copied())
         states = [_resume(own, request, new) for request in requests]
         _prefill(own, states)
         counts = [0] * len(requests)

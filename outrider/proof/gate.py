@@ -120,6 +120,7 @@ def in_float32(engine: Engine) -> Engine:
     target = parts.target.cast(torch.float32)
     drafter = parts.drafter.cast(TargetInfo.of(target, engine.tokenizer))
     return Engine(
+        # Without costs, drafts have a fixed length, so that there is something to check.
         replace(parts, target=target, drafter=drafter, experience=Experience()),
         tokenizer=engine.tokenizer,
         eos_ids=engine.eos_ids,

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from outrider.core.types import Structure
 from outrider.decoding.protocol import Parts
+from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.protocol import BatchPolicy, LoadPolicy
@@ -68,6 +69,11 @@ def _behind_taps(parts: Parts) -> float:
     return max(found.error for found in joint_law(small, prompts, num_steps=num_steps))
 
 
+def _even(requests: int, length: int) -> float:
+    """Costs by which drafts are about as fast as plain steps."""
+    return requests * (1 + 0.57 * length)
+
+
 def _on_tables(parts: Parts, vocab: int, depth: int | None = None) -> Parts:
     """The same rules over random tables, whose context lets drafts be so deep."""
     longest = 1 << 20 if depth is None else len(PROMPT) + 1 + depth
@@ -78,5 +84,5 @@ def _on_tables(parts: Parts, vocab: int, depth: int | None = None) -> Parts:
         ),
         drafter=parts.drafter.on_tables(vocab, seed=1),
         tree=SMALL.get(parts.tree.structure, parts.tree),
-        experience=Experience(clocked=False),
+        experience=Experience(CostTable.of_formula(_even)),
     )

@@ -16,6 +16,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.lengths.adaedl import AdaedlLength
+from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.lengths.goodput import GoodputLength
@@ -30,6 +31,7 @@ from outrider.verifiers.match import MatchVerifier
 from outrider.verifiers.protocol import Verifier
 from outrider.verifiers.token import TokenVerifier
 from outrider.verifiers.traits import KINDS
+from tests.clocks import made_up
 from tests.world.verifiers import judges_of, verifier
 from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
 
@@ -117,7 +119,7 @@ def test_chains_give_what_generate_gives(name):
             verifier=rule,
             length=length,
             decoding=StepDecoding(),
-            experience=Experience(clocked=False),
+            experience=Experience(CostTable.of_formula(made_up)),
         )
         made = Engine(parts, max_slots=3).generate(prompts(), max_new_tokens=NUM_TOKENS, sampling=GREEDY)
         assert [output.tokens for output in made] == outputs, label

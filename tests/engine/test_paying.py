@@ -1,7 +1,6 @@
 """Where no draft pays, an engine that could draft does what plain decoding does; where drafts pay it drafts again."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,6 +9,7 @@ from outrider.core.types import InputError, Request, Sampling
 from outrider.decoding.protocol import Parts
 from outrider.drafters.model import ModelDrafter
 from outrider.engine.engine import Engine
+from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
 from outrider.lm.slots.slotted import SlottedLM
@@ -24,14 +24,9 @@ SETTLED = {"length": "goodput", "forward": "eager", "pad_to": 1}
 GREEDY = Sampling(temperature=0.0, seed=0)
 
 
-def priced(draft: float, requests: int = 8, credit: float = -1e9) -> Experience:
-    """Experience without a clock, by which a draft of n tokens costs 1 + n `draft`; with this reserve for trials."""
-    found = Experience(clocked=False)
-    for b in range(1, requests + 1):
-        for n in range(GoodputLength().most + 1):
-            found.costs.set(b, n, 1 + n * draft)
-    found.credit = credit
-    return found
+def priced(draft: float) -> Experience:
+    """Experience by which a draft of n tokens costs 1 + n `draft`."""
+    return Experience(CostTable.of_formula(lambda requests, length: 1 + length * draft))
 
 
 def with_experience(experience: Experience, max_slots: int = 8) -> Engine:
@@ -92,17 +87,17 @@ def greedy_lengths(engine_: Engine, these: list[Request], late: int) -> tuple[li
 
 
 @pytest.mark.parametrize(("slots", "late"), [(8, 0), (3, 2), (2, 1)])
-def test_requests_that_come_and_go_get_greedy_outputs_whatever_lengths_are_chosen_and_tried(slots, late):
+def test_requests_that_come_and_go_get_greedy_outputs_whatever_lengths_are_chosen(slots, late):
     greedy = [replace(each, sampling=replace(each.sampling, temperature=0.0)) for each in requests()]
     expected = [run(engine("none", MatchVerifier(), GoodputLength()), [request])[0] for request in greedy]
-    found, lengths = greedy_lengths(with_experience(priced(0.35, credit=1e9), slots), greedy, late)
+    found, lengths = greedy_lengths(with_experience(priced(0.5), slots), greedy, late)
     assert found == expected
     assert 0 in lengths
     assert max(lengths) > 0
 
 
-def test_without_a_clock_a_batch_repeats_itself():
-    outputs = [run(with_experience(priced(0.35, credit=4.0), 3), requests(), 2) for _ in range(2)]
+def test_a_batch_repeats_itself():
+    outputs = [run(with_experience(priced(0.35), 3), requests(), 2) for _ in range(2)]
     assert outputs[0] == outputs[1]
 
 
@@ -110,18 +105,18 @@ def test_engines_with_one_policy_learn_apart():
     policy = GoodputLength()
     one, other = (engine("model", BlockVerifier(), policy) for _ in range(2))
     one.generate([[3, 4, 5]], max_new_tokens=12, sampling=GREEDY)
-    assert one.parts.experience.costs.num_steps > 0
-    assert other.parts.experience.costs.num_steps == 0
+    assert one.parts.experience.num_steps > 0
+    assert other.parts.experience.num_steps == 0
     assert one.plain().parts.experience is one.parts.experience
-    before = one.parts.experience.costs.num_steps
+    before = one.parts.experience.num_steps
     one.plain().generate([[3, 4, 5]], max_new_tokens=12, sampling=GREEDY)
-    assert one.parts.experience.costs.num_steps == before
+    assert one.parts.experience.num_steps == before
 
 
 def test_a_cancelled_request_and_a_failed_step_leave_the_others_as_they_were():
     greedy = [replace(each, sampling=GREEDY) for each in requests()]
     expected = [run(engine("none", MatchVerifier(), GoodputLength()), [request])[0] for request in greedy]
-    busy, failed = with_experience(priced(0.3, credit=1e9)), False
+    busy, failed = with_experience(priced(0.3)), False
 
     def fail_once(cycle) -> None:
         nonlocal failed
@@ -145,22 +140,6 @@ def test_a_cancelled_request_and_a_failed_step_leave_the_others_as_they_were():
     for request, tokens in zip(greedy, expected, strict=True):
         if request.id != "3":
             assert found[request.id] == tokens, request.id
-
-
-@pytest.mark.usefixtures("clocked")
-def test_costs_of_the_shipped_pair_are_kept_for_the_next_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()  # The shipped pair is in bfloat16, and the fixture's float64 is not for it.
-    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    first = outrider.load(**SETTLED)
-    first.generate(["Once upon a time", "The answer"], max_new_tokens=40, sampling=GREEDY)
-    learnt = first.parts.experience
-    learnt.save()
-    assert learnt.costs.rows()
-    second = outrider.load(**SETTLED).parts.experience
-    assert [row[:2] for row in second.costs.rows()] == [row[:2] for row in learnt.costs.rows()]
-    assert outrider.load(**SETTLED, drafter="ngram").parts.experience.costs.rows() == []
-    assert outrider.load(**SETTLED | {"pad_to": 3}).parts.experience.costs.rows() == []
-    assert outrider.load(**SETTLED, max_slots=2).parts.experience.costs.rows() == second.costs.rows()
 
 
 @pytest.mark.parametrize(

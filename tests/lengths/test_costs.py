@@ -1,97 +1,95 @@
-"""Costs of steps are learnt as comparisons: what slows all steps alike changes nothing, one slow step little."""
+"""A table of costs gives back what was measured, lines between it, and forwards by their tokens beyond it."""
 
-import math
-from itertools import pairwise
+import json
+from dataclasses import replace
 
 import pytest
 
-from outrider.lengths.costs import StepCosts
+from outrider.lengths.costs import CostTable, StepCost
 
 
-def step(costs: StepCosts, requests: int, length: int, seconds: float, *, trial: bool = False, ends: bool = False):
-    """One step of a kind that is not the first of its kind."""
-    costs.learn(requests, length, seconds, trial, ends)
-    costs.pass_by(requests, length)
+def row(requests: int, length: int, target: float, **fields) -> StepCost:
+    return StepCost(requests=requests, length=length, target=target, **fields)
 
 
-def ratio(costs: StepCosts, requests: int, length: int) -> float:
-    table = costs.table(requests, length)
-    return table[length] / table[0]
+def seconds(table: CostTable, requests: int, length: int, drafting: int | None = None, context: int = 64, **fields):
+    steps = table.steps(requests, sampled=fields.get("sampled", False), context=context, longest=8)
+    return steps[requests if drafting is None else drafting][length]
 
 
-def taught(slowness: float = 1.0) -> StepCosts:
-    """Plain steps of 10 ms are usual; drafts of 2 took 25 ms in a trial."""
-    costs = StepCosts()
-    for _ in range(12):
-        step(costs, 4, 0, 0.010 * slowness)
-    for i in range(4):
-        step(costs, 4, 2, 0.025 * slowness, trial=True, ends=i == 3)
-    return costs
+TABLE = CostTable(
+    rows=(
+        row(1, 0, 3.0, rest=1.0),
+        row(1, 4, 5.0, drafter=2.0, rest=2.0),
+        row(4, 0, 6.0, rest=2.0),
+        row(4, 4, 18.0, drafter=5.0, rest=6.0),
+    )
+)
 
 
-@pytest.mark.parametrize("slowness", [1e-3, 1.0, 1e3])
-def test_a_cost_is_what_a_trial_took_over_what_usual_steps_take(slowness):
-    assert ratio(taught(slowness), 4, 2) == pytest.approx(2.5)
+def test_what_was_measured_comes_back():
+    assert seconds(TABLE, 1, 0) == 4.0
+    assert seconds(TABLE, 1, 4) == 9.0
+    assert seconds(TABLE, 4, 4) == 29.0
 
 
-def test_a_machine_that_slows_down_changes_no_comparison():
-    costs = taught()
-    for i in range(300):
-        step(costs, 4, 0, 0.010 * (1 + i / 50))
-    for i in range(4):
-        step(costs, 4, 2, 0.025 * 7, trial=True, ends=i == 3)
-    assert ratio(costs, 4, 2) == pytest.approx(2.5, rel=0.05)
+def test_between_and_behind_measured_lengths_costs_follow_lines():
+    assert seconds(TABLE, 1, 2) == pytest.approx(4.0 + 1.0 + 1.5)
+    assert seconds(TABLE, 1, 8) == pytest.approx(7.0 + 4.0 + 3.0)
+    assert seconds(TABLE, 2, 0) == pytest.approx(4.0 + 4 / 3)
 
 
-def test_usual_steps_never_change_their_own_cost():
-    costs = taught()
-    before = costs.table(4, 0)[0]
-    for i in range(200):
-        step(costs, 4, 0, 0.010 * (3 if i % 5 == 0 else 1))
-    assert costs.table(4, 0)[0] == before
+def test_forwards_of_more_requests_than_were_measured_are_read_off_by_their_tokens():
+    # 8 plain requests have as many tokens as 4 with a draft of 1.
+    steps = TABLE.steps(8, sampled=False, context=64, longest=8)
+    assert steps[0][0] == pytest.approx(9.0 + 2.0 + 4 / 3)
 
 
-def test_one_slow_step_of_a_trial_changes_nothing():
-    costs = taught()
-    for i, seconds in enumerate((0.025, 0.900, 0.025, 0.025)):
-        step(costs, 4, 2, seconds, trial=True, ends=i == 3)
-    assert ratio(costs, 4, 2) == pytest.approx(2.5)
+def test_who_does_not_draft_costs_the_drafter_nothing_and_the_target_the_padding():
+    # All parts of a plain step but the target's; the drafter and the rest of one draft of four.
+    assert seconds(TABLE, 4, 4, drafting=1) == pytest.approx(18.0 + 2.0 + 2.0 + 1 / 4 * 4.0)
+    assert all(seconds(TABLE, 4, n, drafting=0) == 8.0 for n in range(9))
+    assert all(seconds(TABLE, 4, 0, drafting=m) == 8.0 for m in range(5))
 
 
-def test_trials_follow_a_cost_that_has_changed():
-    costs = taught()
-    for _ in range(8):
-        step(costs, 4, 0, 0.010)
-        for i in range(4):
-            step(costs, 4, 2, 0.012, trial=True, ends=i == 3)
-    assert ratio(costs, 4, 2) == pytest.approx(1.2, rel=0.01)
+def test_sampled_steps_have_greedy_forwards_and_a_rest_of_their_own():
+    own = [row(1, 0, 99.0, sampled=True, rest=1.7), row(1, 4, 99.0, sampled=True, drafter=3.0, rest=4.0)]
+    table = replace(TABLE, rows=(*TABLE.rows, *own))
+    assert seconds(table, 1, 0, sampled=True) == pytest.approx(4.7)
+    assert seconds(table, 1, 4, sampled=True) == pytest.approx(12.0)
+    assert seconds(table, 1, 4) == 9.0
+    assert seconds(TABLE, 1, 4, sampled=True) == 9.0
 
 
-def test_an_unseen_cost_is_borrowed_from_the_nearest_kind_and_stays_its_own_once_seen():
-    costs, none = taught(), StepCosts()
-    for requests, length in ((4, 3), (5, 2), (7, 1)):
-        above = ratio(costs, requests, length) / ratio(none, requests, length)
-        assert above == pytest.approx(ratio(costs, 4, 2) / ratio(none, 4, 2))
-    step(costs, 4, 3, 0.050)
-    assert ratio(costs, 4, 3) == pytest.approx(5.0)
+def test_a_longer_context_costs_each_request_more():
+    far = [row(1, 0, 3.0 + 4.48, context=512), row(1, 4, 5.0 + 8.96, drafter=2.0 + 4.48, context=512)]
+    table = replace(TABLE, rows=(*TABLE.rows, *far))
+    assert seconds(table, 1, 0) == 4.0
+    assert seconds(table, 1, 0, context=512) == pytest.approx(4.0 + 4.48)
+    assert seconds(table, 4, 4, context=512) == pytest.approx(29.0 + 4 * 8.96 + 4 * 4.48)
+    assert seconds(table, 4, 4, drafting=1, context=512) == pytest.approx(23.0 + 4 * 8.96 + 4.48)
+    assert seconds(table, 1, 0, context=16) == 4.0
 
 
-def test_costs_before_any_step_grow_with_the_draft_and_with_the_batch():
-    costs = StepCosts()
-    for requests in (1, 2, 8, 64):
-        table = costs.table(requests, 8)
-        assert all(a < b for a, b in pairwise(table))
-    assert [ratio(costs, requests, 4) for requests in (1, 2, 8)] == sorted(ratio(costs, n, 4) for n in (1, 2, 8))
+def test_a_table_survives_a_file():
+    values = json.loads(json.dumps(TABLE.values()))
+    assert CostTable.of_values(values) == TABLE
+    with pytest.raises(KeyError):
+        CostTable.of_values({"rows": [{"requests": 1}], "catch_up": 0.0})
 
 
-def test_passing_by_counts_a_kind_and_learns_nothing():
-    costs = StepCosts()
-    costs.pass_by(2, 3)
-    assert (costs.num_steps, costs.last(2, 3), costs.last(2, 0), costs.rows()) == (1, 1, 0, [])
-    assert costs.table(2, 3) == StepCosts().table(2, 3)
-
-
-@pytest.mark.parametrize("wrong", [(0, 0, 1.0), (1, -1, 1.0), (1, 0, 0.0), (1, 0, math.inf), (1, 0, math.nan)])
-def test_what_is_no_cost_is_refused(wrong):
-    with pytest.raises(ValueError, match="no cost of a step"):
-        StepCosts().set(*wrong)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (),
+        (row(1, 0, 1.0),),
+        (row(1, 1, 1.0), row(1, 2, 1.0)),
+        (row(1, 0, 1.0), row(2, 1, 1.0)),
+        (row(1, 0, 0.0), row(1, 1, 1.0)),
+        (row(1, 0, float("nan")), row(1, 1, 1.0)),
+    ],
+    ids=["no row", "no draft", "no plain step", "two numbers of requests", "no time", "no number"],
+)
+def test_costs_without_a_plain_step_and_a_longer_one_are_refused(rows):
+    with pytest.raises(ValueError, match="needs a plain step and a longer one"):
+        CostTable(rows=rows)

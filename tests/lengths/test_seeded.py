@@ -1,4 +1,4 @@
-"""Default lengths follow the load; a request with a seed drafts a length of its own, so that its output repeats."""
+"""A request with a seed adapts its length and repeats its text: by kept costs, its own acceptance and the batch."""
 
 from dataclasses import replace
 
@@ -8,91 +8,116 @@ import outrider
 from outrider import InputError, Sampling, catalog
 from outrider.core.types import Step
 from outrider.engine.engine import Engine
+from outrider.lengths.acceptance import PooledAcceptance
+from outrider.lengths.costs import CostTable
+from outrider.lengths.experience import Experience, Habit
 from outrider.lengths.goodput import GoodputLength
 from tests.world.models import llama
 
 PROMPTS = [[1, 2, 3, 1, 2, 3, 1, 2], [5, 6, 7, 5, 6, 7], [9, 8, 9, 8, 9, 8], [4, 4, 4, 4]]
+CELLS = {
+    f"{drafter}, {verifier}": {"drafter": drafter, "verifier": verifier}
+    for drafter in ("ngram:prompt_lookup_min=1", "suffix:min_match=1", "model")
+    for verifier in ("token", "block", "match")
+}
 
 
 def engine(**options: object) -> Engine:
-    return outrider.load(llama(), drafter="ngram:prompt_lookup_min=1", **options)
+    return outrider.load(llama(), **{"drafter": "ngram:prompt_lookup_min=1"} | options)
 
 
-def resting(engine: Engine) -> Engine:
-    """The same engine, to which no draft seems worth its cost."""
-    for requests in range(1, 9):
-        for length in range(9):
-            engine.parts.experience.costs.set(requests, length, 1.0 if length == 0 else 1000.0)
-    engine.parts.experience.credit = -1e9
+def costing(engine: Engine, draft: float) -> Engine:
+    """The same engine, in which a draft of n tokens costs 1 + n `draft`."""
+    table = CostTable.of_formula(lambda requests, length: 1 + length * draft)
+    engine.parts = replace(engine.parts, experience=Experience(table))
     return engine
 
 
-def drafted(engine: Engine, seeds: list[int | None], temperature: float = 1.0) -> list[int]:
-    """The longest draft of each request; all run at once."""
-    most = [0] * len(seeds)
+def experienced(engine: Engine) -> Engine:
+    """The same engine after other requests, whose drafts all failed, and which rest."""
+    engine.parts.experience.sampled = PooledAcceptance(tested=[300.0] * 8, accepted=[1.0] * 8)
+    engine.parts.experience.habit = Habit(resting=True, rested=7)
+    return engine
+
+
+def drafts(engine: Engine, seeds: list[int | None], temperature: float = 1.0) -> list[list[int]]:
+    """The draft lengths of each request; all run at once."""
+    found: list[list[int]] = [[] for _ in seeds]
 
     def note(made: Step) -> None:
-        most[int(made.request)] = max(most[int(made.request)], made.num_draft_tokens)
+        found[int(made.request)].append(made.num_draft_tokens)
 
     for i, seed in enumerate(seeds):
         sampling = Sampling(temperature=temperature, seed=seed)
-        engine.add(PROMPTS[i], id=str(i), max_new_tokens=12, sampling=sampling, ignore_eos=True)
+        engine.add(PROMPTS[i], id=str(i), max_new_tokens=40, sampling=sampling, ignore_eos=True)
     while engine.busy:
         engine.step(note)
-    return most
+    return found
 
 
-def test_requests_with_a_seed_draft_where_the_load_lets_no_other_draft():
-    most = drafted(resting(engine()), [7, None, 8, None])
-    assert most[1] == most[3] == 0
-    assert 0 < most[0] <= 5
-    assert 0 < most[2] <= 5
+@pytest.fixture(scope="module")
+def draft_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("draft")
+    llama(num_layers=1).save_pretrained(place)
+    return f"model:path={place}"
 
 
-def test_greedy_requests_follow_the_load_whatever_their_seed():
-    assert drafted(resting(engine()), [7, None], temperature=0.0) == [0, 0]
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_same_command_with_the_same_seed_repeats_its_text(cell, draft_model):
+    options = CELLS[cell] | ({"drafter": draft_model} if CELLS[cell]["drafter"] == "model" else {})
+    sampling = [Sampling(temperature=warmth, seed=seed) for seed, warmth in enumerate((1.0, 0.7, 1.3, 1.0))]
+
+    def texts(engine: Engine) -> list[list[int]]:
+        outputs = engine.generate(PROMPTS, max_new_tokens=24, sampling=sampling, ignore_eos=True)
+        return [[*output.tokens, output.num_steps, output.num_draft_tokens] for output in outputs]
+
+    first = texts(costing(engine(**options), 0.2))
+    # Another process, one that has seen other requests, and the same process once more.
+    later = experienced(costing(engine(**options), 0.2))
+    assert texts(later) == first
+    assert texts(later) == first
 
 
-def test_a_seed_repeats_an_output_whatever_else_runs_and_whatever_the_engine_has_learnt():
-    sampling = Sampling(temperature=1.0, seed=3)
-    [alone] = engine().generate(PROMPTS[:1], max_new_tokens=24, sampling=sampling, ignore_eos=True)
-    for busy in (engine(), resting(engine())):
-        others = [Sampling(temperature=1.0), Sampling(temperature=0.0), Sampling(temperature=1.0, seed=9)]
-        outputs = busy.generate(PROMPTS, max_new_tokens=24, sampling=[sampling, *others], ignore_eos=True)
-        assert outputs[0].tokens == alone.tokens
-        assert outputs[0].num_draft_tokens == alone.num_draft_tokens
+def test_requests_with_a_seed_follow_the_costs():
+    assert drafts(costing(engine(), 9.0), [7, 8]) == [[0] * 40, [0] * 40]
+    assert all(max(lengths) > 0 for lengths in drafts(costing(engine(), 0.01), [7, 8]))
 
 
-def test_steps_with_a_seeded_request_teach_nothing():
-    told = resting(engine())
-    drafted(told, [7, None, None])
-    assert told.parts.experience.costs.num_steps == 0
-    drafted(told, [None, None])
-    assert told.parts.experience.costs.num_steps > 0
+def test_requests_with_a_seed_draft_less_when_their_drafts_fail():
+    used = costing(engine(), 0.25)
+    # The prompt repeats itself, and random weights continue it with anything.
+    [lengths] = drafts(used, [7])
+    drafted = [length for length in lengths if length]
+    assert drafted[0] > drafted[-1]
 
 
-def test_without_a_length_for_seeds_they_follow_the_load():
-    assert drafted(resting(engine(length="goodput")), [7, 8]) == [0, 0]
+def test_greedy_requests_follow_the_pooled_acceptance_whatever_their_seed():
+    used = costing(engine(), 0.3)
+    used.parts.experience.greedy = PooledAcceptance(tested=[300.0] * 8, accepted=[1.0] * 8)
+    assert max(map(max, drafts(used, [7, None], temperature=0.0))) == 0
+
+
+def test_without_kept_costs_a_request_with_a_seed_drafts_the_fixed_length():
+    used = costing(engine(), 9.0)
+    table = replace(used.parts.experience.costs, kept=False)
+    used.parts = replace(used.parts, experience=Experience(table))
+    lengths = drafts(used, [7, None])
+    assert max(lengths[0]) == 5
+    assert max(lengths[1]) == 0
 
 
 @pytest.mark.parametrize(
     "options",
-    [{"drafter": "model", "tree": "dynamic"}, {"drafter": "model", "decoding": "pearl:4"}],
+    [{"tree": "dynamic"}, {"decoding": "pearl:4"}],
     ids=["a branching tree", "drafting ahead"],
 )
-def test_parts_that_need_one_length_get_a_fixed_one_by_default(options: dict[str, str], tmp_path):
-    llama(num_layers=1).save_pretrained(tmp_path)
-    options = options | {"drafter": f"model:path={tmp_path}"}
+def test_parts_that_need_one_length_get_a_fixed_one_by_default(options: dict[str, str], draft_model):
+    options = options | {"drafter": draft_model}
     assert catalog.name_of(outrider.load(llama(), **options).parts.length) == "fixed"
     with pytest.raises(InputError, match="goodput"):
         outrider.load(llama(), **options, length="goodput")
 
 
-def test_the_default_length_follows_the_load():
-    assert engine().parts.length == GoodputLength(seeded=5)
-    assert outrider.load().parts.length == replace(GoodputLength(), seeded=4)
-
-
-def test_a_negative_length_for_seeds_is_refused():
-    with pytest.raises(InputError, match="seeded must be >= 0, got -1"):
-        engine(length="goodput:seeded=-1")
+def test_the_default_length_follows_the_costs():
+    assert engine().parts.length == GoodputLength()
+    assert outrider.load().parts.length == GoodputLength(fallback=4)

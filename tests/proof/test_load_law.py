@@ -1,10 +1,14 @@
 """A length chosen for the batch keeps every request's law, over steps whose lengths depend on what was accepted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
 
-from outrider.lengths.experience import Choice, Experience
+from outrider.core.types import Running
+from outrider.lengths.acceptance import PooledAcceptance
+from outrider.lengths.costs import CostTable
+from outrider.lengths.experience import Choice, Experience, Habit
 from outrider.lengths.goodput import GoodputLength
 from outrider.proof.enumerate import joint_law
 from outrider.proof.rule import law_error
@@ -24,62 +28,64 @@ class Noting(GoodputLength):
 
     chosen: list[Choice] = field(default_factory=list)
 
-    def choose(self, experience: Experience, num_requests: int) -> Choice:
-        self.chosen.append(super().choose(experience, num_requests))
+    def choose(self, experience: Experience, states: Sequence[Running], rooms: Sequence[int]) -> Choice:
+        self.chosen.append(super().choose(experience, states, rooms))
         return self.chosen[-1]
 
+    @property
+    def lengths(self) -> set[int]:
+        return {length for choice in self.chosen for length in choice.lengths}
 
-def even(most: int, credit: float = -1e9) -> Experience:
-    """By which drafts and plain steps are about as good, so that each outcome changes the choice. With a reserve for
-    trials, the first one drafts.
-    """
-    found = Experience(clocked=False)
-    for requests in (1, 2):
-        for length in range(most + 1):
-            found.costs.set(requests, length, 1 + 0.57 * length)
-        found.costs.pass_by(requests, 0)
-    found.credit = credit
+
+def even(doubts: int = 1) -> Experience:
+    """By which drafts seem doubtful: they go on after an accepted token, and stop after a rejected one."""
+    found = Experience(CostTable.of_formula(lambda requests, length: requests * (1 + 0.507 * length), longest=2))
+    found.sampled = PooledAcceptance(tested=[6.0], accepted=[2.0])
+    found.habit = Habit(doubts=doubts)
     return found
 
 
 @pytest.mark.parametrize("verifier", STOPPED)
 def test_three_steps_of_a_request_keep_the_law_where_their_length_follows_acceptance(verifier):
-    policy = Noting(most=1, margin=0.0)
-    [found] = joint_law(replace(tables(2, verifier, policy, seed=5), experience=even(1)), [[1]], num_steps=3)
+    policy = Noting(most=1)
+    [found] = joint_law(replace(tables(2, verifier, policy, seed=5), experience=even()), [[1]], num_steps=3)
     assert found.error < BOUND
     assert sum(found.emitted.values()) == pytest.approx(1, abs=1e-12)
-    assert {choice.length for choice in policy.chosen} == {0, 1}
+    assert policy.lengths == {0, 1}
     assert found.accepted > 0
 
 
 @pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
-def test_steps_that_try_another_length_keep_the_law(verifier):
-    policy = Noting(most=2, margin=0.0)
-    [found] = joint_law(replace(tables(2, verifier, policy, seed=5), experience=even(2, 1e9)), [[1]], num_steps=2)
+def test_steps_that_try_a_token_while_drafts_rest_keep_the_law(verifier):
+    policy, experience = Noting(most=2), even()
+    experience.sampled = PooledAcceptance(tested=[90.0, 40.0], accepted=[9.0, 4.0])
+    experience.habit = Habit(resting=True, rested=1000)
+    [found] = joint_law(replace(tables(2, verifier, policy, seed=5), experience=experience), [[1]], num_steps=2)
     assert found.error < BOUND
-    assert any(choice.trial and choice.length > 0 for choice in policy.chosen)
+    assert {choice.lengths[0] for choice in policy.chosen[::2]} == {1}
+    assert 0 in policy.lengths
 
 
 @pytest.mark.parametrize("verifier", [TokenVerifier(), BlockVerifier()], ids=["token", "block"])
-def test_two_requests_that_share_a_length_keep_their_laws(verifier):
-    policy = Noting(most=1, margin=0.0)
-    parts = replace(tables(2, verifier, policy, seed=6), experience=even(1))
+def test_two_requests_that_are_chosen_for_together_keep_their_laws(verifier):
+    policy = Noting(most=1)
+    parts = replace(tables(2, verifier, policy, seed=6), experience=even())
     for found in joint_law(parts, [[0], [1, 1]], num_steps=2):
         assert found.error < BOUND
         assert sum(found.emitted.values()) == pytest.approx(1, abs=1e-12)
-    assert {choice.length for choice in policy.chosen} == {0, 1}
+    assert policy.lengths == {0, 1}
 
 
 def test_the_worlds_of_an_enumeration_do_not_learn_from_each_other():
-    parts = replace(tables(2, TokenVerifier(), GoodputLength(most=2), seed=5), experience=even(2, 0.0))
-    before = parts.experience.costs.num_steps
+    parts = replace(tables(2, TokenVerifier(), GoodputLength(most=2), seed=5), experience=even())
     first = joint_law(parts, [[1]], num_steps=2)
-    assert parts.experience.costs.num_steps == before
+    assert parts.experience.num_steps == 0
+    assert parts.experience.sampled.tested == [6.0]
     assert joint_law(parts, [[1]], num_steps=2) == first
 
 
 def test_a_biased_rule_is_caught_over_several_steps_too():
-    parts = replace(tables(2, RecoversFromTheTarget(), GoodputLength(most=2), seed=5), experience=even(2))
+    parts = replace(tables(2, RecoversFromTheTarget(), GoodputLength(most=2), seed=5), experience=even(0))
     [found] = joint_law(parts, [[1]], num_steps=2)
     assert found.error > 1e-3
 
@@ -87,4 +93,4 @@ def test_a_biased_rule_is_caught_over_several_steps_too():
 def test_the_law_of_an_engines_own_parts_is_found_without_their_experience():
     parts = tables(3, TokenVerifier(), GoodputLength())
     assert law_error(parts) < BOUND
-    assert parts.experience.costs.num_steps == 0
+    assert parts.experience.num_steps == 0

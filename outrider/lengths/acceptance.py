@@ -1,0 +1,143 @@
+"""How often draft tokens are accepted, by their depth: over all requests of an engine, and of one request."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+PRIOR, WEIGHT = 0.6, 4.0
+"""Acceptance before any is seen, and its weight in tested tokens."""
+HALF_LIFE = 500.0
+"""Tested tokens after which a pooled count weighs half."""
+OWN_DECAY = 0.99
+"""Weight of a request's earlier steps, per step, whether it drafted or not."""
+VARIANCE, WIDE_VARIANCE = 0.3, 2.5
+"""Variance between requests of the logit of acceptance: around the pooled one, and around a fixed prior."""
+NEWTON_STEPS, LONGEST_STEP = 4, 2.0
+"""Iterations that find a request's own logit, and how far one may move it."""
+
+
+@dataclass(kw_only=True)
+class PooledAcceptance:
+    r"""Acceptance by depth over all requests. Changes in place.
+
+    $a_i = (k_i + 4 \bar a) / (n_i + 4)$, with $n_i$ tokens tested at depth i and $k_i$ of them accepted, both decayed,
+    and $\bar a = (\sum k + 4 \cdot 0.6) / (\sum n + 4)$. A token is tested if all before it were accepted. So the first
+    rejected token of a draft is tested, and the tokens behind it are not.
+
+    Attributes:
+        tested: n, from depth 1 on.
+        accepted: k.
+
+    Example:
+        >>> pooled = PooledAcceptance()
+        >>> pooled.note([(3, 2), (3, 0)])
+        >>> pooled.tested, pooled.accepted
+        ([2.0, 1.0, 1.0], [1.0, 1.0, 0.0])
+    """
+
+    tested: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+
+    def note(self, drafts: Iterable[tuple[int, int]]) -> None:
+        """Count drafts: the number of draft tokens of each, and how many of them were accepted."""
+        drafts = [(drafted, accepted) for drafted, accepted in drafts if drafted]
+        if not drafts:
+            return
+        decay = 0.5 ** (sum(min(accepted + 1, drafted) for drafted, accepted in drafts) / HALF_LIFE)
+        more = [0.0] * (max(drafted for drafted, _ in drafts) - len(self.tested))
+        self.tested = [decay * count for count in self.tested] + more
+        self.accepted = [decay * count for count in self.accepted] + more
+        for drafted, accepted in drafts:
+            for depth in range(min(accepted + 1, drafted)):
+                self.tested[depth] += 1
+            for depth in range(accepted):
+                self.accepted[depth] += 1
+
+    def rates(self, longest: int) -> list[float]:
+        """$a_1, a_2, \\ldots$ up to a depth."""
+        mean = (sum(self.accepted) + WEIGHT * PRIOR) / (sum(self.tested) + WEIGHT)
+        counts = list(zip(self.tested, self.accepted, strict=True))[:longest]
+        found = [(accepted + WEIGHT * mean) / (tested + WEIGHT) for tested, accepted in counts]
+        return found + [mean] * (longest - len(found))
+
+    def spread(self, length: int) -> float:
+        r"""Standard deviation of the expected tokens of a draft, from that of the rates (delta method).
+
+        With $w_j = \prod_{i \le j} a_i$ the expected number is $1 + \sum_j w_j$, and its derivative by $a_i$ is
+        $\sum_{j \ge i} w_j / a_i$.
+        """
+        rates = self.rates(length)
+        reached, behind, variance = tokens_by_length(rates), 0.0, 0.0
+        for depth in reversed(range(length)):
+            behind += reached[depth + 1] - reached[depth]
+            tested = self.tested[depth] if depth < len(self.tested) else 0.0
+            variance += behind**2 * (1 - rates[depth]) / max(rates[depth], 1e-6) / (tested + WEIGHT + 1)
+        return math.sqrt(variance)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnAcceptance:
+    r"""Acceptance of one request: the pooled one, moved by the request's own logit u.
+
+    $a_{r,i} = \sigma(\operatorname{logit} a_i + u)$ with the u that maximises the likelihood of the request's decayed
+    counts times a normal prior around 0. Without counts u is 0.
+
+    Attributes:
+        tested: Decayed number of tested tokens, from depth 1 on.
+        accepted: How many of them were accepted.
+
+    Example:
+        >>> own = OwnAcceptance()
+        >>> for _ in range(30):
+        ...     own = own.after(drafted=4, accepted=0)
+        >>> [round(rate, 2) for rate in own.rates([0.6, 0.6], variance=1.0)]
+        [0.1, 0.1]
+    """
+
+    tested: tuple[float, ...] = ()
+    accepted: tuple[float, ...] = ()
+
+    def after(self, drafted: int, accepted: int) -> "OwnAcceptance":
+        """The counts after a step."""
+        count = max(len(self.tested), drafted)
+        tested = [OWN_DECAY * old for old in self.tested] + [0.0] * (count - len(self.tested))
+        kept = [OWN_DECAY * old for old in self.accepted] + [0.0] * (count - len(self.accepted))
+        for depth in range(min(accepted + 1, drafted)):
+            tested[depth] += 1
+        for depth in range(accepted):
+            kept[depth] += 1
+        return OwnAcceptance(tested=tuple(tested), accepted=tuple(kept))
+
+    def rates(self, pooled: Sequence[float], variance: float) -> list[float]:
+        """The request's acceptance by depth.
+
+        Args:
+            pooled: That of all requests.
+            variance: Of the prior of u.
+        """
+        if not self.tested:
+            return list(pooled)
+        logits = [math.log(rate / (1 - rate)) for rate in (min(max(p, 1e-4), 1 - 1e-4) for p in pooled)]
+        own = 0.0
+        for _ in range(NEWTON_STEPS):
+            slope, curvature = -own / variance, 1 / variance
+            for logit, tested, accepted in zip(logits, self.tested, self.accepted, strict=False):
+                rate = 1 / (1 + math.exp(-logit - own))
+                slope += accepted - tested * rate
+                curvature += tested * rate * (1 - rate)
+            own += min(max(slope / curvature, -LONGEST_STEP), LONGEST_STEP)
+        return [1 / (1 + math.exp(-logit - own)) for logit in logits]
+
+
+def tokens_by_length(rates: Sequence[float]) -> list[float]:
+    r"""Expected tokens of a step with a draft of n = 0, 1, ... tokens: $1 + \sum_{j \le n} \prod_{i \le j} a_i$.
+
+    Example:
+        >>> tokens_by_length([0.5, 0.5])
+        [1.0, 1.5, 1.75]
+    """
+    found, reached = [1.0], 1.0
+    for rate in rates:
+        reached *= rate
+        found.append(found[-1] + reached)
+    return found

@@ -1,0 +1,86 @@
+"""The costs of steps that are kept on this machine: read, or measured and kept."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from outrider import catalog
+from outrider.decoding.protocol import Parts
+from outrider.host import remembered
+from outrider.host.remembered import machine, shapes
+from outrider.lengths.costs import CostTable
+from outrider.lengths.experience import Experience
+from outrider.plan.probe import measure
+
+RECORD = "costs"
+"""The kind of record that keeps costs between processes."""
+MOST_REQUESTS = 8
+"""Most requests of a step that is measured; costs of larger steps follow from these."""
+
+
+def experience_of(parts: Parts, *, max_slots: int, probe: bool) -> Experience:
+    """What a new engine knows: kept or newly measured costs, and the acceptance that earlier processes saw.
+
+    Args:
+        max_slots: Most requests at once.
+        probe: Whether to measure costs that are not kept.
+    """
+    key = key_of(parts)
+    return Experience.recalled(costs_of(parts, max_slots=max_slots, probe=probe), key)
+
+
+def costs_of(parts: Parts, *, max_slots: int, probe: bool) -> CostTable | None:
+    """The costs of steps: the kept ones, otherwise measured ones; None without either."""
+    if parts.drafter.max_depth == 0:
+        return None
+    max_requests = min(max_slots, MOST_REQUESTS, parts.target.max_slots)
+    kept = read(parts, max_requests)
+    return measured(parts, max_slots=max_slots) if kept is None and probe else kept
+
+
+def measured(parts: Parts, *, max_slots: int, thorough: bool = False) -> CostTable | None:
+    """Measure the costs of steps and keep them, unless other processes took the cores meanwhile.
+
+    All slots of the target must be free.
+    """
+    max_requests = min(max_slots, MOST_REQUESTS, parts.target.max_slots)
+    found = measure(parts, max_requests=max_requests, thorough=thorough)
+    if found is not None and not found.busy:
+        remembered.write(RECORD, key_of(parts), {"max_requests": max_requests, **found.values()})
+        # What is read back is what other processes read. Where nothing can be written it is nothing.
+        return read(parts, max_requests) or found
+    return found
+
+
+def measured_again(parts: Parts, *, max_slots: int) -> Experience:
+    """The experience of parts after their costs were measured anew. On a busy machine the old costs stay."""
+    found, old = measured(parts, max_slots=max_slots), parts.experience.costs
+    return parts.experience.with_costs(old if found is None or (found.busy and old is not None) else found)
+
+
+def read(parts: Parts, max_requests: int = 1) -> CostTable | None:
+    """The kept costs, if they were measured up to so many requests; None if there are none."""
+    values = remembered.read(RECORD, key_of(parts))
+    try:
+        if values is None or int(values["max_requests"]) < max_requests:
+            return None
+        return replace(CostTable.of_values(values), kept=True)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def key_of(parts: Parts) -> Mapping[str, Any]:
+    """What the cost of a step depends on: machine and versions, shapes of weights, forwards, drafter and verifier."""
+    draft = getattr(parts.drafter, "lm", None)
+    # A draft model with another vocabulary stands behind a translation.
+    models = (parts.target, getattr(draft, "lm", draft))
+    config = getattr(getattr(parts.target, "model", None), "config", None)
+    return {
+        "machine": machine(parts.target.device),
+        "target": shapes(parts.target.modules),
+        "vocab_size": parts.target.vocab_size,
+        "attention": getattr(config, "_attn_implementation", None),
+        "drafter": [catalog.name_of(parts.drafter), shapes(parts.drafter.modules)],
+        "forwards": [[getattr(lm, name, None) for name in ("forward", "pad_to")] for lm in models],
+        "verifier": catalog.name_of(parts.verifier),
+    }

@@ -1,0 +1,138 @@
+"""Costs are measured once, kept per machine, models and methods, and measured again when they turn out to be wrong."""
+
+from dataclasses import replace
+
+import pytest
+
+import outrider
+from outrider.core.types import Sampling
+from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
+from outrider.host import remembered
+from outrider.lengths.costs import CostTable
+from outrider.lengths.experience import Experience
+from outrider.plan import table
+from outrider.plan.table import RECORD, costs_of, experience_of, key_of, measured_again, read
+from tests.world.models import engine, llama
+
+COSTS = CostTable.of_formula(lambda requests, length: requests + 0.5 * length)
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch) -> list[int]:
+    """For how many requests each measurement was made."""
+    found: list[int] = []
+
+    def measure(parts, *, max_requests, thorough=False):
+        found.append(max_requests)
+        return replace(COSTS, kept=False)
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(table, "measure", measure)
+    return found
+
+
+def test_costs_are_measured_once(asked):
+    parts = engine("ngram").parts
+    first = costs_of(parts, max_slots=8, probe=True)
+    assert first == replace(COSTS, kept=True)
+    assert costs_of(engine("ngram").parts, max_slots=8, probe=True) == first
+    assert costs_of(parts, max_slots=2, probe=False) == first
+    assert asked == [8]
+
+
+def test_costs_of_fewer_requests_are_measured_again(asked):
+    parts = engine("ngram").parts
+    for slots in (1, 8, 2, 64):
+        costs_of(parts, max_slots=slots, probe=True)
+    assert asked == [1, 8]
+
+
+def test_without_a_probe_costs_are_those_that_are_kept(asked):
+    parts = engine("ngram").parts
+    assert costs_of(parts, max_slots=8, probe=False) is None
+    assert experience_of(parts, max_slots=8, probe=False).costs is None
+    assert asked == []
+
+
+def test_costs_of_a_busy_machine_are_used_and_not_kept(asked, monkeypatch):
+    monkeypatch.setattr(table, "measure", lambda parts, **_: replace(COSTS, kept=False, busy=True))
+    parts = engine("ngram").parts
+    found = costs_of(parts, max_slots=8, probe=True)
+    assert found is not None
+    assert not found.kept
+    assert read(parts) is None
+    old = replace(parts, experience=Experience(COSTS))
+    assert measured_again(old, max_slots=8).costs is COSTS
+    assert measured_again(parts, max_slots=8).costs == found
+
+
+def test_costs_that_cannot_be_written_are_not_kept(asked, monkeypatch):
+    monkeypatch.setenv("OUTRIDER_CACHE", "/dev/null")
+    found = costs_of(engine("ngram").parts, max_slots=8, probe=True)
+    assert found == replace(COSTS, kept=False)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        {"max_requests": 8, "rows": [], "catch_up": 0.0},
+        {"max_requests": 8, "rows": [{"requests": 1}], "catch_up": 0.0},
+        {"max_requests": "many", "rows": [], "catch_up": 0.0},
+        {"max_requests": 8, "rows": 3, "catch_up": 0.0},
+        {"max_requests": 8, "rows": [dict.fromkeys(("requests", "length", "context"), "x")], "catch_up": 0.0},
+    ],
+)
+def test_damaged_costs_count_as_none(asked, values):
+    parts = engine("ngram").parts
+    remembered.write(RECORD, key_of(parts), values)
+    assert read(parts) is None
+
+
+def test_costs_belong_to_shapes_drafters_and_verifiers(asked):
+    parts = engine("ngram").parts
+    assert key_of(parts) == key_of(engine(NgramDrafter(prompt_lookup_min=1)).parts)
+    others = [engine(SuffixDrafter()), engine("model"), engine("ngram", "match")]
+    keys = [str(key_of(each.parts)) for each in others]
+    assert len({str(key_of(parts)), *keys}) == 4
+
+
+def test_an_engine_measures_again_when_it_is_idle_and_its_costs_are_off(asked):
+    used = outrider.load(llama(), drafter="ngram:prompt_lookup_min=1")
+    assert asked == [8]
+    sampling = Sampling(temperature=0, seed=0)
+    used.generate([[5, 6, 5, 6]], max_new_tokens=4, sampling=sampling, ignore_eos=True)
+    assert asked == [8]
+    used.parts.experience._due = True
+    used.add([5, 6, 5, 6], max_new_tokens=6, sampling=sampling, ignore_eos=True)
+    acceptance = used.parts.experience.greedy
+    while used.busy:
+        assert asked == [8]
+        used.step()
+    assert asked == [8, 8]
+    assert not used.parts.experience.stale
+    assert used.parts.experience.greedy is acceptance
+
+
+def test_another_kind_of_drafter_has_costs_of_its_own(asked):
+    used = outrider.load(llama(), drafter="ngram:prompt_lookup_min=1")
+    used.swap(SuffixDrafter())
+    assert used.parts.experience.costs is None
+    used.generate([[5, 6, 5, 6]], max_new_tokens=2, sampling=Sampling(temperature=0, seed=0))
+    assert asked == [8, 8]
+    assert used.parts.experience.costs is not None
+
+
+def test_no_probe_is_an_option_of_loading(asked):
+    used = outrider.load(llama(), drafter="ngram:prompt_lookup_min=1", no_probe=True)
+    assert used.parts.experience.costs is None
+    used.swap(SuffixDrafter())
+    used.generate([[5, 6, 5, 6]], max_new_tokens=2, sampling=Sampling(temperature=0, seed=0))
+    assert asked == []
+
+
+def test_only_a_length_that_reads_costs_measures_them(asked):
+    outrider.load(llama(), drafter="ngram", length="fixed:3")
+    outrider.load(llama(), drafter="none")
+    assert asked == []
