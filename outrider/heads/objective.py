@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, Document, upload
+from outrider.learning.batch import Batch, Document, on_device
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Learner, Loss
 from outrider.learning.target_rows import rows_at, with_rows
@@ -369,7 +369,7 @@ class Places:
             ([9, 5], [5])
         """
         if kept is None:
-            rows, at = (upload(each, batch.tokens.device) for each in learnt_places(batch, number))
+            rows, at = (on_device(each, batch.tokens.device) for each in learnt_places(batch, number))
         else:
             # What a model has decided is on its device, and so is how many places there are.
             learnt = batch.learnt[:, 2 + number :]

@@ -27,7 +27,7 @@ from outrider.heads.parts.layers import DecoderLayer
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.features import FeatureDrafter, FeatureHead, FeatureObjective, FeatureState
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import PADDING, Batch, Document, upload
+from outrider.learning.batch import PADDING, Batch, Document, on_device
 from outrider.learning.options import HeadOptions, loss, size
 from outrider.lm.head import KVCache
 from outrider.lm.hf.checkpoint import KIND, MOST_COUNT, TARGET, Checkpoint, TargetShape, made, nested
@@ -365,7 +365,7 @@ class ParallelObjective(FeatureObjective):
         tokens = pad(batch.tokens[:, 1:], (0, 1), value=PADDING)
         sees = (places[:, None] >= places).expand(rows, 1, -1, -1)
         yield self.head(tokens, features, places.expand(rows, -1), sees, kept)
-        at = upload(self.groups(batch).at.numpy(), batch.tokens.device)
+        at = on_device(self.groups(batch).at.numpy(), batch.tokens.device)
         nothing = features.new_zeros(*at.shape, features.shape[-1])
         seen = (places <= at[..., None])[:, None]
         own = torch.eye(at.shape[1], dtype=torch.bool, device=at.device).expand(rows, 1, -1, -1)
@@ -402,7 +402,7 @@ class ParallelObjective(FeatureObjective):
         np.put_along_axis(grouped, groups, True, axis=1)
         kept = grouped[rows, at]
         device = batch.tokens.device
-        return Places.at_places(batch, number, upload(rows[kept], device), upload(at[kept], device))
+        return Places.at_places(batch, number, on_device(rows[kept], device), on_device(at[kept], device))
 
     def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " guesses"]:
         """As of every head; of the slots of groups that are drawn, as many as there are on average."""

@@ -117,11 +117,11 @@ class Batch:
         )
 
 
-def upload(values: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
+def on_device(values: Shaped[np.ndarray, "..."], device: torch.device) -> Tensor:
     """Numbers of the host on a device. The host does not wait for the copy.
 
     Example:
-        >>> upload(np.arange(3), torch.device("cpu"))
+        >>> on_device(np.arange(3), torch.device("cpu"))
         tensor([0, 1, 2])
     """
     tensor = torch.from_numpy(values)

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, upload
+from outrider.learning.batch import Batch, on_device
 from outrider.learning.divergences import (
     CHUNK,
     HARD,
@@ -328,4 +328,4 @@ def _inputs(tokens: Int[Tensor, "rows length"], positions: Int[Tensor, "rows len
 def guessing(batch: Batch) -> tuple[Int[Tensor, " n"], Int[Tensor, " n"]]:
     """The places whose logits guess learnt tokens: token j is guessed at j - 1."""
     rows, columns = batch.host.learnt[:, 1:].nonzero()
-    return upload(rows, batch.tokens.device), upload(columns, batch.tokens.device)
+    return on_device(rows, batch.tokens.device), on_device(columns, batch.tokens.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import InputError
-from outrider.learning.batch import Batch, upload
+from outrider.learning.batch import Batch, on_device
 
 
 @runtime_checkable
@@ -58,7 +58,7 @@ class RandomPadding:
             dice = step_generator(Purpose.PADDING, seed=self.seed, step=batch.step, row=row)
             first.append(int(dice.integers(0, self.limit - count, endpoint=True)))
         places = torch.tensor(first)[:, None] + torch.arange(batch.tokens.shape[1])
-        return upload(places.clamp_max(self.limit - 1).numpy(), batch.tokens.device)
+        return on_device(places.clamp_max(self.limit - 1).numpy(), batch.tokens.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class RandomGaps:
             self._row(batch.step, row, count, width)
             for row, count in zip(batch.rows, batch.host.lengths.tolist(), strict=True)
         ]
-        return upload(np.stack(rows), batch.tokens.device)
+        return on_device(np.stack(rows), batch.tokens.device)
 
     def _row(self, step: int, row: int, count: int, width: int) -> Int[np.ndarray, " width"]:
         dice, places = step_generator(Purpose.GAPS, seed=self.seed, step=step, row=row), np.arange(width)

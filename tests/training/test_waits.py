@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from outrider import catalog
 from outrider.core.types import InputError
 from outrider.heads.objective import HeadContext, HeadObjective
-from outrider.learning.batch import Batch, upload
+from outrider.learning.batch import Batch, on_device
 from outrider.training.loop.optimizer import adamw
 from outrider.training.loop.prefetch import Prefetch, StepData
 from outrider.training.loop.settings import Settings
@@ -121,7 +121,7 @@ def test_a_batch_on_a_device_knows_its_rows_on_the_host() -> None:
     assert np.array_equal(moved.host.learnt, given.learnt.numpy())
     assert moved.host.lengths.tolist() == given.lengths.tolist()
     assert given.to(torch.device("cpu")) is given
-    assert upload(np.arange(3), torch.device("meta")).is_meta
+    assert on_device(np.arange(3), torch.device("meta")).is_meta
 
 
 def data(step: int) -> StepData:

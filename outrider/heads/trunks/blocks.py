@@ -36,7 +36,7 @@ from outrider.heads.parts.block_formats import (
 )
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import Batch, Document, upload
+from outrider.learning.batch import Batch, Document, on_device
 from outrider.learning.block_loss import BlockLoss, usual_gamma
 from outrider.learning.divergences import Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Loss
@@ -683,7 +683,7 @@ class BlockObjective(HeadObjective):
             log_q.view(-1)[found.at] = said
             every = self.loss.weights(log_q, found.valid)
             if self.slot_weights is not None:
-                every = every * upload(np.array(self.slot_weights), every.device).to(every)
+                every = every * on_device(np.array(self.slot_weights), every.device).to(every)
             weights = every.flatten()[found.at]
         return Loss(
             total=(weights * values).sum(),
@@ -767,17 +767,17 @@ class BlockObjective(HeadObjective):
         valid = anchors.real.numpy()[..., None] & inside & host.learnt[rows, before + 1]
         at = np.flatnonzero(valid)
         kept = at if len(at) else np.zeros(1, dtype=np.int64)
-        hidden = blocks(self.head, batch.tokens, context, upload(anchors.places.numpy(), device))
-        known = upload(host.tokens[rows, before], device)
+        hidden = blocks(self.head, batch.tokens, context, on_device(anchors.places.numpy(), device))
+        known = on_device(host.tokens[rows, before], device)
         inner = self.head.informed(hidden[:, :, config.first : config.first + depth], known)
-        where = upload(kept, device)
+        where = on_device(kept, device)
         return _Guesses(
             inner=inner.flatten(0, 2)[where],
-            labels=upload(host.tokens[rows, before + 1].ravel()[kept], device),
-            rows=upload(rows.ravel()[kept], device),
-            before=upload(before.ravel()[kept], device),
+            labels=on_device(host.tokens[rows, before + 1].ravel()[kept], device),
+            rows=on_device(rows.ravel()[kept], device),
+            before=on_device(before.ravel()[kept], device),
             at=where,
-            valid=upload(valid, device),
+            valid=on_device(valid, device),
             count=len(at),
         )
 

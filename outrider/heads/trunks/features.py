@@ -21,7 +21,7 @@ from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import GuessObjective
 from outrider.heads.parts.layers import Rotary
 from outrider.learning.attention import GroupKeys
-from outrider.learning.batch import PADDING, Batch, upload
+from outrider.learning.batch import PADDING, Batch, on_device
 from outrider.learning.options import HeadOptions, loss
 from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -566,4 +566,4 @@ class FeatureObjective(GuessObjective):
             dice = step_generator(Purpose.NOISE, seed=self.context.seed, step=batch.step, row=number)
             strength = self.options.noise * NOISE_LENGTH / max(length, NOISE_LENGTH)
             rows.append(strength * (dice.random((batch.tokens.shape[1], size), dtype=np.float32) - 0.5))
-        return upload(np.stack(rows), batch.tokens.device)
+        return on_device(np.stack(rows), batch.tokens.device)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from outrider.core.types import InputError
-from outrider.learning.batch import PADDING, Document, upload
+from outrider.learning.batch import PADDING, Document, on_device
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
@@ -220,7 +220,7 @@ class _Reader:
         # Padding stands on the right, where no token of a causal model sees it. Logits are computed in chunks later.
         few = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(self.model.forward).parameters else {}
         with tapped(self.anatomy.layers, sorted(taps)) as seen:
-            self.model(input_ids=upload(tokens.numpy(), self.model.device), use_cache=False, **few)
+            self.model(input_ids=on_device(tokens.numpy(), self.model.device), use_cache=False, **few)
         return seen
 
     def _kept(self, hidden: Mapping[int, Float[Tensor, "length hidden"]]) -> dict[str, Tensor]:
