@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -172,7 +171,7 @@ class HeadLM(SlottedLM):
             self._eager,
             name=type(head).__name__,
             cache=self.cache,
-            weights=lambda: (weight for module in modules for weight in chain(module.parameters(), module.buffers())),
+            modules=lambda: modules,
             vocab_size=self.vocab_size,
         )
 

@@ -5,7 +5,6 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any, cast
 
 import numpy as np
@@ -202,7 +201,7 @@ class LanguageModel(SlottedLM):
                 eager,
                 name=self.anatomy.name,
                 cache=self.cache,
-                weights=lambda: chain(eager.model.parameters(), eager.model.buffers()),
+                modules=lambda: [eager.model],
                 vocab_size=self.vocab_size,
             )
         packaged = PackagedForward(self.package)

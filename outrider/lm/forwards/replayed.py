@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from jaxtyping import Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from outrider.core.dice import inverse_cdf
 from outrider.core.sampling import tempered
@@ -49,17 +49,17 @@ class ReplayedForward:
         runs: The forward.
         name: What the model is called in warnings.
         cache: Where its keys and values lie.
-        weights: Returns the weights that it computes with. They may change in place.
+        modules: Returns the modules that it computes with. Their weights may change.
         vocab_size: Width of the logits that chains are drawn from.
     """
 
     def __init__(
-        self, runs: Runs, *, name: str, cache: SlotCache, weights: Callable[[], Iterable[Tensor]], vocab_size: int
+        self, runs: Runs, *, name: str, cache: SlotCache, modules: Callable[[], Iterable[nn.Module]], vocab_size: int
     ) -> None:
         self.num_forwards = self.num_recorded = 0
         self.works = True
         self._runs, self._name, self._cache, self._vocab_size = runs, name, cache, vocab_size
-        self._weights, weight = weights, next(iter(weights()))
+        self._modules, weight = modules, next(weight for module in modules() for weight in module.parameters())
         self._device, self._dtype = weight.device, weight.dtype
         self._kept: OrderedDict[Hashable, _Kept] = OrderedDict()
         cache.reserve_all(RESERVED)
@@ -116,7 +116,14 @@ class ReplayedForward:
         # The pool of recordings that are gone cannot be used again.
         self._recorder: Recorder = RECORDERS[self._device.type](self._device)
         self._generation = self._cache.generation
-        self._addresses = [(weakref.ref(weight), weight.data_ptr()) for weight in self._weights()]
+        self._addresses = [
+            (weakref.ref(part), kind, name, weight.data_ptr())
+            for module in self._modules()
+            for part in module.modules()
+            for kind in ("_parameters", "_buffers")
+            for name, weight in getattr(part, kind).items()
+            if weight is not None
+        ]
 
     def _find(self, key: Hashable, make: Callable[[], "_Forward | _Chain"]) -> "_Kept | None":
         """The recording of this key, made if it is not there; None if it cannot be made."""
@@ -134,7 +141,7 @@ class ReplayedForward:
         except RuntimeError as error:
             self.works = False
             self._kept.clear()
-            reason = str(error).strip().partition("\\n")[0]
+            reason = str(error).strip().partition("\n")[0]
             log.warning("forwards of %s cannot be recorded, so they run eager: %s", self._name, reason)
             return None
         self.num_recorded += 1
@@ -144,7 +151,11 @@ class ReplayedForward:
         """Whether keys, values or weights lie elsewhere than when they were recorded."""
         if self._generation != self._cache.generation:
             return True
-        return any((weight := ref()) is None or weight.data_ptr() != address for ref, address in self._addresses)
+        for ref, kind, name, address in self._addresses:
+            weight = getattr(ref(), kind, {}).get(name)
+            if weight is None or weight.data_ptr() != address:
+                return True
+        return False
 
 
 class _Rows:
