@@ -249,11 +249,11 @@ def test_a_life_of_a_cache_makes_at_most_120_recordings() -> None:
     assert 90 < made <= 120
 
 
-def drafting(drafter: str, forward: Forward) -> Engine:
+def drafting(drafter: str, forward: Forward, device: torch.device | None = None) -> Engine:
     """An engine with a draft model or a head; both models run in the same way."""
-    lm = LanguageModel(llama(), max_slots=4, forward=forward)
+    lm = LanguageModel(llama().to(device), max_slots=4, forward=forward)
     if drafter == "model":
-        draft = ModelDrafter(lm=LanguageModel(llama(num_layers=1), max_slots=4, forward=forward))
+        draft = ModelDrafter(lm=LanguageModel(llama(num_layers=1).to(device), max_slots=4, forward=forward))
     else:
         draft = head(drafter, TargetInfo.of(lm, None, forward=forward))
     parts = Parts(

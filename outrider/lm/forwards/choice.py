@@ -80,6 +80,7 @@ def at_hand(lm: LanguageModel, taps: Sequence[int] = ()) -> list[Forward]:
         "eager": lambda: True,
         "packed": lambda: worth_packing(lm.model),
         "compiled": lambda: lm.device.type == "cpu" and all(package.exists() for package in packages),
+        "replayed": lambda: True,
     }
     return [name for name in FORWARDS if lm.why_not(name) is None and extra[name]()]
 
