@@ -19,6 +19,7 @@ from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.forwards.replayed import ReplayedForward
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.batch import upload
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slots import Slots
@@ -103,7 +104,7 @@ class EagerHead:
         batch, columns = inputs.batch, inputs.columns
         tokens, features = batch.tokens(self._device), batch.features(self._device, self._dtype)
         hidden = self._module(tokens, features, inputs.positions, cast(Tensor, inputs.masks), inputs.window)
-        wanted = hidden if len(columns) == batch.width else hidden[:, torch.from_numpy(columns).to(self._device)]
+        wanted = hidden if len(columns) == batch.width else hidden[:, upload([columns], self._device)[0]]
         # Most forwards of prompts want no logits.
         logits = self._module.logits(wanted) if len(columns) else hidden.new_zeros(len(hidden), 0, self._vocab_size)
         return Outputs(logits=logits, columns=columns, features=hidden)
@@ -158,10 +159,9 @@ class HeadLM(SlottedLM):
             device=self.device,
             num_rows=2 if forward == "compiled" else 1,
         )
+        self._replaying = self._replayed = self._recorded() if forward == "replayed" else None
         if forward == "compiled":
             self.prepare()
-        self._replayed = self._recorded() if forward == "replayed" else None
-        self._replaying = self._replayed
 
     def _recorded(self) -> ReplayedForward:
         """Its replayed forwards."""

@@ -20,7 +20,7 @@ from outrider.lm.forwards.forward import Choice, Forward
 from outrider.lm.forwards.package import Package, PackagedForward
 from outrider.lm.forwards.packed import packable, packed, whole
 from outrider.lm.forwards.recorder import RECORDERS
-from outrider.lm.forwards.replayed import ReplayedForward
+from outrider.lm.forwards.replayed import ReplayedForward, Runs
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy, Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head, output_layer
@@ -37,8 +37,6 @@ from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
 LEAST_CONTEXT = 3
 """Tokens of the longest path on which a model's masks are tried."""
-Runs = Callable[[Inputs, Sequence[int]], Outputs]
-"""Runs a forward with these taps."""
 
 
 class LanguageModel(SlottedLM):
@@ -190,7 +188,7 @@ class LanguageModel(SlottedLM):
         if isinstance(replayed := self._forwards.get("replayed"), ReplayedForward):
             replayed.forget()
 
-    def _made(self, forward: Forward) -> "Runs":
+    def _made(self, forward: Forward) -> Runs:
         if forward == "packed":
             return EagerForward(packed(self.model))
         if forward == "eager":
@@ -226,7 +224,7 @@ class LanguageModel(SlottedLM):
         return sum(getattr(self._forwards.get(name), "num_forwards", 0) for name in ("compiled", "replayed"))
 
     def hold_weakly(self) -> None:
-        """Do not keep the model alive. Forwards that were packed, compiled or replayed keep what they were made of."""
+        """Do not keep the model alive. Forwards that were packed or compiled keep what they were made of."""
         self.model = weakref.proxy(self.model)
         if isinstance(eager := self._forwards["eager"], EagerForward):
             eager.model = self.model

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
-import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.lm.protocol import LM, Extension, Segment
+from outrider.lm.slots.batch import upload
 
 
 @runtime_checkable
@@ -163,7 +163,7 @@ class LinkedChain:
         """The logits after the next token of each chain that goes on."""
         left, head_output = self._left, self._head_output
         if head_output is not None and not (left > 0).all():
-            head_output = head_output[torch.from_numpy(np.flatnonzero(left > 0)).to(head_output.device)]
+            head_output = head_output[upload([np.flatnonzero(left > 0)], head_output.device)[0]]
         extension = self._follow(tokens, self._features(head_output))
         self._left = left[left > 0] - 1
         if head_output is not None:

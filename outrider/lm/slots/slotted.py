@@ -247,11 +247,12 @@ class SlottedLM(OverSlots[Slot]):
 
     def _batch(self, given: Sequence[Segment]) -> Batch:
         """The batch of a forward over segments that are not empty."""
-        slots, wanted = [s.slot for s in given], any(s.num_wanted for s in given)
-        count = max(s.tokens.shape[0] for s in given)
-        if (width := self._replayed_width(count, len(slots))) is not None and wanted:
-            self.cache.gather_in_front(slots)
-            return Batch.of(given, self.cache.row, lambda _: width)
+        slots = [s.slot for s in given]
+        if self.replays and any(s.num_wanted for s in given):
+            width = self._replayed_width(max(s.tokens.shape[0] for s in given), len(slots))
+            if width is not None:
+                self.cache.gather_in_front(slots)
+                return Batch.of(given, self.cache.row, lambda _: width)
         self.cache.gather(slots)
         return Batch.of(given, self.cache.row, self._width)
 
@@ -277,7 +278,8 @@ class SlottedLM(OverSlots[Slot]):
             lengths, pendings = [self._slots[s].length for s in slots], [grown[s] for s in slots]
             sight = look(lengths, pendings, batch.counts, batch.width, [s.sees for s in batch.segments])
             written, positions = upload([places, sight.positions], self.device)
-        replayed = not batch.prefill_only and self._replayed_width(batch.width, len(slots)) == batch.width
+        replayed = self.replays and not batch.prefill_only
+        replayed = replayed and self._replayed_width(batch.width, len(slots)) == batch.width
         view = self.cache.view(max(used), doubling=replayed)
         return Inputs(
             batch=batch,
