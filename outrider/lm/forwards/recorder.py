@@ -4,6 +4,7 @@ Relied on in torch (read in 2.13): `torch.cuda.graph` with a pool that several g
 the outputs of the others, so an output is valid until any graph of the pool is replayed.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
@@ -12,7 +13,8 @@ from torch import Tensor
 
 WARM_UPS = 2
 """How often a function runs before it is recorded: the first calls choose kernels and take workspaces."""
-
+_ONE_AT_A_TIME = threading.Lock()
+"""Recording begins by waiting for the whole GPU, which is not allowed while another thread records."""
 Function = Callable[[], Sequence[Tensor]]
 """Computes its outputs from tensors that it holds."""
 
@@ -68,14 +70,16 @@ class CudaRecorder:
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
 
     def record(self, run: Function, inputs: Sequence[Tensor]) -> "CudaRecording":
-        current = torch.cuda.current_stream(self._stream.device)
+        current, graph = torch.cuda.current_stream(self._stream.device), torch.cuda.CUDAGraph()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
                 run()
         current.wait_stream(self._stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        with (
+            _ONE_AT_A_TIME,
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             outputs = run()
         return CudaRecording(graph, run, outputs)
 
