@@ -26,6 +26,7 @@ from outrider.verifiers.token import TokenVerifier
 from tests.world.heads import HEADS, head
 from tests.world.models import llama
 from tests.world.recorder import CheckedRecorder
+from tests.world.zoo import ARCHITECTURES, tiny
 
 TAPS = (0, 2)
 
@@ -205,6 +206,24 @@ def test_the_recording_that_was_not_used_for_longest_makes_room(monkeypatch) -> 
 def test_forwards_are_replayed_on_gpus_alone() -> None:
     with pytest.raises(InputError, match=r"forward=replayed is for GPUs, and llama is on cpu; leave out forward"):
         LanguageModel(llama(), forward="replayed")
+
+
+WAITING = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "falcon")
+"""Models whose forward waits for the number of tokens of each expert, or makes a tensor of numbers of the host."""
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_architecture_says_the_same_when_it_is_replayed_and_most_can_be(name) -> None:
+    lms = [LanguageModel(tiny(name), max_slots=2, forward=forward) for forward in ("eager", "replayed")]
+    for text in ([3, 4, 5], [3, 4]):
+        slots = [prompted(lm, [text])[0] for lm in lms]
+        for tokens, parents, path in (([7, 8, 9, 4], [-1, 0, 0, -1], [0, 2]), ([6], [-1], [0])):
+            nodes = Segment(slot=slots[0], tokens=torch.tensor(tokens), parents=np.array(parents))
+            assert farthest([lm.extend([nodes]) for lm in lms]) < 1e-12
+            for lm in lms:
+                lm.commit({slots[0]: path})
+    assert lms[1].replays == (name not in WAITING)
 
 
 class Cheap(nn.Module):

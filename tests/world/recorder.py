@@ -23,6 +23,8 @@ from outrider.lm.forwards.recorder import Function
 
 WAITS = ("item", "_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "equal", "_unique2", "bincount")
 """Operations that wait for a GPU, which a graph cannot do. In inference mode, some are not split into smaller ones."""
+FROM_HOST = ("lift_fresh",)
+"""Operations that make a tensor of numbers of the host, which may be gone when a graph is replayed."""
 NONSENSE = -(2**31)
 
 
@@ -99,7 +101,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in WAITS:
+        if name in (*WAITS, *FROM_HOST):
             raise RuntimeError(f"operation {name} is not permitted while a graph is recorded\nand more lines")
         given = tree_flatten((args, kwargs or {}))[0]
         self.calls.append((name, *(self._place(x) if isinstance(x, Tensor) else repr(x) for x in given)))
