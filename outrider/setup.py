@@ -62,11 +62,12 @@ class Setup:
         trust_remote_code: Allow transformers to run code that comes with the target.
         threads: Threads of torch on a CPU, for the whole process. By default torch's own number, at most one per core
             that this process may use; `OMP_NUM_THREADS` is respected.
-        pad_to: Fewest columns of a forward. By default 2 in half precision on a CPU, if a single token uses other
-            kernels than a block there and would differ in the last bits; otherwise 1.
+        pad_to: Fewest columns of a forward. By default 1, or in half precision on a CPU 2 and on a GPU 2, 8 or 16, if a
+            single token uses other kernels than a block there and would otherwise differ in the last bits.
         forward: How forwards run: `eager`, as in transformers; `packed`, with weights laid out for the CPU; `compiled`,
-            from a library that `outrider prepare` makes, or as CUDA graphs. By default the fastest at hand. With
-            the last two the weights must not change. In Python a loaded model runs eagerly by default.
+            from a library that `outrider prepare` makes; `replayed`, as CUDA graphs on a GPU. By default the fastest at
+            hand. With `packed` and `compiled` the weights must not change, so that by default they are not used for a
+            model that was loaded in Python.
         no_probe: Do not time steps at loading. Then `goodput` drafts a fixed number of tokens, unless their costs were
             measured before. Otherwise loading takes a second or two longer for the first time on a machine.
 

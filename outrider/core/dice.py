@@ -5,7 +5,6 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum, unique
-from functools import partial
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -184,6 +183,21 @@ def settled(running: Float[Tensor, "n vocab"], weights: Float[Tensor, "n vocab"]
     return running.masked_fill_(weights <= 0, 0.0).cummax(-1).values
 
 
+@dataclass(frozen=True)
+class InverseCdf:
+    """Draws by `inverse_cdf` with numbers that are known already.
+
+    Attributes:
+        uniforms: One per row.
+    """
+
+    uniforms: Float[Tensor, " n"]
+
+    def __call__(self, weights: Float[Tensor, "n vocab"]) -> Int[Tensor, " n"]:
+        """An index in proportion to the weights of each row."""
+        return inverse_cdf(weights, self.uniforms)
+
+
 def _where(
     running: Float[Tensor, "n vocab"], total: Float[Tensor, "n 1"], uniforms: Float[Tensor, "n draws"]
 ) -> Int[Tensor, "n draws"]:
@@ -310,7 +324,7 @@ class PhiloxDice:
 
     def picks(self, draws: Draws, counts: Sequence[int], device: torch.device) -> list[Pick]:
         uniforms = _upload(self._uniforms(draws), device).split(list(counts))
-        return [partial(inverse_cdf, uniforms=own) for own in uniforms]
+        return [InverseCdf(own) for own in uniforms]
 
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws

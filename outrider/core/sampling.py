@@ -75,6 +75,16 @@ class RowRule:
         """Whether all rows are at temperature 0."""
         return len(self.greedy) == len(self.per_row)
 
+    def temperatures_alone(self, device: torch.device) -> Float[Tensor, "n 1"] | None:
+        """The temperatures, where rows are nothing but `tempered` logits; otherwise None."""
+        if (
+            self.adjusts is not None
+            or self.greedy
+            or any(group.filter is not None or group.folds for group in self.groups)
+        ):
+            return None
+        return column([s.temperature for s in self.per_row], torch.float32, device)
+
     def likeliest(
         self,
         logits: Float[Tensor, "n vocab"],
@@ -176,6 +186,16 @@ class _Group:
             torch.sub(scores, scores.amax(-1, keepdim=True).to(rows.dtype), out=rows).div_(self.temperatures)
         else:
             torch.div(scores, self.temperatures, out=rows)
+
+
+def tempered(logits: Float[Tensor, "n vocab"], temperatures: Float[Tensor, "n 1"]) -> Float[Tensor, "n vocab"]:
+    """The rows of `to_rows` where settings have a temperature of at least `FOLDED_FROM` and nothing else, to the bit.
+
+    Example:
+        >>> tempered(torch.tensor([[2.0, 1.0]]), torch.tensor([[0.5]]))
+        tensor([[0.8808, 0.1192]])
+    """
+    return (logits / temperatures.to(_dtype(logits))).softmax(-1)
 
 
 def pack(allowed: Bool[Tensor, "n vocab"]) -> Int[Tensor, "n words"]:

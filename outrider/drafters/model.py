@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -27,7 +28,7 @@ from outrider.lm.hf.open import (
 from outrider.lm.model import runnable
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
-from outrider.lm.slots.chain import chain
+from outrider.lm.slots.chain import LinkedChain, Links, chain
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.lm.target_info import TargetInfo
 from outrider.lm.translated import Translated
@@ -108,11 +109,10 @@ class ModelDrafter(SlottedDrafter[Tree]):
         owns = [self.own(state) for state in states]
         for own, count in zip(owns, counts, strict=True):
             own.fed.update(zip(range(1, count + 1), range(count), strict=True))
-        follow = chain(self.lm, [own.slot for own in owns], counts)
-        given = self._features(states)
+        slots, given = [own.slot for own in owns], self._features(states)
         if given is None:
-            return lambda tokens: self._widened(follow(tokens).logits)
-        features, left = given, np.array(counts)
+            return LinkedChain(self.lm, slots, counts, self._links)
+        follow, features, left = chain(self.lm, slots, counts), given, np.array(counts)
 
         def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
             nonlocal features, left
@@ -156,6 +156,11 @@ class ModelDrafter(SlottedDrafter[Tree]):
         width = vocab_size - 1
         few = ShortList.of(torch.arange(width), vocab_size)
         return ModelDrafter(lm=TabularLM(random_rows(width, seed), width), short_list=few)
+
+    @cached_property
+    def _links(self) -> Links:
+        """What happens between two forwards of a chain."""
+        return Links(logits=self._widened, ids=None if self.short_list is None else self.short_list.ids)
 
     def _features(self, states: Sequence[Running]) -> Float[Tensor, "n dim"] | None:
         """The vectors that it reads with a draft token of each of these requests; None where it reads tokens alone."""

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from outrider.core.types import InputError
-from outrider.lm.forwards.compiled import COMPILED, compiled_head
 from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.grouped import read_grouped
 from outrider.lm.forwards.head_package import KINDS, HeadPackage, Kind, PackagedHead
 from outrider.lm.forwards.packed import fits_packed, keeps_bits, packed
+from outrider.lm.forwards.recorder import RECORDERS
+from outrider.lm.forwards.replayed import ReplayedForward
 from outrider.lm.hf.anatomy import Span
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import upload
@@ -25,6 +26,8 @@ from outrider.lm.slots.masks import MaskBuilder
 from outrider.lm.slots.slots import Slots
 from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
 
+COMPILED = 64
+"""Most tokens of a compiled forward. Longer forwards read prompts and are rare."""
 _TOLERANCE = 0.1
 """How far a library may be from the head, of the range of what the head says: half precision rounds coarsely."""
 log = logging.getLogger("outrider")
@@ -89,6 +92,30 @@ class HeadModule(Protocol):
         ...
 
 
+class EagerHead:
+    """A head's forwards, operation by operation.
+
+    Args:
+        module: What computes.
+        vocab_size: Width of its logits.
+    """
+
+    def __init__(self, module: HeadModule, vocab_size: int) -> None:
+        self._module, self._vocab_size = module, vocab_size
+        weight = next(cast(nn.Module, module).parameters())
+        self._device, self._dtype = weight.device, weight.dtype
+
+    def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
+        """The logits, and the output features of all nodes; there are no taps."""
+        batch, columns = inputs.batch, inputs.columns
+        tokens, features = batch.tokens(self._device), batch.features(self._device, self._dtype)
+        hidden = self._module(tokens, features, inputs.positions, cast(Tensor, inputs.masks), inputs.window)
+        wanted = hidden if len(columns) == batch.width else hidden[:, upload([columns], self._device)[0]]
+        # Most forwards of prompts want no logits.
+        logits = self._module.logits(wanted) if len(columns) else hidden.new_zeros(len(hidden), 0, self._vocab_size)
+        return Outputs(logits=logits, columns=columns, features=hidden)
+
+
 class HeadLM(SlottedLM):
     """A head behind the `LM` protocol. Its extensions hold logits, and the head's output features of all nodes.
 
@@ -102,11 +129,11 @@ class HeadLM(SlottedLM):
         max_slots: Most slots at once.
         max_context: Most tokens of one slot.
         forward: How its forwards run: `eager`; `packed`, with linear layers laid out for the CPU's kernels, see
-            `packed`; `compiled` from libraries on disk on a CPU, see `head_package`, elsewhere by torch when they are
-            first called. With the last two the weights must not change afterwards.
+            `packed`; `compiled` from libraries on disk on a CPU, see `head_package`; `replayed` as CUDA graphs on a
+            GPU, see `replayed`. With `packed` and `compiled` the weights must not change afterwards.
 
     Raises:
-        InputError: The cache does not fit in memory, or the head cannot be compiled.
+        InputError: The cache does not fit in memory, or the head cannot run so here.
     """
 
     num_taps = 0
@@ -118,15 +145,15 @@ class HeadLM(SlottedLM):
         weight = next(module.parameters())
         self.device, self.dtype = weight.device, weight.dtype
         self.vocab_size, self.hidden_size = module.vocab_size, module.feature_size
-        here = self.device.type == "cpu"
-        # torch compiles for each shape elsewhere.
-        called = forward == "compiled" and not here
-        self.forward, self.pad_to, self.num_forwards = forward, 2 if called else 1, 0
+        if forward == "compiled" and self.device.type != "cpu":
+            raise InputError(f"forward=compiled is for CPUs, and a head is on {self.device}; choose forward=replayed")
+        if forward == "replayed" and self.device.type not in RECORDERS:
+            raise InputError(f"forward=replayed is for GPUs, and a head is on {self.device}; choose forward=eager")
+        self.forward, self.pad_to, self.num_forwards = forward, 1, 0
         packs = forward == "packed" or (forward == "compiled" and _packable(module))
         self.running = cast(HeadModule, packed(module) if packs else module)
-        self._run: Callable[..., Tensor] = compiled_head(module) if called else self.running
+        self._eager = EagerHead(self.running, self.vocab_size)
         self._libraries: dict[Kind, PackagedHead] = {}
-        self._doubling = called and self.device.type == "cuda"
         self._builder = MaskBuilder(spans=getattr(module, "span", Span()), additive=None, device=self.device)
         probe = Probe()
         self._probe(probe)
@@ -138,8 +165,21 @@ class HeadLM(SlottedLM):
             device=self.device,
             num_rows=2 if forward == "compiled" else 1,
         )
-        if forward == "compiled" and here:
+        self._replaying = self._replayed = self._recorded() if forward == "replayed" else None
+        if forward == "compiled":
             self.prepare()
+
+    def _recorded(self) -> ReplayedForward:
+        """Its replayed forwards."""
+        head, ends = self.module, getattr(self.module, "ends", None)
+        modules = [head] if ends is None else [head, ends.modules]
+        return ReplayedForward(
+            self._eager,
+            name=type(head).__name__,
+            cache=self.cache,
+            modules=lambda: modules,
+            vocab_size=self.vocab_size,
+        )
 
     @property
     def packages(self) -> Sequence[HeadPackage]:
@@ -153,8 +193,9 @@ class HeadLM(SlottedLM):
 
     @property
     def num_compiled_forwards(self) -> int:
-        """Number of forwards from libraries so far."""
-        return sum(library.num_forwards for library in self._libraries.values())
+        """Number of forwards so far that were computed by a library or replayed."""
+        replayed = 0 if self._replayed is None else self._replayed.num_forwards
+        return replayed + sum(library.num_forwards for library in self._libraries.values())
 
     def prepare(self) -> None:
         """Make the libraries of its forwards, if they are not there, and run by them from now on.
@@ -184,20 +225,15 @@ class HeadLM(SlottedLM):
         return HeadLM(module, max_slots=self.max_slots, max_context=self.max_context)
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
-        batch, columns = inputs.batch, inputs.columns
-        tokens, positions = batch.tokens(self.device), inputs.positions
-        features = batch.features(self.device, self.dtype)
-        library = self._libraries.get(Kind(features=features is not None, logits=len(columns) > 0))
-        if library is not None and tokens.numel() <= COMPILED:
-            return library(tokens, features, inputs, self.vocab_size)
-        if self._run is not self.running:
-            # Where a view begins would become part of a graph.
-            tokens, positions = tokens.clone(), positions.clone()
-        hidden = self._run(tokens, features, positions, inputs.masks, inputs.window)
-        wanted = hidden if len(columns) == batch.width else hidden[:, upload([columns], self.device)[0]]
-        # Most forwards of prompts want no logits.
-        logits = self.running.logits(wanted) if len(columns) else hidden.new_zeros(len(hidden), 0, self.vocab_size)
-        return Outputs(logits=logits, columns=columns, features=hidden)
+        if self._replayed is not None:
+            return self._replayed(inputs, taps)
+        if not self._libraries:
+            return self._eager(inputs, taps)
+        tokens, features = inputs.batch.tokens(self.device), inputs.batch.features(self.device, self.dtype)
+        library = self._libraries.get(Kind(features=features is not None, logits=len(inputs.columns) > 0))
+        if library is None or tokens.numel() > COMPILED:
+            return self._eager(inputs, taps)
+        return library(tokens, features, inputs, self.vocab_size)
 
     @torch.inference_mode()
     def _difference(self, kind: Kind, library: PackagedHead) -> float:
@@ -229,9 +265,11 @@ class HeadLM(SlottedLM):
 def suited(target: Forward, module: nn.Module) -> Forward:
     """How a head's forwards run beside a target whose forwards run in some way, if nothing is compiled.
 
-    On a CPU a head is packed where the target is packed or compiled, if the result stays the same to the bit. Elsewhere
-    it runs eagerly: torch compiles a head for each shape when it is first called, which takes longer than most runs.
+    A head is packed where the target is packed or compiled, if the result stays the same to the bit. It is replayed
+    where the target is, if it lies on such a device.
     """
+    if target == "replayed" and next(module.parameters()).device.type in RECORDERS:
+        return "replayed"
     return "packed" if target != "eager" and _packable(module) else "eager"
 
 

@@ -5,7 +5,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,12 +15,13 @@ from transformers import PreTrainedModel
 from outrider.core.types import InputError
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forwards import flex
-from outrider.lm.forwards.compiled import ReplayedForward
 from outrider.lm.forwards.eager import EagerForward
 from outrider.lm.forwards.forward import Choice, Forward
 from outrider.lm.forwards.grouped import reads_chains
 from outrider.lm.forwards.package import Package, PackagedForward
 from outrider.lm.forwards.packed import packable, packed, whole
+from outrider.lm.forwards.recorder import RECORDERS
+from outrider.lm.forwards.replayed import ReplayedForward, Runs
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy, Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head, output_layer
@@ -39,8 +40,6 @@ LEAST_MASKLESS = 33
 """Fewest columns of a forward without masks on a CPU. Drafts are narrower and round as single tokens do."""
 LEAST_CONTEXT = 3
 """Tokens of the longest path on which a model's masks are tried."""
-Runs = Callable[[Inputs, Sequence[int]], Outputs]
-"""Runs a forward with these taps."""
 
 
 class LanguageModel(SlottedLM):
@@ -67,9 +66,10 @@ class LanguageModel(SlottedLM):
             bfloat16 products of 2 to 32 rows round alike and those of one row do not, so 2 makes decoding
             bit-identical to verifying.
         forward: How forwards run: `eager` as transformers runs them; `packed` with linear layers laid out for the CPU's
-            kernels, see `packed`; `compiled` from a library on disk on a CPU, see `package`, as CUDA graphs on a GPU,
-            see `compiled`. With the last two the weights must not change afterwards. All round alike for a single
-            token and a block, or none does; the three differ from each other in roundings.
+            kernels, see `packed`; `compiled` from a library on disk on a CPU, see `package`; `replayed` as CUDA graphs
+            on a GPU, see `replayed`. With `packed` and `compiled` the weights must not change afterwards. All round
+            alike for a single token and a block, or none does. Replayed forwards round as eager ones of the same size;
+            the others differ from each other in roundings.
 
     Raises:
         InputError: The model cannot be supported, or the cache does not fit in memory.
@@ -154,8 +154,8 @@ class LanguageModel(SlottedLM):
         new = forward not in self._forwards
         if new:
             self._forwards[forward] = self._made(forward)
-        self.forward = forward
-        self._doubling = forward == "compiled" and self.device.type == "cuda"
+        self.forward, runs = forward, self._forwards[forward]
+        self._replaying = runs if isinstance(runs, ReplayedForward) else None
         if new and (reason := self._misread()) is not None:
             raise InputError(reason)
 
@@ -180,7 +180,8 @@ class LanguageModel(SlottedLM):
         return isinstance(runs, PackagedForward) and runs.has(taps)
 
     def renew(self) -> None:
-        """Read the weights again, because they have changed. Packed copies of them are made anew.
+        """Read the weights again, because they have changed. Packed copies of them are made, and forwards recorded,
+        anew.
 
         Raises:
             RuntimeError: Compiled forwards hold the weights that they were made of.
@@ -189,14 +190,23 @@ class LanguageModel(SlottedLM):
             raise RuntimeError(f"the compiled forwards of {self.anatomy.name} hold weights that have changed")
         if "packed" in self._forwards:
             self._forwards["packed"] = self._made("packed")
+        if isinstance(replayed := self._forwards.get("replayed"), ReplayedForward):
+            replayed.forget()
 
-    def _made(self, forward: Forward) -> "Runs":
+    def _made(self, forward: Forward) -> Runs:
         if forward == "packed":
             return EagerForward(packed(self.model))
         if forward == "eager":
             return EagerForward(self.model)
-        if self.device.type == "cuda":
-            return ReplayedForward(self.model)
+        if forward == "replayed":
+            eager = cast(EagerForward, self._forwards["eager"])
+            return ReplayedForward(
+                eager,
+                name=self.anatomy.name,
+                cache=self.cache,
+                modules=lambda: [eager.model],
+                vocab_size=self.vocab_size,
+            )
         packaged = PackagedForward(self.package)
         packaged.prepare()
         return packaged
@@ -215,8 +225,8 @@ class LanguageModel(SlottedLM):
 
     @property
     def num_compiled_forwards(self) -> int:
-        """Number of compiled forwards so far."""
-        return getattr(self._forwards.get("compiled"), "num_forwards", 0)
+        """Number of forwards so far that were computed by a library or replayed."""
+        return sum(getattr(self._forwards.get(name), "num_forwards", 0) for name in ("compiled", "replayed"))
 
     def hold_weakly(self) -> None:
         """Do not keep the model alive. Forwards that were packed or compiled keep what they were made of."""
@@ -336,7 +346,7 @@ class LanguageModel(SlottedLM):
         are too coarse to tell one mask from another, and a model passes as it is; a compiled one must be near.
         """
         exact = self.dtype in (torch.float32, torch.float64)
-        if self.forward == "packed" or not (exact or self.forward == "compiled"):
+        if self.forward == "packed" or not (exact or self.forward in ("compiled", "replayed")):
             return None
         low, high = (n % self.vocab_size for n in (3, 5))
         slot = self.open()
@@ -353,9 +363,9 @@ class LanguageModel(SlottedLM):
             return None
         if not math.isfinite(spread + difference):
             return f"{self.anatomy.name} gives logits that are not numbers for a short text; look at its config"
-        if self.forward == "compiled":
+        if self.forward in ("compiled", "replayed"):
             return (
-                f"the compiled forward of {self.anatomy.name} does not say what the model says (logits differ by "
+                f"the {self.forward} forward of {self.anatomy.name} does not say what the model says (logits differ by "
                 f"{difference:.2g} in a range of {spread:.2g}); choose forward=eager"
             )
         return (
@@ -396,16 +406,20 @@ def runnable(model: PreTrainedModel, forward: Forward | None) -> Forward | None:
 
 def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str | None:
     """Why this model's forwards cannot run so here, in one sentence; None if they can."""
-    if forward == "compiled" and anatomy.flex:
+    if forward == "replayed" and model.device.type not in RECORDERS:
+        return f"forward=replayed is for GPUs, and {anatomy.name} is on {model.device}; leave out forward"
+    if forward == "compiled" and model.device.type != "cpu":
+        return f"forward=compiled is for CPUs, and {anatomy.name} is on {model.device}; choose forward=replayed"
+    if forward in ("compiled", "replayed") and anatomy.flex:
         return (
             "flex_attention runs uncompiled here; load the model with attn_implementation='sdpa', or choose "
             "forward=eager"
         )
     if forward == "compiled" and model.config.model_type in alibi.MODELS:
         return f"{anatomy.name} moves its bias into the mask by hand, which cannot be compiled; choose forward=eager"
-    if forward == "compiled" and not whole(model):
+    if forward in ("compiled", "replayed") and not whole(model):
         return (
-            f"some weights of {anatomy.name} are quantised or offloaded, and only plain tensors can be compiled; "
+            f"some weights of {anatomy.name} are quantised or offloaded, and only plain tensors can be {forward}; "
             "choose forward=eager"
         )
     if forward == "packed" and not packable(model):

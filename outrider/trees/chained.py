@@ -9,6 +9,7 @@ the next without being looked at. The draft is the same, bit for bit.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -17,17 +18,36 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import is_masked
-from outrider.core.dice import Dice, Pick
+from outrider.core.dice import Dice, InverseCdf, Pick
 from outrider.core.sampling import RowRule
 from outrider.core.texts import Before
 from outrider.core.types import Draft, Guess, Running, Sampling, ShortList
 from outrider.core.uploads import upload
+from outrider.lm.slots.chain import Drawn, Noise
 from outrider.trees.drawing import draft_rule
 from outrider.trees.protocol import Tree
-from outrider.trees.shape import chain_shape
+from outrider.trees.shape import ChainLevel, chain_shape
 
 Follow = Callable[[Int[Tensor, " n"]], Float[Tensor, "n width"]]
 """Takes the next token of each chain that goes on. Returns the logits after these tokens."""
+
+
+@runtime_checkable
+class Whole(Protocol):
+    """A `Follow` that may run all its forwards, and the draws between them, in one go.
+
+    Attributes:
+        in_one_go: Whether it may.
+    """
+
+    @property
+    def in_one_go(self) -> bool: ...
+
+    def __call__(self, tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]: ...
+
+    def draw(self, tokens: Int[Tensor, " n"], noise: Noise | None) -> Drawn | None:
+        """Draw a token behind each, by the given noise or the likeliest; None where this is not possible."""
+        ...
 
 
 @runtime_checkable
@@ -107,7 +127,62 @@ def chained(
             rows.append(rule(logits, _unread))
             drawn = picks[number](rows[-1]).to(device)
         tokens.append(drawn if few is None else few.ids[drawn])
+        if number == 0 and (rest := _in_one_go(follow, levels, tokens[-1], rule, picks)) is not None:
+            return packed(lengths, [*tokens, rest.tokens], [*rows, *rest.rows], few)
     return packed(lengths, tokens, rows, few)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rest:
+    """What was drawn behind the first tokens of some chains, level by level.
+
+    Attributes:
+        tokens: The tokens.
+        rows: The rows that they were drawn from; none if tokens were chosen.
+    """
+
+    tokens: Int[Tensor, " m"]
+    rows: Sequence[Float[Tensor, "m width"]]
+
+
+def _in_one_go(
+    follow: Follow, levels: Sequence[ChainLevel], tokens: Int[Tensor, " n"], rule: object, picks: Sequence[Pick]
+) -> _Rest | None:
+    """All levels below the first, if the drafter can run all its forwards in one go, and the draws in between need
+    nothing but temperatures and random numbers.
+
+    Args:
+        follow: The drafter's forwards.
+        tokens: The first token of each chain.
+        rule: How rows are made of logits.
+        picks: The draws of all levels; none if the likeliest tokens are taken.
+    """
+    if not getattr(follow, "in_one_go", False) or not isinstance(rule, RowRule) or rule.adjusts is not None:
+        return None
+    steps, count, all_go_on = len(levels) - 1, len(tokens), len(levels[-1].owners) == len(tokens)
+    index = None
+    if not all_go_on:
+        places = [k * count + np.searchsorted(levels[0].owners, each.owners) for k, each in enumerate(levels[1:])]
+        index = upload(np.concatenate(places), tokens.device)
+    noise = None
+    if picks:
+        temperatures = rule.temperatures_alone(tokens.device)
+        if temperatures is None or not all(isinstance(pick, InverseCdf) for pick in picks):
+            return None
+        uniforms = torch.cat([cast(InverseCdf, pick).uniforms for pick in picks[1:]])
+        if index is not None:
+            uniforms = uniforms.new_zeros(steps * count).index_copy_(0, index, uniforms)
+        noise = Noise(temperatures=temperatures, uniforms=uniforms.view(steps, count))
+    drawn = cast(Whole, follow).draw(tokens, noise)
+    if drawn is None:
+        return None
+    found, rows = drawn.tokens.to(tokens.device).flatten(), drawn.rows
+    if index is not None:
+        found = found[index]
+    if rows is None:
+        return _Rest(tokens=found, rows=[])
+    rows = rows.to(tokens.device).flatten(0, 1)
+    return _Rest(tokens=found, rows=[rows if index is None else rows[index]])
 
 
 def _unread() -> Before:

@@ -25,7 +25,7 @@ def test_a_model_that_cannot_be_compiled_is_refused(name, reason, monkeypatch, c
 def test_an_unknown_kind_of_forward_is_a_sentence(monkeypatch, capsys):
     status, _, err = run(monkeypatch, capsys, "generate", "--prompt", "a", "--forward", "compild")
     assert status == 2
-    assert "unknown forward 'compild'; did you mean 'compiled'? Available: eager, packed, compiled" in err
+    assert "unknown forward 'compild'; did you mean 'compiled'? Available: eager, packed, compiled, replayed" in err
 
 
 def test_a_cache_folder_that_cannot_be_written_is_a_sentence(monkeypatch, capsys):

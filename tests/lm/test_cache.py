@@ -108,3 +108,48 @@ def test_a_model_refuses_more_slots_than_memory_holds() -> None:
     assert (free_bytes(torch.device("cpu")) or 1) > 0
     with pytest.raises(InputError, match="lower max_slots or max_context"):
         LanguageModel(tiny("llama"), max_slots=10**9, max_context=384)
+
+
+def opened(count: int, max_slots: int = 16) -> SlotCache:
+    """A cache with this many slots of one position, whose keys name their slots."""
+    cache = slot_cache(max_slots=max_slots, max_context=100)
+    for slot in range(count):
+        cache.open(slot)
+    write(cache, dict.fromkeys(range(count), 1), [1] * count, 1)
+    return cache
+
+
+def test_slots_move_to_the_front_only_if_more_than_half_of_the_rows_would_be_idle() -> None:
+    cache = opened(8)
+    for slots, rows in (([3], [0]), ([1], [1]), ([4, 1, 7], [4, 1, 7]), ([7, 1], [0, 1])):
+        moved, before = cache.bytes_moved, [cache.row(slot) for slot in slots]
+        cache.gather_in_front(slots)
+        assert [cache.row(slot) for slot in slots] == rows
+        assert (cache.bytes_moved > moved) == (before != rows)
+    assert sorted(cache.row(slot) for slot in range(8)) == list(range(8))
+    assert [float(cache.keys_values(slot, 0, 1)[0][0, 0, 0]) for slot in range(8)] == [100 * n for n in range(8)]
+
+
+def test_a_replayed_forward_has_a_power_of_two_rows_and_never_more_than_there_are() -> None:
+    cache = opened(5, max_slots=6)
+    assert cache.num_rows == 6
+    assert [cache.bucket([row]) for row in range(5)] == [1, 2, 4, 4, 6]
+
+
+def test_all_storage_is_taken_at_once_if_that_is_a_small_share_of_free_memory() -> None:
+    cache = slot_cache()
+    cache.reserve_all(0.0)
+    assert (cache.num_rows, cache.generation) == (1, 1)
+    cache.open(0)
+    write(cache, {0: 5}, [5], 5)
+    cache.reserve_all(0.5)
+    assert (cache.num_rows, cache.capacity, cache.generation) == (4, 640, 2)
+    cache.reserve_all(0.5)
+    assert write(cache, {0: 600}, [1], 1)[0][:5].tolist() == [0, 1, 2, 3, 4]
+    assert cache.generation == 2
+
+
+def test_padding_is_the_last_place_of_each_row() -> None:
+    cache = opened(4)
+    places = cache.places([1, 3], [2, 3], np.array([1, 2]), 3)
+    assert places[:, -1].tolist() == cache.padding(4)[[1, 3]].tolist()

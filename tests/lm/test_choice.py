@@ -1,12 +1,16 @@
-"""How many tokens compiled forwards are best for, from times that are given."""
+"""How forwards are chosen, from times and roundings that are given."""
 
 import pytest
+import torch
 
+from outrider.core.types import InputError
 from outrider.lm.forwards import choice
 from outrider.lm.forwards.choice import BLOCK, CONTEXT, WIDE
 from outrider.lm.forwards.package import PackagedForward
+from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.model import LanguageModel
 from tests.world.models import llama
+from tests.world.recorder import CheckedRecorder, CheckedRecording
 
 
 class Timed(LanguageModel):
@@ -64,3 +68,68 @@ def test_a_library_that_is_missing_is_named_once_and_not_made(monkeypatch, tmp_p
     )
     assert second.startswith("no library computes the forward of llama, so it runs without one; ")
     assert list(tmp_path.iterdir()) == []
+
+
+class Rounding(LanguageModel):
+    """Stands for a model on a device whose single tokens round as blocks do from a number of columns on."""
+
+    def __init__(self, device: str, columns: int, dtype: torch.dtype = torch.bfloat16) -> None:
+        # Nothing else of a model is there.
+        self.device, self.dtype, self.columns, self.pad_to = torch.device(device), dtype, columns, 1
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "columns", "found"),
+    [
+        ("cpu", torch.bfloat16, 1, 1),
+        ("cpu", torch.bfloat16, 2, 2),
+        ("cpu", torch.bfloat16, 8, 1),
+        ("cpu", torch.float32, 2, 1),
+        ("cuda", torch.float32, 2, 2),
+        ("cuda", torch.bfloat16, 8, 8),
+        ("cuda", torch.bfloat16, 9, 16),
+        ("cuda", torch.bfloat16, 17, 1),
+    ],
+)
+def test_a_single_token_is_padded_until_it_rounds_as_in_a_block(monkeypatch, device, dtype, columns, found) -> None:
+    monkeypatch.setattr(choice, "_in_a_block", lambda lm, start: torch.ones(1))
+    monkeypatch.setattr(choice, "_alone", lambda lm, start: torch.ones(1) * (lm.pad_to >= lm.columns))
+    lm = Rounding(device, columns, dtype)
+    assert choice._least_padding(lm, choice._paddings(lm)) == found
+
+
+@pytest.fixture
+def replaying(monkeypatch, tmp_path) -> None:
+    """Forwards may be replayed on a CPU, and nothing is remembered."""
+    monkeypatch.setitem(RECORDERS, "cpu", CheckedRecorder)
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+
+
+@pytest.mark.usefixtures("replaying")
+@pytest.mark.parametrize(("faster", "lasting"), [("eager", True), ("replayed", True), ("replayed", False)])
+def test_the_fastest_of_eager_and_replayed_forwards_is_taken(monkeypatch, faster, lasting) -> None:
+    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: 1.0 if lm.forward == faster else 2.0)
+    lm = LanguageModel(llama())
+    found = choice.choose(lm, forward=None, pad_to=None, lasting=lasting)
+    assert (found.forward, lm.forward, lm.replays) == (faster, faster, faster == "replayed")
+    assert found.milliseconds == {name: (1.0, 1.0) if name == faster else (2.0, 2.0) for name in ("eager", "replayed")}
+
+
+@pytest.mark.usefixtures("replaying")
+def test_forwards_that_cannot_be_recorded_are_not_chosen(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(choice, "_milliseconds", lambda lm, width: 1.0 if lm.forward == "replayed" else 2.0)
+    model = llama()
+    model.model.layers[1].register_forward_hook(lambda module, given, output: output + 0 * output.sum().item())
+    found = choice.choose(LanguageModel(model), forward=None, pad_to=None)
+    assert (found.forward, list(found.milliseconds)) == ("eager", ["eager"])
+    assert [record.getMessage()[:40] for record in caplog.records] == ["forwards of llama cannot be recorded, so"]
+
+
+@pytest.mark.usefixtures("replaying")
+def test_replayed_forwards_that_say_something_else_are_not_chosen(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(CheckedRecording, "replay", lambda recording: None)
+    found = choice.choose(LanguageModel(llama()), forward=None, pad_to=None)
+    assert found.forward == "eager"
+    assert "the replayed forward of llama does not say what the model says" in caplog.text
+    with pytest.raises(InputError, match="choose forward=eager"):
+        LanguageModel(llama(), forward="replayed")

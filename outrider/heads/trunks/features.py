@@ -4,6 +4,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from reprlib import repr as short
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, cast, runtime_checkable
 
@@ -27,7 +28,7 @@ from outrider.lm.head import HeadLM, KVCache
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 from outrider.lm.protocol import LM, Extension, Segment
 from outrider.lm.slots.batch import joined, upload
-from outrider.lm.slots.chain import chain
+from outrider.lm.slots.chain import LinkedChain, Links
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
@@ -273,19 +274,15 @@ class OwnFeatures(SlottedDrafter[Features]):
         return Guess(logits=extension.logits, short_list=self.short_list)
 
     def chain(self, states: Sequence[Running], counts: Sequence[int]) -> Follow:
-        follow = chain(self.lm, [self.own(state).slot for state in states], counts)
-        head_output = torch.stack([self.own(state).head_output[0] for state in states])
-        left = np.array(counts)
+        owns = [self.own(state) for state in states]
+        head_output = torch.stack([own.head_output[0] for own in owns])
+        return LinkedChain(self.lm, [own.slot for own in owns], counts, self._links, head_output)
 
-        def step(tokens: Int[Tensor, " n"]) -> Float[Tensor, "n width"]:
-            nonlocal head_output, left
-            if not (left > 0).all():
-                head_output = head_output[upload([np.flatnonzero(left > 0)], head_output.device)[0]]
-            extension = follow(tokens, self.next_feature(head_output))
-            head_output, left = output_features(extension), left[left > 0] - 1
-            return extension.logits
-
-        return step
+    @cached_property
+    def _links(self) -> Links:
+        """What happens between two forwards of a chain."""
+        ids = None if self.short_list is None else self.short_list.ids
+        return Links(logits=_unchanged, next_feature=self.next_feature, ids=ids)
 
     def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
         self.lm.commit({self.own(state).slot: [] for state in states})
@@ -319,6 +316,10 @@ class OwnFeatures(SlottedDrafter[Features]):
         for state, count in zip(states, counts, strict=True):
             self.own(state).forget(count)
         return extension
+
+
+def _unchanged(logits: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
+    return logits
 
 
 def append_features(

@@ -1,5 +1,6 @@
 """How a model's forwards run on this machine, chosen by a short measurement that is remembered."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.inputs import InputError
 from outrider.host import remembered
 from outrider.host.cores import Usage, crowded, shares
 from outrider.lm.fingerprint import shape_of
@@ -20,10 +22,15 @@ from outrider.lm.protocol import Segment
 CONTEXT = 64
 """Tokens before them."""
 REPEATS = 7
+READING: tuple[Forward, ...] = ("eager", "replayed")
+"""Kinds of forward that read a model's own weights each time, so that these may change."""
+IN_HALF, ON_A_GPU = (1, 2), (1, 2, 8, 16)
+"""The fewest columns of a forward that are tried, in half precision on a CPU and on a GPU."""
 PATIENCE = 0.1
 """Seconds after which a kind of forward is not repeated any more."""
 WIDE = 48
 """Tokens of a forward on which compiled and eager ones are compared: compiled ones are slow with many tokens."""
+log = logging.getLogger("outrider")
 
 
 def choose(
@@ -32,26 +39,25 @@ def choose(
     """Let a model's forwards run in the fastest way that is at hand, or as they are told to.
 
     The fastest is the one with the least time for a token and a block together. Compiled forwards are at hand where
-    their library is on disk already. In half precision on a CPU, one token and a block may use kernels that round
-    differently; then forwards are padded to two columns, if that is of help. Compiled forwards of many tokens, such as
-    those of prompts, may be slower than eager ones, which are used then. What is measured is remembered, unless other
-    processes took the cores meanwhile.
+    their library is on disk already, replayed ones on a GPU. In half precision on a CPU, and on a GPU, one token and a
+    block may use kernels that round differently; then forwards are padded to more columns, if that is of help. Compiled
+    forwards of many tokens, such as those of prompts, may be slower than eager ones, which are used then. What is
+    measured is remembered, unless other processes took the cores meanwhile.
 
     Args:
         forward: The kind of forward; None chooses.
         pad_to: Fewest columns of a forward; None chooses.
-        lasting: Whether the weights will stay as they are. Otherwise only eager forwards are chosen.
+        lasting: Whether the weights will stay as they are. Otherwise only forwards that read them each time are chosen.
         taps: The hidden states that forwards will return; compiled ones need a library that does.
     """
-    candidates: list[Forward] = ["eager"]
-    if forward is not None or lasting:
-        candidates = at_hand(lm, taps) if forward is None else [forward]
-    half = lm.device.type == "cpu" and lm.dtype in (torch.bfloat16, torch.float16)
-    room = lm.max_context >= CONTEXT + BLOCK
-    compiled = "compiled" in candidates and lm.device.type == "cpu"
-    settled = len(candidates) == 1 and (pad_to is not None or not half) and not compiled
-    if settled or not room:
-        return _applied(lm, Choice(forward=candidates[-1], pad_to=pad_to or (2 if half else 1)))
+    if forward is not None:
+        candidates = [forward]
+    else:
+        candidates = at_hand(lm, taps) if lasting else [name for name in READING if lm.why_not(name) is None]
+    paddings = _paddings(lm) if pad_to is None else (pad_to,)
+    settled = len(candidates) == len(paddings) == 1 and candidates != ["compiled"]
+    if settled or lm.max_context < CONTEXT + BLOCK:
+        return _applied(lm, Choice(forward=candidates[-1], pad_to=2 if paddings == IN_HALF else paddings[0]))
     key = {
         "machine": remembered.machine(lm.device),
         "model": shape_of(lm.model),
@@ -61,7 +67,7 @@ def choose(
     choice = _read(remembered.read("forward", key), candidates)
     if choice is None:
         before = Usage.now()
-        choice = _measured(lm, candidates, pad_to, half)
+        choice = _measured(lm, candidates, paddings)
         if not crowded(shares(before, Usage.now()), torch.get_num_threads()):
             remembered.write("forward", key, {**vars(choice), "milliseconds": dict(choice.milliseconds)})
     return _applied(lm, choice)
@@ -74,6 +80,7 @@ def at_hand(lm: LanguageModel, taps: Sequence[int] = ()) -> list[Forward]:
         "eager": lambda: True,
         "packed": lambda: worth_packing(lm.model),
         "compiled": lambda: lm.device.type == "cpu" and all(package.exists() for package in packages),
+        "replayed": lambda: True,
     }
     return [name for name in FORWARDS if lm.why_not(name) is None and extra[name]()]
 
@@ -85,19 +92,34 @@ def _applied(lm: LanguageModel, choice: Choice) -> Choice:
 
 
 @torch.inference_mode()
-def _measured(lm: LanguageModel, candidates: Sequence[Forward], pad_to: int | None, half: bool) -> Choice:
+def _measured(lm: LanguageModel, candidates: Sequence[Forward], paddings: Sequence[int]) -> Choice:
     found: dict[Forward, tuple[float, float]] = {}
-    lm.pad_to = pad_to or 1
+    lm.pad_to = paddings[0]
     for forward in candidates:
-        lm.run_by(forward)
-        found[forward] = (_milliseconds(lm, 1), _milliseconds(lm, BLOCK))
+        if not _runs_by(lm, forward, alone=len(candidates) == 1):
+            continue
+        times = (_milliseconds(lm, 1), _milliseconds(lm, BLOCK))
+        # What could not be recorded ran eager.
+        if not found or forward != "replayed" or lm.replays:
+            found[forward] = times
     best = min(found, key=lambda name: sum(found[name]))
-    narrow = _narrow(lm) if best == "compiled" and lm.device.type == "cpu" else None
+    narrow = _narrow(lm) if best == "compiled" else None
     lm.run_by(best)
-    if pad_to is None:
-        pad_to = _least_padding(lm) if half else 1
+    pad_to = _least_padding(lm, paddings)
     lm.num_forwards = 0
     return Choice(forward=best, pad_to=pad_to, narrow=narrow, milliseconds=found)
+
+
+def _runs_by(lm: LanguageModel, forward: Forward, *, alone: bool) -> bool:
+    """Whether a model can run so, tried. Raises InputError if it cannot, and there is no other way."""
+    try:
+        lm.run_by(forward)
+    except InputError as error:
+        if alone or forward == "eager":
+            raise
+        log.warning("%s", error)
+        return False
+    return True
 
 
 def _narrow(lm: LanguageModel) -> int | None:
@@ -114,16 +136,23 @@ def _narrow(lm: LanguageModel) -> int | None:
     return None if lost <= 0 else BLOCK + int((WIDE - BLOCK) * gained / (gained + lost))
 
 
+def _paddings(lm: LanguageModel) -> tuple[int, ...]:
+    """The fewest columns of a forward that are tried."""
+    if lm.device.type == "cuda":
+        return ON_A_GPU
+    return IN_HALF if lm.device.type == "cpu" and lm.dtype in (torch.bfloat16, torch.float16) else (1,)
+
+
 def _milliseconds(lm: LanguageModel, width: int) -> float:
     """Least time of a forward over some tokens behind a text: what disturbs a measurement makes it longer."""
     slot, tokens = lm.open(), _text(lm, width)
     _read_on(lm, slot, _text(lm, CONTEXT))
     spent: list[float] = []
     while len(spent) < 3 or (len(spent) < REPEATS and sum(spent) < PATIENCE):
+        _wait(lm.device)
         start = time.perf_counter()
         lm.extend([Segment(slot=slot, tokens=tokens)])
-        if lm.device.type == "cuda":
-            torch.cuda.synchronize(lm.device)
+        _wait(lm.device)
         spent.append(time.perf_counter() - start)
         lm.commit({slot: []})
     lm.release(slot)
@@ -131,13 +160,21 @@ def _milliseconds(lm: LanguageModel, width: int) -> float:
     return 1000 * min(spent[1:])
 
 
-def _least_padding(lm: LanguageModel) -> int:
-    """The fewest columns with which one token rounds as it does in a block; 1 where none of those tried does."""
-    for columns in (1, 2):
+def _wait(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was asked to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _least_padding(lm: LanguageModel, paddings: Sequence[int]) -> int:
+    """The fewest columns with which one token rounds as it does in a block; the first where none of those tried does.
+    One that is alone is not tried.
+    """
+    for columns in paddings if len(paddings) > 1 else ():
         lm.pad_to = columns
         if all(torch.equal(_alone(lm, start), _in_a_block(lm, start)) for start in range(3)):
             return columns
-    return 1
+    return paddings[0]
 
 
 def _alone(lm: LanguageModel, start: int) -> Float[Tensor, "1 vocab"]:

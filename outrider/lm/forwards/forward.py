@@ -6,7 +6,7 @@ from typing import Literal, get_args
 
 from outrider.core.inputs import unknown
 
-Forward = Literal["eager", "packed", "compiled"]
+Forward = Literal["eager", "packed", "compiled", "replayed"]
 FORWARDS: tuple[Forward, ...] = get_args(Forward)
 """All kinds of forward, the plainest first."""
 BLOCK = 6

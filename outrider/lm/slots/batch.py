@@ -11,20 +11,15 @@ from torch import Tensor
 from outrider.lm.protocol import Segment
 
 
-def padded_width(count: int, *, doubling: bool = False) -> int:
+def padded_width(count: int) -> int:
     """Columns of a forward over `count` nodes: the count itself up to 16, then the next of eight sizes per doubling.
 
-    Kernel libraries cache prepared work for every new shape; few shapes keep that cache small. With `doubling`, for
-    CUDA graphs, which record every shape separately, sizes are powers of two.
+    Kernel libraries cache prepared work for every new shape; few shapes keep that cache small.
 
     Example:
         >>> [padded_width(n) for n in (5, 16, 17, 33, 100, 512)]
         [5, 16, 18, 36, 104, 512]
-        >>> [padded_width(n, doubling=True) for n in (1, 5, 17)]
-        [1, 8, 32]
     """
-    if doubling:
-        return 1 << (count - 1).bit_length()
     step = 1 if count <= 16 else 1 << ((count - 1).bit_length() - 4)
     return -(-count // step) * step
 
@@ -203,3 +198,34 @@ class OneEach:
             return None
         vectors = self.vectors.to(device, dtype, non_blocking=True)[:, None]
         return vectors if self.width == 1 else vectors.repeat(1, self.width, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Padded:
+    """The batch of a forward whose nodes are padded already.
+
+    Attributes:
+        ids: The tokens of all rows.
+        vectors: The features of all rows; None if they have none.
+    """
+
+    ids: Int[Tensor, "rows width"]
+    vectors: Float[Tensor, "rows width dim"] | None
+
+    @property
+    def width(self) -> int:
+        """Columns."""
+        return self.ids.shape[1]
+
+    @property
+    def prefill_only(self) -> bool:
+        """Whether no logits are wanted: they are."""
+        return False
+
+    def tokens(self, device: torch.device) -> Int[Tensor, "rows width"]:
+        """The tokens of all rows."""
+        return self.ids
+
+    def features(self, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "rows width dim"] | None:
+        """The features of all rows."""
+        return self.vectors

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.core.types import InputError
+from outrider.lm.slots.buckets import bucket_rows
 from outrider.lm.slots.window import Window
 
 _STEP = 64
@@ -128,6 +129,9 @@ class SlotCache:
     Attributes:
         num_bytes: Memory held.
         bytes_moved: Bytes copied so far to compact accepted paths and to fill holes.
+        generation: How often storage was allocated. As long as it stays, all storages stay where they are.
+        num_rows: Rows of the storages.
+        capacity: Places of each row.
     """
 
     def __init__(
@@ -151,12 +155,12 @@ class SlotCache:
         self._row_of: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._parts: dict[tuple[int, int], Sequence[Tensor]] = {}
-        self._num_rows, self._capacity = num_rows, min(_FIRST, self._max_capacity)
+        self.num_rows, self.capacity, self.generation = num_rows, min(_FIRST, self._max_capacity), 1
         # A compiler that writes into a part of a tensor copies all of it, so each layer's keys are one, and its values.
         self._storages = [self._allocated(shape) for shape in self._shapes]
 
     def _allocated(self, shape: Shape) -> Float[Tensor, "rows capacity heads dim"]:
-        size = (self._num_rows, self._capacity, shape.heads, shape.dim)
+        size = (self.num_rows, self.capacity, shape.heads, shape.dim)
         with torch.inference_mode(False):
             # Zeros, because even a masked key reaches the output if it is not finite.
             return torch.zeros(size, dtype=shape.dtype, device=self._device)
@@ -192,7 +196,7 @@ class SlotCache:
                 behind a mask.
         """
         hole = self._row_of.pop(slot)
-        for storage in self._storages if clean and hole < self._num_rows else ():
+        for storage in self._storages if clean and hole < self.num_rows else ():
             storage[hole].zero_()
         self._used.pop(slot)
         last = len(self._row_of)
@@ -214,9 +218,24 @@ class SlotCache:
         Slots of ended requests that are kept may lie between those that run.
         """
         rows = sorted(self._row_of[slot] for slot in slots)
-        if rows[-1] - rows[0] < len(rows):
-            return
-        first = max(range(rows[-1] - len(rows) + 2), key=lambda w: sum(w <= row < w + len(rows) for row in rows))
+        if rows[-1] - rows[0] >= len(rows):
+            starts = range(rows[-1] - len(rows) + 2)
+            self._move_into(rows, max(starts, key=lambda w: sum(w <= row < w + len(rows) for row in rows)))
+
+    def gather_in_front(self, slots: Sequence[int]) -> None:
+        """Move rows so that replayed forwards over these slots have few rows.
+
+        Such a forward reads the first rows, those of other slots too. Up to twice as many rows as needed are read, so
+        that rows do not move whenever a slot pauses.
+        """
+        rows = sorted(self._row_of[slot] for slot in slots)
+        if bucket_rows(rows[-1] + 1) > 2 * bucket_rows(len(rows)):
+            self._move_into(rows, 0)
+
+    def _move_into(self, rows: Sequence[int], first: int) -> None:
+        """Move rows so that they are neighbours, from the row `first` on. They change places with those that are
+        there.
+        """
         window = range(first, first + len(rows))
         slot_of = {row: slot for slot, row in self._row_of.items()}
         free = [row for row in window if row not in rows]
@@ -262,24 +281,36 @@ class SlotCache:
         rows = np.array([self._row_of[s] for s in slots])
         ends, numbers = np.asarray(used)[:, None], counts[:, None]
         columns = np.arange(width)
-        within = np.where(columns < numbers, ends - numbers + columns, self._capacity - 1)
-        return rows[:, None] * self._capacity + within
+        within = np.where(columns < numbers, ends - numbers + columns, self.capacity - 1)
+        return rows[:, None] * self.capacity + within
 
     def run(self, slot: int, used: int, positions: Int[Tensor, "_ _"]) -> Int[Tensor, "_ _"]:
         """Where the next forward writes if it extends one slot by the positions below `used`; storage may grow."""
         self._reserve(used)
         self._used[slot] = used
-        return positions + self._row_of[slot] * self._capacity
+        return positions + self._row_of[slot] * self.capacity
 
     def _reserve(self, used: int) -> None:
-        rows, capacity = self._num_rows, self._capacity
+        rows, capacity = self.num_rows, self.capacity
         while rows < len(self._row_of):
             rows = min(2 * rows, max(rows, self._max_slots))
         while capacity <= used:
             capacity = min(2 * capacity, self._max_capacity)
-        if (rows, capacity) == (self._num_rows, self._capacity):
-            return
-        self._num_rows, self._capacity = rows, capacity
+        if (rows, capacity) != (self.num_rows, self.capacity):
+            self._grow(rows, capacity)
+
+    def reserve_all(self, share: float) -> None:
+        """Allocate all that the slots can come to need, so that storage stays where it is, unless this takes more than
+        a share of the device's free memory.
+        """
+        size, free = (max(self.num_rows, self._max_slots), self._max_capacity), free_bytes(self._device)
+        need = sum(shape.num_bytes for shape in self._shapes) * size[0] * size[1]
+        if free is not None and need <= share * free and size != (self.num_rows, self.capacity):
+            self._grow(*size)
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        self.num_rows, self.capacity = rows, capacity
+        self.generation += 1
         for i, shape in enumerate(self._shapes):
             old, self._storages[i] = self._storages[i], self._allocated(shape)
             self._storages[i][: old.shape[0], : old.shape[1]].copy_(old)
@@ -294,7 +325,15 @@ class SlotCache:
         A multiple of 64, or with `doubling` a power of two; never more than there are.
         """
         wanted = max(_FIRST, 1 << (used - 1).bit_length()) if doubling else _round_up(used)
-        return min(wanted, self._capacity)
+        return min(wanted, self.capacity)
+
+    def padding(self, count: int) -> Int[np.ndarray, " rows"]:
+        """The place of each of the first rows that belongs to no slot."""
+        return np.arange(1, count + 1) * self.capacity - 1
+
+    def bucket(self, rows: Sequence[int]) -> int:
+        """How many rows, from the first on, a replayed forward over these rows has."""
+        return min(bucket_rows(max(rows) + 1), self.num_rows)
 
     def window(self, slots: Sequence[int], places: Int[Tensor, "slots width"], view: int) -> Window:
         """What the next forward reads and extends; valid until the next call of any method.
@@ -310,8 +349,12 @@ class SlotCache:
             select = torch.tensor(rows).to(self._device, non_blocking=True)
             return Window(self._entries, self._storages, flat, view, select)
         if first:
-            flat = flat - first * self._capacity
+            flat = flat - first * self.capacity
         return Window(self._entries, self._between(first, last), flat, view)
+
+    def window_in_front(self, num_rows: int, places: Int[Tensor, "rows width"], view: int) -> Window:
+        """What a forward over the first rows reads and extends, as long as `generation` stays."""
+        return Window(self._entries, self._between(0, num_rows), places.reshape(-1), view)
 
     def _between(self, first: int, last: int) -> Sequence[Float[Tensor, "rows capacity heads dim"]]:
         """The storages from one row to another."""
@@ -321,7 +364,7 @@ class SlotCache:
 
     def move(self, moves: Mapping[int, tuple[Int[np.ndarray, " _"], Int[np.ndarray, " _"]]]) -> None:
         """Per slot, copy positions (the first array) to positions (the second); all slots in one copy per tensor."""
-        offsets = [(self._row_of[slot] * self._capacity, pair) for slot, pair in moves.items()]
+        offsets = [(self._row_of[slot] * self.capacity, pair) for slot, pair in moves.items()]
         sources = np.concatenate([offset + pair[0] for offset, pair in offsets])
         targets = np.concatenate([offset + pair[1] for offset, pair in offsets])
         both = torch.from_numpy(np.stack([sources, targets])).to(self._device, non_blocking=True)

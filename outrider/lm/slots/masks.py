@@ -174,13 +174,9 @@ class MaskBuilder:
         """Whether the last of so many keys sees the first."""
         return all(limit is None or view <= limit for limit in (span.window, span.chunk))
 
-    def chained(
-        self, positions: Int[Tensor, "steps rows width"], views: Sequence[int], *, apart: bool
-    ) -> Sequence[object]:
-        """The masks of several forwards without sights. Unless they must lie `apart`, they are parts of one tensor if
-        all read as many keys.
-        """
-        if apart or self.blocks or len(set(views)) > 1:
+    def chained(self, positions: Int[Tensor, "steps rows width"], views: Sequence[int]) -> Sequence[object]:
+        """The masks of several forwards without sights. They are parts of one tensor if all read as many keys."""
+        if self.blocks or len(set(views)) > 1:
             return [self.masks(None, own, view) for own, view in zip(positions, views, strict=True)]
         together, sizes = self.masks(None, positions.flatten(0, 1), views[0]), positions.shape[:2]
         if isinstance(together, Tensor):

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic
+from typing import Generic, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -11,8 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.lm.protocol import Extension, Segment
-from outrider.lm.slots.batch import Batch, OneEach, padded_width, upload
+from outrider.lm.slots.batch import Batch, OneEach, Padded, padded_width, upload
+from outrider.lm.slots.buckets import bucket_width
 from outrider.lm.slots.cache import SlotCache
+from outrider.lm.slots.chain import Drawn, Links, Noise
 from outrider.lm.slots.masks import MaskBuilder, look
 from outrider.lm.slots.slots import Content, Pending, Slot, Slots, SlotTable
 from outrider.lm.slots.window import Window
@@ -29,14 +31,18 @@ class Inputs:
         window: What the forward reads and extends.
         columns: The columns whose logits are computed, at least.
         causal: Whether the nodes are the last ones of what is read, so that layers that see all before need no mask.
+        rows: The row of the cache of each row, where the forward may be replayed.
+        places: Where the new nodes go, counted from the begin of the cache; None: the forward is not to be replayed.
     """
 
-    batch: Batch | OneEach
+    batch: Batch | OneEach | Padded
     positions: Int[Tensor, "rows width"]
     masks: object
     window: Window
     columns: Int[np.ndarray, " columns"]
     causal: bool = False
+    rows: Sequence[int] = ()
+    places: Int[Tensor, "rows width"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,45 @@ class Outputs:
     columns: Int[np.ndarray, " columns"]
     taps: Mapping[int, Float[Tensor, "rows width hidden"]] = field(default_factory=dict)
     features: Float[Tensor, "rows width features"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeChain:
+    """The inputs of a chain that is drawn in one go. Its rows are the first ones of the cache.
+
+    Attributes:
+        positions: Per forward, the position of each column's node.
+        places: Where they go, counted from the begin of the cache.
+        masks: Which keys each column sees, all forwards one after another.
+        view: How many keys they read.
+        rows: For each of the caller's slots, its row.
+        features: The vector that each slot's first token is read with; None where tokens are read alone.
+    """
+
+    positions: Int[Tensor, "steps rows width"]
+    places: Int[Tensor, "steps rows width"]
+    masks: object
+    view: int
+    rows: Sequence[int]
+    features: Float[Tensor, "n dim"] | None
+
+
+@runtime_checkable
+class Replaying(Protocol):
+    """Records forwards and chains of forwards, and replays them.
+
+    Attributes:
+        works: Whether it can; False once something could not be recorded.
+    """
+
+    @property
+    def works(self) -> bool: ...
+
+    def draw_chain(
+        self, chain: WholeChain, tokens: Int[Tensor, " n"], links: Links, noise: Noise | None
+    ) -> Drawn | None:
+        """Run all forwards and draws of a chain; None where they cannot be recorded."""
+        ...
 
 
 class OverSlots(Generic[Content]):
@@ -129,7 +174,7 @@ class SlottedLM(OverSlots[Slot]):
     num_forwards: int
     _slots: Slots
     _builder: MaskBuilder
-    _doubling = False
+    _replaying: Replaying | None = None
 
     @property
     @abstractmethod
@@ -204,8 +249,23 @@ class SlottedLM(OverSlots[Slot]):
 
     def _batch(self, given: Sequence[Segment]) -> Batch:
         """The batch of a forward over segments that are not empty."""
-        self.cache.gather([s.slot for s in given])
+        slots = [s.slot for s in given]
+        if self.replays and any(s.num_wanted for s in given):
+            width = self._replayed_width(max(s.tokens.shape[0] for s in given), len(slots))
+            if width is not None:
+                self.cache.gather_in_front(slots)
+                return Batch.of(given, self.cache.row, lambda _: width)
+        self.cache.gather(slots)
         return Batch.of(given, self.cache.row, self._width)
+
+    @property
+    def replays(self) -> bool:
+        """Whether forwards, and whole chains of them, are replayed."""
+        return self._replaying is not None and self._replaying.works
+
+    def _replayed_width(self, count: int, rows: int) -> int | None:
+        """Columns of a forward that is replayed; None where it is not."""
+        return bucket_width(max(self.pad_to, count), rows) if self.replays else None
 
     def _inputs(self, batch: Batch, grown: Mapping[int, Pending]) -> Inputs:
         """The inputs of a forward over a batch; `grown` is what will be pending."""
@@ -220,8 +280,11 @@ class SlottedLM(OverSlots[Slot]):
             lengths, pendings = [self._slots[s].length for s in slots], [grown[s] for s in slots]
             sight = look(lengths, pendings, batch.counts, batch.width, [s.sees for s in batch.segments])
             written, positions = upload([places, sight.positions], self.device)
-        end = self._maskless_end(batch, used, grown)
-        view = self.cache.view(max(used), doubling=self._doubling) if end is None else end
+        replayed = self.replays and not batch.prefill_only
+        replayed = replayed and self._replayed_width(batch.width, len(slots)) == batch.width
+        # A recorded forward has a place for a mask.
+        end = None if replayed else self._maskless_end(batch, used, grown)
+        view = self.cache.view(max(used), doubling=replayed) if end is None else end
         return Inputs(
             batch=batch,
             positions=positions,
@@ -229,6 +292,8 @@ class SlottedLM(OverSlots[Slot]):
             window=self.cache.window(slots, written, view),
             columns=batch.columns(self.pad_to),
             causal=end is not None,
+            rows=[self.cache.row(slot) for slot in slots] if replayed else (),
+            places=written if replayed else None,
         )
 
     def _runs_without_mask(self, batch: Batch) -> bool:
@@ -262,11 +327,77 @@ class SlottedLM(OverSlots[Slot]):
                 raise ValueError(f"the pending nodes of slot {slot} branch, and a chain cannot continue them")
         return SlotChain(self, slots, counts)
 
+    @torch.inference_mode()
+    def draw_chain(
+        self,
+        slots: Sequence[int],
+        counts: Sequence[int],
+        tokens: Int[Tensor, " n"],
+        features: Float[Tensor, "n dim"] | None,
+        links: Links,
+        noise: Noise | None,
+    ) -> Drawn | None:
+        """Extend each slot by a chain of `counts[i]` nodes and draw the tokens in between, without any Python in
+        between. None where forwards are not replayed; then nothing has changed.
+
+        The nodes are pending afterwards. The token behind the last one is drawn too.
+
+        Args:
+            tokens: The first token of each chain.
+            features: The vector that each of them is read with; None where tokens are read alone.
+            links: What the drafter does between two forwards.
+            noise: How the tokens are drawn; None takes the likeliest ones.
+        """
+        grown = {slot: self._slots.longer(slot, count) for slot, count in zip(slots, counts, strict=True) if count}
+        width, branches = self._replayed_width(1, len(slots)), not all(each.chain for each in grown.values())
+        if self._replaying is None or width is None or branches:
+            return None
+        self.cache.gather_in_front(slots)
+        chain = self._whole_chain(slots, counts, width, features)
+        drawn = self._replaying.draw_chain(chain, tokens, links, noise)
+        if drawn is not None:
+            self.num_forwards += max(counts)
+            for slot, pending in grown.items():
+                self._slots.keep(slot, pending)
+        return drawn
+
+    def _whole_chain(
+        self, slots: Sequence[int], counts: Sequence[int], width: int, features: Float[Tensor, "n dim"] | None
+    ) -> WholeChain:
+        """The inputs of a chain behind some slots, in one transfer. Rows whose chain has ended, and the rows of other
+        slots, write to the place that belongs to no slot.
+        """
+        steps, used = max(counts), [self._slots[slot].used for slot in slots]
+        ends = [n + count for n, count in zip(used, counts, strict=True)]
+        nodes = self.cache.places(slots, ends, np.array(counts), steps)
+        rows = [self.cache.row(slot) for slot in slots]
+        num_rows = self.cache.bucket(rows)
+        places = np.broadcast_to(self.cache.padding(num_rows)[:, None], (steps, num_rows, width)).copy()
+        places[:, rows, 0] = nodes.T
+        positions = np.zeros((steps, num_rows, width), dtype=np.int64)
+        # No position lies behind the end of its chain: the model may have none.
+        last = np.maximum(np.array(ends) - 1, 0)
+        positions[:, rows] = np.minimum(np.array(used) + np.arange(steps)[:, None], last)[:, :, None]
+        written, where = upload([places, positions], self.device)
+        view = self.cache.view(max(ends), doubling=True)
+        return WholeChain(
+            positions=where,
+            places=written,
+            masks=self._builder.masks(None, where.flatten(0, 1), view),
+            view=view,
+            rows=rows,
+            features=features,
+        )
+
     def _stretch(self, slots: Sequence[int], steps: int) -> "_Stretch":
         """Get the next `steps` forwards over the same slots ready; one transfer to the device."""
-        self.cache.gather(slots)
+        if (width := self._replayed_width(1, len(slots))) is None:
+            width = self._width(1)
+            self.cache.gather(slots)
+        else:
+            self.cache.gather_in_front(slots)
         order = sorted(range(len(slots)), key=lambda i: self.cache.row(slots[i]))
-        by_row, width = [slots[i] for i in order], self._width(1)
+        by_row = [slots[i] for i in order]
         used = [self._slots[slot].used for slot in by_row]
         if len(slots) == width == 1:
             run = self._builder.keys(used[0] + steps)[used[0] :][:, None]
@@ -294,14 +425,15 @@ class SlottedLM(OverSlots[Slot]):
         order: Int[Tensor, " rows"] | None = None,
         back: Int[Tensor, " rows"] | None = None,
     ) -> "_Stretch":
-        views = [self.cache.view(used + k, doubling=self._doubling) for k in range(1, len(positions) + 1)]
+        replayed = self._replayed_width(1, len(slots)) is not None
+        views = [self.cache.view(used + k, doubling=replayed) for k in range(1, len(positions) + 1)]
         return _Stretch(
             slots=slots,
-            # Where a tensor begins within another would become part of a graph.
-            places=[each.clone() for each in written] if self._doubling else written.unbind(0),
+            rows=[self.cache.row(slot) for slot in slots] if replayed else (),
+            places=written.unbind(0),
             positions=positions.unbind(0),
             views=views,
-            masks=self._builder.chained(positions, views, apart=self._doubling),
+            masks=self._builder.chained(positions, views),
             columns=np.arange(positions.shape[2]),
             order=order,
             back=back,
@@ -321,6 +453,8 @@ class SlottedLM(OverSlots[Slot]):
             masks=stretch.masks[step],
             window=self.cache.window(stretch.slots, stretch.places[step], view),
             columns=stretch.columns,
+            rows=stretch.rows,
+            places=stretch.places[step] if stretch.rows else None,
         )
         outputs = self._forward(inputs, ())
         self.num_forwards += 1
@@ -333,8 +467,8 @@ class SlottedLM(OverSlots[Slot]):
         return Extension(logits=logits if stretch.back is None else logits[stretch.back], taps={}, features=vectors)
 
     def _width(self, count: int) -> int:
-        """Number of columns of a forward over this many nodes."""
-        return max(self.pad_to, padded_width(count, doubling=self._doubling))
+        """Number of columns of a forward over this many nodes that is not replayed."""
+        return max(self.pad_to, padded_width(count))
 
     def _empty(self, taps: Sequence[int]) -> Extension:
         logits = torch.empty(0, self.vocab_size, dtype=self.dtype, device=self.device)
@@ -349,12 +483,14 @@ class _Stretch:
 
     Attributes:
         slots: One per row.
+        rows: Their rows of the cache, where the forwards may be replayed.
         columns: The columns of each forward; the nodes are in the first.
         order: For each row, which of the caller's slots lies there; None where rows are in the caller's order.
         back: For each of the caller's slots, its row; None as above.
     """
 
     slots: Sequence[int]
+    rows: Sequence[int]
     places: Sequence[Int[Tensor, "rows width"]]
     positions: Sequence[Int[Tensor, "rows width"]]
     views: Sequence[int]
