@@ -44,7 +44,7 @@ OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_impl
 WITHOUT_COST = (
     *("target", "tokenizer", "revision", "drafter", "verifier", "length", "allow_lossy", "trust_remote_code"),
     *("max_slots", "max_context", "max_prefill_tokens", "forward", "pad_to", "threads", "device"),
-    "ignore_generation_config",
+    *("ignore_generation_config", "reproducible"),
 )
 """Options that do not change what a step costs, or that its parts tell better."""
 KINDS: dict[Family, tuple[type, ...]] = {
@@ -68,7 +68,7 @@ def assemble(setup: Setup) -> Engine:
     wanted = completed(setup)
     tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
     drafter = _part("drafter", wanted.drafter)
-    verifier = None if wanted.verifier is None else _part("verifier", wanted.verifier)
+    verifier = _named_verifier(wanted)
     model, tokenizer = _model(wanted), tokenizer_of(wanted)
     wanted = _running(wanted, model, tokenizer)
     target = _target(wanted, model)
@@ -100,6 +100,7 @@ def assemble(setup: Setup) -> Engine:
         rules=rules_of(model, target.vocab_size) if follows else None,
         max_slots=wanted.max_slots or MAX_SLOTS,
         max_prefill_tokens=wanted.max_prefill_tokens,
+        needs_seeds=wanted.reproducible,
         refuses=refuses,
     )
 
@@ -171,6 +172,20 @@ def _part(family: Family, given: str | object) -> Any:
     if not isinstance(given, KINDS[family]):
         raise InputError(f"{family} must be a name of the catalog or a part of that family, got {given!r}")
     return given
+
+
+def _named_verifier(setup: Setup) -> Verifier | None:
+    """The verifier that a setup names or needs; None takes the best one for the drafts."""
+    named = setup.verifier or ("coupled" if setup.reproducible else None)
+    if named is None:
+        return None
+    verifier: Verifier = _part("verifier", named)
+    if setup.reproducible and not getattr(verifier, "shares_noise", False):
+        raise InputError(
+            f"reproducible outputs need verifier 'coupled', got {catalog.name_of(verifier)!r}, whose draws depend on "
+            "what is drafted; leave out --verifier or --reproducible (verifier or reproducible)"
+        )
+    return verifier
 
 
 def _best_verifier(drafter: Drafter, tree: Tree) -> str:

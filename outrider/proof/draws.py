@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Request, Running, Sampling
-from outrider.decoding.step import step_dice
+from outrider.decoding.step import coupled_dice, step_dice
 from outrider.proof.statistics import chi_square, two_sided
 
 BOUND = 1e-6

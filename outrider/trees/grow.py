@@ -15,7 +15,7 @@ from outrider.core.dice import Dice
 from outrider.core.sampling import Prefix, masked, pack, unpacked
 from outrider.core.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 from outrider.trees.chained import Chainer, chained, is_chained
-from outrider.trees.drawing import draft_rule, drafters_sampling
+from outrider.trees.drawing import dice_over, draft_rule, drafters_sampling
 from outrider.trees.protocol import Children, Grown, Level, Tree
 
 
@@ -179,6 +179,7 @@ def by_level(
         if depth == 0:
             guess = drafter.begin([states[i] for i in here.tolist()], limits[here].tolist())
             growth.short_list = guess.short_list
+            dice = dice_over(guess.short_list, dice)
         else:
             guess = drafter.expand(states, _frontier(growth, here, depth))
         level = Level(

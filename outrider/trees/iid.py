@@ -40,8 +40,8 @@ class IidTree(UnprunedTree):
         drawn: list[Int[np.ndarray, " m"]] = [np.zeros(0, dtype=np.int64)] * len(paths)
         for count in np.unique(paths).tolist():
             rows = np.flatnonzero(paths == count)
-            slots = level.nodes[rows] * self.num_paths
-            draws = Draws(requests=level.owners[rows], slots=slots, purpose=Purpose.DRAFT)
+            slots, depths = level.nodes[rows] * self.num_paths, np.full(len(rows), level.depth)
+            draws = Draws(requests=level.owners[rows], slots=slots, purpose=Purpose.DRAFT, depths=depths)
             picked = dice.pick_many(
                 level.drawable[torch.from_numpy(rows).to(level.drawable.device)], count, True, draws
             )

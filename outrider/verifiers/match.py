@@ -39,7 +39,7 @@ class MatchVerifier(StatedVerifier):
         while walking.any():
             level = int(num_accepted.max())
             rows = target_rows[upload(here, target_rows.device)]
-            drawn = dice.pick(rows, everyone(draft, level, Purpose.RECOVER, walking)).cpu().numpy()
+            drawn = dice.pick(rows, everyone(draft, level, Purpose.RECOVER, walking, depth=level)).cpu().numpy()
             next_tokens[walking] = drawn[walking]
             for r in np.flatnonzero(walking).tolist():
                 children = draft.links[draft.first_child[here[r]] : draft.first_child[here[r] + 1]]
