@@ -1,6 +1,7 @@
 """Dice whose noise belongs to a position of the text, so that a draft token and the target's token are drawn alike."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -8,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Pick, stream
+from outrider.core.types import ShortList
 
 LANE = 3
 """The lane of the streams of noise; `PhiloxDice` has its own."""
@@ -27,7 +29,7 @@ def noise_at(seed: int, position: int, vocab_size: int) -> Float[Tensor, " vocab
 
     Example:
         >>> noise_at(7, 12, 4)
-        tensor([1.0, 1.0, 1.0, 1.0])
+        tensor([ 1.2834,  1.3783,  0.7580, 16.2345])
         >>> bool((noise_at(7, 12, 4) == noise_at(7, 12, 8)[:4]).all())
         True
     """
@@ -55,13 +57,12 @@ class CoupledDice:
     Args:
         seeds: One per request of the batch.
         positions: Number of tokens that each request has so far: the position of the token behind its anchor.
-        vocab_size: The target's.
         others: Dice of the draws that do not race.
 
     Example:
         >>> from dataclasses import replace
         >>> from outrider.core.dice import PhiloxDice, Purpose
-        >>> dice = CoupledDice(seeds=[7], positions=[12], vocab_size=4, others=PhiloxDice(seeds=[7], steps=[0]))
+        >>> dice = CoupledDice(seeds=[7], positions=[12], others=PhiloxDice(seeds=[7], steps=[0]))
         >>> draws = Draws(requests=np.array([0]), slots=np.array([0]), depths=np.array([0]), purpose=Purpose.DRAFT)
         >>> target = replace(draws, purpose=Purpose.RECOVER)
         >>> p, q = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[0.1, 0.4, 0.3, 0.2]])
@@ -72,31 +73,27 @@ class CoupledDice:
         Daliri et al. 2024, coupling without communication, section 3. https://arxiv.org/abs/2408.07978
     """
 
-    def __init__(self, seeds: Sequence[int], positions: Sequence[int], vocab_size: int, others: Dice) -> None:
+    def __init__(self, seeds: Sequence[int], positions: Sequence[int], others: Dice) -> None:
         self._keys = list(zip(seeds, positions, strict=True))
-        self._vocab_size, self._others = vocab_size, others
-        self._ids: Int[Tensor, " width"] | None = None
+        self._others = others
+        self._list: ShortList | None = None
         self._noise: dict[tuple[int, int], Float[Tensor, " vocab"]] = {}
 
-    def over(self, ids: Int[Tensor, " width"]) -> "CoupledDice":
-        """The same dice for rows over some tokens of the vocabulary.
-
-        Args:
-            ids: The token of each column.
-        """
-        part = CoupledDice([], [], self._vocab_size, self._others)
-        part._keys, part._noise, part._ids = self._keys, self._noise, ids
+    def over(self, few: ShortList) -> "CoupledDice":
+        """The same dice for rows over a short list."""
+        part = CoupledDice([], [], self._others)
+        part._keys, part._noise, part._list = self._keys, self._noise, few
         return part
 
     def accept(self, probability: Float[np.ndarray, " n"], draws: Draws) -> Bool[np.ndarray, " n"]:
         return self._others.accept(probability, draws)
 
     def pick(self, weights: Float[Tensor, "n width"], draws: Draws) -> Int[Tensor, " n"]:
-        return winners(weights, self._of(draws, weights.device))
+        return (weights * self._of(draws, weights)).argmax(-1)
 
     def picks(self, draws: Draws, counts: Sequence[int], device: torch.device) -> list[Pick]:
         ends = np.cumsum(counts).tolist()
-        return [_race(self._of(draws.part(slice(e - n, e)), device)) for e, n in zip(ends, counts, strict=True)]
+        return [partial(self.pick, draws=draws.part(slice(e - n, e))) for e, n in zip(ends, counts, strict=True)]
 
     def pick_many(
         self, weights: Float[Tensor, "n width"], count: int, replace: bool, draws: Draws
@@ -105,14 +102,14 @@ class CoupledDice:
             behind = Draws(requests=draws.requests, slots=draws.slots + 1, purpose=draws.purpose)
             others = self._others.pick_many(weights, count - 1, True, behind)
             return torch.cat([self.pick(weights, draws)[:, None], others], 1)
-        best = (weights * self._of(draws, weights.device)).topk(min(count, weights.shape[1]), -1)
+        best = (weights * self._of(draws, weights)).topk(min(count, weights.shape[1]), -1)
         found = torch.where(best.values > 0, best.indices, -1)
         return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=-1)
 
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         return self._others.gumbel(size, draws)
 
-    def _of(self, draws: Draws, device: torch.device) -> Float[Tensor, "n width"]:
+    def _of(self, draws: Draws, weights: Float[Tensor, "n width"]) -> Float[Tensor, "n width"]:
         """The noise of some draws. Rows whose outcome does not matter get that of another row."""
         if draws.depths is None:
             raise ValueError("these draws are for no place in the text")
@@ -120,23 +117,16 @@ class CoupledDice:
         if draws.active is not None and draws.active.any():
             first = keys[int(draws.active.argmax())]
             keys = [key if matters else first for key, matters in zip(keys, draws.active.tolist(), strict=True)]
-        rows = [self._one(request, depth, device) for request, depth in keys]
+        vocab_size = weights.shape[1] if self._list is None else len(self._list.places)
+        rows = [self._one(request, depth, vocab_size, weights.device) for request, depth in keys]
         noise = rows[0][None] if len(rows) == 1 else torch.stack(rows)
-        return noise if self._ids is None else noise.index_select(1, self._ids)
+        return noise if self._list is None else noise.index_select(1, self._list.ids)
 
-    def _one(self, request: int, depth: int, device: torch.device) -> Float[Tensor, " vocab"]:
+    def _one(self, request: int, depth: int, vocab_size: int, device: torch.device) -> Float[Tensor, " vocab"]:
         """The noise of one position. It is made once, for the draft and the target."""
-        if (request, depth) not in self._noise:
+        noise = self._noise.get((request, depth))
+        if noise is None:
             seed, position = self._keys[request]
-            noise = noise_at(seed, position + depth, self._vocab_size)
-            self._noise[request, depth] = noise.to(device, non_blocking=True)
-        return self._noise[request, depth]
-
-
-def winners(weights: Float[Tensor, "n width"], noise: Float[Tensor, "n width"]) -> Int[Tensor, " n"]:
-    """The token of each row with the largest weight times noise; any token where a row is no distribution."""
-    return (weights * noise).argmax(-1)
-
-
-def _race(noise: Float[Tensor, "n width"]) -> Pick:
-    return lambda weights: winners(weights, noise)
+            noise = noise_at(seed, position + depth, vocab_size).to(device, non_blocking=True)
+            self._noise[request, depth] = noise
+        return noise

@@ -97,20 +97,18 @@ def step_dice(states: Sequence[Running]) -> PhiloxDice:
     return PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
 
 
-def coupled_dice(states: Sequence[Running], vocab_size: int) -> CoupledDice:
+def coupled_dice(states: Sequence[Running]) -> CoupledDice:
     """The dice of a step whose noise is keyed by each request's seed and the positions of its tokens."""
     return CoupledDice(
         seeds=[s.request.sampling.seed or 0 for s in states],
         positions=[len(s.tokens) for s in states],
-        vocab_size=vocab_size,
         others=step_dice(states),
     )
 
 
 def dice_of(parts: Parts, states: Sequence[Running]) -> Dice:
     """The dice that a step throws: those that its verifier wants."""
-    shared = getattr(parts.verifier, "shares_noise", False)
-    return coupled_dice(states, parts.target.vocab_size) if shared else step_dice(states)
+    return coupled_dice(states) if getattr(parts.verifier, "shares_noise", False) else step_dice(states)
 
 
 def needs_no_rows(verifier: Verifier, draft: Draft, states: Sequence[Running]) -> bool:

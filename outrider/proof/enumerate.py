@@ -17,7 +17,7 @@ from outrider.constraints.masks import batch_masks, follow
 from outrider.core.constraint import Constraint
 from outrider.core.dice import Draws, Pick, Purpose
 from outrider.core.sampling import Prefix, to_rows
-from outrider.core.types import Ahead, Request, Running, Sampling, Step
+from outrider.core.types import Ahead, Request, Running, Sampling, ShortList, Step
 from outrider.decoding.progress import PREFILL_CHUNK, begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
 from outrider.lm.protocol import Segment
@@ -151,7 +151,6 @@ class EnumeratingCoupledDice(EnumeratingDice):
         names: The name of each request in its world, for the draws of this step.
         texts: The name of each request in its world, for all steps.
         positions: Number of tokens that each request has so far.
-        vocab_size: The target's.
     """
 
     def __init__(
@@ -160,17 +159,16 @@ class EnumeratingCoupledDice(EnumeratingDice):
         names: Sequence[object],
         texts: Sequence[object],
         positions: Sequence[int],
-        vocab_size: int,
     ) -> None:
         super().__init__(worlds, names)
         self._others = EnumeratingDice(worlds, names)
-        self._texts, self._positions, self._vocab_size = texts, positions, vocab_size
-        self._ids: list[int] | None = None
+        self._texts, self._positions = texts, positions
+        self._list: ShortList | None = None
 
-    def over(self, ids: Int[Tensor, " width"]) -> "EnumeratingCoupledDice":
-        """The same dice for rows over some tokens of the vocabulary, as `CoupledDice.over` says."""
-        part = EnumeratingCoupledDice(self._worlds, self._names, self._texts, self._positions, self._vocab_size)
-        part._used, part._others, part._ids = self._used, self._others, ids.tolist()
+    def over(self, few: ShortList) -> "EnumeratingCoupledDice":
+        """The same dice for rows over a short list."""
+        part = EnumeratingCoupledDice(self._worlds, self._names, self._texts, self._positions)
+        part._used, part._others, part._list = self._used, self._others, few
         return part
 
     def pick_many(
@@ -189,17 +187,14 @@ class EnumeratingCoupledDice(EnumeratingDice):
             return -1
         request = int(draws.requests[place])
         world, key = self._worlds[request], (self._texts[request], self._positions[request] + int(draws.depths[place]))
-        ids = range(len(row)) if self._ids is None else self._ids
-        weights = [0.0] * self._vocab_size
-        for token, weight in zip(ids, row, strict=True):
-            weights[token] = weight
-        known = world.noise.get(key) or Noise.unknown(self._vocab_size)
+        weights = row if self._list is None else self._list.widened(torch.tensor([row], dtype=torch.float64))[0].tolist()
+        known = world.noise.get(key) or Noise.unknown(len(weights))
         won = known.race(weights)
         outcomes = [(token, chance) for token, (chance, _) in won.items()]
         token = self._choose(request, int(draws.slots[place]) + offset, draws, outcomes)
         # Walked again, an outcome may have become a rounding error; then its chance is 0.
         world.noise[key] = won[token][1] if token in won else known
-        return ids.index(token)
+        return token if self._list is None else int(self._list.places[token])
 
 
 def enumerating_dice(
@@ -218,8 +213,7 @@ def enumerating_dice(
     """
     if not getattr(parts.verifier, "shares_noise", False):
         return EnumeratingDice(worlds, names)
-    positions = [len(state.tokens) for state in states]
-    return EnumeratingCoupledDice(worlds, names, texts, positions, parts.target.vocab_size)
+    return EnumeratingCoupledDice(worlds, names, texts, [len(state.tokens) for state in states])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ def dice_over(few: ShortList | None, dice: Dice) -> Dice:
     """The dice for rows over the short list, if there is one. Dice whose noise belongs to tokens must know which these
     are; to others they are columns.
     """
-    return dice if few is None or not hasattr(dice, "over") else cast(CoupledDice, dice).over(few.ids)
+    return dice if few is None or not hasattr(dice, "over") else cast(CoupledDice, dice).over(few)
 
 
 def draft_rule(
