@@ -1,7 +1,7 @@
 """Dice whose noise belongs to a position of the text, so that a draft token and the target's token are drawn alike."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -13,15 +13,18 @@ from outrider.core.types import ShortList
 
 LANE = 3
 """The lane of the streams of noise; `PhiloxDice` has its own."""
+KEPT = 64
+"""Positions whose noise is kept, because a rejected draft is followed by another one for the same positions."""
 _SMALLEST, _LARGEST = 2.0**-54, 1 - 2.0**-24
 """Bounds of the uniforms of noise, so that no noise is 0 or infinite in float32."""
 
 
+@lru_cache(maxsize=KEPT)
 def noise_at(seed: int, position: int, vocab_size: int) -> Float[Tensor, " vocab"]:
     r"""The noise of one position of a text: $e^{G_x} = 1 / E_x$ for every token $x$, in float32, on the host.
 
     $G$ is standard Gumbel noise and $E = -\ln U$ is standard exponential. The noise of a token does not depend on the
-    size of the vocabulary.
+    size of the vocabulary. The tensor is shared, so nobody changes it.
 
     Args:
         seed: The request's seed.

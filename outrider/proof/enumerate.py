@@ -187,7 +187,9 @@ class EnumeratingCoupledDice(EnumeratingDice):
             return -1
         request = int(draws.requests[place])
         world, key = self._worlds[request], (self._texts[request], self._positions[request] + int(draws.depths[place]))
-        weights = row if self._list is None else self._list.widened(torch.tensor([row], dtype=torch.float64))[0].tolist()
+        weights = row
+        if self._list is not None:
+            weights = self._list.widened(torch.tensor([row], dtype=torch.float64))[0].tolist()
         known = world.noise.get(key) or Noise.unknown(len(weights))
         won = known.race(weights)
         outcomes = [(token, chance) for token, (chance, _) in won.items()]
