@@ -1,11 +1,14 @@
 """What races tell of the noise of a position: the exact joint law of several draws that share it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from jaxtyping import Float
 
+KEPT = 4096
+"""Races whose outcome is kept."""
 NEGLIGIBLE = 1e-14
 """An outcome with a smaller share is a rounding error, and is left out."""
 
@@ -34,7 +37,7 @@ class Noise:
         """Of this noise, before any race."""
         return float(sum(abs(np.linalg.det(corners)) for corners in self.simplices))
 
-    def race(self, weights: Sequence[float]) -> dict[int, tuple[float, "Noise"]]:
+    def race(self, weights: Sequence[float]) -> Mapping[int, tuple[float, "Noise"]]:
         """For each possible winner, its probability and what is known afterwards.
 
         Example:
@@ -44,22 +47,9 @@ class Noise:
             >>> [round(chance, 6) for chance, _ in won[0][1].race([0.5, 0.5]).values()]
             [1.0]
         """
-        running = [token for token, weight in enumerate(weights) if weight > 0]
-        found: dict[int, tuple[float, Noise]] = {}
-        whole = self.probability
-        for token in running:
-            left = self
-            for other in running:
-                if other != token:
-                    plane = np.zeros(len(weights))
-                    plane[token], plane[other] = weights[other], -weights[token]
-                    left = left._below(plane)
-            chance = left.probability / whole
-            if chance > NEGLIGIBLE:
-                found[token] = chance, left
-        return found
+        return _race(self, tuple(weights))
 
-    def _below(self, plane: Float[np.ndarray, " vocab"]) -> "Noise":
+    def below(self, plane: Float[np.ndarray, " vocab"]) -> "Noise":
         """The part where the product with the plane's normal is at most 0."""
         parts = (part for corners in self.simplices for part in _below(corners, plane @ corners))
         return Noise(simplices=tuple(parts))
@@ -72,6 +62,25 @@ class Noise:
             return NotImplemented
         ours, theirs = ([corners.tobytes() for corners in each.simplices] for each in (self, other))
         return ours == theirs
+
+
+@lru_cache(maxsize=KEPT)
+def _race(noise: Noise, weights: tuple[float, ...]) -> Mapping[int, tuple[float, Noise]]:
+    """`Noise.race`. The same race is run in many worlds."""
+    running = [token for token, weight in enumerate(weights) if weight > 0]
+    found: dict[int, tuple[float, Noise]] = {}
+    whole = noise.probability
+    for token in running:
+        left = noise
+        for other in running:
+            if other != token:
+                plane = np.zeros(len(weights))
+                plane[token], plane[other] = weights[other], -weights[token]
+                left = left.below(plane)
+        chance = left.probability / whole
+        if chance > NEGLIGIBLE:
+            found[token] = chance, left
+    return found
 
 
 def _below(
