@@ -101,7 +101,7 @@ class CoupledDice:
     def pick_many(
         self, weights: Float[Tensor, "n width"], count: int, replace: bool, draws: Draws
     ) -> Int[Tensor, "n count"]:
-        if replace:
+        if replace and count > 1:
             behind = Draws(requests=draws.requests, slots=draws.slots + 1, purpose=draws.purpose)
             others = self._others.pick_many(weights, count - 1, True, behind)
             return torch.cat([self.pick(weights, draws)[:, None], others], 1)

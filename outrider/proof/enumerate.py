@@ -174,7 +174,7 @@ class EnumeratingCoupledDice(EnumeratingDice):
     def pick_many(
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
     ) -> Int[Tensor, "n count"]:
-        if not replace:
+        if not replace or count == 1:
             return super().pick_many(weights, count, False, draws)
         behind = Draws(requests=draws.requests, slots=draws.slots + 1, purpose=draws.purpose)
         others = self._others.pick_many(weights, count - 1, True, behind)
