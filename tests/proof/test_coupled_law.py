@@ -14,6 +14,7 @@ from outrider.core.types import Draft, ShortList, Verdict
 from outrider.drafters.model import ModelDrafter
 from outrider.lm.tabular import TabularLM, random_rows
 from outrider.proof.enumerate import joint_law, law
+from outrider.theory.acceptance import coupled_acceptance
 from outrider.trees.gumbel import GumbelTree
 from outrider.verifiers.coupled import CoupledVerifier
 from outrider.verifiers.match import MatchVerifier
@@ -28,6 +29,15 @@ BIASED = 1e-3
 def agreement(p: np.ndarray, q: np.ndarray) -> float:
     """Daliri et al. 2024, theorem 3."""
     return sum(1 / sum(max(p[y] / p[x], q[y] / q[x]) for y in range(len(p))) for x in range(len(p)))
+
+
+def test_the_closed_form_is_that_of_every_pair_of_tokens():
+    p, q = np.random.default_rng(0).dirichlet(np.ones(9), size=(2, 20))
+    found = coupled_acceptance(torch.from_numpy(p), torch.from_numpy(q))
+    np.testing.assert_allclose(found, [agreement(*rows) for rows in zip(p, q, strict=True)], atol=BOUND)
+    gap = torch.tensor([[0.5, 0.0, 0.5], [1.0, 0.0, 0.0]]), torch.tensor([[0.25, 0.75, 0.0], [0.0, 0.0, 1.0]])
+    # Tokens that one of the rows lacks never agree: 1 / (max(1, 1) + 3 + 1) for the first.
+    np.testing.assert_allclose(coupled_acceptance(*gap), [1 / 5, 0], atol=1e-7)
 
 
 @pytest.mark.parametrize("vocab", [2, 3, 4])
