@@ -66,7 +66,7 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     wanted = completed(setup)
     tree, length, decoding = (_part(family, getattr(wanted, family)) for family in ("tree", "length", "decoding"))
     drafter = drafter or _part("drafter", wanted.drafter)
-    verifier = None if wanted.verifier is None else _part("verifier", wanted.verifier)
+    verifier = _named_verifier(wanted)
     model, tokenizer = _model(wanted) if target is None else _model_of(target), tokenizer_of(wanted)
     wanted = _running(wanted, model, tokenizer)
     shared, target = target, target or _target(wanted, model)
@@ -103,6 +103,7 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
         rules=rules_of(model, target.vocab_size) if follows else None,
         max_slots=max_slots,
         max_prefill_tokens=wanted.max_prefill_tokens,
+        needs_seeds=wanted.reproducible,
         refuses=refuses,
         measure=partial(measured_again, max_slots=max_slots) if chooses and not wanted.no_probe else None,
     )
@@ -175,6 +176,20 @@ def _part(family: Family, given: str | object) -> Any:
     if not isinstance(given, KINDS[family]):
         raise InputError(f"{family} must be a name of the catalog or a part of that family, got {given!r}")
     return given
+
+
+def _named_verifier(setup: Setup) -> Verifier | None:
+    """The verifier that a setup names or needs; None takes the best one for the drafts."""
+    named = setup.verifier or ("coupled" if setup.reproducible else None)
+    if named is None:
+        return None
+    verifier: Verifier = _part("verifier", named)
+    if setup.reproducible and not getattr(verifier, "shares_noise", False):
+        raise InputError(
+            f"reproducible outputs need verifier 'coupled', got {catalog.name_of(verifier)!r}, whose draws depend on "
+            "what is drafted; leave out --verifier or --reproducible (verifier or reproducible)"
+        )
+    return verifier
 
 
 def _best_verifier(drafter: Drafter, tree: Tree) -> str:

@@ -231,6 +231,13 @@ ROWS = (
     ),
     Row(
         family="verifier",
+        name="coupled",
+        home="outrider.verifiers.coupled:CoupledVerifier",
+        summary="match, with the noise of the position for draft and target: the text depends on seed and target alone",
+        source="Daliri et al. 2024, https://arxiv.org/abs/2408.07978",
+    ),
+    Row(
+        family="verifier",
         name="recursive",
         home="outrider.verifiers.recursive:RecursiveVerifier",
         summary="try children in turn, each against the residual that the earlier ones left",

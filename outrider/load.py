@@ -42,7 +42,7 @@ def load(target: Any = None, **options: Any) -> Engine:
         Traceback (most recent call last):
         ...
         outrider.core.inputs.InputError: unknown verifier 'blok'; did you mean 'block'? Available: token, block, match,
-        recursive, kseq, top_plus_one, traversal, multipath, greedy_block, lenient, typical
+        coupled, recursive, kseq, top_plus_one, traversal, multipath, greedy_block, lenient, typical
     """
     from outrider.assembly import assemble
 

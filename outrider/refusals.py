@@ -140,6 +140,11 @@ def _not_ahead(cell: Cell) -> str | None:
             f"as many as the target's forward gives time for, not as length {_name(cell.length)} says; use length "
             "'fixed'"
         )
+    if getattr(cell.verifier, "shares_noise", False):
+        return (
+            f"and verifier {_name(cell.verifier)} counts the positions of draft tokens from the newest judged one; "
+            f"{_usual(cell)}"
+        )
     if isinstance(cell.verifier, Carrying):
         return f"and verifier {_name(cell.verifier)} carries rows from step to step, past them; {_usual(cell)}"
     return None

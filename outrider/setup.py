@@ -43,6 +43,8 @@ class Setup:
         length: When to stop drafting. By default `goodput`; `fixed` where the other parts need drafts of one length. In
             Python also an object.
         decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
+        reproducible: Let an output depend on its seed and the target alone, up to roundings, and not on drafts or other
+            requests. This takes verifier `coupled`. Above temperature 0 every request needs a seed.
         allow_lossy: Allow verifiers and length policies that do not keep the target's law.
         tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
             tokenizer.
@@ -88,6 +90,7 @@ class Setup:
     verifier: str | object | None = None
     length: str | object | None = None
     decoding: str | object = "step"
+    reproducible: bool = False
     allow_lossy: bool = False
     tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None
     vocab_size: int | None = None

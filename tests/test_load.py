@@ -1,6 +1,7 @@
 """outrider.load puts fitting parts together and refuses the others with one that works."""
 
 import inspect
+import re
 from dataclasses import dataclass, fields
 
 import pytest
@@ -157,3 +158,31 @@ def test_an_engine_is_what_its_setup_says(tmp_path):
     target = engine.parts.target
     assert (target.max_slots, target.max_context, target.vocab_size, target.pad_to) == (3, 40, 48, 2)
     assert target.dtype == torch.float64
+
+
+def test_reproducible_outputs_take_coupled_draws_and_a_seed():
+    busy = outrider.load(reproducible=True)
+    assert catalog.name_of(busy.parts.verifier) == "coupled"
+    with pytest.raises(InputError, match="above temperature 0 needs a seed; give one with --seed"):
+        busy.generate(["Once"], max_new_tokens=2, sampling=outrider.Sampling())
+    [greedy] = busy.generate(["Once"], max_new_tokens=2, sampling=outrider.Sampling(temperature=0.0))
+    seeded = outrider.Sampling(seed=3)
+    drafted, plain = (e.generate(["Once upon"], max_new_tokens=12, sampling=seeded)[0] for e in (busy, busy.plain()))
+    assert len(greedy.tokens) == 2
+    assert drafted.tokens == plain.tokens
+    assert drafted.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"verifier": "block"},
+            "need verifier 'coupled', got 'block', whose draws depend on what is drafted",
+        ),
+        ({"decoding": "pearl:2"}, "verifier 'coupled' counts the positions of draft tokens from the newest judged one"),
+    ],
+)
+def test_what_cannot_be_reproducible_is_refused(options, sentence):
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        outrider.load(reproducible=True, **options)

@@ -20,7 +20,7 @@ app.add_typer(train)
 app.add_typer(pruning.app, name="prune")
 DRAWS = 1000
 """Outputs that `prove` draws where no number is named: enough to see a wrong residual."""
-MEASURED = ("tree", "verifier", "length", "decoding", "allow_lossy")
+MEASURED = ("tree", "verifier", "length", "decoding", "reproducible", "allow_lossy")
 """Options that `doctor` lacks, because it measures chains for every verifier and length."""
 
 

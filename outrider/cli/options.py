@@ -38,7 +38,7 @@ HEADINGS = {
 DRAFTER = "Drafter"
 FILES, SPEED = "Files of options", "Speed, memory"
 NARROWER = {
-    **dict.fromkeys(("drafter", "tree", "verifier", "length", "decoding", "allow_lossy"), "Drafting"),
+    **dict.fromkeys(("drafter", "tree", "verifier", "length", "decoding", "reproducible", "allow_lossy"), "Drafting"),
     **dict.fromkeys(("target", "tokenizer", "vocab_size", "revision", "trust_remote_code", "dtype"), "Model"),
     **dict.fromkeys(("quantization_config", "attn_implementation", "device", "device_map"), "Model"),
     **dict.fromkeys(

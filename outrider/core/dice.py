@@ -1,4 +1,7 @@
-"""Every random draw of the project: keyed by seed, step, purpose and slot or row, never by position alone."""
+"""Every random draw of the project: keyed by seed, step, purpose and slot or row, never by position alone.
+
+`core.coupled_dice` is the one exception, and says why it may be one.
+"""
 
 import math
 import threading
@@ -84,18 +87,22 @@ class Draws:
         requests: Index into the batch that the dice was begun with.
         slots: A number that the request uses once per step and purpose, such as a node or a depth.
         purpose: What the draw decides. Streams of different purposes are independent.
+        depths: Draft tokens between the request's newest committed token and the token that is drawn; None where a draw
+            is for no place in the text. Only `CoupledDice` reads them.
         active: Rows whose outcome matters; None means all. Other rows get an arbitrary valid value.
     """
 
     requests: Int[np.ndarray, " n"]
     slots: Int[np.ndarray, " n"]
     purpose: Purpose
+    depths: Int[np.ndarray, " n"] | None = None
     active: Bool[np.ndarray, " n"] | None = None
 
     def part(self, where: slice) -> "Draws":
         """Some of the draws."""
+        depths = None if self.depths is None else self.depths[where]
         active = None if self.active is None else self.active[where]
-        return replace(self, requests=self.requests[where], slots=self.slots[where], active=active)
+        return replace(self, requests=self.requests[where], slots=self.slots[where], depths=depths, active=active)
 
 
 @runtime_checkable
@@ -261,6 +268,26 @@ class _Own(threading.local):
 _OWN = _Own()
 
 
+def stream(seed: int, *, step: int, lane: int, stream: int = 0) -> np.random.Philox:
+    """This thread's generator, set to the beginning of a stream; setting one is several times faster than making one.
+
+    Args:
+        lane: `PhiloxDice` takes 0 to 2, and `CoupledDice` takes 3.
+    """
+    _OWN.philox.state = {
+        "bit_generator": "Philox",
+        "state": {
+            "counter": np.array([0, stream, lane, step], dtype=np.uint64),
+            "key": np.array([seed & _WORD, seed >> 64], dtype=np.uint64),
+        },
+        "buffer": _EMPTY,
+        "buffer_pos": len(_EMPTY),
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    return _OWN.philox
+
+
 class PhiloxDice:
     """The production dice: NumPy's counter-based Philox, one stream per (seed, step).
 
@@ -283,21 +310,10 @@ class PhiloxDice:
         self._keys = list(zip(seeds, steps, strict=True))
         self._streams: dict[int, Float[np.ndarray, " numbers"]] = {}
 
-    def _set(self, request: int, lane: int, stream: int) -> np.random.Philox:
-        """The generator at the beginning of a stream; setting one is several times faster than making one."""
-        (seed, step), philox = self._keys[request], _OWN.philox
-        philox.state = {
-            "bit_generator": "Philox",
-            "state": {
-                "counter": np.array([0, stream, lane, step], dtype=np.uint64),
-                "key": np.array([seed & _WORD, seed >> 64], dtype=np.uint64),
-            },
-            "buffer": _EMPTY,
-            "buffer_pos": len(_EMPTY),
-            "has_uint32": 0,
-            "uinteger": 0,
-        }
-        return philox
+    def _set(self, request: int, lane: int, number: int) -> np.random.Philox:
+        """The generator at the beginning of a stream of the request."""
+        seed, step = self._keys[request]
+        return stream(seed, step=step, lane=lane, stream=number)
 
     def _uniform(self, request: int, slot: int, purpose: Purpose) -> float:
         place = slot * len(_LANES) + _LANES[purpose]

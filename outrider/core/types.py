@@ -137,8 +137,9 @@ class Request:
         keep_logits: Whether each step records the raw target logits of its emitted tokens.
         ends: Called after every emitted token with the output so far; returns whether the output ends there.
         constraint: Which tokens may come next; None allows all.
-        repeats: Whether drawn tokens must depend on the seed alone, not on other requests, up to roundings. The engine
-            sets it for requests that come with a seed.
+        repeats: Whether drafts must not depend on other requests, so that drawn tokens depend on the seed alone, up to
+            roundings. The engine sets it for requests that come with a seed, unless its verifier draws what no draft
+            changes.
 
     Raises:
         InputError: A value of the wrong kind. NumPy's numbers become Python's.

@@ -71,7 +71,7 @@ class Decoding(Protocol):
 
         Args:
             states: Requests that may still emit a token.
-            dice: The source of all draws; by default keyed by each request's seed and step.
+            dice: The source of all draws; by default those that the verifier wants, keyed by each request's seed.
             keep: Returns how many of the step's tokens a request keeps.
             watch: Called with the draft, the rows and the verdict.
 

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.constraints.masks import follow
+from outrider.core.coupled_dice import CoupledDice
 from outrider.core.dice import Dice, PhiloxDice
 from outrider.core.types import Draft, Running, Step, Verdict
 from outrider.decoding import drafting
@@ -44,7 +45,7 @@ class StepDecoding:
         If the target's cache lacks committed tokens before the anchor, the same forward runs them too.
         """
         clock = clock_on(parts.target.device)
-        dice = dice or step_dice(states)
+        dice = dice or dice_of(parts, states)
         follow(states)
         rooms: Sequence[int] = [drafting.room(parts, state, tokens_left(parts, state) - 1) for state in states]
         rooms, choice = drafting.bounded(parts, states, rooms)
@@ -99,6 +100,20 @@ class StepDecoding:
 def step_dice(states: Sequence[Running]) -> PhiloxDice:
     """The dice of a step, keyed by each request's seed and step."""
     return PhiloxDice(seeds=[s.request.sampling.seed or 0 for s in states], steps=[s.num_steps for s in states])
+
+
+def coupled_dice(states: Sequence[Running]) -> CoupledDice:
+    """The dice of a step whose noise is keyed by each request's seed and the positions of its tokens."""
+    return CoupledDice(
+        seeds=[s.request.sampling.seed or 0 for s in states],
+        positions=[len(s.tokens) for s in states],
+        others=step_dice(states),
+    )
+
+
+def dice_of(parts: Parts, states: Sequence[Running]) -> Dice:
+    """The dice that a step throws: those that its verifier wants."""
+    return coupled_dice(states) if getattr(parts.verifier, "shares_noise", False) else step_dice(states)
 
 
 def needs_no_rows(verifier: Verifier, draft: Draft, states: Sequence[Running]) -> bool:

@@ -64,7 +64,8 @@ class Engine:
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests, first come first served. A
             smaller number delays decoding requests less when new prompts arrive. By default 512 on CPUs and 2,048 on
             GPUs.
-        dice: Makes the dice of one step; by default keyed by each request's seed and step.
+        dice: Makes the dice of one step; by default those that the verifier wants, keyed by each request's seed.
+        needs_seeds: Whether requests above temperature 0 must come with a seed.
         refuses: Returns in one sentence why parts do not fit each other, or None; called when a part is replaced.
         measure: Measures what steps of the parts cost, and returns what the engine knows then. Called if the costs turn
             out to be wrong, or if a new kind of drafter has none, as soon as no request runs. None calls nothing.
@@ -90,6 +91,7 @@ class Engine:
         max_prefill_tokens: int | None = None,
         keep_warm: bool = True,
         dice: Callable[[Sequence[Running]], Dice] | None = None,
+        needs_seeds: bool = False,
         refuses: Callable[[Parts], str | None] | None = None,
         measure: Callable[[Parts], Experience] | None = None,
     ) -> None:
@@ -108,6 +110,7 @@ class Engine:
         self.watch: Watch | None = None
         self.between: Callable[[], None] | None = None
         self.route: Route | None = None
+        self._needs_seeds = needs_seeds
         self._refuses = refuses
         self._measure = measure
         self._lock = Lock()
@@ -131,6 +134,11 @@ class Engine:
     @parts.setter
     def parts(self, parts: Parts) -> None:
         self._schedule.parts = parts
+
+    @property
+    def _shares_noise(self) -> bool:
+        """Whether outputs depend on their seeds and the target alone, whatever is drafted."""
+        return getattr(self.parts.verifier, "shares_noise", False)
 
     @property
     def busy(self) -> bool:
@@ -206,8 +214,13 @@ class Engine:
             rule = bound(asked.constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
             request = replace(request, constraint=rule)
         if request.sampling.seed is not None:
-            request = replace(request, repeats=request.sampling.temperature > 0)
+            request = replace(request, repeats=request.sampling.temperature > 0 and not self._shares_noise)
         else:
+            if self._needs_seeds and request.sampling.temperature > 0:
+                raise InputError(
+                    "a reproducible output above temperature 0 needs a seed; give one with --seed (Sampling(seed=...)) "
+                    "or leave out --reproducible (reproducible=True)"
+                )
             seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
             request = replace(request, sampling=replace(request.sampling, seed=seed))
         if request.id in self._schedule.seats:
@@ -353,7 +366,7 @@ class Engine:
                 self.parts,
                 drafter=NoDrafter(),
                 tree=ChainTree(),
-                verifier=MatchVerifier(),
+                verifier=self.parts.verifier if self._shares_noise else MatchVerifier(),
                 length=FixedLength(),
                 decoding=StepDecoding(),
             ),
@@ -365,6 +378,7 @@ class Engine:
             max_slots=self.max_slots,
             max_prefill_tokens=self.max_prefill_tokens,
             keep_warm=False,
+            needs_seeds=self._needs_seeds,
         )
 
     @alone

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Request, Running, Sampling
-from outrider.decoding.step import step_dice
+from outrider.decoding.step import dice_of, step_dice
+from outrider.engine.engine import Engine
 from outrider.proof.statistics import chi_square, two_sided
 
 BOUND = 1e-6
@@ -70,7 +72,9 @@ class DiceLaw:
         return self.p_value > BOUND
 
 
-def dice_law(vocab_size: int, make: MakeDice = step_dice, device: torch.device | None = None) -> DiceLaw:
+def dice_law(
+    vocab_size: int, make: MakeDice = step_dice, device: torch.device | None = None, shared: bool = False
+) -> DiceLaw:
     """Throw the dice many times, each draw under a key of its own, as requests with the seeds 0, 1, 2 ... would.
 
     Coins land as often as their probability says. An index is picked as often as its weight says; beside a chi-square
@@ -81,8 +85,10 @@ def dice_law(vocab_size: int, make: MakeDice = step_dice, device: torch.device |
         vocab_size: The target's, because wide rows are picked from by other code than narrow ones.
         make: Makes the dice of one step.
         device: Where rows lie.
+        shared: Whether picks of all purposes share the noise of their position, as those of `CoupledDice` do. Then they
+            agree as often as the law of their coupling says.
     """
-    tests = _Tests(make, device or torch.device("cpu"))
+    tests = _Tests(make, device or torch.device("cpu"), shared)
     tests.coins()
     for width in dict.fromkeys((*WIDTHS, vocab_size)):
         tests.picks(width)
@@ -90,23 +96,34 @@ def dice_law(vocab_size: int, make: MakeDice = step_dice, device: torch.device |
     tests.several()
     tests.noise()
     tests.independence()
+    if shared:
+        tests.agreement()
     return DiceLaw(p_values=tests.found, num_draws=tests.num_draws)
+
+
+def dice_law_of(engine: Engine) -> DiceLaw:
+    """The law of the dice that an engine throws."""
+    parts = engine.parts
+    shared = getattr(parts.verifier, "shares_noise", False)
+    return dice_law(parts.target.vocab_size, engine.dice or partial(dice_of, parts), shared=shared)
 
 
 class _Tests:
     """The tests under way; changes in place."""
 
-    def __init__(self, make: MakeDice, device: torch.device) -> None:
-        self._make, self._device = make, device
+    def __init__(self, make: MakeDice, device: torch.device, shared: bool) -> None:
+        self._make, self._device, self._shared = make, device, shared
         self._requests: dict[int, Request] = {}
         self.found: dict[str, float] = {}
         self._tilts: list[float] = []
         self.num_draws = 0
 
     def _dice(self, seeds: Iterable[int], step: int) -> Dice:
-        """The dice of one step of requests with these seeds."""
+        """The dice of one step of requests with these seeds. Every step has positions of its own in the text."""
+        tokens = [0] * (1 + SLOTS * step)
+        requests = map(self._request, seeds)
         return self._make(
-            [Running(request=self._request(seed), tokens=[0], slot=0, drafter=None, num_steps=step) for seed in seeds]
+            [Running(request=each, tokens=tokens, slot=0, drafter=None, num_steps=step) for each in requests]
         )
 
     def _request(self, seed: int) -> Request:
@@ -119,7 +136,7 @@ class _Tests:
         """As many draws in one step, of as many requests as needed."""
         self.num_draws += count
         places = np.arange(count)
-        return Draws(requests=places // SLOTS, slots=places % SLOTS, purpose=purpose)
+        return _draws(places // SLOTS, places % SLOTS, purpose)
 
     def coins(self) -> None:
         """Coins of several probabilities, each by itself and all together."""
@@ -163,7 +180,7 @@ class _Tests:
         rows = weights.expand(count, 4).contiguous().to(self._device)
         requests = np.arange(count)
         for step, (replace, joint) in enumerate(((True, law), (False, without))):
-            keys = Draws(requests=requests, slots=np.zeros_like(requests), purpose=Purpose.DRAFT)
+            keys = _draws(requests, np.zeros_like(requests), Purpose.DRAFT)
             chosen = self._dice(range(count), step).pick_many(rows, 2, replace, keys).cpu()
             self.num_draws += 2 * count
             how = "with" if replace else "without"
@@ -173,7 +190,7 @@ class _Tests:
         """Gumbel noise: the largest of log-weights with noise is a pick by the weights."""
         weights, count = _weights(7), PICKS // 2
         requests = np.arange(count)
-        keys = Draws(requests=requests, slots=np.zeros_like(requests), purpose=Purpose.DRAFT)
+        keys = _draws(requests, np.zeros_like(requests), Purpose.DRAFT)
         noise = self._dice(range(count), 0).gumbel(7, keys).double().cpu()
         self.num_draws += noise.numel()
         self._fits("the largest of Gumbel noise", (weights.log() + noise).argmax(1), weights)
@@ -184,16 +201,36 @@ class _Tests:
         """Throws under two keys that differ in one part."""
         first = self._thrown()
         others = {
-            "draft and recover": self._thrown(purpose=Purpose.RECOVER),
             "draft and accept": self._tossed(),
             "neighbouring slots": self._thrown(slot=1),
             "neighbouring steps": self._thrown(step=1),
             "neighbouring seeds": self._thrown(seed=1),
         }
+        if not self._shared:
+            others["draft and recover"] = self._thrown(purpose=Purpose.RECOVER)
         for name, other in others.items():
             ways = SIDES * (2 if name.endswith("accept") else SIDES)
             both = torch.bincount(first * (ways // SIDES) + other, minlength=ways).tolist()
             self.found[f"independence of {name}"] = chi_square(both, [PAIRS / ways] * ways).p_value
+
+    def agreement(self) -> None:
+        r"""A draft token from $q$ and the target's token from $p$ with the same noise.
+
+        Both are $x$ with probability $1 / \sum_y \max(p_y / p_x, q_y / q_x)$.
+        """
+        p, q = _weights(7), _weights(8)[:7]
+        count = PICKS // 2
+        requests, dice = np.arange(count), self._dice(range(count), 0)
+        drafted, drawn = (
+            dice.pick(weights.expand(count, 7).to(self._device), _draws(requests, 0 * requests, purpose)).cpu()
+            for weights, purpose in ((q, Purpose.DRAFT), (p, Purpose.RECOVER))
+        )
+        self.num_draws += 2 * count
+        both = 1 / torch.maximum(p / p[:, None], q / q[:, None]).sum(1)
+        agreed = torch.bincount(drawn[drawn == drafted], minlength=7)
+        observed = [*agreed.tolist(), count - int(agreed.sum())]
+        expected = [*(both * count).tolist(), count * (1 - float(both.sum()))]
+        self.found["agreement of draft and target"] = chi_square(observed, expected).p_value
 
     def _thrown(
         self, purpose: Purpose = Purpose.DRAFT, slot: int = 0, step: int = 0, seed: int = 0
@@ -213,7 +250,7 @@ class _Tests:
         """One draw of each request."""
         self.num_draws += PAIRS
         requests = np.arange(PAIRS)
-        return Draws(requests=requests, slots=np.full_like(requests, slot), purpose=purpose)
+        return _draws(requests, np.full_like(requests, slot), purpose)
 
     def _fits(self, name: str, picked: Int[Tensor, " picks"], weights: Float[Tensor, " width"]) -> None:
         """Test picks against weights: classes of neighbouring indices, and a tilt towards high or low ones."""
@@ -231,6 +268,11 @@ class _Tests:
         self.found[name] = chi_square(observed[there].tolist(), expected[there].tolist()).p_value
         if bool((weights[picked] == 0).any()) or bool((observed[~there] > 0).any()):
             self.found[f"{name}: weights of zero"] = 0.0
+
+
+def _draws(requests: Int[np.ndarray, " n"], slots: Int[np.ndarray, " n"], purpose: Purpose) -> Draws:
+    """Draws for the places in the text that the slots count."""
+    return Draws(requests=requests, slots=slots, purpose=purpose, depths=slots)
 
 
 def _weights(width: int) -> Float[Tensor, " width"]:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -16,13 +17,16 @@ from outrider.core.constraint import Constraint
 from outrider.core.dice import Draws, Pick, Purpose
 from outrider.core.sampling import to_rows
 from outrider.core.texts import Before
-from outrider.core.types import Ahead, Request, Running, Sampling, Step
+from outrider.core.types import Ahead, Request, Running, Sampling, ShortList, Step
 from outrider.decoding.progress import PREFILL_CHUNK, begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
 from outrider.lm.protocol import Segment
+from outrider.proof.noise import Noise
 
 BATCH = 512
 """Worlds that are walked as one batch."""
+_TEXT = "law"
+"""The name of the only request of a world."""
 
 
 Key = tuple[object, Purpose, int]
@@ -40,11 +44,13 @@ class World:
         script: Outcomes by draw. A draw that it does not name takes the first outcome, which is added.
         chances: The probability of each outcome that was taken.
         others: Scripts of the outcomes that were not taken at added draws.
+        noise: What races have told of the noise of positions, by request and position; of `EnumeratingCoupledDice`.
     """
 
     script: dict[Key, int]
     chances: dict[Key, float] = field(default_factory=dict)
     others: list[dict[Key, int]] = field(default_factory=list)
+    noise: dict[tuple[object, int], Noise] = field(default_factory=dict)
 
     @property
     def probability(self) -> float:
@@ -101,10 +107,8 @@ class EnumeratingDice:
     def pick(self, weights: Float[Tensor, "n vocab"], draws: Draws) -> Int[Tensor, " n"]:
         active = [True] * len(weights) if draws.active is None else draws.active.tolist()
         picked = [
-            self._index(row, request, slot, draws) if matters else row.index(max(row))
-            for row, request, slot, matters in zip(
-                weights.double().tolist(), draws.requests.tolist(), draws.slots.tolist(), active, strict=True
-            )
+            self._index(row, place, 0, draws) if matters else row.index(max(row))
+            for place, (row, matters) in enumerate(zip(weights.double().tolist(), active, strict=True))
         ]
         return torch.tensor(picked, dtype=torch.long)
 
@@ -119,12 +123,10 @@ class EnumeratingDice:
         self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
     ) -> Int[Tensor, "n count"]:
         picked = []
-        for row, request, slot in zip(
-            weights.double().tolist(), draws.requests.tolist(), draws.slots.tolist(), strict=True
-        ):
+        for place, row in enumerate(weights.double().tolist()):
             chosen = []
             for k in range(count):
-                chosen.append(self._index(row, request, slot + k, draws))
+                chosen.append(self._index(row, place, k, draws))
                 if not replace:
                     row[chosen[-1]] = 0
             picked.append(chosen)
@@ -133,11 +135,91 @@ class EnumeratingDice:
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:
         raise NotImplementedError("Gumbel noise is continuous; its trees are enumerated by their Plackett-Luce law")
 
-    def _index(self, row: list[float], request: int, slot: int, draws: Draws) -> int:
+    def _index(self, row: list[float], place: int, offset: int, draws: Draws) -> int:
+        """The index that a draw picks from its row, under the slot `offset` behind its own; -1 for an empty row."""
         total = sum(row)
         if total == 0:
             return -1
+        request, slot = int(draws.requests[place]), int(draws.slots[place]) + offset
         return self._choose(request, slot, draws, [(i, weight / total) for i, weight in enumerate(row) if weight > 0])
+
+
+class EnumeratingCoupledDice(EnumeratingDice):
+    """Dice of one step that take the outcomes of worlds, where all picks for one position of a request share its noise.
+
+    What earlier races told of the noise of a position is kept in `World.noise`, so that later ones get their law given
+    the earlier ones, whatever their rows are. Draws that do not race in `CoupledDice` are those of `EnumeratingDice`.
+
+    Args:
+        worlds: One per request of the batch.
+        names: The name of each request in its world, for the draws of this step.
+        texts: The name of each request in its world, for all steps.
+        positions: Number of tokens that each request has so far.
+    """
+
+    def __init__(
+        self,
+        worlds: Sequence[World],
+        names: Sequence[object],
+        texts: Sequence[object],
+        positions: Sequence[int],
+    ) -> None:
+        super().__init__(worlds, names)
+        self._others = EnumeratingDice(worlds, names)
+        self._texts, self._positions = texts, positions
+        self._list: ShortList | None = None
+
+    def over(self, few: ShortList) -> "EnumeratingCoupledDice":
+        """The same dice for rows over a short list."""
+        part = EnumeratingCoupledDice(self._worlds, self._names, self._texts, self._positions)
+        part._used, part._others, part._list = self._used, self._others, few
+        return part
+
+    def pick_many(
+        self, weights: Float[Tensor, "n vocab"], count: int, replace: bool, draws: Draws
+    ) -> Int[Tensor, "n count"]:
+        if not replace or count == 1:
+            return super().pick_many(weights, count, False, draws)
+        behind = Draws(requests=draws.requests, slots=draws.slots + 1, purpose=draws.purpose)
+        others = self._others.pick_many(weights, count - 1, True, behind)
+        return torch.cat([self.pick(weights, draws)[:, None], others], 1)
+
+    def _index(self, row: list[float], place: int, offset: int, draws: Draws) -> int:
+        if draws.depths is None:
+            raise ValueError("these draws are for no place in the text")
+        if not any(weight > 0 for weight in row):
+            return -1
+        request = int(draws.requests[place])
+        world, key = self._worlds[request], (self._texts[request], self._positions[request] + int(draws.depths[place]))
+        weights = row
+        if self._list is not None:
+            weights = self._list.widened(torch.tensor([row], dtype=torch.float64))[0].tolist()
+        known = world.noise.get(key) or Noise.unknown(len(weights))
+        won = known.race(weights)
+        outcomes = [(token, chance) for token, (chance, _) in won.items()]
+        token = self._choose(request, int(draws.slots[place]) + offset, draws, outcomes)
+        # Walked again, an outcome may have become a rounding error; then its chance is 0.
+        world.noise[key] = won[token][1] if token in won else known
+        return token if self._list is None else int(self._list.places[token])
+
+
+def enumerating_dice(
+    parts: Parts,
+    states: Sequence[Running],
+    worlds: Sequence[World],
+    names: Sequence[object],
+    texts: Sequence[object],
+) -> EnumeratingDice:
+    """The enumerating dice of one step, of the kind that the verifier wants.
+
+    Args:
+        worlds: One per state.
+        names: The name of each request in its world, for the draws of this step.
+        texts: The same for all steps.
+    """
+    if not getattr(parts.verifier, "shares_noise", False):
+        return EnumeratingDice(worlds, names)
+    return EnumeratingCoupledDice(worlds, names, texts, [len(state.tokens) for state in states])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +231,7 @@ class _Before:
         length: State of the length policy.
         carried: What the verifier carries.
         drafted: Tokens drafted ahead.
+        noise: What earlier drafts tell of the noise of positions that have no token yet, if draws share it.
         ahead: The same with their rows, which are determined by the tokens.
     """
 
@@ -156,6 +239,7 @@ class _Before:
     length: object
     carried: object
     drafted: tuple[int, ...] = ()
+    noise: tuple[tuple[int, Noise], ...] = ()
     ahead: Ahead = field(default=Ahead(), compare=False)
 
 
@@ -210,14 +294,18 @@ def law(
                 queue.append((before, mass, {}))
         while queue:
             batch, queue = queue[:BATCH], queue[BATCH:]
-            walked = [World(script=script) for _, _, script in batch]
+            walked = [
+                World(script=script, noise={(_TEXT, position): known for position, known in before.noise})
+                for before, _, script in batch
+            ]
             states = [_resume(parts, request, before) for before, _, _ in batch]
             if prefilled:
                 _prefill(parts, states)
-            dice = EnumeratingDice(walked, ["law"] * len(walked))
+            names = [_TEXT] * len(walked)
+            dice = enumerating_dice(parts, states, walked, names, names)
             for i, made in enumerate(_walk(parts, states, dice)):
                 mass = batch[i][1] * walked[i].probability
-                after[_before(states[i])] += mass
+                after[_before(states[i], walked[i])] += mass
                 accepted += mass * made.num_accepted_tokens
             queue += [(*batch[i][:2], script) for i, world in enumerate(walked) for script in world.others]
         worlds = after
@@ -250,7 +338,8 @@ def joint_law(
         _prefill(own, states)
         counts = [0] * len(requests)
         for step in range(num_steps):
-            dice = EnumeratingDice([world] * len(requests), [(i, step) for i in range(len(requests))])
+            texts = range(len(requests))
+            dice = enumerating_dice(own, states, [world] * len(requests), [(i, step) for i in texts], texts)
             for i, made in enumerate(own.decoding.step(own, states, dice=dice)):
                 counts[i] += made.num_accepted_tokens
         mass = world.probability
@@ -305,12 +394,14 @@ def target_rows(
     return torch.cat(found).double().numpy()
 
 
-def _before(state: Running) -> _Before:
+def _before(state: Running, world: World) -> _Before:
+    unread = [(position, known) for (_, position), known in world.noise.items() if position >= len(state.tokens)]
     return _Before(
         output=tuple(state.output),
         length=state.length_state,
         carried=state.carried,
         drafted=state.ahead.tokens,
+        noise=tuple(sorted(unread, key=itemgetter(0))),
         ahead=state.ahead,
     )
 

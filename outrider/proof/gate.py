@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from outrider.core.types import InputError
-from outrider.decoding.step import step_dice
 from outrider.engine.engine import Engine
 from outrider.host import remembered
 from outrider.lengths.experience import Experience
 from outrider.lm.fingerprint import fingerprint, machine, source
 from outrider.lm.target_info import TargetInfo
-from outrider.proof.draws import BOUND, dice_law
+from outrider.proof.draws import BOUND, dice_law_of
 from outrider.proof.identity import Difference, Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
 
@@ -75,7 +74,7 @@ def gate(engine: Engine) -> Passed:
         found = Passed(
             identity=identity(exact, prompts, min(NUM_TOKENS, room)),
             nodes=compare_nodes(exact, prompts, min(NUM_SAMPLED, room)),
-            dice=dice_law(engine.parts.target.vocab_size, engine.dice or step_dice).p_value,
+            dice=dice_law_of(engine).p_value,
         )
         if name is not None:
             # A gap that is not a number is not kept.

@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from outrider.decoding.step import step_dice
 from outrider.engine.engine import Engine
 from outrider.lm.protocol import LM
-from outrider.proof.draws import DiceLaw, dice_law
+from outrider.proof.draws import DiceLaw, dice_law_of
 from outrider.proof.gate import NUM_SAMPLED, NUM_TOKENS, in_float32, openings
 from outrider.proof.identity import Identity, identity
 from outrider.proof.nodes import Nodes, compare_nodes
@@ -75,7 +74,7 @@ def prove(
     target = engine.parts.target
     error = law_error(engine.parts)
     progress(1)
-    dice = dice_law(target.vocab_size, engine.dice or step_dice)
+    dice = dice_law_of(engine)
     progress(1)
     exact, room = in_float32(engine), target.max_context - max(map(len, prompts))
     num_tokens, num_sampled = min(NUM_TOKENS, room), min(NUM_SAMPLED, room)

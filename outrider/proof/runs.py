@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from outrider.core.types import Request, Running
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, succeeded
-from outrider.proof.enumerate import EnumeratingDice, Key, World
+from outrider.proof.enumerate import EnumeratingDice, Key, World, enumerating_dice
 
 Row = Callable[[tuple[int, ...]], Float[np.ndarray, " vocab"]]
 """The distribution of the next token after an output."""
@@ -91,8 +91,9 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
 
     def dice(states: Sequence[Running]) -> EnumeratingDice:
         own = [running[state.request.id] for state in states]
-        steps = [(i, state.num_steps) for (_, i), state in zip(own, states, strict=True)]
-        return EnumeratingDice([run.world for run, _ in own], steps)
+        worlds, texts = [run.world for run, _ in own], [i for _, i in own]
+        steps = [(i, state.num_steps) for i, state in zip(texts, states, strict=True)]
+        return enumerating_dice(engine.parts, states, worlds, steps, texts)
 
     before, engine.dice = engine.dice, dice
     try:

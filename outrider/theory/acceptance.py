@@ -38,6 +38,29 @@ def match_acceptance(
     return (rows.p * (1 - (1 - rows.q) ** n)).sum(-1)
 
 
+def coupled_acceptance(
+    target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."]
+) -> Float[Tensor, "*batch"]:
+    r"""Coupled, one draw that shares the target's noise: $\sum_x 1 / \sum_y \max(p_y / p_x, q_y / q_x)$.
+
+    In the order of rising $q / p$, the first quotient is the larger one for y up to x, and the second one behind x. So
+    x adds $p_x q_x / (q_x P_x + p_x Q_x)$, with $P_x$ the target's mass up to x and $Q_x$ the draft's mass behind x.
+
+    Example:
+        >>> p, q = torch.tensor([0.3, 0.4, 0.3]), torch.tensor([0.6, 0.3, 0.1])
+        >>> coupled_acceptance(p, q)
+        tensor(0.6667, dtype=torch.float64)
+
+    References:
+        Daliri et al. 2024, coupling without communication. https://arxiv.org/abs/2408.07978
+    """
+    rows = checked(target_probs, draft_probs, 1)
+    order = (rows.q / rows.p).nan_to_num(0.0, torch.inf).argsort(-1)
+    p, q = rows.p.gather(-1, order), rows.q.gather(-1, order)
+    below, behind = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
+    return torch.where(p * q > 0, p * q / (q * below + p * behind), 0.0).sum(-1)
+
+
 def recursive_with_replacement(
     target_probs: Float[Tensor, "*batch vocab"], draft_probs: Float[Tensor, "..."], n: int
 ) -> Float[Tensor, "*batch"]:

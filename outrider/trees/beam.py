@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.core.dice import Dice, Draws, Purpose
+from outrider.core.dice import Dice
 from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
 
@@ -40,13 +40,13 @@ class BeamTree(UnprunedTree):
 
     def choose(self, level: Level, dice: Dice) -> Children:
         rows = level.drawable
-        draws = Draws(requests=level.owners, slots=level.nodes * self.width, purpose=Purpose.DRAFT)
+        draws = level.draws(level.nodes * self.width)
         picked = dice.pick_many(rows, self.width, False, draws)
         chances = rows.gather(1, picked.clamp_min(0)).double()
         table = torch.cat([picked.double(), chances], 1).cpu().numpy()
         tokens, q = table[:, : self.width].astype(np.int64), table[:, self.width :]
         phi, top = level.values.T if level.depth else np.zeros((2, len(tokens)))
-        noise = dice.gumbel(self.width, Draws(requests=level.owners, slots=level.nodes, purpose=Purpose.DRAFT)).numpy()
+        noise = dice.gumbel(self.width, level.draws(level.nodes)).numpy()
         perturbed = np.empty_like(q)
         perturbed[:, 0] = top
         with np.errstate(divide="ignore"):

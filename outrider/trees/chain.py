@@ -26,7 +26,7 @@ class ChainTree(UnprunedTree):
 
     def choose(self, level: Level, dice: Dice) -> Children:
         if level.proposed is None:
-            draws = Draws(requests=level.owners, slots=level.nodes, purpose=Purpose.DRAFT)
+            draws = level.draws(level.nodes)
             tokens = dice.pick(level.drawable, draws)
             owners, parents = level.owners, level.nodes
         else:
@@ -43,5 +43,5 @@ class ChainTree(UnprunedTree):
             device: Where rows are.
         """
         shape = chain_shape(tuple(limits))
-        draws = Draws(requests=shape.owners, slots=shape.numbers, purpose=Purpose.DRAFT)
+        draws = Draws(requests=shape.owners, slots=shape.numbers, purpose=Purpose.DRAFT, depths=shape.numbers)
         return dice.picks(draws, [len(level.owners) for level in shape.levels], device)

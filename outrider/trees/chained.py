@@ -24,7 +24,7 @@ from outrider.core.texts import Before
 from outrider.core.types import Draft, Guess, Running, Sampling, ShortList
 from outrider.core.uploads import upload
 from outrider.lm.slots.chain import Drawn, Noise
-from outrider.trees.drawing import draft_rule
+from outrider.trees.drawing import dice_over, draft_rule
 from outrider.trees.protocol import Tree
 from outrider.trees.shape import ChainLevel, chain_shape
 
@@ -114,7 +114,7 @@ def chained(
     rule = draft_rule([samplings[i] for i in levels[0].owners], few, logits)
     # A point mass needs neither a row nor a draw. All levels have rows or none has: the first one has every request.
     chosen = isinstance(rule, RowRule) and rule.all_greedy
-    picks = [] if chosen else cast(ChainTree, tree).picks(lengths, dice, device)
+    picks = [] if chosen else cast(ChainTree, tree).picks(lengths, dice_over(few, dice), device)
     for number, level in enumerate(levels):
         if number:
             above = tokens[-1] if level.above is None else tokens[-1][upload(level.above, device)]

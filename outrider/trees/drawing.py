@@ -3,11 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from outrider.core.coupled_dice import CoupledDice
+from outrider.core.dice import Dice
 from outrider.core.sampling import RowRule
 from outrider.core.texts import Before
 from outrider.core.types import Sampling, ShortList, Structure
@@ -23,6 +26,13 @@ def drafters_sampling(sampling: Sampling, structure: Structure) -> Sampling:
     if sampling.temperature > 0 or structure in ("chain", "deterministic"):
         return sampling
     return replace(sampling, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+
+
+def dice_over(few: ShortList | None, dice: Dice) -> Dice:
+    """The dice for rows over the short list, if there is one. Dice whose noise belongs to tokens must know which these
+    are; to others they are columns.
+    """
+    return dice if few is None or not hasattr(dice, "over") else cast(CoupledDice, dice).over(few)
 
 
 def draft_rule(per_row: Sequence[Sampling], few: ShortList | None, like: Float[Tensor, "n width"]) -> Rule:

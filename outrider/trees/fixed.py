@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 
-from outrider.core.dice import Dice, Draws, Purpose
+from outrider.core.dice import Dice
 from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size, nothing
 
@@ -60,7 +60,7 @@ class FixedTree(UnprunedTree):
         if self.chosen:
             tokens = level.scores.topk(min(most, level.scores.shape[1]), -1).indices
         else:
-            draws = Draws(requests=level.owners, slots=at * max(self.children), purpose=Purpose.DRAFT)
+            draws = level.draws(at * max(self.children))
             tokens = dice.pick_many(level.drawable, most, False, draws)
         table = tokens.cpu().numpy()
         parents, ranks = np.nonzero((np.arange(table.shape[1]) < counts[:, None]) & (table >= 0))

@@ -17,7 +17,7 @@ from outrider.core.texts import Before, climbed, text_of
 from outrider.core.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 from outrider.core.uploads import upload
 from outrider.trees.chained import Chainer, chained, is_chained
-from outrider.trees.drawing import Rule, draft_rule, drafters_sampling
+from outrider.trees.drawing import Rule, dice_over, draft_rule, drafters_sampling
 from outrider.trees.protocol import Children, Grown, Level, Tree
 
 
@@ -200,6 +200,7 @@ def by_level(
         if depth == 0:
             guess = drafter.begin([states[i] for i in here.tolist()], limits[here].tolist())
             growth.short_list = guess.short_list
+            dice = dice_over(guess.short_list, dice)
         else:
             guess = drafter.expand(states, _frontier(growth, here, depth))
         level = Level(

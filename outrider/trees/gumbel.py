@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.core.dice import Dice, Draws, Purpose
+from outrider.core.dice import Dice
 from outrider.core.types import InputError, Structure
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size, nothing
 
@@ -39,8 +39,7 @@ class GumbelTree(UnprunedTree):
     def choose(self, level: Level, dice: Dice) -> Children:
         if level.depth >= len(self.branching):
             return nothing(level)
-        slots = level.nodes * max(self.branching)
-        draws = Draws(requests=level.owners, slots=slots, purpose=Purpose.DRAFT)
+        draws = level.draws(level.nodes * max(self.branching))
         return drawn(level, dice.pick_many(level.drawable, self.branching[level.depth], False, draws).cpu().numpy())
 
 

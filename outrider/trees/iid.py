@@ -43,8 +43,8 @@ class IidTree(UnprunedTree):
         places: list[Int[np.ndarray, "n count"]] = []
         for count in np.unique(paths).tolist():
             rows = np.flatnonzero(paths == count)
-            slots = level.nodes[rows] * self.num_paths
-            draws = Draws(requests=level.owners[rows], slots=slots, purpose=Purpose.DRAFT)
+            slots, depths = level.nodes[rows] * self.num_paths, np.full(len(rows), level.depth)
+            draws = Draws(requests=level.owners[rows], slots=slots, purpose=Purpose.DRAFT, depths=depths)
             own = level.drawable[upload(rows, level.drawable.device)]
             picked.append(dice.pick_many(own, count, True, draws).flatten())
             places.append(rows)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from outrider.core.dice import Dice
+from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.inputs import shown
 from outrider.core.types import InputError, Structure
 from outrider.lm.slots.slots import BRANCHES
@@ -69,6 +69,11 @@ class Level:
     rows: Float[Tensor, "n vocab"] | None
     so_far: Callable[[], Grown]
     survival: Float[Tensor, " n"] | None = None
+
+    def draws(self, slots: Int[np.ndarray, " n"]) -> Draws:
+        """The keys of draws of children, one per node."""
+        depths = np.full(len(self.owners), self.depth)
+        return Draws(requests=self.owners, slots=slots, purpose=Purpose.DRAFT, depths=depths)
 
     @cached_property
     def scores(self) -> Float[Tensor, "n vocab"]:

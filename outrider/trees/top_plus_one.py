@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from outrider.core.dice import Dice, Draws, Purpose
+from outrider.core.dice import Dice
 from outrider.core.types import InputError, Structure
 from outrider.trees.gumbel import drawn
 from outrider.trees.protocol import Children, Level, UnprunedTree, check_size
@@ -38,7 +38,7 @@ class TopPlusOneTree(UnprunedTree):
         rows = level.drawable
         top = rows.topk(min(self.width - 1, rows.shape[1]), -1)
         rest = rows.scatter(1, top.indices, 0.0)
-        draws = Draws(requests=level.owners, slots=level.nodes, purpose=Purpose.DRAFT)
+        draws = level.draws(level.nodes)
         last = dice.pick_many(rest, 1, False, draws)
         chosen = torch.where(top.values > 0, top.indices, -1)
         return drawn(level, torch.cat([chosen, last], 1).cpu().numpy().astype(np.int64))

@@ -42,7 +42,7 @@ class MatchVerifier(StatedVerifier):
         while walking.any():
             level = int(num_accepted.max())
             rows = target_rows[upload(here, target_rows.device)]
-            drawn = dice.pick(rows, everyone(draft, level, Purpose.RECOVER, walking)).numpy()
+            drawn = dice.pick(rows, everyone(draft, level, Purpose.RECOVER, walking, depth=level)).numpy()
             next_tokens[walking] = drawn[walking]
             for r in np.flatnonzero(walking).tolist():
                 children = draft.links[draft.first_child[here[r]] : draft.first_child[here[r] + 1]]
@@ -55,7 +55,7 @@ class MatchVerifier(StatedVerifier):
 
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
         nodes = inner_nodes(draft)
-        draws = Draws(requests=owners(draft), slots=draft.depths, purpose=Purpose.RECOVER)
+        draws = Draws(requests=owners(draft), slots=draft.depths, purpose=Purpose.RECOVER, depths=draft.depths)
         drawn = dice.pick(target_rows, draws)
         last = followed(draft, nodes, child_with(draft, nodes, drawn[upload(nodes, drawn.device)]))
         return Decision(last=last, next_tokens=drawn[last])

@@ -221,10 +221,17 @@ def gains(
     return torch.cat(masses).double().cpu().numpy()
 
 
-def everyone(draft: Draft, slot: int, purpose: Purpose, active: Bool[np.ndarray, " n"] | None = None) -> Draws:
-    """One draw for each request of the batch."""
+def everyone(
+    draft: Draft, slot: int, purpose: Purpose, active: Bool[np.ndarray, " n"] | None = None, depth: int | None = None
+) -> Draws:
+    """One draw for each request of the batch.
+
+    Args:
+        depth: Where the drawn tokens stand, as `Draws.depths` says.
+    """
     count = draft.num_requests
-    return Draws(requests=np.arange(count), slots=np.full(count, slot), purpose=purpose, active=active)
+    depths = None if depth is None else np.full(count, depth)
+    return Draws(requests=np.arange(count), slots=np.full(count, slot), purpose=purpose, depths=depths, active=active)
 
 
 def plain(draft: Draft, target_rows: Float[Tensor, "requests vocab"], dice: Dice) -> Verdict:
@@ -233,7 +240,7 @@ def plain(draft: Draft, target_rows: Float[Tensor, "requests vocab"], dice: Dice
     return Verdict(
         paths=np.zeros((count, 0), dtype=np.int64),
         num_accepted=np.zeros(count, dtype=np.int64),
-        next_tokens=dice.pick(target_rows, everyone(draft, 0, Purpose.RECOVER)),
+        next_tokens=dice.pick(target_rows, everyone(draft, 0, Purpose.RECOVER, depth=0)),
     )
 
 

@@ -42,6 +42,8 @@ class StatedVerifier:
         needs_pure_rows: Whether it keeps the law only if the draft's rows depend on the tokens alone.
         takes_likeliest: Whether at temperature 0 it accepts the path of the likeliest tokens of a chosen draft, and
             nothing else. Then it is not asked.
+        shares_noise: Whether the draft's and the target's token at a position are drawn with the same noise. Then steps
+            throw `CoupledDice`.
     """
 
     kinds: ClassVar[frozenset[Kind]] = frozenset()
@@ -49,3 +51,4 @@ class StatedVerifier:
     needs_one_length: ClassVar[bool] = False
     needs_pure_rows: ClassVar[bool] = False
     takes_likeliest: ClassVar[bool] = False
+    shares_noise: ClassVar[bool] = False

@@ -50,6 +50,7 @@ TWINS: dict[str, Callable[[Tree, Choices, str], list[int]]] = {
     "token": lambda tree, dice, _: naive_trees.token(tree, dice),
     "block": lambda tree, dice, _: naive_trees.block(tree, dice),
     "match": lambda tree, dice, _: naive_trees.match(tree, dice),
+    "coupled": lambda tree, dice, _: naive_trees.match(tree, dice),
     "recursive": recursive,
     "kseq": lambda tree, dice, _: naive_trees.kseq(tree, dice),
     "top_plus_one": lambda tree, dice, _: naive_trees.top_plus_one(tree, dice),
