@@ -120,7 +120,9 @@ def texts(busy: Engine, sampling: Sampling) -> list[list[int]]:
     """What an engine generates with fixed seeds; the rules for a GPU's tensors must say what those for a CPU's say."""
     prompts = [[5, 6, 7, 5, 6], [9, 8, 7, 6], [30, 31]]
     settings = [replace(sampling, seed=seed) for seed in range(len(prompts))]
-    return [out.tokens for out in busy.generate(prompts, max_new_tokens=12, sampling=settings)]
+    made = [out.tokens for out in busy.generate(prompts, max_new_tokens=12, sampling=settings)]
+    busy.rest()
+    return made
 
 
 def check(counted: Sequence[Counts], *, waits: int, operations: int) -> None:
