@@ -214,7 +214,6 @@ class Before:
         text, length = self.texts[int(self.owners[row])].whole(device), int(self.lengths[row])
         if not length:
             return text
-        # A reversed view of one number counts as contiguous, and torch takes no such view.
         path = self.paths[row, :length][::-1].copy()
         return torch.cat([text, self.tokens[upload(path, device)].to(text)])
 
