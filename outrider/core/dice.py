@@ -351,7 +351,7 @@ class PhiloxDice:
         if replace:
             running = weights.cumsum(-1, dtype=torch.float64)
             running = running if on_host else settled(running, weights)
-            return _where(running, running[:, -1:], uniforms.T)
+            return _where(running, running[:, -1:], uniforms.T.contiguous())
         return _without_replacement(weights, uniforms) if on_host else _one_by_one(weights, uniforms)
 
     def gumbel(self, size: int, draws: Draws) -> Float[Tensor, "n size"]:

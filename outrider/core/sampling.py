@@ -14,7 +14,7 @@ from outrider.core.adjustment import Adjustment
 from outrider.core.nucleus import Spare, nucleus_floor
 from outrider.core.texts import Before
 from outrider.core.types import Sampling
-from outrider.core.uploads import column, row_type
+from outrider.core.uploads import column, row_type, upload
 
 FOLDED_FROM = 0.01
 """From this temperature on, softmax alone takes the maximum off: the quotient of a logit below 1e36 cannot overflow."""
@@ -61,19 +61,21 @@ class RowRule:
     Attributes:
         per_row: The settings of each row.
         adjusts: What they change in the logits before temperature and filters; None: nothing.
-        greedy: The rows at temperature 0.
+        num_greedy: How many rows are at temperature 0.
+        some_greedy: Which rows these are; None where all or none are.
         groups: The rows, as many in a group as are worked on at once.
     """
 
     per_row: Sequence[Sampling]
     adjusts: Adjustment | None
-    greedy: Sequence[int]
+    num_greedy: int
+    some_greedy: Int[Tensor, " rows"] | None
     groups: Sequence["_Group"]
 
     @property
     def all_greedy(self) -> bool:
         """Whether all rows are at temperature 0."""
-        return len(self.greedy) == len(self.per_row)
+        return self.num_greedy == len(self.per_row)
 
     def temperatures_alone(self, device: torch.device) -> Float[Tensor, "n 1"] | None:
         """The temperatures, where rows are nothing but `tempered` logits; otherwise None."""
@@ -113,7 +115,8 @@ class RowRule:
         return cls(
             per_row=per_row,
             adjusts=Adjustment.of(per_row, like),
-            greedy=greedy,
+            num_greedy=len(greedy),
+            some_greedy=upload(np.array(greedy), like.device) if 0 < len(greedy) < len(per_row) else None,
             groups=[_Group.of(slice(first, first + count), per_row, like, filters) for first in firsts],
         )
 
@@ -137,8 +140,8 @@ class RowRule:
                 group.filter(part, spare.first(len(part)))
             else:
                 torch.softmax(part, -1, out=part)
-        if self.greedy:
-            rows[self.greedy] = _one_hot(scores[self.greedy])
+        if self.some_greedy is not None:
+            rows[self.some_greedy] = _one_hot(scores[self.some_greedy])
         return rows
 
     def _scores(

@@ -214,7 +214,7 @@ class Before:
         text, length = self.texts[int(self.owners[row])].whole(device), int(self.lengths[row])
         if not length:
             return text
-        path = np.ascontiguousarray(self.paths[row, :length][::-1])
+        path = self.paths[row, :length][::-1].copy()
         return torch.cat([text, self.tokens[upload(path, device)].to(text)])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
 from outrider.core.dice import Dice
-from outrider.core.sampling import masked, pack, unpacked
+from outrider.core.sampling import masked, unpacked
 from outrider.core.texts import Before, climbed, text_of
 from outrider.core.types import Draft, Frontier, Guess, Running, Sampling, ShortList, Structure
 from outrider.core.uploads import upload
@@ -271,7 +271,12 @@ def _allowed(
     if masks is None:
         return logits
     own = masks[len(masks) - len(growth.owners[-1]) + torch.from_numpy(here)]
-    found = masked(logits, own if few is None else pack(unpacked(own, width)[:, few.ids.cpu()]))
+    # The host's constraint must know the tokens: looking at them is what waits for the device here, once a level.
+    if few is None:
+        found = masked(logits, own)
+    else:
+        allowed = unpacked(own.to(logits.device, non_blocking=True), width).index_select(1, few.ids)
+        found = logits.masked_fill(~allowed, -torch.inf)
     # If no token of the drafter is allowed, its row stays as it is, and its tokens are rejected.
     return torch.where(found.amax(-1, keepdim=True) > -torch.inf, found, logits)
 

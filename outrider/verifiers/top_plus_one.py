@@ -95,7 +95,7 @@ def _judge(draft: Draft, nodes: Int[np.ndarray, " n"], children: Brood, p: Float
     rows, ranks = np.nonzero(np.arange(children.nodes.shape[1]) < final[:, None])
     q[upload(rows, q.device), draft.tokens[upload(children.nodes[rows, ranks], q.device)]] = 0
     q /= q.sum(-1, keepdim=True)
-    x = draft.tokens[upload(children.last().nodes[:, 0], q.device)][:, None]
+    x = draft.tokens[upload(children.nodes[np.arange(len(final)), final], q.device)][:, None]
     chances = ratio(p.gather(1, x), q.gather(1, x))
     left = (p - q).clamp_min_(0)
     return Judged(nodes=nodes, chances=chances, after=torch.where(left.sum(-1, keepdim=True) > 0, left, p))

@@ -117,10 +117,11 @@ def steps(
     settings: Sequence[Sampling],
     *,
     constraint: Constraint | None = None,
-    warm: int = 3,
-    count: int = 3,
+    logprobs: int | None = None,
+    warm: int = 2,
+    count: int = 2,
 ) -> list[Counts]:
-    """Counts of some steps of an engine that runs one request for each of these settings."""
+    """Counts of some steps of an engine that runs one request for each of these settings, behind `warm` others."""
 
     def step() -> None:
         for update in busy.step():
@@ -131,7 +132,7 @@ def steps(
     for i, sampling in enumerate(settings):
         prompt = [*[5 + i, 6, 7, 8] * 4, *range(20, 21 + i % 5), 5 + i, 6]
         given = replace(sampling, seed=i)
-        ids.append(busy.add(prompt, max_new_tokens=200, sampling=given, constraint=constraint))
+        ids.append(busy.add(prompt, max_new_tokens=200, sampling=given, constraint=constraint, logprobs=logprobs))
     try:
         for _ in range(warm):
             step()
