@@ -70,7 +70,7 @@ class CoupledDice:
         >>> target = replace(draws, purpose=Purpose.RECOVER)
         >>> p, q = torch.tensor([[0.4, 0.3, 0.2, 0.1]]), torch.tensor([[0.1, 0.4, 0.3, 0.2]])
         >>> dice.pick(q, draws), dice.pick(p, target)
-        (tensor([0]), tensor([0]))
+        (tensor([3]), tensor([3]))
 
     References:
         Daliri et al. 2024, coupling without communication, section 3. https://arxiv.org/abs/2408.07978
