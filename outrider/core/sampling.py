@@ -79,11 +79,8 @@ class RowRule:
 
     def temperatures_alone(self, device: torch.device) -> Float[Tensor, "n 1"] | None:
         """The temperatures, where rows are nothing but `tempered` logits; otherwise None."""
-        if (
-            self.adjusts is not None
-            or self.greedy
-            or any(group.filter is not None or group.folds for group in self.groups)
-        ):
+        others = self.adjusts is not None or self.num_greedy > 0
+        if others or any(group.filter is not None or group.folds for group in self.groups):
             return None
         return column([s.temperature for s in self.per_row], torch.float32, device)
 
