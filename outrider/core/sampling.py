@@ -195,7 +195,7 @@ def tempered(logits: Float[Tensor, "n vocab"], temperatures: Float[Tensor, "n 1"
         >>> tempered(torch.tensor([[2.0, 1.0]]), torch.tensor([[0.5]]))
         tensor([[0.8808, 0.1192]])
     """
-    return (logits / temperatures.to(_dtype(logits))).softmax(-1)
+    return (logits / temperatures.to(row_type(logits))).softmax(-1)
 
 
 def pack(allowed: Bool[Tensor, "n vocab"]) -> Int[Tensor, "n words"]:
