@@ -168,9 +168,8 @@ class _Rows:
 
     def __init__(self, rows: Sequence[int], device: torch.device) -> None:
         self._count = len(rows)
-        # The first ones, in order, as they are most of the time.
-        self._first = list(rows) == list(range(len(rows)))
-        self._index = None if self._first else upload([np.array(rows)], device)[0]
+        # Most of the time they are the first ones, in order.
+        self._index = None if list(rows) == list(range(len(rows))) else upload([np.array(rows)], device)[0]
 
     def of(self, values: Tensor, *, axis: int = 0) -> Tensor:
         """A copy of the batch's rows of a tensor, whose rows lie along an axis."""
