@@ -305,6 +305,8 @@ def gpu() -> Iterator[Gpu]:
         patch.setattr(torch.cuda, "memory_allocated", lambda device=None: 0)
         patch.setattr(torch.cuda, "get_device_name", lambda device=None: "card")
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        # transformers allocates memory on a device before it reads weights there.
+        patch.setattr("outrider.lm.hf.open.straight_to", lambda device: None)
         _WORKING.append(card)
         try:
             with torch.no_grad(), card:
