@@ -15,7 +15,6 @@ from outrider.bench.side_by_side.session import Measurement
 from outrider.bench.side_by_side.sweep import Point, best_first
 from outrider.bench.side_by_side.verdict import headline
 
-
 WIDTH = 120
 """Fewest columns of a table; a file or a pipe tells none."""
 

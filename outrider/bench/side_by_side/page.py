@@ -270,7 +270,7 @@ def exactly(value: float) -> Estimate:
 def by_position(shown: Shown, load: Load) -> Figure | None:
     """Acceptance at each position of a draft."""
     curves = []
-    for way in shown.drafting(load, MOST_CURVES // 2):
+    for number, way in enumerate(shown.drafting(load, MOST_CURVES // 2)):
         requests = shown.served(way, load)
         for label, rates in (
             ("conditional", metrics.conditional_acceptance(requests)),
@@ -278,7 +278,8 @@ def by_position(shown: Shown, load: Load) -> Figure | None:
         ):
             x = list(range(1, len(rates) + 1))
             dashed = label == "marginal"
-            curves.append(Curve(label=f"{way}, {label}", x=x, y=[exactly(rate) for rate in rates], dashed=dashed))
+            y = [exactly(rate) for rate in rates]
+            curves.append(Curve(label=f"{way}, {label}", x=x, y=y, dashed=dashed, color=number))
     return _panel(
         curves,
         title="Acceptance by position",
