@@ -23,12 +23,17 @@ SIZE = (7.0, 4.6)
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """Figures over a number; `dashed` for what is not the point."""
+    """Figures over a number; `dashed` for what is not the point.
+
+    Attributes:
+        color: Number of its colour; None is its place among the curves.
+    """
 
     label: str
     x: Sequence[float]
     y: Sequence[Estimate]
     dashed: bool = False
+    color: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +173,7 @@ def _curves(axes: Axes, panel: Panel) -> None:
             # A quantile interval need not hold the figure itself.
             yerr=[(value - low).clip(min=0), (high - value).clip(min=0)],
             label=curve.label,
-            color=_color(k, len(panel.curves)),
+            color=_color(k if curve.color is None else curve.color, len(panel.curves)),
             marker="osD^v<>Px*"[k % 10],
             linestyle="--" if curve.dashed else "-",
             markersize=4,

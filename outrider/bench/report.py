@@ -13,7 +13,8 @@ from outrider.bench.plot import Bars, Dots, Figure, Panel, Stacks, draw
 VERDICTS = {True: "holds", False: "does not hold", None: "undecided"}
 
 STYLE = """
-  body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
+  body { font: 15px/1.45 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222;
+         overflow-wrap: anywhere }
   table { border-collapse: collapse; margin: 1em 0; font-size: 13px; display: block; overflow-x: auto }
   th, td { border: 1px solid #ccc; padding: .25em .6em; text-align: left; white-space: nowrap }
   th { background: #f3f3f3 }

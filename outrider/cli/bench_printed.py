@@ -15,6 +15,9 @@ from outrider.bench.side_by_side.session import Measurement
 from outrider.bench.side_by_side.sweep import Point, best_first
 from outrider.bench.side_by_side.verdict import headline
 
+WIDTH = 120
+"""Fewest columns of a table; a file or a pipe tells none."""
+
 
 def print_requests(row: Row) -> None:
     """Print the requests of a turn, one line of JSON each."""
@@ -54,7 +57,7 @@ def _only(values: Sequence[float]) -> float | None:
 
 def print_measurement(found: Measurement, *, as_json: bool) -> None:
     """Print the verdict and a table; with JSON the verdict goes to standard error, because requests were printed."""
-    console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+    console = Console(stderr=as_json, highlight=False, soft_wrap=True, width=max(WIDTH, Console().width))
     console.print(headline(found), style="bold", markup=False)
     if not as_json:
         _print_table(console, summary(found))
@@ -96,7 +99,7 @@ def print_sweep(points: Sequence[Point], *, as_json: bool) -> None:
         for each in points:
             print(json.dumps(vars(each)), flush=True)
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, width=max(WIDTH, Console().width))
     table = Table(box=None)
     for head in ("configuration", "speedup", "tokens/s", "tokens/step"):
         words = head == "configuration"

@@ -9,7 +9,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side import metrics
 from outrider.bench.side_by_side.arrivals import ClosedLoop, Load, OpenLoop
 from outrider.bench.side_by_side.served import Served
-from outrider.bench.side_by_side.session import Measurement
+from outrider.bench.side_by_side.session import Measurement, told
 from outrider.bench.side_by_side.verdict import headline, of_way, units, verdict_of
 from outrider.bench.speedup import rate
 
@@ -136,7 +136,7 @@ def findings(found: Measurement) -> Findings:
 def about(found: Measurement) -> str:
     """What was measured."""
     plan, asked = found.plan, found.asked
-    setup = ", ".join(f"{name}={value}" for name, value in plan.setup.given().items()) or "the defaults"
+    setup = ", ".join(f"{name}={told(value)}" for name, value in plan.setup.given().items()) or "the defaults"
     more = f" ({asked.left_out} do not fit into the context)" if asked.left_out else ""
     template = "no chat template" if asked.template is None else f"chat template {asked.template[:12]}"
     checked = "none was stopped by the gate" if not found.stopped else f"{len(found.stopped)} were stopped by the gate"
@@ -270,7 +270,7 @@ def exactly(value: float) -> Estimate:
 def by_position(shown: Shown, load: Load) -> Figure | None:
     """Acceptance at each position of a draft."""
     curves = []
-    for way in shown.drafting(load, MOST_CURVES // 2):
+    for number, way in enumerate(shown.drafting(load, MOST_CURVES // 2)):
         requests = shown.served(way, load)
         for label, rates in (
             ("conditional", metrics.conditional_acceptance(requests)),
@@ -278,7 +278,8 @@ def by_position(shown: Shown, load: Load) -> Figure | None:
         ):
             x = list(range(1, len(rates) + 1))
             dashed = label == "marginal"
-            curves.append(Curve(label=f"{way}, {label}", x=x, y=[exactly(rate) for rate in rates], dashed=dashed))
+            y = [exactly(rate) for rate in rates]
+            curves.append(Curve(label=f"{way}, {label}", x=x, y=y, dashed=dashed, color=number))
     return _panel(
         curves,
         title="Acceptance by position",

@@ -159,7 +159,7 @@ def measure(
     room = first.parts.target.max_context - 1
     asked = ask(workload, encoder, count=plan.num_prompts, room=room - generation.max_new_tokens, seed=plan.seed)
     player = Player(encoder=encoder, max_new_tokens=generation.max_new_tokens, room=room)
-    found = Measurement(plan=plan, target=str(plan.setup.target or "embedded"), workload=workload, asked=asked)
+    found = Measurement(plan=plan, target=told(plan.setup.target or "embedded"), workload=workload, asked=asked)
     with folder(plan.out, COMMAND, arguments(found, generation)) as place:
         engines = checked(plan, first, found, place)
         ways: list[Way] = [
@@ -190,6 +190,11 @@ def measure(
     return found
 
 
+def told(value: object) -> str:
+    """A value of a setup as a text; of a model or a part in memory its class."""
+    return str(value) if isinstance(value, str | int | float) else type(value).__name__
+
+
 def shared_setup(plan: Plan) -> Setup:
     """The base setup, with as many slots as the largest load needs."""
     wanted = plan.setup
@@ -214,7 +219,7 @@ def arguments(found: Measurement, generation: Generation) -> dict[str, object]:
     plan, made = found.plan, circumstances({})
     sampling = {name: value for name, value in vars(generation.sampling).items() if name != "processors"}
     return {
-        "setup": {name: str(value) for name, value in plan.setup.given().items()},
+        "setup": {name: told(value) for name, value in plan.setup.given().items()},
         "max_new_tokens": generation.max_new_tokens,
         "ignore_eos": generation.ignore_eos,
         "sampling": {name: str(value) for name, value in sampling.items()},

@@ -64,9 +64,9 @@ class Verdict:
             case "faster" | "slower":
                 return f"{self.way} is {self.word} than plain decoding: {ratio}."
             case "no difference found":
-                return f"no difference found between {self.way} and plain decoding: {ratio}; {seen}."
+                return f"No difference found between {self.way} and plain decoding: {ratio}; {seen}."
             case _:
-                return f"too few runs to judge {self.way}: {ratio}, over {self.num_units} of at least {FEWEST}."
+                return f"Too few runs to judge {self.way}: {ratio}, over {self.num_units} of at least {FEWEST}."
 
 
 def units(rows: Sequence[Row]) -> list[Row]:
@@ -150,8 +150,7 @@ def headline(found: Measurement) -> str:
     """The sentence that opens every report."""
     best = chief(found)
     if best is None:
-        return "nothing was measured that drafts; see what was stopped or left out."
+        return "Nothing was measured that drafts; see what was stopped or left out."
     measured = [way for way in found.ways if way in found.drafting]
     several = f" It is the fastest of {len(measured)} ways that draft." if len(measured) > 1 else ""
-    sentence = best.sentence()
-    return sentence[0].upper() + sentence[1:] + several
+    return best.sentence() + several

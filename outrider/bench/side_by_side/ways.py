@@ -95,16 +95,32 @@ class BatchWay:
     outside: bool
 
     def play(self, player: Player, conversations: Sequence[Conversation], load: Load, seed: int) -> Played:
-        """Answer the first turns of all conversations together, then the second turns, and so on.
+        """Answer as many conversations together as the load has at once, then the next ones.
 
         Raises:
             LeftOut: It cannot.
         """
         if not isinstance(load, ClosedLoop):
             raise LeftOut("it answers batches, and cannot be sent requests while it runs")
-        open_: list[tuple[Conversation, list[str]]] = [(each, []) for each in conversations]
         served: list[Served] = []
         clock = 0.0
+        for first in range(0, len(conversations), load.concurrency):
+            clock = self._batch(player, conversations[first : first + load.concurrency], seed, clock, served)
+        return Played(served=served, seconds=clock)
+
+    def _batch(
+        self, player: Player, conversations: Sequence[Conversation], seed: int, clock: float, served: list[Served]
+    ) -> float:
+        """Answer the first turns of some conversations together, then the second turns, and so on.
+
+        Args:
+            clock: Seconds so far.
+            served: Gets the requests.
+
+        Returns:
+            Seconds at the end.
+        """
+        open_: list[tuple[Conversation, list[str]]] = [(each, []) for each in conversations]
         while open_:
             prompts = [player.encoder.prompt(conversation, answers) for conversation, answers in open_]
             wanted = [player.wanted(conversation) for conversation, _ in open_]
@@ -130,7 +146,7 @@ class BatchWay:
                 )
                 if len(answers) + 1 < conversation.num_turns:
                     open_.append((conversation, [*answers, self.decode(tokens[:count])]))
-        return Played(served=served, seconds=clock)
+        return clock
 
 
 Way = EngineWay | BatchWay

@@ -16,7 +16,7 @@ from outrider.bench.side_by_side.arrivals import ClosedLoop
 from outrider.bench.side_by_side.peers import PeerOptions, Peers
 from outrider.bench.side_by_side.player import Player
 from outrider.bench.side_by_side.prompts import Encoder
-from outrider.bench.side_by_side.ways import LeftOut
+from outrider.bench.side_by_side.ways import BatchWay, LeftOut
 from outrider.bench.workloads.conversation import Conversation
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.engine.generation import Generation
@@ -107,6 +107,29 @@ def test_transformers_own_speculation_takes_one_prompt_at_a_time(some_of, engine
     assert [each.num_tokens for each in played.served] == [TOKENS]
     with pytest.raises(LeftOut, match="takes one prompt at a time"):
         lookup.play(player, asked, ClosedLoop(concurrency=2), seed=0)
+
+
+def test_a_batch_is_as_large_as_the_load_has_at_once():
+    sizes = []
+
+    def answer(prompts, num_tokens, seed):
+        sizes.append(len(prompts))
+        return [[1] * num_tokens for _ in prompts], 2.0
+
+    class OneToken(Encoder):
+        def __init__(self) -> None:
+            self.template = None
+
+        def prompt(self, conversation, answers=()):
+            return [1]
+
+    way = BatchWay(name="batches", answer=answer, decode=lambda tokens: "", drafts=False, outside=False)
+    asked = [Conversation(id=str(i), category="", opening="x") for i in range(5)]
+    player = Player(encoder=OneToken(), max_new_tokens=3, room=9)
+    played = way.play(player, asked, ClosedLoop(concurrency=2), seed=0)
+    assert sizes == [2, 2, 1]
+    assert played.seconds == 6.0
+    assert [(each.arrived, each.ended) for each in played.served] == [(0, 2), (0, 2), (2, 4), (2, 4), (4, 6)]
 
 
 def test_what_is_no_peer_is_refused(tmp_path):

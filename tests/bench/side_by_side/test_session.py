@@ -165,7 +165,7 @@ def test_a_point_that_does_not_fit_is_left_out_and_a_named_one_is_refused(plan):
     )
     assert found.ways == ["plain"]
     assert "does not keep the target's law" in found.left_out["wide"]
-    assert headline(found).startswith("nothing was measured that drafts")
+    assert headline(found).startswith("Nothing was measured that drafts")
     with pytest.raises(InputError, match=r"^wide: verifier 'block' does not keep"):
         measure(replace(plan, configurations=(named("wide", wide),)))
 
