@@ -65,6 +65,8 @@ class BlockVerifier(StatedVerifier):
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
         check_chains(draft)
         device, count, nodes = target_rows.device, draft.num_requests, inner_nodes(draft)
+        if not len(nodes):
+            return undrafted(draft, target_rows, dice)
         lengths, width = np.diff(draft.offsets) - 1, int(draft.depths.max()) + 1
         # Where each node with a child stands in a table of requests and positions.
         place = upload(owners(draft)[nodes] * width + draft.depths[nodes], device)
