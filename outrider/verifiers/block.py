@@ -9,7 +9,17 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import Decision, chains, check_chains, child_rows, everyone, gains, recover, upload
+from outrider.verifiers.protocol import (
+    Decision,
+    chains,
+    check_chains,
+    child_rows,
+    everyone,
+    gains,
+    recover,
+    undrafted,
+    upload,
+)
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import inner_nodes, owners
 
