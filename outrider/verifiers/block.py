@@ -9,7 +9,17 @@ from torch import Tensor
 
 from outrider.core.dice import Dice, Draws, Purpose
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import Decision, chains, check_chains, child_rows, everyone, gains, recover, upload
+from outrider.verifiers.protocol import (
+    Decision,
+    chains,
+    check_chains,
+    child_rows,
+    everyone,
+    gains,
+    recover,
+    undrafted,
+    upload,
+)
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import inner_nodes, owners
 
@@ -65,6 +75,8 @@ class BlockVerifier(StatedVerifier):
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
         check_chains(draft)
         device, count, nodes = target_rows.device, draft.num_requests, inner_nodes(draft)
+        if not len(nodes):
+            return undrafted(draft, target_rows, dice)
         lengths, width = np.diff(draft.offsets) - 1, int(draft.depths.max()) + 1
         # Where each node with a child stands in a table of requests and positions.
         place = upload(owners(draft)[nodes] * width + draft.depths[nodes], device)

@@ -237,6 +237,12 @@ def plain(draft: Draft, target_rows: Float[Tensor, "requests vocab"], dice: Dice
     )
 
 
+def undrafted(draft: Draft, target_rows: Float[Tensor, "requests vocab"], dice: Dice) -> Decision:
+    """The decision where nothing was drafted: a token from each root's row."""
+    drawn = dice.pick(target_rows, everyone(draft, 0, Purpose.RECOVER))
+    return Decision(last=upload(draft.offsets[:-1], drawn.device), next_tokens=drawn)
+
+
 def recover(
     draft: Draft,
     dice: Dice,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from outrider.core.dice import Dice
 from outrider.core.types import Draft, Verdict
-from outrider.verifiers.protocol import Decision, child_rows, ratio, upload
+from outrider.verifiers.protocol import Decision, child_rows, ratio, undrafted, upload
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import Brood, Judged, Walk, brood, coins, decided, inner_nodes, owners
 
@@ -52,6 +52,8 @@ class RecursiveVerifier(StatedVerifier):
 
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
         nodes = inner_nodes(draft)
+        if not len(nodes):
+            return undrafted(draft, target_rows, dice)
         children = brood(draft, owners(draft)[nodes], nodes)
         after, chances = _try(draft, nodes, children, target_rows.index_select(0, upload(nodes, target_rows.device)))
         return decided(draft, target_rows, Judged(nodes=nodes, chances=chances, after=after), dice)
