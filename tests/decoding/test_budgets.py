@@ -127,9 +127,9 @@ def on_cpu(card: Gpu, folder: Path) -> tuple[LanguageModel, Drafter]:
 
 def texts(busy: Engine, sampling: Sampling) -> list[list[int]]:
     """What an engine generates with fixed seeds; the rules for a GPU's tensors must say what those for a CPU's say."""
-    prompts = [[5, 6, 7, 5, 6], [9, 8, 7, 6], [30, 31]]
+    prompts = [[5, 6, 7, 5, 6], [30, 31]]
     settings = [replace(sampling, seed=seed) for seed in range(len(prompts))]
-    made = [out.tokens for out in busy.generate(prompts, max_new_tokens=12, sampling=settings)]
+    made = [out.tokens for out in busy.generate(prompts, max_new_tokens=8, sampling=settings)]
     busy.rest()
     return made
 
@@ -226,6 +226,6 @@ def test_every_tree_with_every_verifier(card, target, model, on_cpu, tree, verif
     busy, name = engine(target, model, **rules), f"{tree.partition(':')[0]}-{verifier}"
     for sampling, batch in ((GREEDY, 1), (SAMPLED, 8)):
         # One copy of each level's tokens, which the host arranges, and one of what was accepted.
-        counted = steps(card, busy, [sampling] * batch)
+        counted = steps(card, busy, [sampling] * batch, warm=1)
         check(counted, waits=WAITS.get(name, LEVELS + 1), operations=ABOVE.get(name, TREE))
     assert texts(busy, SAMPLED) == texts(engine(*on_cpu, **rules), SAMPLED)

@@ -32,6 +32,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import outrider
@@ -163,8 +164,13 @@ class Card(Tensor):
         if name == "__deepcopy__":
             copied = Card(args[0].inner.clone())
             return nn.Parameter(copied, requires_grad=False) if isinstance(args[0], nn.Parameter) else copied
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        card = _working()
+        card.depth += 1
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        finally:
+            card.depth -= 1
 
     @classmethod
     def __torch_dispatch__(
@@ -174,11 +180,17 @@ class Card(Tensor):
 
 
 class Gpu(TorchDispatchMode):
-    """Runs operations on the data of cards, and counts them."""
+    """Runs operations on the data of cards, and counts them.
+
+    Attributes:
+        counts: What is counted now.
+        depth: How many functions of torch with cards are running, one within the other.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.counts = Counts()
+        self.depth = 0
 
     def count(self, function: Callable[[], object]) -> Counts:
         """What a function asks of the GPU."""
@@ -199,10 +211,14 @@ class Gpu(TorchDispatchMode):
         flat = [*_leaves(args), *_leaves(kwargs.values())]
         cards = [a for a in flat if isinstance(a, Card)]
         device = _device(flat, kwargs)
-        here = bool(cards) if device is None else device.type != "cpu"
+        name = func._schema.name.partition("::")[2]
+        here = bool(cards)
+        if device is not None:
+            # To torch's dispatcher cards are on the meta device, and so is what a function of theirs makes beside them.
+            # Models that are read from disk are first made there too.
+            here = device.type == "cuda" or (device.type == "meta" and (here or self.depth > 0 or name == "_to_copy"))
         if not (cards or here):
             return func(*args, **kwargs)
-        name = func._schema.name.partition("::")[2]
         if name == "record_stream":
             return None
         if name == "_to_copy" and cards and here and kwargs.get("dtype") in (None, cards[0].dtype):
@@ -292,6 +308,8 @@ def gpu() -> Iterator[Gpu]:
     def leave(context: Any, *error: object) -> None:
         torch.set_grad_enabled(context.grad)
 
+    # It remembers which functions make tensors, for ever, and must know the real ones.
+    _device_constructors()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "tensor", uploaded(tensor))
         patch.setattr(torch, "as_tensor", uploaded(as_tensor))

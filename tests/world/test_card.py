@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 from tests.world.card import DEVICE, Card, gpu
+from tests.world.models import llama
 
 
 def test_values_are_those_of_the_cpu():
@@ -62,6 +64,24 @@ def test_uploads_synchronisations_and_bytes_are_counted(ask, uploads, waits, byt
         there, here = torch.ones(3, device=DEVICE), torch.ones(3)
         counts = card.count(lambda: ask(there, here))
     assert (counts.uploads, counts.synchronisations, counts.host_bytes) == (uploads, waits, bytes), counts
+
+
+def test_the_meta_device_stays_what_it_is():
+    with gpu():
+        empty = torch.empty(3, device="meta")
+        assert not isinstance(empty + torch.zeros_like(empty), Card)
+        assert isinstance(torch.ones(3).to(torch.ones(2, device=DEVICE)), Card)
+
+
+def test_models_that_are_read_from_disk_are_whole(tmp_path):
+    text = [[5, 6, 7]]
+    with gpu():
+        llama().float().save_pretrained(tmp_path)
+        read = LlamaForCausalLM.from_pretrained(tmp_path)
+        there = read.to(DEVICE)(torch.tensor(text, device=DEVICE)).logits.cpu()
+    here = LlamaForCausalLM.from_pretrained(tmp_path)(torch.tensor(text)).logits
+    torch.testing.assert_close(there, here.detach())
+    torch.testing.assert_close(here, llama().float()(torch.tensor(text)).logits)
 
 
 def test_operations_inside_models_are_counted_apart_and_views_are_none():
