@@ -180,7 +180,7 @@ def _part(family: Family, given: str | object) -> Any:
 
 def _named_verifier(setup: Setup) -> Verifier | None:
     """The verifier that a setup names or needs; None takes the best one for the drafts."""
-    named = setup.verifier or ("coupled" if setup.reproducible else None)
+    named = "coupled" if setup.verifier is None and setup.reproducible else setup.verifier
     if named is None:
         return None
     verifier: Verifier = _part("verifier", named)

@@ -77,7 +77,7 @@ def refusal(cell: Cell, allow_lossy: bool = False) -> str | None:
     Example:
         >>> from outrider.verifiers.block import BlockVerifier
         >>> refusal(Cell(rows="sampled", structure="deterministic", verifier=BlockVerifier()))
-        "verifier 'block' does not keep the target's law on a chosen tree; use verifier 'match'"
+        "verifier 'block' does not keep the target's law on a chosen tree; use verifier 'match' or 'coupled'"
         >>> refusal(Cell(rows="point", structure="chain", verifier=BlockVerifier())) is None
         True
     """

@@ -43,8 +43,7 @@ class Setup:
         length: When to stop drafting. By default `goodput`; `fixed` where the other parts need drafts of one length. In
             Python also an object.
         decoding: `step`, or `pearl` to draft and verify at once. In Python also an object.
-        reproducible: Let an output depend on its seed and the target alone, up to roundings, and not on drafts or other
-            requests. This takes verifier `coupled`. Above temperature 0 every request needs a seed.
+        reproducible: Let texts depend on seed and target alone, up to roundings (verifier `coupled`).
         allow_lossy: Allow verifiers and length policies that do not keep the target's law.
         tokenizer: Directory or hub id of a tokenizer. By default the one beside the target. In Python also a loaded
             tokenizer.
@@ -70,8 +69,7 @@ class Setup:
             from a library that `outrider prepare` makes; `replayed`, as CUDA graphs on a GPU. By default the fastest at
             hand. With `packed` and `compiled` the weights must not change, so that by default they are not used for a
             model that was loaded in Python.
-        no_probe: Do not time steps at loading. Then `goodput` drafts a fixed number of tokens, unless their costs were
-            measured before. Otherwise loading takes a second or two longer for the first time on a machine.
+        no_probe: Time no steps at loading. Without kept costs `goodput` drafts a fixed length.
 
     Raises:
         InputError: A value of the wrong kind.

@@ -276,6 +276,8 @@ def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) ->
             record["report"] = str(_report(Path(record["out"]), Path(record["log"])))
         except ModuleNotFoundError as error:
             complain(needs("the report", str(error.name), "bench"))
+        except InputError as error:
+            complain(error)
     if as_json:
         print_json(record)
         return

@@ -249,7 +249,7 @@ class LogProbs:
         columns = [log_probs(logits, upload([flat], logits.device)[0])[:, None]]
         count = min(max(wanted), logits.shape[-1])
         if count:
-            best = logits.log_softmax(-1).topk(count, -1)
+            best = logits.float().log_softmax(-1).topk(count, -1)
             columns += [best.values, best.indices]
         # Numbers of both kinds are exact in float64.
         rows = torch.cat([column.double() for column in columns], 1).tolist()

@@ -88,7 +88,11 @@ def test_an_interrupt_while_importing_is_no_traceback(tmp_path, module):
 def test_every_command_has_every_option_of_a_setup(monkeypatch, capsys, command):
     monkeypatch.setenv("COLUMNS", "300")
     out = run(monkeypatch, capsys, command, "--help")[1]
-    absent = {"--tree", "--verifier", "--length", "--decoding", "--allow-lossy"} if command == "doctor" else set()
+    absent = (
+        {"--tree", "--verifier", "--length", "--decoding", "--allow-lossy", "--reproducible"}
+        if command == "doctor"
+        else set()
+    )
     options = {f"--{name.replace('_', '-')}" for name in outrider.setup.KINDS} - absent
     assert options <= set(re.findall(r"--[a-z-]+", out))
     assert not absent.intersection(re.findall(r"--[a-z-]+", out))

@@ -35,6 +35,7 @@ VALUES = {
     "pad_to": 2,
     "forward": "eager",
     "no_probe": True,
+    "reproducible": False,
 }
 """A value of every option that holds inside transformers."""
 SETTLED = {

@@ -91,7 +91,12 @@ def test_block_gain_writes_its_folder(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
-    [(None, "cannot read"), ("{}", "on every line"), ("[1]", "on every line"), ("no", "on every line")],
+    [
+        (None, "no workload"),
+        ("{}", "line 1 is of no known"),
+        ("[1]", "item 1 is no JSON"),
+        ("no", "line 1 is not JSON"),
+    ],
 )
 def test_prompts_that_cannot_be_read_are_one_sentence_and_leave_nothing(tmp_path, text, sentence):
     given: Path = tmp_path / "prompts.jsonl"
