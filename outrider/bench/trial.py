@@ -14,7 +14,7 @@ from outrider.bench.counts import Chain, listen, rows_of, rows_told
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, as_row, drafted_per_position, on_engine
-from outrider.bench.tree_coverage import Branches, DraftedTree, Paths, Said
+from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Said
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.core.types import InputError

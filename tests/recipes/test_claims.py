@@ -11,7 +11,7 @@ import torch
 
 from outrider import InputError, catalog
 from outrider.bench.evidence import Sums
-from outrider.bench.tree_coverage import Branches, Paths
+from outrider.plan.tree_coverage import Branches, Paths
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
 from outrider.theory import acceptance

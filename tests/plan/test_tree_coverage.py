@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider import InputError
-from outrider.bench.tree_coverage import Branches, DraftedTree, Paths, Said, accepted_of_distinct
+from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Said, accepted_of_distinct
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
