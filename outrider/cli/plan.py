@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +15,13 @@ if TYPE_CHECKING:
     from outrider.engine.engine import Engine
     from outrider.lengths.costs import CostTable
     from outrider.plan.record import Record
-    from outrider.plan.verdict import Advice
 else:
-    Drafter = Engine = CostTable = Record = Advice = object
+    Drafter = Engine = CostTable = Record = object
 
 MAX_NEW_TOKENS, PROMPTS, DEPTH = 64, 16, 8
 """Tokens of a recorded text, number of prompts, and deepest draft token, where nothing is named."""
 USUAL = ("suffix", "ngram")
 """Drafters that every target can have."""
-MAX_ROWS = 8
-"""Ways that are printed for each number of requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,28 +60,59 @@ class PlanOptions:
 
 def plan(setup: Setup, request: RequestOptions, options: PlanOptions, drafters: Sequence[str], as_json: bool) -> None:
     """Record or read a run, measure or read costs, predict, and print."""
+    from outrider.assembly import completed
     from outrider.cli.bench import numbers
     from outrider.cli.opened import opened
+    from outrider.cli.plan_printed import print_advice, print_loads, record_values
+    from outrider.cli.printed import print_json
+    from outrider.plan.exports import ENGINES, exported
     from outrider.plan.prediction import Planner
+    from outrider.plan.roofline import device_of, estimated
+    from outrider.plan.simulation import simulate
     from outrider.plan.verdict import Advice
     from outrider.plan.ways import Way, ways_of
 
     wanted = [int(each) for each in numbers("requests", options.requests, whole=True)]
+    rates = [] if options.rate is None else numbers("rate", options.rate)
     for name in ("tree", "verifier", "length", "decoding"):
         if name in setup.given():
             raise InputError(f"plan compares all trees, verifiers and lengths; leave out --{name}")
-    engine = opened(replace(setup, no_probe=True))
+    if options.for_engine is not None and options.for_engine not in ENGINES:
+        raise unknown("engine", options.for_engine, ENGINES)
+    device = None if options.devices is None else device_of(options.devices)
+    engine = opened(replace(setup, drafter=completed(setup).drafter, length="fixed:4", no_probe=True))
     parts = drafters_of(setup, engine, drafters)
-    costs = costs_of(engine, parts)
-    record = recorded(engine, parts, request, options, costs)
-    planner = Planner(record=record, costs=costs, context=options.context)
+    if device is None:
+        costs = costs_of(engine, parts)
+    else:
+        costs = {name: estimated(engine.parts, drafter, device) for name, drafter in parts.items()}
+    record = recorded(engine, parts, request, options, None if device else next(iter(costs.values())))
+    planner = Planner(record=record, costs=costs, context=options.context, estimated=device is not None)
     ways = [Way()]
     for name, drafter in parts.items():
         ways += ways_of(name, drafter, lengths=range(1, DEPTH + 1), reproducible=setup.reproducible)
     advice = Advice.of(planner, ways, wanted)
-    _print(advice, record, as_json)
+    best = advice.chosen(wanted[0]).way
+    compared = list(dict.fromkeys([Way(), best]))
+    loads = {way: [simulate(planner, way, rate=rate, slots=engine.max_slots) for rate in rates] for way in compared}
     if options.apply is not None:
-        replace(setup, **advice.chosen(wanted[0]).way.options()).save(options.apply)
+        replace(setup, **best.options()).save(options.apply)
+    flags = None if options.for_engine is None else exported(advice, options.for_engine)
+    if as_json:
+        print_json(
+            {
+                **advice.values(),
+                "record": record_values(record),
+                "loads": [{"way": way.name, **asdict(each)} for way, found in loads.items() for each in found],
+                "flags": flags,
+            }
+        )
+        return
+    print_advice(advice, record)
+    if rates:
+        print_loads(loads)
+    if flags is not None:
+        print(flags or "(no flags: do not speculate)")
 
 
 def drafters_of(setup: Setup, engine: "Engine", more: Sequence[str]) -> "dict[str, Drafter]":
@@ -123,7 +151,7 @@ def recorded(
     drafters: "dict[str, Drafter]",
     request: RequestOptions,
     options: PlanOptions,
-    costs: "dict[str, CostTable]",
+    costs: "CostTable | None",
 ) -> "Record":
     """The record in the file, if it is of the same models, prompts and settings; otherwise a new one."""
     from outrider.cli.prompts import read_file, read_prompts
@@ -167,58 +195,9 @@ def recorded(
         sampling=sampling,
         max_new_tokens=count,
         depth=DEPTH,
-        costs=next(iter(costs.values())),
+        costs=costs,
     )
     found = replace(found, header=header)
     if options.record is not None:
         found.save(options.record)
     return found
-
-
-def _print(advice: "Advice", record: "Record", as_json: bool) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from outrider.cli.printed import print_json
-
-    if as_json:
-        print_json(
-            {
-                **advice.values(),
-                "record": {
-                    "texts": len(record.texts),
-                    "tokens": sum(len(text.tokens) for text in record.texts),
-                    "temperature": record.temperature,
-                    "slowness": record.slowness,
-                    "header": dict(record.header),
-                },
-            }
-        )
-        return
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(advice.sentence())
-    for requests, found in advice.by_requests.items():
-        table = Table(title=f"{requests} at once", title_justify="left", box=None)
-        for name in ("way", "times plain", "tokens/s", "ms/token", "tokens/step", "breaks even at"):
-            table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
-        plain = [each for each in found if each.way.is_plain]
-        shown_ = [*found[:MAX_ROWS], *(each for each in plain if each not in found[:MAX_ROWS])]
-        for each in shown_:
-            mark = "≥ " if each.way.certainty == "at least" else ""
-            table.add_row(
-                each.way.name,
-                f"{mark}{each.speedup.value:.2f} ({each.speedup.low:.2f} to {each.speedup.high:.2f})",
-                f"{each.tokens_per_second.value:.0f}",
-                f"{1000 * each.latency.value:.2f}",
-                f"{mark}{each.block_efficiency.value:.2f}",
-                f"{each.break_even:.2f}",
-            )
-        console.print(table)
-    tokens = sum(len(text.tokens) for text in record.texts)
-    console.print(
-        f"from {tokens} tokens of {len(record.texts)} prompts at temperature {record.temperature:g}; intervals of 90 %"
-    )
-    for note in dict.fromkeys(
-        note for found in advice.by_requests.values() for each in found[:1] for note in each.notes
-    ):
-        console.print(note)

@@ -122,8 +122,8 @@ class CostTable:
     def tree(self, requests: int, widths: Sequence[int], *, sampled: bool, context: int) -> float:
         r"""Seconds of a step in which all requests draft a tree, estimated from steps of chains.
 
-        The target and the rest of the step take what a chain of as many nodes takes. A level for which the drafter reads
-        w nodes of each request takes what one more token takes in chains of w times as many requests.
+        The target and the rest of the step take what a chain of as many nodes takes. A level for which the drafter
+        reads w nodes of each request takes what one more token takes in chains of w times as many requests.
 
         Args:
             requests: Number of requests.

@@ -61,6 +61,7 @@ def record(
     max_new_tokens: int,
     depth: int = 8,
     costs: CostTable | None = None,
+    draft_sampling: Sampling | None = None,
 ) -> Record:
     """Let the target answer prompts alone, and every drafter guess along the answers.
 
@@ -72,6 +73,7 @@ def record(
         max_new_tokens: Longest text.
         depth: Deepest draft token that is recorded.
         costs: The costs of steps, to which the run's plain steps are compared.
+        draft_sampling: As in `along`.
 
     Raises:
         InputError: No prompt got a text, or the settings depend on earlier tokens.
@@ -100,7 +102,14 @@ def record(
         found = [
             pair
             for first in range(0, len(said), engine.max_slots)
-            for pair in along(engine.parts, drafter, said[first : first + engine.max_slots], sampling, depth)
+            for pair in along(
+                engine.parts,
+                drafter,
+                said[first : first + engine.max_slots],
+                sampling,
+                depth,
+                draft_sampling=draft_sampling,
+            )
         ]
         said = [replace(each, text=replace(each.text, log_probs=p)) for each, (p, _) in zip(said, found, strict=True)]
         rows[name] = tuple(each for _, each in found)

@@ -159,6 +159,11 @@ CHEAP = CostTable.of_formula(lambda requests, length: 1.0 + 0.1 * length)
 DEAR = CostTable.of_formula(lambda requests, length: 1.0 + length)
 
 
+def leave_steps(way: Way) -> np.ndarray:
+    """Steps of one example text by the length of their drafts."""
+    return expected_steps(example(0.8), way)[0].by_length
+
+
 def test_cheap_drafts_are_used_and_dear_ones_are_not():
     use = Advice.of(Planner(record=example(0.8), costs={"model": CHEAP}), chains(), [1])
     assert not use.chosen(1).way.is_plain
@@ -166,7 +171,12 @@ def test_cheap_drafts_are_used_and_dear_ones_are_not():
     leave = Advice.of(Planner(record=example(0.8), costs={"model": DEAR}), chains(), [1])
     assert leave.chosen(1).way.is_plain
     assert leave.sentence().startswith("Do not speculate")
-    assert "breaks even at 2.00 tokens per step" in leave.sentence()
+    nearest = leave.by_requests[1][1]
+    assert nearest.way.length == 1
+    assert f"breaks even at {nearest.break_even:.2f} tokens per step" in leave.sentence()
+    # The last step of a text has no room for a draft and costs half as much as the others.
+    steps = leave_steps(nearest.way)
+    assert nearest.break_even == pytest.approx(2.0 - 1.0 * steps[0] / steps.sum())
 
 
 def test_what_seems_equal_is_decided_for_the_simpler_way():
@@ -217,7 +227,7 @@ def test_what_is_no_record_is_refused(tmp_path):
 def test_a_drafter_that_looks_tokens_up_survives_where_it_proposed_the_text():
     parts = replace(tables(VOCAB, MatchVerifier(), 2), drafter=NgramDrafter(prompt_lookup_min=1))
     text = Text(prompt=4, tokens=np.array([0, 1, 2]), log_probs=np.zeros(3), ended=False)
-    [(log_p, rows)] = along(parts, parts.drafter, [Said(prompt=(0, 1, 2, 0), text=text)], SAMPLED, 2)
+    [(_, rows)] = along(parts, parts.drafter, [Said(prompt=(0, 1, 2, 0), text=text)], SAMPLED, 2)
     # After 0 1 2 0 the n-gram drafter copies 1 2; the text goes on with 0.
     assert rows.guesses[0] == 2
     assert rows.log_probs[0].tolist() == [-np.inf, -np.inf]
