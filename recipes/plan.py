@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from outrider.assembly import assemble, completed
-from outrider.bench.workload import PROMPTS, read
+from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.catalog import make
 from outrider.core.types import InputError, Sampling
 from outrider.drafters.none import NoDrafter
@@ -155,7 +155,7 @@ def main(
     """Record, predict, measure, compare. Exit status 1 if a prediction is not as good as it must be."""
     setup = Setup(target, drafter=drafter)
     engine = assemble(replace(setup, drafter=completed(setup).drafter, length="fixed:4", no_probe=True))
-    questions = [engine.encode(question.prompt) for question in read(prompts)][:num_prompts]
+    questions = [engine.encode(prompt) for _, _, prompt in read_prompts(prompts)][:num_prompts]
     fitted, held_out = questions[::2], questions[1::2]
     name = str(completed(setup).drafter)
     rows: list[Compared] = []

@@ -14,6 +14,8 @@ from outrider.plan.ways import Way
 
 MAX_ROWS = 8
 """Ways that are printed for each number of requests."""
+WIDTH = 120
+"""Columns of a table at least, so that a file gets whole words."""
 
 
 def record_values(record: Record) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def record_values(record: Record) -> dict[str, Any]:
 
 def print_advice(advice: Advice, record: Record) -> None:
     """Print the sentence, and a table for each number of requests."""
-    console = Console(highlight=False, soft_wrap=True)
+    console = _console()
     console.print(advice.sentence())
     for requests, found in advice.by_requests.items():
         shown = _shown(found)
@@ -70,7 +72,13 @@ def print_loads(loads: Mapping[Way, Sequence[Simulated]]) -> None:
                 f"{each.mean_running:.1f}",
                 "yes" if each.keeps_up else "no",
             )
-    Console(highlight=False, soft_wrap=True).print(table)
+    _console().print(table)
+
+
+def _console() -> Console:
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)
+    return console
 
 
 def _shown(found: Sequence[Prediction]) -> list[Prediction]:

@@ -13,9 +13,11 @@ from outrider.theory.coverage import begun
 
 DRAWS = 400
 """Bootstrap samples of the prompts."""
-TIME_ERROR, BUSY_ERROR, FARTHER_ERROR = 0.05, 0.15, 0.10
-"""Standard errors of a step's predicted time: measured on an idle machine; on a busy one; and for trees and for more
-requests than were measured."""
+TIME_ERROR, BUSY_TIME_ERROR = 0.05, 0.15
+"""Standard errors of a step's predicted time, measured on an idle machine and on a busy one."""
+RATIO_ERROR, BUSY_RATIO_ERROR, FARTHER_ERROR = 0.03, 0.06, 0.07
+"""Those of the time of a step over that of a plain one, which were timed in turns; and what is added for trees and for
+more requests than were measured."""
 NORMAL = 1.645
 """Standard errors between the middle and the ends of an interval of 90 %."""
 
@@ -115,7 +117,10 @@ class Planner:
         seconds = self._seconds(way, requests)
         per_step = _mean_seconds(counts / counts.sum(1, keepdims=True), seconds, requests)
         tau, plain = tokens / counts.sum(1), self.plain_seconds(requests)
-        error, notes = self._error(way, requests)
+        farther, notes = self._doubts(way, requests)
+        doubtful = self.estimated or any(costs.busy for costs in self.costs.values())
+        of_time = float(np.hypot(BUSY_TIME_ERROR if doubtful else TIME_ERROR, farther))
+        of_ratio = float(np.hypot(BUSY_RATIO_ERROR if doubtful else RATIO_ERROR, farther))
         slowness = 1.0 if self.estimated else self.record.slowness
         break_even = per_step[0] / plain
         return Prediction(
@@ -123,9 +128,9 @@ class Planner:
             requests=requests,
             block_efficiency=_range(tau, 0.0),
             seconds=float(per_step[0] * slowness),
-            tokens_per_second=_range(requests * tau / per_step / slowness, error),
-            latency=_range(per_step * slowness / tau, error),
-            speedup=Range(value=1.0, low=1.0, high=1.0) if way.is_plain else _range(tau / per_step * plain, error),
+            tokens_per_second=_range(requests * tau / per_step / slowness, of_time),
+            latency=_range(per_step * slowness / tau, of_time),
+            speedup=Range(value=1.0, low=1.0, high=1.0) if way.is_plain else _range(tau / per_step * plain, of_ratio),
             break_even=float(break_even),
             break_even_acceptance=acceptance_for(float(break_even), way.length) if way.tree == "chain" else None,
             notes=notes,
@@ -166,21 +171,20 @@ class Planner:
     def _context(self) -> int:
         return self.record.context if self.context is None else self.context
 
-    def _error(self, way: Way, requests: int) -> tuple[float, tuple[str, ...]]:
-        """The relative standard error of a time, and why it is so large."""
+    def _doubts(self, way: Way, requests: int) -> tuple[float, tuple[str, ...]]:
+        """The relative standard error of times that were not measured for such a step, and what to know of them."""
         notes: list[str] = []
         if self.estimated:
             notes.append("times are estimated from a roofline, not measured")
-        costs = list(self.costs.values()) if way.is_plain else [self.costs[way.drafter]]
-        error = BUSY_ERROR if self.estimated or any(each.busy for each in costs) else TIME_ERROR
-        if any(each.busy for each in costs):
+        if any(costs.busy for costs in self.costs.values()):
             notes.append("costs were measured on a busy machine")
-        if way.tree != "chain" or any(requests > max(row.requests for row in each.rows) for each in costs):
-            error = float(np.hypot(error, FARTHER_ERROR))
+        own = list(self.costs.values()) if way.is_plain else [self.costs[way.drafter]]
+        farther = way.tree != "chain" or any(requests > max(row.requests for row in each.rows) for each in own)
+        if farther:
             notes.append("the time of a step is extended from chains and batches that were measured")
         if way.certainty == "at least":
             notes.append("it accepts at least what is shown")
-        return error, tuple(notes)
+        return FARTHER_ERROR if farther else 0.0, tuple(notes)
 
 
 def ranked(predictions: Sequence[Prediction]) -> list[Prediction]:

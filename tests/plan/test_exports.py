@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from itertools import pairwise
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_vllm_gets_a_length_for_every_batch_size():
     assert config["method"] == "ngram"
     ranges = config["num_speculative_tokens_per_batch_size"]
     assert ranges[0][0] == 1
-    assert all(after[0] == before[1] + 1 for before, after in zip(ranges, ranges[1:], strict=False))
+    assert all(after[0] == before[1] + 1 for before, after in pairwise(ranges))
     assert ranges[-1][1:] == [8, 0]
     lengths = [length for _, _, length in ranges]
     assert lengths == sorted(lengths, reverse=True)
