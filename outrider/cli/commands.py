@@ -167,6 +167,9 @@ def plan(
         list[str] | None,
         typer.Option("--with", help="Another drafter to compare, as `ngram` or `model:path=...`; several times."),
     ] = None,
+    flags_for: Annotated[
+        str | None, typer.Option("--for", help="Print the flags of another engine: vllm, sglang or llama.cpp.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Predict what each drafter, tree, verifier and length would bring, and say what to use.
@@ -176,7 +179,7 @@ def plan(
     """
     from outrider.cli.plan import plan
 
-    plan(setup, request, options, given or [], as_json)
+    plan(setup, request, options, given or [], flags_for, as_json)
 
 
 @app.command()

@@ -36,7 +36,6 @@ class PlanOptions:
         context: Tokens of a request for which times are predicted. By default those of the record.
         record: Keep the recorded run in this file, or read it from there.
         apply: Write a configuration for the first number of requests; `outrider generate --config` reads it.
-        for_engine: Print what another engine takes: vllm, sglang or llama.cpp.
         devices: Predict for a machine that is not here, from a roofline: a100, h100, h200, l40s, mi300x or rtx4090.
         rate: Simulate requests that come at so many per second (Poisson); several with commas.
     """
@@ -47,7 +46,6 @@ class PlanOptions:
     context: int | None = None
     record: Path | None = None
     apply: Path | None = None
-    for_engine: str | None = None
     devices: str | None = None
     rate: str | None = None
 
@@ -58,8 +56,20 @@ class PlanOptions:
             raise InputError(f"context must be >= 1, got {self.context}")
 
 
-def plan(setup: Setup, request: RequestOptions, options: PlanOptions, drafters: Sequence[str], as_json: bool) -> None:
-    """Record or read a run, measure or read costs, predict, and print."""
+def plan(
+    setup: Setup,
+    request: RequestOptions,
+    options: PlanOptions,
+    drafters: Sequence[str],
+    flags_for: str | None,
+    as_json: bool,
+) -> None:
+    """Record or read a run, measure or read costs, predict, and print.
+
+    Args:
+        drafters: More drafters to compare.
+        flags_for: The engine whose flags are printed.
+    """
     from outrider.assembly import completed
     from outrider.cli.bench import numbers
     from outrider.cli.opened import opened
@@ -77,8 +87,8 @@ def plan(setup: Setup, request: RequestOptions, options: PlanOptions, drafters: 
     for name in ("tree", "verifier", "length", "decoding"):
         if name in setup.given():
             raise InputError(f"plan compares all trees, verifiers and lengths; leave out --{name}")
-    if options.for_engine is not None and options.for_engine not in ENGINES:
-        raise unknown("engine", options.for_engine, ENGINES)
+    if flags_for is not None and flags_for not in ENGINES:
+        raise unknown("engine", flags_for, ENGINES)
     device = None if options.devices is None else device_of(options.devices)
     engine = opened(replace(setup, drafter=completed(setup).drafter, length="fixed:4", no_probe=True))
     parts = drafters_of(setup, engine, drafters)
@@ -97,7 +107,7 @@ def plan(setup: Setup, request: RequestOptions, options: PlanOptions, drafters: 
     loads = {way: [simulate(planner, way, rate=rate, slots=engine.max_slots) for rate in rates] for way in compared}
     if options.apply is not None:
         replace(setup, **best.options()).save(options.apply)
-    flags = None if options.for_engine is None else exported(advice, options.for_engine)
+    flags = None if flags_for is None else exported(advice, flags_for)
     if as_json:
         print_json(
             {

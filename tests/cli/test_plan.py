@@ -17,7 +17,7 @@ SMALL = (
 
 def test_a_plan_is_one_object_and_its_record_serves_again(monkeypatch, capsys, tmp_path):
     record, chosen = tmp_path / "run.npz", tmp_path / "plan.toml"
-    more = ("--record", str(record), "--apply", str(chosen), "--rate", "2", "--for-engine", "llama.cpp", "--json")
+    more = ("--record", str(record), "--apply", str(chosen), "--rate", "2", "--for", "llama.cpp", "--json")
     status, told, _ = run(monkeypatch, capsys, *SMALL, *more)
     assert status == 0
     found = json.loads(told)
@@ -53,7 +53,7 @@ def test_people_get_a_sentence_first(monkeypatch, capsys):
         (("--length", "fixed:3"), "plan compares all trees, verifiers and lengths; leave out --length"),
         (("--requests", "two"), "requests must be whole numbers >= 1"),
         (("--devices", "h10"), "did you mean 'h100'"),
-        (("--for-engine", "vlm"), "did you mean 'vllm'"),
+        (("--for", "vlm"), "did you mean 'vllm'"),
         (("--context", "0"), "context must be >= 1"),
         (("--num-prompts", "-1"), "num_prompts must be >= 0"),
         (("--with", "ngrm"), "did you mean 'ngram'"),
