@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from outrider.drafters.protocol import Drafter
     from outrider.engine.engine import Engine
     from outrider.lengths.costs import CostTable
+    from outrider.plan.prediction import Planner
     from outrider.plan.record import Record
+    from outrider.plan.ways import Way
 else:
-    Drafter = Engine = CostTable = Record = object
+    Drafter = Engine = CostTable = Planner = Record = Way = object
 
 MAX_NEW_TOKENS, PROMPTS, DEPTH = 64, 16, 8
 """Tokens of a recorded text, number of prompts, and deepest draft token, where nothing is named."""
@@ -101,6 +103,8 @@ def plan(
     ways = [Way()]
     for name, drafter in parts.items():
         ways += ways_of(name, drafter, lengths=range(1, DEPTH + 1), reproducible=setup.reproducible)
+    if not setup.reproducible:
+        ways += [tree for tree in best_trees(planner, parts, wanted) if tree not in ways]
     advice = Advice.of(planner, ways, wanted)
     best = advice.chosen(wanted[0]).way
     compared = list(dict.fromkeys([Way(), best]))
@@ -123,6 +127,26 @@ def plan(
         print_loads(loads)
     if flags is not None:
         print(flags or "(no flags: do not speculate)")
+
+
+def best_trees(planner: "Planner", drafters: "dict[str, Drafter]", requests: Sequence[int]) -> "list[Way]":
+    """For each drafter with rows, the best tree of its likeliest tokens for each number of requests."""
+    from outrider.plan.ways import best_tree
+
+    found = [
+        best_tree(
+            name,
+            drafter,
+            planner.record.drafts[name],
+            planner.costs[name],
+            requests=count,
+            sampled=planner.record.temperature > 0,
+            context=planner.context or planner.record.context,
+        )
+        for name, drafter in drafters.items()
+        for count in requests
+    ]
+    return list(dict.fromkeys(way for way in found if way is not None))
 
 
 def drafters_of(setup: Setup, engine: "Engine", more: Sequence[str]) -> "dict[str, Drafter]":

@@ -23,7 +23,7 @@ from outrider.lengths.costs import CostTable
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import Segment
 from outrider.plan.record import DraftRows, Record, Text
-from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, TopPlusOne
+from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Ranked, TopPlusOne
 from outrider.trees.chain import ChainTree
 from outrider.trees.drawing import drafters_sampling
 from outrider.verifiers.match import MatchVerifier
@@ -33,8 +33,9 @@ KINDS: Mapping[str, DraftedTree] = {
     "recursive": Paths(count=2, depth=1, rule="recursive"),
     "kseq": Paths(count=2, depth=1, rule="kseq"),
     "top_plus_one": TopPlusOne(width=2, depth=1),
+    "ranks": Ranked(children=(1,)),
 }
-"""What is recorded for trees. All are exact for two draws."""
+"""What is recorded for trees: what two draws tell, exactly, and the rank of the text's token."""
 TREE_DEPTH = 4
 """Deepest level for which trees are recorded."""
 
@@ -263,7 +264,9 @@ class _Notes:
             guesses=np.zeros(count, dtype=np.int64),
             trees={}
             if drafter.rows == "point"
-            else {name: np.zeros((count, levels, *size)) for name, size in sizes.items()},
+            else {
+                name: np.zeros((count, stored if name == "ranks" else levels, *size)) for name, size in sizes.items()
+            },
         )
 
     def note(self, place: int, depth: int, q: Float[Tensor, " vocab"]) -> None:

@@ -162,6 +162,54 @@ class TopPlusOne:
         return np.cumprod([1.0, *(float(chances[0]) for chances in places[: self.depth])])
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """The drafter's likeliest tokens in a given topology, judged by matching: `children` as in `FixedTree`."""
+
+    children: tuple[int, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Nodes at depth 1, 2, ..."""
+        found, here, first = list[int](), 1, 0
+        while here:
+            counts = self.children[first : first + here]
+            first, here = first + here, sum(counts)
+            found.append(here)
+        return tuple(found[:-1])
+
+    @property
+    def depth(self) -> int:
+        """Levels."""
+        return len(self.widths)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all levels."""
+        return sum(self.children)
+
+    @property
+    def kind(self) -> object:
+        """All topologies read the same ranks."""
+        return "ranks"
+
+    def chances(self, p: Row, q: Row, token: int, start: float) -> Float[np.ndarray, " one"]:
+        """How many tokens are likelier for the drafter; infinite for a token that it rules out."""
+        return np.array([float((q > q[token]).sum()) if q[token] > 0 else np.inf])
+
+    def survival(self, places: Sequence[Chances]) -> Float[np.ndarray, " bounds"]:
+        """1 as long as the text runs along the tree, then 0."""
+        found, node = np.zeros(min(self.depth, len(places)) + 1), 0
+        found[0] = 1.0
+        for level in range(1, len(found)):
+            rank = float(places[level - 1][0])
+            if node >= len(self.children) or rank >= self.children[node]:
+                break
+            node = 1 + sum(self.children[:node]) + int(rank)
+            found[level] = 1.0
+        return found
+
+
 def _binomial(count: int, chance: float) -> Float[np.ndarray, " outcomes"]:
     """The chances of 0, 1, ..., `count` successes."""
     return np.array([math.comb(count, k) * chance**k * (1 - chance) ** (count - k) for k in range(count + 1)])

@@ -12,10 +12,12 @@ from jaxtyping import Float, Int
 from outrider import catalog
 from outrider.core.inputs import InputError
 from outrider.drafters.protocol import Drafter
+from outrider.lengths.costs import CostTable
 from outrider.plan.record import DraftRows, Text
-from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, TopPlusOne
+from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Ranked, TopPlusOne
 from outrider.refusals import Cell, refusal
 from outrider.theory.coverage import survival
+from outrider.trees.fixed import best_topology
 
 Certainty = Literal["exact", "at least"]
 """Whether a prediction of tokens per step is that of the way itself, or of a rule that accepts no more."""
@@ -111,6 +113,10 @@ class Way:
         return found
 
 
+MOST_NODES, MOST_CHILDREN, DEEPEST = 16, 4, 8
+"""Bounds of the trees among which the best is sought."""
+
+
 def ways_of(
     name: str, drafter: Drafter, *, lengths: Sequence[int], reproducible: bool = False, trees: bool = True
 ) -> Iterator[Way]:
@@ -140,6 +146,52 @@ def ways_of(
             tree = cast(Any, catalog.make("tree", written))
             if (deepest is None or way.length <= deepest) and refusal(_cell(drafter, tree.structure, verifier)) is None:
                 yield way
+
+
+def best_tree(
+    name: str,
+    drafter: Drafter,
+    rows: Sequence[DraftRows],
+    costs: CostTable,
+    *,
+    requests: int,
+    sampled: bool,
+    context: int,
+) -> Way | None:
+    """The tree of the drafter's likeliest tokens that brings most by Sequoia's programme; None if it cannot be used.
+
+    The programme gets how often each rank is the text's token, and what steps of this table cost by their nodes.
+
+    Args:
+        name: The drafter as it was written.
+        rows: Its rows along the texts.
+        costs: The costs of steps with it.
+        requests: Requests at once.
+        sampled: Whether tokens are drawn.
+        context: Tokens of a request.
+    """
+    verifier = catalog.make("verifier", "match")
+    if drafter.rows == "point" or drafter.chains_only or refusal(_cell(drafter, "deterministic", verifier)):
+        return None
+    ranks = np.concatenate([each.trees["ranks"][:, 0, 0] for each in rows])
+    accepted = [float((ranks == rank).mean()) for rank in range(MOST_CHILDREN)]
+
+    def seconds(*widths: int) -> float:
+        return costs.tree(requests, widths, sampled=sampled, context=context)
+
+    level = max(0.0, seconds(1, 1) - seconds(2))
+    plain = costs.steps(requests, sampled=sampled, context=context, longest=1)[0][0]
+    forwards = [plain, *(max(plain, seconds(nodes) - level) for nodes in range(1, MOST_NODES + 1))]
+    depth = min(DEEPEST, drafter.max_depth or DEEPEST)
+    children = best_topology(accepted, MOST_NODES, depth, level, forwards)
+    tree = Ranked(children=children)
+    if max(tree.widths) == 1:
+        # A chain of the likeliest tokens accepts no more than a drawn one.
+        return None
+    written = f"fixed:{'x'.join(map(str, children))},chosen=true"
+    return Way(
+        drafter=name, tree=written, verifier="match", length=tree.depth, widths=tree.widths, kind=("ranks", tree)
+    )
 
 
 def _tree_ways(name: str, written: str) -> Iterator[Way]:

@@ -16,9 +16,11 @@ from outrider.lm.tabular import TabularLM, random_rows
 from outrider.plan.prediction import Planner, acceptance_for, expected_steps, ranked
 from outrider.plan.record import DraftRows, Record, Text
 from outrider.plan.recording import Said, along
+from outrider.plan.tree_coverage import Ranked
 from outrider.plan.verdict import Advice
-from outrider.plan.ways import Way, ways_of
+from outrider.plan.ways import Way, best_tree, ways_of
 from outrider.proof.enumerate import law
+from outrider.trees.fixed import FixedTree
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
 from outrider.trees.top_plus_one import TopPlusOneTree
@@ -84,10 +86,15 @@ RULES = {
     "iid": (RecursiveVerifier(), IidTree(num_paths=2)),
     "kseq": (KseqVerifier(), IidTree(num_paths=2)),
     "top_plus_one": (TopPlusOneVerifier(), TopPlusOneTree(width=2)),
+    "ranks": (MatchVerifier(), FixedTree(children=(2, 0, 1), chosen=True)),
 }
 
 
 def way_of(rule: str) -> Way:
+    if rule == "ranks":
+        ranked_tree = Ranked(children=(2, 0, 1))
+        assert ranked_tree.widths == (2, 1)
+        return Way(drafter="model", verifier="match", length=2, widths=(2, 1), kind=("ranks", ranked_tree))
     tree = {"recursive": "gumbel:2x1", "iid": "iid:2", "kseq": "iid:2", "top_plus_one": "top_plus_one:2"}.get(rule)
     verifier = "recursive" if rule == "iid" else rule
     drafter = ModelDrafter(lm=TabularLM(random_rows(VOCAB, 7), VOCAB))
@@ -226,9 +233,25 @@ def test_what_is_no_record_is_refused(tmp_path):
 
 def test_a_drafter_that_looks_tokens_up_survives_where_it_proposed_the_text():
     parts = replace(tables(VOCAB, MatchVerifier(), 2), drafter=NgramDrafter(prompt_lookup_min=1))
-    text = Text(prompt=4, tokens=np.array([0, 1, 2]), log_probs=np.zeros(3), ended=False)
+    text = Text(prompt=4, tokens=np.array([1, 2, 1]), log_probs=np.zeros(3), ended=False)
     [(_, rows)] = along(parts, parts.drafter, [Said(prompt=(0, 1, 2, 0), text=text)], SAMPLED, 2)
-    # After 0 1 2 0 the n-gram drafter copies 1 2; the text goes on with 0.
-    assert rows.guesses[0] == 2
-    assert rows.log_probs[0].tolist() == [-np.inf, -np.inf]
-    assert rows.log_probs[1].tolist() == [0.0, 0.0]
+    # It copies 1 2 after the prompt, then 2 0, then 0 (and what follows lies behind the text).
+    assert rows.log_probs[:, 0].tolist() == [0.0, 0.0, -np.inf]
+    assert rows.log_probs[:2, 1].tolist() == [0.0, -np.inf]
+    assert rows.guesses[:2].tolist() == [2, 2]
+    assert rows.trees == {}
+
+
+def test_the_best_tree_is_wide_where_forwards_of_many_nodes_are_cheap():
+    drafter = ModelDrafter(lm=TabularLM(random_rows(VOCAB, 7), VOCAB))
+    ranks = np.array([0.0, 1.0, 0.0, 2.0] * 5)[:, None, None]
+    rows = replace(example(0.5).drafts["model"][0], trees={"ranks": ranks})
+
+    def tree(table: CostTable) -> Way | None:
+        return best_tree("model", drafter, [rows], table, requests=1, sampled=False, context=64)
+
+    flat = tree(CostTable.of_formula(lambda requests, length: 1.0))
+    assert flat is not None
+    assert flat.widths[0] == 3
+    assert sum(flat.widths) == 16
+    assert tree(CostTable.of_formula(lambda requests, length: 1.0 + 10 * length)) is None

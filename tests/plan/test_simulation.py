@@ -17,7 +17,7 @@ def planner_of(acceptance: float, costs: CostTable = FLAT) -> Planner:
 
 
 def test_a_lonely_request_takes_its_steps():
-    found = simulate(planner_of(0.5), Way(), rate=0.01, slots=4, requests=50)
+    found = simulate(planner_of(0.5), Way(), rate=1e-6, slots=4, requests=50)
     assert found.e2e.p50 == pytest.approx(20 * 0.01, rel=1e-6)
     assert found.ttft.p50 == pytest.approx(0.01, rel=1e-6)
     assert found.tpot.p50 == pytest.approx(0.01, rel=1e-6)
