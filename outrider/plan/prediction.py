@@ -44,11 +44,9 @@ class Steps:
     by_length: Float[np.ndarray, " lengths"]
 
     @classmethod
-    def of(cls, way: Way, text: Text, rows: DraftRows | None) -> "Steps":
+    def of(cls, way: Way, text: Text, rows: DraftRows) -> "Steps":
         """The expectation over all drafts and coins, by the chances that a step begins at each place."""
         count = len(text.tokens)
-        if way.is_plain or rows is None:
-            return cls(tokens=count, by_length=np.array([float(count)]))
         chances = begun(way.survivals(text, rows), count)[:count]
         return cls(
             tokens=count,
@@ -86,9 +84,10 @@ class Prediction:
 
 
 def expected_steps(record: Record, way: Way) -> list[Steps]:
-    """The expected steps of each text."""
-    rows = record.drafts.get(way.drafter)
-    return [Steps.of(way, text, None if rows is None else rows[i]) for i, text in enumerate(record.texts)]
+    """The expected steps of each text. Plain decoding takes one per token."""
+    if way.is_plain:
+        return [Steps(tokens=len(text.tokens), by_length=np.array([float(len(text.tokens))])) for text in record.texts]
+    return [Steps.of(way, text, rows) for text, rows in zip(record.texts, record.drafts[way.drafter], strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)

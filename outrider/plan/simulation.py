@@ -143,13 +143,12 @@ def simulate(planner: Planner, way: Way, *, rate: float, slots: int, requests: i
 def _outputs(planner: Planner, way: Way, rng: np.random.Generator) -> list[_Output]:
     """Outputs of every recorded text, with steps drawn from the chances at each place."""
     found: list[_Output] = []
-    rows = planner.record.drafts.get(way.drafter)
     for i, text in enumerate(planner.record.texts):
         count = len(text.tokens)
-        if way.is_plain or rows is None:
+        if way.is_plain:
             found += [_Output(prompt=text.prompt, tokens=count, steps=count)] * OUTPUTS
             continue
-        survivals = way.survivals(text, rows[i])
+        survivals = way.survivals(text, planner.record.drafts[way.drafter][i])
         for _ in range(OUTPUTS):
             found.append(_Output(prompt=text.prompt, tokens=count, steps=_drawn_steps(survivals, rng.random(count))))
     return found
