@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.request import RequestOptions
-from outrider.core.inputs import InputError
+from outrider.core.inputs import InputError, unknown
 from outrider.setup import Setup
 
 if TYPE_CHECKING:

@@ -22,6 +22,8 @@ from outrider.trees.fixed import best_topology
 Certainty = Literal["exact", "at least"]
 """Whether a prediction of tokens per step is that of the way itself, or of a rule that accepts no more."""
 CHAIN_RULES = ("token", "block", "match", "coupled")
+RULES: tuple[Literal["recursive", "kseq"], ...] = ("recursive", "kseq")
+"""Rules of independent paths."""
 TREES = ("gumbel:2x1", "gumbel:2x1x1", "gumbel:2x2", "gumbel:2x2x1", "iid:2", "top_plus_one:2")
 """Small trees whose acceptance the record tells. The last two are grown to depths 2 and 3."""
 
@@ -214,8 +216,8 @@ def _tree_ways(name: str, written: str) -> Iterator[Way]:
     count = int(shape)
     for depth in (2, 3):
         if family == "iid":
-            for rule in ("recursive", "kseq"):
-                paths = Paths(count=count, depth=depth, rule=cast(Literal["recursive", "kseq"], rule))
+            for rule in RULES:
+                paths = Paths(count=count, depth=depth, rule=rule)
                 widths = (count,) * depth
                 yield Way(drafter=name, tree=written, verifier=rule, length=depth, widths=widths, kind=(rule, paths))
         else:
