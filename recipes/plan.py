@@ -12,10 +12,10 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -24,6 +24,7 @@ from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.catalog import make
 from outrider.core.types import InputError, Sampling
 from outrider.drafters.none import NoDrafter
+from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.plan.prediction import Planner, ranked
 from outrider.plan.recording import record
@@ -164,7 +165,7 @@ def main(
             continue
         rows += compare(
             engine,
-            {name: engine.parts.drafter, "suffix": make("drafter", "suffix")},
+            {name: engine.parts.drafter, "suffix": cast(Drafter, make("drafter", "suffix"))},
             fitted,
             held_out,
             temperature=temperature,
@@ -185,7 +186,7 @@ def main(
 
 def compare(
     engine: Engine,
-    drafters: dict[str, object],
+    drafters: Mapping[str, Drafter],
     fitted: Sequence[list[int]],
     held_out: Sequence[list[int]],
     *,
@@ -249,7 +250,7 @@ def compare(
 def run(
     engine: Engine,
     way: Way,
-    drafters: dict[str, object],
+    drafters: Mapping[str, Drafter],
     prompts: Sequence[list[int]],
     sampling: Sampling,
     requests: int,
@@ -258,13 +259,17 @@ def run(
 ) -> tuple[float, float, float, float]:
     """Tokens and steps of all outputs; tokens and seconds of the iterations in which all requests run."""
     engine.rest()
-    drafter = NoDrafter() if way.is_plain else drafters[way.drafter]
+    drafter: Drafter = NoDrafter() if way.is_plain else drafters[way.drafter]
+    tree, verifier, length = (
+        cast(Any, make(family, text))
+        for family, text in (("tree", way.tree), ("verifier", way.verifier), ("length", f"fixed:{max(1, way.length)}"))
+    )
     parts = replace(
         engine.parts,
         drafter=drafter,
-        tree=make("tree", way.tree),
-        verifier=make("verifier", way.verifier),
-        length=make("length", f"fixed:{max(1, way.length)}"),
+        tree=tree,
+        verifier=verifier,
+        length=length,
     )
     alone = Engine(parts, tokenizer=engine.tokenizer, eos_ids=engine.eos_ids, max_slots=requests)
     count = len(prompts) // requests * requests or len(prompts)

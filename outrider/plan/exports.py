@@ -39,8 +39,8 @@ LLAMA = {
 def exported(advice: Advice, engine: str) -> str:
     """The options of an engine, as they are written on its command line; empty if it should not speculate.
 
-    The engine runs chains of one drafter: that of the best chain for the smallest number of requests. Costs are those
-    of this machine.
+    The engine runs chains of one drafter: that of the best chain for the smallest number of requests for which drafts
+    pay. Costs are those of this machine.
 
     Raises:
         InputError: The engine is not known, or does not have the drafter.
@@ -50,8 +50,8 @@ def exported(advice: Advice, engine: str) -> str:
     first = min(advice.by_requests)
     drafter = _best_chain(advice.by_requests[first]).way.drafter
     if drafter == "none":
-        lengths = {b: _best_chain(found) for b, found in advice.by_requests.items()}
-        drafter = next((each.way.drafter for each in lengths.values() if not each.way.is_plain), "none")
+        best = [_best_chain(found).way for _, found in sorted(advice.by_requests.items())]
+        drafter = next((way.drafter for way in best if not way.is_plain), "none")
     if drafter == "none":
         return ""
     lengths = {b: _best_chain(found, drafter).way.length for b, found in sorted(advice.by_requests.items())}
