@@ -260,16 +260,12 @@ def run(
     """Tokens and steps of all outputs; tokens and seconds of the iterations in which all requests run."""
     engine.rest()
     drafter: Drafter = NoDrafter() if way.is_plain else drafters[way.drafter]
-    tree, verifier, length = (
-        cast(Any, make(family, text))
-        for family, text in (("tree", way.tree), ("verifier", way.verifier), ("length", f"fixed:{max(1, way.length)}"))
-    )
     parts = replace(
         engine.parts,
         drafter=drafter,
-        tree=tree,
-        verifier=verifier,
-        length=length,
+        tree=cast(Any, make("tree", way.tree)),
+        verifier=cast(Any, make("verifier", way.verifier)),
+        length=cast(Any, make("length", f"fixed:{max(1, way.length)}")),
     )
     alone = Engine(parts, tokenizer=engine.tokenizer, eos_ids=engine.eos_ids, max_slots=requests)
     count = len(prompts) // requests * requests or len(prompts)
