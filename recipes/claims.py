@@ -122,7 +122,7 @@ METHOD = """## How the figures are taken
 drafted. For a chain of a fixed length the rows of both models along a text say how many steps it is expected to take:
 nothing is drafted and no coin is thrown (`outrider.theory.coverage`; a test shows that its mean is that of enumerated
 runs). So they do for RSD-C, SpecInfer and SpecTr, which judge each node by that node alone
-(`outrider.bench.tree_coverage`); where a run is older than this, they were run. For other trees and for stopping rules
+(`outrider.plan.tree_coverage`); where a run is older than this, they were run. For other trees and for stopping rules
 steps are counted in runs, and held against what a chain would take for the same
 texts, so that texts which happen to be easy cancel (`outrider.bench.figures`). Prompts are resampled within their
 categories, the same for all methods. Methods are run with further seeds until an interval twice as wide would decide

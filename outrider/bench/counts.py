@@ -11,10 +11,10 @@ from outrider.bench.evidence import Row
 from outrider.bench.expected import acceptance, expected_accepted
 from outrider.bench.runs import Conditions, Job, on_engine
 from outrider.bench.texts import log_ratios, logits_along, rows_at
-from outrider.bench.tree_coverage import DraftedTree, Said
 from outrider.core.types import Step
 from outrider.decoding.protocol import Cycle
 from outrider.engine.engine import Engine
+from outrider.plan.tree_coverage import DraftedTree, Said
 from outrider.theory.coverage import Rule, coverage
 
 

@@ -14,7 +14,6 @@ from outrider.bench.counts import Chain, listen, rows_of, rows_told
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, as_row, drafted_per_position, on_engine
-from outrider.bench.tree_coverage import Branches, DraftedTree, Paths, Said
 from outrider.bench.turns import Turn, turns
 from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.core.types import InputError
@@ -24,6 +23,7 @@ from outrider.engine.engine import Engine
 from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
 from outrider.load import load
+from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Said
 from outrider.theory.coverage import Rule
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree

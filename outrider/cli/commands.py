@@ -11,6 +11,7 @@ from outrider.cli.bench import NO_GRAMMAR, BenchOptions
 from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
 from outrider.cli.options import Json, with_options
+from outrider.cli.plan import PlanOptions
 from outrider.cli.request import RequestOptions
 from outrider.cli.train import train
 from outrider.setup import Setup
@@ -154,6 +155,31 @@ def bench(
     from outrider.cli.bench import bench
 
     raise typer.Exit(bench(setup, request, options, given or [], as_json))
+
+
+@app.command()
+@with_options(without=NO_GRAMMAR)
+def plan(
+    setup: Setup,
+    request: RequestOptions,
+    options: PlanOptions,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--with", help="Another drafter to compare, as `ngram` or `model:path=...`; several times."),
+    ] = None,
+    flags_for: Annotated[
+        str | None, typer.Option("--for", help="Print the flags of another engine: vllm, sglang or llama.cpp.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Predict what each drafter, tree, verifier and length would bring, and say what to use.
+
+    The target answers your prompts once, the drafters guess along, and steps are timed: nothing else is run. The first
+    line is the advice. It may be not to speculate; then it says what would be needed.
+    """
+    from outrider.cli.plan import plan
+
+    plan(setup, request, options, given or [], flags_for, as_json)
 
 
 @app.command()

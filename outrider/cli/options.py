@@ -16,6 +16,7 @@ import typer
 from outrider.cli.bench import BenchOptions
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
+from outrider.cli.plan import PlanOptions
 from outrider.cli.request import ENDING, RequestOptions
 from outrider.core.inputs import field_value
 from outrider.learning.options import HeadOptions
@@ -33,6 +34,7 @@ HEADINGS = {
     DataOptions: "Texts",
     WatchOptions: "Watching",
     BenchOptions: "Measuring",
+    PlanOptions: "Planning",
 }
 """The heading of each dataclass's options in the help; of others, `DRAFTER`."""
 DRAFTER = "Drafter"

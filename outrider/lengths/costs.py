@@ -119,6 +119,31 @@ class CostTable:
             found = self._steps[key] = self._worked_out(requests, sampled, 2 ** (near / 2), longest)
         return found
 
+    def tree(self, requests: int, widths: Sequence[int], *, sampled: bool, context: int) -> float:
+        r"""Seconds of a step in which all requests draft a tree, estimated from steps of chains.
+
+        The target and the rest of the step take what a chain of as many nodes takes. A level for which the drafter
+        reads w nodes of each request takes what one more token takes in chains of w times as many requests.
+
+        Args:
+            requests: Number of requests.
+            widths: Nodes of each request at depth 1, 2, ...
+
+        Example:
+            >>> table = CostTable.of_formula(lambda requests, length: requests + 0.5 * length)
+            >>> table.tree(1, (2, 2), sampled=False, context=64), table.tree(1, (1, 1), sampled=False, context=64)
+            (3.0, 2.0)
+        """
+        own, nodes = sampled and bool(self._batches(True)), sum(widths)
+        found = self._forwards(requests, nodes)[nodes] + self._part("rest", own, requests, nodes)[nodes]
+        for depth, read in enumerate((1, *widths[:-1]), 1):
+            parts = self._part("drafter", own, requests * read, depth)
+            found += max(0.0, parts[depth] - parts[depth - 1])
+        found += self._part("drafter", own, requests, 0)[0]
+        of_target, of_drafter, first = self._slopes(nodes)
+        farther = max(0.0, context - first) * requests
+        return float(found + farther * (of_target[nodes] + of_drafter[min(len(widths), nodes)]))
+
     def _worked_out(self, requests: int, sampled: bool, context: float, longest: int) -> Steps:
         own = sampled and bool(self._batches(True))
         drafting = range(1, requests + 1)

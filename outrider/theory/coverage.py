@@ -97,10 +97,21 @@ def expected(survivals: Sequence[Float[np.ndarray, " bounds"]], length: int) -> 
         length: Tokens of the text.
     """
     bound = len(survivals)
-    begun = np.zeros(length + max(map(len, survivals), default=1) + 1)
-    begun[0] = 1.0
+    chances = begun(survivals, length)
+    places = np.minimum(np.arange(len(chances)), length)
+    return Coverage(steps=float(chances[:bound].sum()), tokens=float(chances[bound:] @ places[bound:]))
+
+
+def begun(survivals: Sequence[Float[np.ndarray, " bounds"]], length: int) -> Float[np.ndarray, " places"]:
+    """Chance that a step begins at each place of a text, or that the last step ends there.
+
+    Args:
+        survivals: `survival` at each place where a step may begin.
+        length: Tokens of the text. Places behind it stand for steps that would emit more.
+    """
+    found = np.zeros(length + max(map(len, survivals), default=1) + 1)
+    found[0] = 1.0
     for place, lasts in enumerate(survivals):
         ends = np.append(-np.diff(lasts), lasts[-1])
-        begun[place + 1 : place + 1 + len(ends)] += begun[place] * ends
-    places = np.minimum(np.arange(len(begun)), length)
-    return Coverage(steps=float(begun[:bound].sum()), tokens=float(begun[bound:] @ places[bound:]))
+        found[place + 1 : place + 1 + len(ends)] += found[place] * ends
+    return found

@@ -11,9 +11,9 @@ import torch
 
 from outrider import InputError, catalog
 from outrider.bench.evidence import Sums
-from outrider.bench.tree_coverage import Branches, Paths
 from outrider.bench.trial import Bench, Method, Setting
 from outrider.bench.workload import PROMPTS, Question
+from outrider.plan.tree_coverage import Branches, Paths
 from outrider.theory import acceptance
 from recipes import block_gain, block_trace, budgets, claims, marginals, optimal_rate, pearl, sharing, stopping
 

@@ -5,6 +5,7 @@ their children by themselves: a step that emits the text accepts the text's next
 rows at that place tell, whatever else is in the tree. Nothing is drafted and no coin is thrown.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,6 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy import stats
 
 from outrider.core.types import InputError
 from outrider.theory.coverage import Coverage, expected
@@ -114,8 +114,8 @@ class Paths:
         for m in range(1, self.count + 1):
             at_draw, before = _accepted_draws(p, q, token, m, self.rule)
             for j, mass in enumerate(at_draw):
-                later = stats.binom.pmf(np.arange(m - j), m - j - 1, min(1.0, q[token]))
-                earlier = stats.binom.pmf(np.arange(j + 1), j, before)
+                later = _binomial(m - j - 1, min(1.0, float(q[token])))
+                earlier = _binomial(j, before)
                 found[m, 1 : m + 1] += mass * np.convolve(later, earlier)
         return found / p[token]
 
@@ -128,6 +128,91 @@ class Paths:
             mass = mass @ chances
             found.append(float(mass.sum()))
         return np.array(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopPlusOne:
+    """Per node the `width - 1` likeliest tokens and one drawn from the others, judged by the rule of that name."""
+
+    width: int
+    depth: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all levels."""
+        return sum(self.width ** (d + 1) for d in range(self.depth))
+
+    @property
+    def kind(self) -> object:
+        """The width."""
+        return "top_plus_one", self.width
+
+    def chances(self, p: Row, q: Row, token: int, start: float) -> Float[np.ndarray, " one"]:
+        """Chance that a child is accepted and is the token, over that of the token."""
+        top = np.argsort(-q, kind="stable")[: self.width - 1]
+        if token in top:
+            return np.array([float(q[token] > 0)])
+        others = q.copy()
+        others[top] = 0
+        mass = others.sum()
+        return np.array([min(1.0, float(others[token] / mass / p[token]))]) if mass > 0 else np.zeros(1)
+
+    def survival(self, places: Sequence[Chances]) -> Float[np.ndarray, " bounds"]:
+        """The product of the levels' chances."""
+        return np.cumprod([1.0, *(float(chances[0]) for chances in places[: self.depth])])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """The drafter's likeliest tokens in a given topology, judged by matching: `children` as in `FixedTree`."""
+
+    children: tuple[int, ...]
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Nodes at depth 1, 2, ..."""
+        found, here, first = list[int](), 1, 0
+        while here:
+            counts = self.children[first : first + here]
+            first, here = first + here, sum(counts)
+            found.append(here)
+        return tuple(found[:-1])
+
+    @property
+    def depth(self) -> int:
+        """Levels."""
+        return len(self.widths)
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all levels."""
+        return sum(self.children)
+
+    @property
+    def kind(self) -> object:
+        """All topologies read the same ranks."""
+        return "ranks"
+
+    def chances(self, p: Row, q: Row, token: int, start: float) -> Float[np.ndarray, " one"]:
+        """How many tokens are likelier for the drafter; infinite for a token that it rules out."""
+        return np.array([float((q > q[token]).sum()) if q[token] > 0 else np.inf])
+
+    def survival(self, places: Sequence[Chances]) -> Float[np.ndarray, " bounds"]:
+        """1 as long as the text runs along the tree, then 0."""
+        found, node = np.zeros(min(self.depth, len(places)) + 1), 0
+        found[0] = 1.0
+        for level in range(1, len(found)):
+            rank = float(places[level - 1][0])
+            if node >= len(self.children) or rank >= self.children[node]:
+                break
+            node = 1 + sum(self.children[:node]) + int(rank)
+            found[level] = 1.0
+        return found
+
+
+def _binomial(count: int, chance: float) -> Float[np.ndarray, " outcomes"]:
+    """The chances of 0, 1, ..., `count` successes."""
+    return np.array([math.comb(count, k) * chance**k * (1 - chance) ** (count - k) for k in range(count + 1)])
 
 
 def accepted_of_distinct(p: Row, q: Row, token: int, n: int, start: float) -> float:

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from outrider import InputError
-from outrider.bench.tree_coverage import Branches, DraftedTree, Paths, Said, accepted_of_distinct
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.model import ModelDrafter
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.tabular import Row, TabularLM, random_rows
+from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Said, accepted_of_distinct
 from outrider.proof.enumerate import law
 from outrider.theory.acceptance import recursive_without_replacement
 from outrider.trees.gumbel import GumbelTree

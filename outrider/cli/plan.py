@@ -1,0 +1,237 @@
+"""outrider plan: predict what each way of decoding brings, and say what to use. Imports nothing heavy."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.cli.request import RequestOptions
+from outrider.core.inputs import InputError, unknown
+from outrider.setup import Setup
+
+if TYPE_CHECKING:
+    from outrider.drafters.protocol import Drafter
+    from outrider.engine.engine import Engine
+    from outrider.lengths.costs import CostTable
+    from outrider.plan.prediction import Planner
+    from outrider.plan.record import Record
+    from outrider.plan.ways import Way
+else:
+    Drafter = Engine = CostTable = Planner = Record = Way = object
+
+MAX_NEW_TOKENS, PROMPTS, DEPTH = 64, 16, 8
+"""Tokens of a recorded text, number of prompts, and deepest draft token, where nothing is named."""
+USUAL = ("suffix", "ngram")
+"""Drafters that every target can have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """What is planned for.
+
+    Attributes:
+        prompt_file: Your prompts: a text file (one prompt), or JSON lines with `prompt`, `turns` or `messages`. By
+            default the prompts that ship with Outrider.
+        num_prompts: How many of them are recorded; 0 takes all.
+        requests: Requests at once; several numbers with commas.
+        context: Tokens of a request for which times are predicted. By default those of the record.
+        record: Keep the recorded run in this file, or read it from there.
+        apply: Write a configuration for the first number of requests; `outrider generate --config` reads it.
+        devices: Predict for a machine that is not here, from a roofline: a100, h100, h200, l40s, mi300x or rtx4090.
+        rate: Simulate requests that come at so many per second (Poisson); several with commas.
+    """
+
+    prompt_file: Path | None = None
+    num_prompts: int = PROMPTS
+    requests: str = "1,2,4,8"
+    context: int | None = None
+    record: Path | None = None
+    apply: Path | None = None
+    devices: str | None = None
+    rate: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.num_prompts < 0:
+            raise InputError(f"num_prompts must be >= 0 (0 takes all), got {self.num_prompts}")
+        if self.context is not None and self.context < 1:
+            raise InputError(f"context must be >= 1, got {self.context}")
+
+
+def plan(
+    setup: Setup,
+    request: RequestOptions,
+    options: PlanOptions,
+    drafters: Sequence[str],
+    flags_for: str | None,
+    as_json: bool,
+) -> None:
+    """Record or read a run, measure or read costs, predict, and print.
+
+    Args:
+        drafters: More drafters to compare.
+        flags_for: The engine whose flags are printed.
+    """
+    from outrider.assembly import completed
+    from outrider.cli.bench import numbers
+    from outrider.cli.opened import opened
+    from outrider.cli.plan_printed import print_advice, print_loads, record_values
+    from outrider.cli.printed import print_json
+    from outrider.plan.exports import ENGINES, exported
+    from outrider.plan.prediction import Planner
+    from outrider.plan.roofline import device_of, estimated
+    from outrider.plan.simulation import simulate
+    from outrider.plan.verdict import Advice
+    from outrider.plan.ways import Way, ways_of
+
+    wanted = [int(each) for each in numbers("requests", options.requests, whole=True)]
+    rates = [] if options.rate is None else numbers("rate", options.rate)
+    for name in ("tree", "verifier", "length", "decoding"):
+        if name in setup.given():
+            raise InputError(f"plan compares all trees, verifiers and lengths; leave out --{name}")
+    if flags_for is not None and flags_for not in ENGINES:
+        raise unknown("engine", flags_for, ENGINES)
+    device = None if options.devices is None else device_of(options.devices)
+    engine = opened(replace(setup, drafter=completed(setup).drafter, length="fixed:4", no_probe=True))
+    parts = drafters_of(setup, engine, drafters)
+    if device is None:
+        costs = costs_of(engine, parts)
+    else:
+        costs = {name: estimated(engine.parts, drafter, device) for name, drafter in parts.items()}
+    record = recorded(engine, parts, request, options, None if device else next(iter(costs.values())))
+    planner = Planner(record=record, costs=costs, context=options.context, estimated=device is not None)
+    ways = [Way()]
+    for name, drafter in parts.items():
+        ways += ways_of(name, drafter, lengths=range(1, DEPTH + 1), reproducible=setup.reproducible)
+    if not setup.reproducible:
+        ways += [tree for tree in best_trees(planner, parts, wanted) if tree not in ways]
+    advice = Advice.of(planner, ways, wanted)
+    best = advice.chosen(wanted[0]).way
+    compared = list(dict.fromkeys([Way(), best]))
+    loads = {way: [simulate(planner, way, rate=rate, slots=engine.max_slots) for rate in rates] for way in compared}
+    if options.apply is not None:
+        replace(setup, **best.options()).save(options.apply)
+    flags = None if flags_for is None else exported(advice, flags_for)
+    if as_json:
+        print_json(
+            {
+                **advice.values(),
+                "record": record_values(record),
+                "loads": [{"way": way.name, **asdict(each)} for way, found in loads.items() for each in found],
+                "flags": flags,
+            }
+        )
+        return
+    print_advice(advice, record)
+    if rates:
+        print_loads(loads)
+    if flags is not None:
+        print(flags or "(no flags: do not speculate)")
+
+
+def best_trees(planner: "Planner", drafters: "dict[str, Drafter]", requests: Sequence[int]) -> "list[Way]":
+    """For each drafter with rows, the best tree of its likeliest tokens for each number of requests."""
+    from outrider.plan.ways import best_tree
+
+    found = [
+        best_tree(
+            name,
+            drafter,
+            planner.record.drafts[name],
+            planner.costs[name],
+            requests=count,
+            sampled=planner.record.temperature > 0,
+            context=planner.context or planner.record.context,
+        )
+        for name, drafter in drafters.items()
+        for count in requests
+    ]
+    return list(dict.fromkeys(way for way in found if way is not None))
+
+
+def drafters_of(setup: Setup, engine: "Engine", more: Sequence[str]) -> "dict[str, Drafter]":
+    """The drafters that are compared, by what was written: the setup's, those of `--with`, and what looks tokens up."""
+    from outrider.assembly import assemble, completed
+
+    own = str(completed(setup).drafter)
+    found = {own: engine.parts.drafter}
+    for name in dict.fromkeys([*more, *USUAL]):
+        if name not in found:
+            other = assemble(replace(setup, drafter=name, length="fixed:4", no_probe=True), target=engine.parts.target)
+            found[name] = other.parts.drafter
+    return {name: drafter for name, drafter in found.items() if drafter.max_depth != 0}
+
+
+def costs_of(engine: "Engine", drafters: "dict[str, Drafter]") -> "dict[str, CostTable]":
+    """The costs of steps with each drafter: kept ones, otherwise measured ones. Drafters that cannot draft go."""
+    from outrider.plan.table import costs_of as kept_or_measured
+
+    found: dict[str, Any] = {}
+    for name, drafter in list(drafters.items()):
+        engine.rest()
+        table = kept_or_measured(replace(engine.parts, drafter=drafter), max_slots=engine.max_slots, probe=True)
+        if table is None:
+            print(f"{name}: left out, because it proposed nothing in the probe", file=sys.stderr)
+            del drafters[name]
+        else:
+            found[name] = table
+    if not found:
+        raise InputError("no drafter can draft with this target")
+    return found
+
+
+def recorded(
+    engine: "Engine",
+    drafters: "dict[str, Drafter]",
+    request: RequestOptions,
+    options: PlanOptions,
+    costs: "CostTable | None",
+) -> "Record":
+    """The record in the file, if it is of the same models, prompts and settings; otherwise a new one."""
+    from outrider.cli.prompts import read_file, read_prompts
+    from outrider.embedded import ASSETS
+    from outrider.host.remembered import machine
+    from outrider.lm.fingerprint import fingerprint
+    from outrider.plan.record import Record, hash_of
+    from outrider.plan.recording import record
+
+    if options.prompt_file is None:
+        prompts = read_prompts((ASSETS / "prompts.jsonl").read_text(encoding="utf-8"))
+    else:
+        prompts = read_file(options.prompt_file)
+    if options.num_prompts:
+        prompts = prompts[:: max(1, len(prompts) // options.num_prompts)][: options.num_prompts]
+    tokens = [engine.encode(prompt) for prompt in prompts]
+    sampling, count = request.sampling(engine.sampling), request.max_new_tokens or MAX_NEW_TOKENS
+    header: dict[str, Any] = {}
+    if options.record is not None:
+        target = engine.parts.target
+        header = {
+            "target": fingerprint(*target.modules.values()),
+            "drafters": {name: fingerprint(*drafter.modules.values()) for name, drafter in drafters.items()},
+            "tokenizer": None if engine.tokenizer is None else hash_of(engine.tokenizer.get_vocab()),
+            "prompts": hash_of(tokens),
+            "sampling": repr(sampling),
+            "max_new_tokens": count,
+            "versions": machine(target.device)["versions"],
+        }
+        if options.record.exists():
+            kept = Record.read(options.record)
+            if other := [name for name, value in header.items() if kept.header.get(name) != value]:
+                raise InputError(
+                    f"{options.record} is of other {', '.join(other)}; name another file, or delete it to record anew"
+                )
+            return kept
+    found = record(
+        engine,
+        drafters,
+        tokens,
+        sampling=sampling,
+        max_new_tokens=count,
+        depth=DEPTH,
+        costs=costs,
+    )
+    found = replace(found, header=header)
+    if options.record is not None:
+        found.save(options.record)
+    return found

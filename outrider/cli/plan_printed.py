@@ -1,0 +1,95 @@
+"""The printing of `outrider plan`: the advice, the ways behind it, and loads."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from outrider.plan.prediction import Prediction
+from outrider.plan.record import Record
+from outrider.plan.simulation import Simulated
+from outrider.plan.verdict import Advice
+from outrider.plan.ways import Way
+
+MAX_ROWS = 8
+"""Ways that are printed for each number of requests."""
+WIDTH = 120
+"""Columns of a table at least, so that a file gets whole words."""
+
+
+def record_values(record: Record) -> dict[str, Any]:
+    """What a plan was made from, as values of JSON."""
+    return {
+        "texts": len(record.texts),
+        "tokens": sum(len(text.tokens) for text in record.texts),
+        "temperature": record.temperature,
+        "slowness": record.slowness,
+        "header": dict(record.header),
+    }
+
+
+def print_advice(advice: Advice, record: Record) -> None:
+    """Print the sentence, and a table for each number of requests."""
+    console = _console()
+    console.print(advice.sentence())
+    for requests, found in advice.by_requests.items():
+        shown = _shown(found)
+        columns = ("way", "times plain", "tokens/s", "ms/token", "tokens/step", "breaks even at")
+        table = _table(f"{requests} at once", columns)
+        for each in shown:
+            mark = "≥ " if each.way.certainty == "at least" else ""
+            table.add_row(
+                each.way.name,
+                f"{mark}{each.speedup.value:.2f} ({each.speedup.low:.2f} to {each.speedup.high:.2f})",
+                f"{each.tokens_per_second.value:.0f}",
+                f"{1000 * each.latency.value:.2f}",
+                f"{mark}{each.block_efficiency.value:.2f}",
+                f"{each.break_even:.2f}",
+            )
+        console.print(table)
+    tokens = sum(len(text.tokens) for text in record.texts)
+    console.print(
+        f"from {tokens} tokens of {len(record.texts)} prompts at temperature {record.temperature:g}; intervals of 90 %"
+    )
+    notes = dict.fromkeys(note for found in advice.by_requests.values() for each in found[:1] for note in each.notes)
+    for note in notes:
+        console.print(note)
+
+
+def print_loads(loads: Mapping[Way, Sequence[Simulated]]) -> None:
+    """Print what users see under each load."""
+    columns = ("way", "requests/s", "tokens/s", "TTFT p50, p99 (ms)", "TPOT p50, p99 (ms)", "in a step", "keeps up")
+    table = _table("simulated loads", columns)
+    for way, found in loads.items():
+        for each in found:
+            table.add_row(
+                way.name,
+                f"{each.rate:g}",
+                f"{each.tokens_per_second:.0f}",
+                f"{1000 * each.ttft.p50:.0f}, {1000 * each.ttft.p99:.0f}",
+                f"{1000 * each.tpot.p50:.1f}, {1000 * each.tpot.p99:.1f}",
+                f"{each.mean_running:.1f}",
+                "yes" if each.keeps_up else "no",
+            )
+    _console().print(table)
+
+
+def _console() -> Console:
+    console = Console(highlight=False, soft_wrap=True)
+    console.width = max(console.width, WIDTH)
+    return console
+
+
+def _shown(found: Sequence[Prediction]) -> list[Prediction]:
+    """The best ways, plain decoding, and the best way of every drafter."""
+    best = {each.way.drafter: each for each in reversed(found)}
+    kept = [*found[:MAX_ROWS], *best.values()]
+    return [each for each in found if each in kept]
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=None)
+    for name in columns:
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
+    return table

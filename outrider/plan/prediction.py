@@ -1,0 +1,243 @@
+"""What a way of decoding brings: tokens per step from a record, seconds per step from a cost table, and intervals."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from jaxtyping import Float
+
+from outrider.lengths.costs import CostTable
+from outrider.plan.record import DraftRows, Record, Text
+from outrider.plan.ways import Way
+from outrider.theory.coverage import begun
+
+DRAWS = 400
+"""Bootstrap samples of the prompts."""
+TIME_ERROR, BUSY_TIME_ERROR = 0.05, 0.15
+"""Standard errors of a step's predicted time, measured on an idle machine and on a busy one."""
+RATIO_ERROR, BUSY_RATIO_ERROR, FARTHER_ERROR = 0.03, 0.06, 0.07
+"""Those of the time of a step over that of a plain one, which were timed in turns; and what is added for trees and for
+more requests than were measured."""
+NORMAL = 1.645
+"""Standard errors between the middle and the ends of an interval of 90 %."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """A number with an interval of 90 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """The expected steps of a way on one text.
+
+    Attributes:
+        tokens: Tokens of the text.
+        by_length: Expected steps that draft 0, 1, ... tokens deep.
+    """
+
+    tokens: int
+    by_length: Float[np.ndarray, " lengths"]
+
+    @classmethod
+    def of(cls, way: Way, text: Text, rows: DraftRows) -> "Steps":
+        """The expectation over all drafts and coins, by the chances that a step begins at each place."""
+        count = len(text.tokens)
+        chances = begun(way.survivals(text, rows), count)[:count]
+        return cls(
+            tokens=count,
+            by_length=np.bincount(way.drafted(text, rows), weights=chances, minlength=way.length + 1),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What a way brings for a number of requests that run at once.
+
+    Attributes:
+        way: The way.
+        requests: How many requests.
+        block_efficiency: Tokens per step of a request.
+        seconds: Of a step, as the cost table says.
+        tokens_per_second: Of all requests.
+        latency: Seconds between the tokens of a request, on average (TPOT).
+        speedup: Tokens per second over those of plain decoding.
+        break_even: Block efficiency at which it would be as fast as plain decoding.
+        break_even_acceptance: Acceptance of each draft token at which it would be; None if none is high enough.
+        notes: What to know about the figures.
+    """
+
+    way: Way
+    requests: int
+    block_efficiency: Range
+    seconds: float
+    tokens_per_second: Range
+    latency: Range
+    speedup: Range
+    break_even: float
+    break_even_acceptance: float | None
+    notes: tuple[str, ...] = ()
+
+
+def expected_steps(record: Record, way: Way) -> list[Steps]:
+    """The expected steps of each text. Plain decoding takes one per token."""
+    if way.is_plain:
+        return [Steps(tokens=len(text.tokens), by_length=np.array([float(len(text.tokens))])) for text in record.texts]
+    return [Steps.of(way, text, rows) for text, rows in zip(record.texts, record.drafts[way.drafter], strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planner:
+    """Predicts ways from one record and the costs of steps.
+
+    Attributes:
+        record: The recorded run.
+        costs: The cost table with each drafter.
+        context: Tokens of a request; by default those of the record.
+        estimated: Whether the costs are a formula's and not measured.
+    """
+
+    record: Record
+    costs: Mapping[str, CostTable]
+    context: int | None = None
+    estimated: bool = False
+    _steps: dict[Way, list[Steps]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def predict(self, way: Way, requests: int) -> Prediction:
+        """The prediction for so many requests at once."""
+        steps = self.steps(way)
+        weights = _resampled(len(steps))
+        tokens = weights @ np.array([float(each.tokens) for each in steps])
+        counts = weights @ np.stack([each.by_length for each in steps])
+        seconds = self._seconds(way, requests)
+        per_step = _mean_seconds(counts / counts.sum(1, keepdims=True), seconds, requests)
+        tau, plain = tokens / counts.sum(1), self.plain_seconds(requests)
+        farther, notes = self._doubts(way, requests)
+        doubtful = self.estimated or any(costs.busy for costs in self.costs.values())
+        of_time = float(np.hypot(BUSY_TIME_ERROR if doubtful else TIME_ERROR, farther))
+        of_ratio = float(np.hypot(BUSY_RATIO_ERROR if doubtful else RATIO_ERROR, farther))
+        slowness = 1.0 if self.estimated else self.record.slowness
+        break_even = per_step[0] / plain
+        return Prediction(
+            way=way,
+            requests=requests,
+            block_efficiency=_range(tau, 0.0),
+            seconds=float(per_step[0] * slowness),
+            tokens_per_second=_range(requests * tau / per_step / slowness, of_time),
+            latency=_range(per_step * slowness / tau, of_time),
+            speedup=Range(value=1.0, low=1.0, high=1.0) if way.is_plain else _range(tau / per_step * plain, of_ratio),
+            break_even=float(break_even),
+            break_even_acceptance=acceptance_for(float(break_even), way.length) if way.tree == "chain" else None,
+            notes=notes,
+        )
+
+    def steps(self, way: Way) -> list[Steps]:
+        """The expected steps of a way on each text."""
+        if way not in self._steps:
+            self._steps[way] = expected_steps(self.record, way)
+        return self._steps[way]
+
+    def plain_seconds(self, requests: int) -> float:
+        """Seconds of a plain step: with the drafter's table that says the least."""
+        return min(self._table(costs, requests, 1)[0, 0] for costs in self.costs.values())
+
+    def _seconds(self, way: Way, requests: int) -> Float[np.ndarray, "drafting lengths"]:
+        """Seconds of a step by how many requests draft, and how deep."""
+        if way.is_plain:
+            return np.full((requests + 1, 1), self.plain_seconds(requests))
+        costs = self.costs[way.drafter]
+        found = self._table(costs, requests, way.length)
+        plain = found[0, 0]
+        if way.tree != "chain":
+            for depth in range(1, way.length + 1):
+                found[:, depth] = costs.tree(
+                    requests, way.widths[:depth], sampled=self.record.temperature > 0, context=self._context
+                )
+        # Noise must not make a longer draft cheaper. All steps of a table were timed in turns, those of two were not.
+        found = np.maximum.accumulate(np.maximum(found, plain), axis=1)
+        return found * (self.plain_seconds(requests) / plain)
+
+    def _table(self, costs: CostTable, requests: int, longest: int) -> Float[np.ndarray, "drafting lengths"]:
+        return np.array(
+            costs.steps(requests, sampled=self.record.temperature > 0, context=self._context, longest=longest)
+        )
+
+    @property
+    def _context(self) -> int:
+        return self.record.context if self.context is None else self.context
+
+    def _doubts(self, way: Way, requests: int) -> tuple[float, tuple[str, ...]]:
+        """The relative standard error of times that were not measured for such a step, and what to know of them."""
+        notes: list[str] = []
+        if self.estimated:
+            notes.append("times are estimated from a roofline, not measured")
+        if any(costs.busy for costs in self.costs.values()):
+            notes.append("costs were measured on a busy machine")
+        own = list(self.costs.values()) if way.is_plain else [self.costs[way.drafter]]
+        farther = way.tree != "chain" or any(requests > max(row.requests for row in each.rows) for each in own)
+        if farther:
+            notes.append("the time of a step is extended from chains and batches that were measured")
+        if way.certainty == "at least":
+            notes.append("it accepts at least what is shown")
+        return FARTHER_ERROR if farther else 0.0, tuple(notes)
+
+
+def ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """The best first, by the lower end of the speedup. Of those within 1 %, the least complicated."""
+    left, found = sorted(predictions, key=lambda each: -each.speedup.low), list[Prediction]()
+    while left:
+        near = [each for each in left if each.speedup.low >= 0.99 * left[0].speedup.low]
+        best = min(near, key=lambda each: each.way.effort)
+        left.remove(best)
+        found.append(best)
+    return found
+
+
+def acceptance_for(block_efficiency: float, length: int) -> float | None:
+    r"""Acceptance of each token at which a chain emits so many per step: the root of $\sum_{i \le \gamma} a^i$.
+
+    Example:
+        >>> acceptance_for(1.75, 2), acceptance_for(4.0, 2)
+        (0.5, None)
+    """
+    if length == 0 or block_efficiency > length + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(length + 1)) < block_efficiency else (low, middle)
+    return round(high, 6)
+
+
+def _mean_seconds(
+    shares: Float[np.ndarray, "draws lengths"], seconds: Float[np.ndarray, "drafting lengths"], requests: int
+) -> Float[np.ndarray, " draws"]:
+    """Mean seconds of a step of requests whose draft lengths are independent; the longest one decides."""
+    below = np.minimum(np.cumsum(shares, axis=1), 1.0) ** requests
+    longest = np.diff(below, axis=1, prepend=0.0)
+    nothing = shares[:, :1]
+    drafting = requests * (1 - nothing) / np.maximum(1 - nothing**requests, 1e-12)
+    places = np.arange(requests + 1)
+    lengths = range(shares.shape[1])
+    by_length = np.stack([np.interp(drafting[:, 0], places, seconds[:, n]) for n in lengths], axis=1)
+    by_length[:, 0] = seconds[0, 0]
+    return (longest * by_length).sum(1)
+
+
+def _resampled(count: int) -> Float[np.ndarray, "draws prompts"]:
+    """How often each prompt is drawn: all once, then bootstrap samples."""
+    drawn = np.random.default_rng(0).multinomial(count, np.full(count, 1 / count), size=DRAWS)
+    return np.concatenate([np.ones((1, count)), drawn])
+
+
+def _range(values: Float[np.ndarray, " draws"], error: float) -> Range:
+    """The first value, and an interval from the others and a relative standard error beside them."""
+    value = float(values[0])
+    low, high = (float(each) for each in np.quantile(values[1:], [0.05, 0.95]))
+    below = np.hypot(max(0.0, value - low), NORMAL * error * value)
+    above = np.hypot(max(0.0, high - value), NORMAL * error * value)
+    return Range(value=value, low=max(0.0, value - float(below)), high=value + float(above))

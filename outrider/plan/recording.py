@@ -1,0 +1,385 @@
+"""Records a run: the target says texts alone, then each drafter guesses along them with the loop's own calls."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from outrider.core.sampling import to_rows
+from outrider.core.texts import Before
+from outrider.core.types import Frontier, Guess, InputError, Request, Running, Sampling
+from outrider.decoding.progress import begin, end, prefill
+from outrider.decoding.protocol import Parts
+from outrider.decoding.step import StepDecoding
+from outrider.drafters.none import NoDrafter
+from outrider.drafters.protocol import Drafter, Observed
+from outrider.engine.engine import Engine
+from outrider.engine.output import Output
+from outrider.lengths.costs import CostTable
+from outrider.lengths.fixed import FixedLength
+from outrider.lm.protocol import Segment
+from outrider.plan.record import DraftRows, Record, Text
+from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Ranked, TopPlusOne
+from outrider.trees.chain import ChainTree
+from outrider.trees.drawing import drafters_sampling
+from outrider.verifiers.match import MatchVerifier
+
+KINDS: Mapping[str, DraftedTree] = {
+    "branches": Branches(counts=(2,)),
+    "recursive": Paths(count=2, depth=1, rule="recursive"),
+    "kseq": Paths(count=2, depth=1, rule="kseq"),
+    "top_plus_one": TopPlusOne(width=2, depth=1),
+    "ranks": Ranked(children=(1,)),
+}
+"""What is recorded for trees: what two draws tell, exactly, and the rank of the text's token."""
+TREE_DEPTH = 4
+"""Deepest level for which trees are recorded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """A prompt, and what the target said after it.
+
+    Attributes:
+        prompt: Token ids.
+        text: What was said.
+    """
+
+    prompt: tuple[int, ...]
+    text: Text
+
+
+def record(
+    engine: Engine,
+    drafters: Mapping[str, Drafter],
+    prompts: Sequence[Sequence[int]],
+    *,
+    sampling: Sampling,
+    max_new_tokens: int,
+    depth: int = 8,
+    costs: CostTable | None = None,
+    draft_sampling: Sampling | None = None,
+) -> Record:
+    """Let the target answer prompts alone, and every drafter guess along the answers.
+
+    Args:
+        engine: The target is its target. All its slots must be free.
+        drafters: Drafters for that target, by name.
+        prompts: Token ids.
+        sampling: How the texts are drawn.
+        max_new_tokens: Longest text.
+        depth: Deepest draft token that is recorded.
+        costs: The costs of steps, to which the run's plain steps are compared.
+        draft_sampling: As in `along`.
+
+    Raises:
+        InputError: No prompt got a text, or the settings depend on earlier tokens.
+    """
+    if sampling.reads_prefix:
+        raise InputError("penalties and processors that read the text cannot be planned; leave them out")
+    outputs = plain_run(engine, prompts, sampling, max_new_tokens)
+    said = [
+        Said(
+            prompt=tuple(prompt),
+            text=Text(
+                prompt=len(prompt),
+                tokens=np.array(output.tokens),
+                log_probs=np.zeros(len(output.tokens)),
+                ended=output.finish_reason != "length",
+            ),
+        )
+        for prompt, output in zip(prompts, outputs, strict=True)
+        if output.tokens
+    ]
+    if not said:
+        raise InputError("the target said nothing to any prompt")
+    engine.rest()
+    rows: dict[str, tuple[DraftRows, ...]] = {}
+    for name, drafter in drafters.items():
+        found = [
+            pair
+            for first in range(0, len(said), engine.max_slots)
+            for pair in along(
+                engine.parts,
+                drafter,
+                said[first : first + engine.max_slots],
+                sampling,
+                depth,
+                draft_sampling=draft_sampling,
+            )
+        ]
+        said = [replace(each, text=replace(each.text, log_probs=p)) for each, (p, _) in zip(said, found, strict=True)]
+        rows[name] = tuple(each for _, each in found)
+    texts = tuple(each.text for each in said)
+    found_record = Record(texts=texts, drafts=rows, temperature=sampling.temperature)
+    return replace(found_record, slowness=1.0 if costs is None else _slowness(outputs, costs, found_record))
+
+
+def plain_run(
+    engine: Engine, prompts: Sequence[Sequence[int]], sampling: Sampling, max_new_tokens: int
+) -> list[Output]:
+    """What the target says alone."""
+    engine.rest()
+    alone = Engine(
+        replace(
+            engine.parts,
+            drafter=NoDrafter(),
+            tree=ChainTree(),
+            verifier=MatchVerifier(),
+            length=FixedLength(num_speculative_tokens=1),
+            decoding=StepDecoding(),
+        ),
+        tokenizer=engine.tokenizer,
+        eos_ids=engine.eos_ids,
+        max_slots=engine.max_slots,
+    )
+    seed = 0 if sampling.seed is None else sampling.seed
+    samplings = [replace(sampling, seed=seed + i) for i in range(len(prompts))]
+    outputs = alone.generate([list(prompt) for prompt in prompts], max_new_tokens=max_new_tokens, sampling=samplings)
+    alone.rest()
+    return outputs
+
+
+def _slowness(outputs: Sequence[Output], costs: CostTable, made: Record) -> float:
+    """Median seconds of the run's steps over those that the table says."""
+    sampled = made.temperature > 0
+    ratios = []
+    for output in outputs:
+        for step in output.steps[1:]:
+            table = costs.steps(step.num_requests, sampled=sampled, context=made.context, longest=1)
+            ratios.append(step.timing.total / table[0][0])
+    return statistics.median(ratios) if ratios else 1.0
+
+
+@torch.inference_mode()
+def along(
+    parts: Parts,
+    drafter: Drafter,
+    said: Sequence[Said],
+    sampling: Sampling,
+    depth: int,
+    *,
+    draft_sampling: Sampling | None = None,
+) -> list[tuple[Float[np.ndarray, " text"], DraftRows]]:
+    """For each text, the log of the target's probabilities, and what the drafter's rows say.
+
+    Args:
+        parts: The target is theirs; it has a free slot for each text.
+        drafter: The drafter.
+        said: The texts.
+        sampling: How the texts were drawn.
+        depth: Deepest draft token.
+        draft_sampling: How drafts are drawn, if otherwise. Then predictions are wrong: it is there to test them.
+    """
+    of_drafts = drafters_sampling(draft_sampling or sampling, "without_replacement")
+    parts = replace(parts, drafter=drafter, length=FixedLength(num_speculative_tokens=depth))
+    states: list[Running] = []
+    try:
+        for i, each in enumerate(said):
+            request = Request(
+                id=str(i), prompt=each.prompt, max_new_tokens=len(each.text.tokens), sampling=replace(sampling, seed=i)
+            )
+            states.append(begin(parts, request))
+            prefill(parts, states[-1])
+        targets = [_target_rows(parts, state, each.text, sampling) for state, each in zip(states, said, strict=True)]
+        notes = [
+            _Notes.of(drafter, each.text, rows, sampling, of_drafts, depth)
+            for each, rows in zip(said, targets, strict=True)
+        ]
+        for place in range(max(len(each.text.tokens) for each in said)):
+            here = [i for i, each in enumerate(said) if place < len(each.text.tokens)]
+            _guess(parts, [states[i] for i in here], [notes[i] for i in here], place)
+            _go_on(parts, [states[i] for i in here], [int(said[i].text.tokens[place]) for i in here])
+        return [(each.log_p, each.rows()) for each in notes]
+    finally:
+        for state in states:
+            end(parts, state)
+
+
+def _target_rows(parts: Parts, state: Running, text: Text, sampling: Sampling) -> Float[Tensor, "text vocab"]:
+    """The target's row before each token of the text. The slot stays as it is."""
+    tokens = torch.tensor([state.tokens[-1], *text.tokens[:-1].tolist()]).to(parts.target.device)
+    logits = parts.target.extend([Segment(slot=state.slot, tokens=tokens)]).logits
+    parts.target.commit({state.slot: range(0)})
+    if sampling.temperature == 0:
+        # The greedy text is certain, also where two forwards break a tie differently.
+        return torch.nn.functional.one_hot(torch.from_numpy(text.tokens), logits.shape[1]).double()
+    return _rows(logits, sampling).double().cpu()
+
+
+def _rows(logits: Float[Tensor, "n vocab"], sampling: Sampling) -> Float[Tensor, "n vocab"]:
+    return to_rows(logits, np.arange(len(logits)), [sampling] * len(logits), _no_text)
+
+
+def _no_text() -> Before:
+    raise RuntimeError("rows without penalties read no text")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Notes:
+    """What is noted along one text; the arrays change in place."""
+
+    greedy: bool
+    draft_sampling: Sampling
+    pure: bool
+    depth: int
+    tokens: list[int]
+    p: Float[Tensor, "text vocab"]
+    log_p: Float[np.ndarray, " text"]
+    log_q: Float[np.ndarray, "text depth"]
+    coupled: Float[np.ndarray, "text depth"]
+    guesses: np.ndarray
+    trees: dict[str, Float[np.ndarray, "text depth ..."]]
+
+    @classmethod
+    def of(
+        cls,
+        drafter: Drafter,
+        text: Text,
+        p: Float[Tensor, "text vocab"],
+        sampling: Sampling,
+        draft_sampling: Sampling,
+        depth: int,
+    ) -> "_Notes":
+        # Where rows depend on the tokens alone, the first guess at each place says all.
+        pure = drafter.context_pure and drafter.rows == "sampled"
+        count, stored = len(text.tokens), 1 if pure else depth
+        own = p[torch.arange(count), torch.from_numpy(text.tokens)].numpy()
+        sizes = {name: tree.chances(np.ones(1), np.ones(1), 0, 0.0).shape for name, tree in KINDS.items()}
+        levels = 1 if pure else min(depth, TREE_DEPTH)
+        return cls(
+            greedy=sampling.temperature == 0,
+            draft_sampling=draft_sampling,
+            pure=pure,
+            depth=depth,
+            tokens=text.tokens.tolist(),
+            p=p,
+            log_p=np.log(np.maximum(own, 1e-300)),
+            log_q=np.full((count, stored), -np.inf),
+            coupled=np.zeros((count, stored)),
+            guesses=np.zeros(count, dtype=np.int64),
+            trees={}
+            if drafter.rows == "point"
+            else {
+                name: np.zeros((count, stored if name == "ranks" else levels, *size)) for name, size in sizes.items()
+            },
+        )
+
+    def note(self, place: int, depth: int, q: Float[Tensor, " vocab"]) -> None:
+        """Note the row that guesses the token `depth` behind a place."""
+        at = place + depth
+        token, p = self.tokens[at], self.p[at].numpy()
+        own = q.double().numpy()
+        if self.greedy:
+            self.log_q[place, depth] = 0.0 if int(own.argmax()) == token else -np.inf
+            self.coupled[place, depth] = float(int(own.argmax()) == token)
+        elif own[token] > 0 and p[token] > 0:
+            self.log_q[place, depth] = np.log(own[token])
+            together = np.maximum(p / p[token], own / own[token]).sum()
+            self.coupled[place, depth] = min(1.0, 1 / (together * p[token]))
+        for name, values in self.trees.items():
+            if depth < values.shape[1]:
+                values[place, depth] = KINDS[name].chances(p, own, token, 0.5) if p[token] > 0 else 0.0
+
+    def note_point(self, place: int, depth: int, token: int) -> None:
+        """Note the one token that a drafter proposes."""
+        self.guesses[place] = depth + 1
+        if place + depth < len(self.tokens) and token == self.tokens[place + depth]:
+            self.log_q[place, depth] = 0.0
+            self.coupled[place, depth] = 1.0
+
+    def rows(self) -> DraftRows:
+        return DraftRows(
+            pure=self.pure, log_probs=self.log_q, coupled=self.coupled, guesses=self.guesses, trees=self.trees
+        )
+
+
+def _room(parts: Parts, state: Running, note: _Notes, place: int) -> int:
+    """Deepest token of a draft that begins at a place."""
+    drafter = parts.drafter
+    if drafter.taps and place == 0:
+        # The first step of a request is a plain one.
+        return 0
+    limits = [note.depth, len(note.tokens) - place, drafter.max_depth or note.depth]
+    if drafter.max_context is not None:
+        limits.append(drafter.max_context - len(state.tokens) - 1)
+    return max(0, min(limits))
+
+
+def _guess(parts: Parts, states: Sequence[Running], notes: Sequence[_Notes], place: int) -> None:
+    """Let the drafter guess the next tokens, and note what it thinks of the text's own. Nothing is accepted."""
+    rooms = [_room(parts, state, note, place) for state, note in zip(states, notes, strict=True)]
+    here = [i for i, room in enumerate(rooms) if room > 0]
+    drafter = parts.drafter
+    if here:
+        asked = [1 if notes[i].pure else rooms[i] for i in here]
+        some = [states[i] for i in here]
+        guess, active = drafter.begin(some, asked), list(range(len(here)))
+        for depth in range(max(asked)):
+            going: list[int] = []
+            tokens: list[int] = []
+            rows = None if guess.tokens is not None else _draft_rows(guess, notes[here[0]].draft_sampling)
+            for row, k in enumerate(active):
+                note = notes[here[k]]
+                if rows is None:
+                    proposed = int(guess.tokens[row])  # type: ignore[index]
+                    if proposed < 0:
+                        continue
+                    note.note_point(place, depth, proposed)
+                    following = proposed
+                else:
+                    note.note(place, depth, rows[row])
+                    note.guesses[place] = note.depth if note.pure else depth + 1
+                    following = note.tokens[place + depth]
+                    if guess.short_list is not None and int(guess.short_list.places[following]) < 0:
+                        # The drafter cannot go on behind a token that it does not have.
+                        note.guesses[place] = rooms[here[k]]
+                        continue
+                if depth + 1 < asked[k]:
+                    going.append(k)
+                    tokens.append(following)
+            if not going:
+                break
+            active = going
+            guess = drafter.expand(
+                some,
+                Frontier(
+                    owners=np.array(active),
+                    nodes=np.full(len(active), depth + 1),
+                    parents=np.full(len(active), depth),
+                    depths=np.full(len(active), depth + 1),
+                    tokens=torch.tensor(tokens).to(drafter.device or parts.target.device),
+                ),
+            )
+    drafter.commit(states, [[] for _ in states])
+
+
+def _draft_rows(guess: Guess, sampling: Sampling) -> Float[Tensor, "n vocab"]:
+    """The rows of a guess over the whole vocabulary, as a branching tree draws from them."""
+    if guess.logits is None:
+        raise InputError("a drafter guessed neither rows nor tokens")
+    rows = _rows(guess.logits, sampling)
+    return (rows if guess.short_list is None else guess.short_list.widened(rows)).cpu()
+
+
+def _go_on(parts: Parts, states: Sequence[Running], tokens: Sequence[int]) -> None:
+    """Run the target on each anchor; the text's token is the next one."""
+    target, drafter = parts.target, parts.drafter
+    anchors = [state.tokens[-1] for state in states]
+    taps = target.extend(
+        [
+            Segment(slot=state.slot, tokens=torch.tensor([anchor]).to(target.device), logits="none")
+            for state, anchor in zip(states, anchors, strict=True)
+        ],
+        taps=drafter.taps,
+    ).taps
+    target.commit({state.slot: range(1) for state in states})
+    for state, token in zip(states, tokens, strict=True):
+        state.tokens.append(token)
+        state.num_steps += 1
+    observed = Observed(tokens=np.array(anchors), offsets=np.arange(len(states) + 1), taps=taps)
+    drafter.observe(states, observed)
