@@ -12,6 +12,7 @@ from outrider.core.types import Request, Timing
 from outrider.decoding.both import at_once, in_turn
 from outrider.decoding.clock import Clock, EventClock, clock_on
 from outrider.decoding.progress import begin, end, prefill
+from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
 from outrider.verifiers.match import MatchVerifier
@@ -160,10 +161,10 @@ def test_on_a_cpu_the_host_keeps_the_time():
     assert type(clock.timing) is Timing
 
 
-def test_a_step_whose_length_is_learnt_from_seconds_waits_for_no_event(monkeypatch):
+def test_a_step_whose_seconds_are_compared_with_the_costs_waits_for_no_event(monkeypatch):
     card = Card()
     monkeypatch.setattr(step, "clock_on", lambda device: card.clock())
-    parts = replace(tables(3, MatchVerifier(), GoodputLength()), experience=Experience(clocked=False))
+    parts = replace(tables(3, MatchVerifier(), GoodputLength()), experience=Experience(CostTable.of_formula(lambda requests, tokens: 1 + 0.1 * tokens)))
     state = begin(parts, Request(id="one", prompt=(0, 1), max_new_tokens=20, sampling=GREEDY))
     prefill(parts, state)
     steps = [made for _ in range(4) for made in parts.decoding.step(parts, [state])]

@@ -10,6 +10,7 @@ Relied on in transformers (read in 5.17 - 5.23, run in 5.23):
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -134,6 +135,10 @@ class MaskBuilder:
             object.__setattr__(self, "_keys", fresh)
         return self._keys[:count]
 
+    @cached_property
+    def _zero(self) -> Float[Tensor, ""]:
+        return torch.zeros((), dtype=self.additive, device=self.device)
+
     def masks(
         self, sight: Sight | None, positions: Int[Tensor, "rows queries"], view: int, *, causal: bool = False
     ) -> Tensor | BlockMask | Mapping[str, Tensor | BlockMask | None] | None:
@@ -214,10 +219,9 @@ class MaskBuilder:
         seen = seen[:, None]
         if self.additive is None:
             return seen
-        zero = torch.zeros((), dtype=self.additive, device=self.device)
         hidden = torch.finfo(self.additive).min
         if self.slopes is None:
-            return torch.where(seen, zero, hidden)
+            return torch.where(seen, self._zero, hidden)
         bias = self.slopes[:, None, None] * logical[:, None, None, :]
         return torch.where(seen, bias.to(self.additive), hidden)
 
