@@ -164,7 +164,8 @@ def test_on_a_cpu_the_host_keeps_the_time():
 def test_a_step_whose_seconds_are_compared_with_the_costs_waits_for_no_event(monkeypatch):
     card = Card()
     monkeypatch.setattr(step, "clock_on", lambda device: card.clock())
-    parts = replace(tables(3, MatchVerifier(), GoodputLength()), experience=Experience(CostTable.of_formula(lambda requests, tokens: 1 + 0.1 * tokens)))
+    costs = CostTable.of_formula(lambda requests, tokens: 1 + 0.1 * tokens)
+    parts = replace(tables(3, MatchVerifier(), GoodputLength()), experience=Experience(costs))
     state = begin(parts, Request(id="one", prompt=(0, 1), max_new_tokens=20, sampling=GREEDY))
     prefill(parts, state)
     steps = [made for _ in range(4) for made in parts.decoding.step(parts, [state])]
