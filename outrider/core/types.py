@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -109,7 +110,7 @@ class Sampling:
         """Whether a row depends on the tokens before it, beyond the logits."""
         return self.penalises or not all(is_blind(processor) for processor in self.processors)
 
-    @property
+    @cached_property
     def penalises(self) -> bool:
         """Whether tokens that stand in the text get other logits."""
         return self.repetition_penalty != 1 or self.counts_output

@@ -55,7 +55,7 @@ class Clock:
     def lap(self, part: str) -> None:
         """Add to a part of the timing what has passed since the last lap."""
         before, self._last = self._last, self.now()
-        _add(self.timing, part, self._last - before)
+        setattr(self.timing, part, getattr(self.timing, part) + (self._last - before))
 
     def then(self, change: Change) -> None:
         """Change the timing, once all laps so far are known."""
@@ -119,10 +119,6 @@ def _recorded(device: torch.device) -> Event:
     return cast(Event, event)
 
 
-def _add(timing: Timing, part: str, seconds: float) -> None:
-    setattr(timing, part, getattr(timing, part) + seconds)
-
-
 def _add_between(part: str, began: Event, ended: Event, timing: Timing) -> None:
     ended.synchronize()
-    _add(timing, part, began.elapsed_time(ended) / 1000)
+    setattr(timing, part, getattr(timing, part) + began.elapsed_time(ended) / 1000)

@@ -130,7 +130,6 @@ class LanguageModel(SlottedLM):
             num_rows=2 if forward == "compiled" else 1,
         )
         self._forwards: dict[Forward, Runs] = {}
-        self._maskless_from: int | None = None
         self.choice: Choice | None = None
         self.narrow = self.widest
         self.run_by("eager")
@@ -280,8 +279,6 @@ class LanguageModel(SlottedLM):
         return self._forwards["eager" if wide else self.forward]
 
     def _runs_without_mask(self, batch: Batch) -> bool:
-        if self._maskless_from is None or batch.width < self._maskless_from:
-            return False
         runs = self._runs(len(batch.segments) * batch.width)
         # On GPUs prompts run eager, whatever runs the rest.
         return isinstance(runs, EagerForward) or (self.device.type != "cpu" and batch.prefill_only)

@@ -15,12 +15,12 @@ from tests.cli.runs import ROOT
 
 Counts = dict[str, Any]
 BOUNDS = {
-    "a forward": 84,
-    "a forward of 8 requests": 250,
+    "a forward": 80,
+    "a forward of 8 requests": 246,
     "a step without drafts": 275,
-    "a step without drafts of 8 requests": 960,
+    "a step without drafts of 8 requests": 954,
     "a greedy step": 615,
-    "a greedy step of 8 requests": 2180,
+    "a greedy step of 8 requests": 2170,
     "a sampled step": 715,
     "a sampled step of 8 requests": 2400,
 }

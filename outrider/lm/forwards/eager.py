@@ -1,6 +1,7 @@
 """Forwards of a transformers model as it is, operation by operation."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from transformers import PreTrainedModel
 
@@ -33,8 +34,8 @@ class EagerForward:
         with (
             tapped(self._layers, taps) as seen,
             alibi.bias_in_mask(self.model),
-            flex.uncompiled(self._flex),
-            lean(self._text, is_lean),
+            flex.uncompiled() if self._flex else nullcontext(),
+            lean(self._text) if is_lean else nullcontext(),
         ):
             logits = self.model(
                 input_ids=batch.tokens(device),

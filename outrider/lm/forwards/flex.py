@@ -80,13 +80,8 @@ def block_mask(seen: Bool[Tensor, "rows queries keys"]) -> BlockMask:
 
 
 @contextmanager
-def uncompiled(wanted: bool = True) -> Iterator[None]:
-    """If `wanted`, all functions compiled by torch run uncompiled, in all threads, as long as any thread is in the
-    body.
-    """
-    if not wanted:
-        yield
-        return
+def uncompiled() -> Iterator[None]:
+    """All functions compiled by torch run uncompiled, in all threads, as long as any thread is in the body."""
     _STANCE.enter()
     try:
         yield

@@ -157,15 +157,12 @@ _INSIDE: Counter[int] = Counter()
 
 
 @contextmanager
-def lean(text: PreTrainedConfig, wanted: bool = True) -> Iterator[None]:
-    """If `wanted`, a model that attends by `sdpa` attends by `lean_attention` as long as any thread is in the body.
+def lean(text: PreTrainedConfig) -> Iterator[None]:
+    """A model that attends by `sdpa` attends by `lean_attention` as long as any thread is in the body.
 
     Args:
         text: The config of the part of the model that generates text.
     """
-    if not wanted:
-        yield
-        return
     with _LOCK:
         _INSIDE[id(text)] += 1
         text._attn_implementation = LEAN

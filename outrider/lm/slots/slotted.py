@@ -175,6 +175,8 @@ class SlottedLM(OverSlots[Slot]):
     _slots: Slots
     _builder: MaskBuilder
     _replaying: Replaying | None = None
+    _maskless_from: int | None = None
+    """Fewest columns of a forward over chains that has no mask; None where all have one."""
 
     @property
     @abstractmethod
@@ -249,14 +251,14 @@ class SlottedLM(OverSlots[Slot]):
 
     def _batch(self, given: Sequence[Segment]) -> Batch:
         """The batch of a forward over segments that are not empty."""
-        slots = [s.slot for s in given]
-        if self.replays and any(s.num_wanted for s in given):
+        slots, cache = [s.slot for s in given], self.cache
+        if self._replaying is not None and any(s.num_wanted for s in given):
             width = self._replayed_width(max(s.tokens.shape[0] for s in given), len(slots))
             if width is not None:
-                self.cache.gather_in_front(slots)
-                return Batch.of(given, self.cache.row, lambda _: width)
-        self.cache.gather(slots)
-        return Batch.of(given, self.cache.row, self._width)
+                cache.gather_in_front(slots)
+                return Batch.of(given, cache.row, lambda _: width)
+        cache.gather(slots)
+        return Batch.of(given, cache.row, self._width)
 
     @property
     def replays(self) -> bool:
@@ -269,30 +271,31 @@ class SlottedLM(OverSlots[Slot]):
 
     def _inputs(self, batch: Batch, grown: Mapping[int, Pending]) -> Inputs:
         """The inputs of a forward over a batch; `grown` is what will be pending."""
-        slots = batch.slots
+        slots, cache = batch.slots, self.cache
         used = [self._slots[s].length + len(grown[s]) for s in slots]
         sight = None
         if batch.fills_one_row and grown[slots[0]].chain and batch.segments[0].sees is None:
             positions = self._builder.keys(used[0])[used[0] - batch.width :][None]
-            written = self.cache.run(slots[0], used[0], positions)
+            written = cache.run(slots[0], used[0], positions)
         else:
-            places = self.cache.places(slots, used, batch.counts, batch.width)
+            places = cache.places(slots, used, batch.counts, batch.width)
             lengths, pendings = [self._slots[s].length for s in slots], [grown[s] for s in slots]
             sight = look(lengths, pendings, batch.counts, batch.width, [s.sees for s in batch.segments])
             written, positions = upload([places, sight.positions], self.device)
-        replayed = self.replays and not batch.prefill_only
+        replayed = self._replaying is not None and not batch.prefill_only
         replayed = replayed and self._replayed_width(batch.width, len(slots)) == batch.width
         # A recorded forward has a place for a mask.
-        end = None if replayed else self._maskless_end(batch, used, grown)
-        view = self.cache.view(max(used), doubling=replayed) if end is None else end
+        masked = replayed or self._maskless_from is None or batch.width < self._maskless_from
+        end = None if masked else self._maskless_end(batch, used, grown)
+        view = cache.view(max(used), doubling=replayed) if end is None else end
         return Inputs(
             batch=batch,
             positions=positions,
             masks=self._builder.masks(sight, positions, view, causal=end is not None),
-            window=self.cache.window(slots, written, view),
+            window=cache.window(slots, written, view),
             columns=batch.columns(self.pad_to),
             causal=end is not None,
-            rows=[self.cache.row(slot) for slot in slots] if replayed else (),
+            rows=[cache.row(slot) for slot in slots] if replayed else (),
             places=written if replayed else None,
         )
 
@@ -391,20 +394,21 @@ class SlottedLM(OverSlots[Slot]):
 
     def _stretch(self, slots: Sequence[int], steps: int) -> "_Stretch":
         """Get the next `steps` forwards over the same slots ready; one transfer to the device."""
+        cache = self.cache
         if (width := self._replayed_width(1, len(slots))) is None:
             width = self._width(1)
-            self.cache.gather(slots)
+            cache.gather(slots)
         else:
-            self.cache.gather_in_front(slots)
-        order = sorted(range(len(slots)), key=lambda i: self.cache.row(slots[i]))
+            cache.gather_in_front(slots)
+        order = sorted(range(len(slots)), key=lambda i: cache.row(slots[i]))
         by_row = [slots[i] for i in order]
         used = [self._slots[slot].used for slot in by_row]
         if len(slots) == width == 1:
             run = self._builder.keys(used[0] + steps)[used[0] :][:, None]
-            written = self.cache.run(slots[0], used[0] + steps, run)
+            written = cache.run(slots[0], used[0] + steps, run)
             return self._ready(by_row, max(used), written[:, None], run[:, None])
         # One column per forward; padding is written to the place of the column behind them.
-        places = self.cache.places(by_row, [n + steps for n in used], np.full(len(slots), steps), steps + 1)
+        places = cache.places(by_row, [n + steps for n in used], np.full(len(slots), steps), steps + 1)
         number = np.arange(steps)[:, None]
         column = np.where(np.arange(width) == 0, number, steps)
         moved = order != list(range(len(order)))
