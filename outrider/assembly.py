@@ -89,7 +89,7 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     max_slots = wanted.max_slots or MAX_SLOTS
     chooses = isinstance(parts.length, LoadPolicy)
     if chooses:
-        parts = replace(parts, experience=experience_of(parts, max_slots=max_slots, probe=not wanted.no_probe))
+        parts = replace(parts, experience=experience_of(parts, max_slots=max_slots, probe=wanted.probe))
     follows = not wanted.ignore_generation_config
     stop = stop_strings(model) if follows else ()
     if stop and tokenizer is None:
@@ -105,7 +105,7 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
         max_prefill_tokens=wanted.max_prefill_tokens,
         needs_seeds=wanted.reproducible,
         refuses=refuses,
-        measure=partial(measured_again, max_slots=max_slots) if chooses and not wanted.no_probe else None,
+        measure=partial(measured_again, max_slots=max_slots) if chooses and wanted.probe else None,
     )
 
 

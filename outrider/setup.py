@@ -63,13 +63,13 @@ class Setup:
         trust_remote_code: Allow transformers to run code that comes with the target.
         threads: Threads of torch on a CPU, for the whole process. By default torch's own number, at most one per core
             that this process may use; `OMP_NUM_THREADS` is respected.
-        pad_to: Fewest columns of a forward. By default 1, or in half precision on a CPU 2 and on a GPU 2, 8 or 16, if a
-            single token uses other kernels than a block there and would otherwise differ in the last bits.
+        pad_to: Fewest columns of a forward. By default 1; in half precision, as many as a single token needs to round as
+            it does in a block (2 on a CPU; 2, 8 or 16 on a GPU).
         forward: How forwards run: `eager`, as in transformers; `packed`, with weights laid out for the CPU; `compiled`,
             from a library that `outrider prepare` makes; `replayed`, as CUDA graphs on a GPU. By default the fastest at
-            hand. With `packed` and `compiled` the weights must not change, so that by default they are not used for a
-            model that was loaded in Python.
-        no_probe: Time no steps at loading. Without kept costs `goodput` drafts a fixed length.
+            hand. With `packed` and `compiled` the weights must not change, so models loaded in Python use neither by
+            default.
+        probe: Time steps at loading if no costs are kept. Without costs drafts have a fixed length.
 
     Raises:
         InputError: A value of the wrong kind.
@@ -106,7 +106,7 @@ class Setup:
     threads: int | None = None
     pad_to: int | None = None
     forward: str | None = None
-    no_probe: bool = False
+    probe: bool = True
 
     def __post_init__(self) -> None:
         for name, kinds in KINDS.items():

@@ -155,7 +155,7 @@ def main(
 ) -> None:
     """Record, predict, measure, compare. Exit status 1 if a prediction is not as good as it must be."""
     setup = Setup(target, drafter=drafter)
-    engine = assemble(replace(setup, drafter=completed(setup).drafter, length="fixed:4", no_probe=True))
+    engine = assemble(replace(setup, drafter=completed(setup).drafter, length="fixed:4", probe=False))
     questions = [engine.encode(prompt) for _, _, prompt in read_prompts(prompts)][:num_prompts]
     fitted, held_out = questions[::2], questions[1::2]
     name = str(completed(setup).drafter)

@@ -92,7 +92,7 @@ def plan(
     if flags_for is not None and flags_for not in ENGINES:
         raise unknown("engine", flags_for, ENGINES)
     device = None if options.devices is None else device_of(options.devices)
-    engine = opened(replace(setup, drafter=completed(setup).drafter, length="fixed:4", no_probe=True))
+    engine = opened(replace(setup, drafter=completed(setup).drafter, length="fixed:4", probe=False))
     parts = drafters_of(setup, engine, drafters)
     if device is None:
         costs = costs_of(engine, parts)
@@ -157,7 +157,7 @@ def drafters_of(setup: Setup, engine: "Engine", more: Sequence[str]) -> "dict[st
     found = {own: engine.parts.drafter}
     for name in dict.fromkeys([*more, *USUAL]):
         if name not in found:
-            other = assemble(replace(setup, drafter=name, length="fixed:4", no_probe=True), target=engine.parts.target)
+            other = assemble(replace(setup, drafter=name, length="fixed:4", probe=False), target=engine.parts.target)
             found[name] = other.parts.drafter
     return {name: drafter for name, drafter in found.items() if drafter.max_depth != 0}
 

@@ -24,7 +24,7 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
         raise InputError(f"prepare makes compiled forwards; leave out --forward {setup.forward}")
     found: list[dict[str, Any]] = []
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    engine = opened(replace(setup, forward="eager", no_probe=True))
+    engine = opened(replace(setup, forward="eager", probe=False))
     made = models(engine)
     if "target" not in made or made["target"].device.type != "cpu":
         raise InputError("only models without recurrent layers, on a CPU, have forwards that are compiled beforehand")

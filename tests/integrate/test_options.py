@@ -34,7 +34,7 @@ VALUES = {
     "threads": 1,
     "pad_to": 2,
     "forward": "eager",
-    "no_probe": True,
+    "probe": False,
     "reproducible": False,
 }
 """A value of every option that holds inside transformers."""

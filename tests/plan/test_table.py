@@ -124,8 +124,8 @@ def test_another_kind_of_drafter_has_costs_of_its_own(asked):
     assert used.parts.experience.costs is not None
 
 
-def test_no_probe_is_an_option_of_loading(asked):
-    used = outrider.load(llama(), drafter="ngram:prompt_lookup_min=1", no_probe=True)
+def test_probe_is_an_option_of_loading(asked):
+    used = outrider.load(llama(), drafter="ngram:prompt_lookup_min=1", probe=False)
     assert used.parts.experience.costs is None
     used.swap(SuffixDrafter())
     used.generate([[5, 6, 5, 6]], max_new_tokens=2, sampling=Sampling(temperature=0, seed=0))
