@@ -2,6 +2,7 @@
 
 jaxtyping has such a hook too. It reads the signature of every call anew and checks each argument twice, which made most
 of what the proofs took. This one checks each argument and each result once, axes with axes of the same call as there.
+It keeps what an annotation says of arrays of one shape.
 """
 
 import ast
@@ -9,22 +10,26 @@ import dataclasses
 import functools
 import inspect
 import sys
+import typing
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
+import numpy as np
+import torch
 from beartype import BeartypeConf, beartype
-from jaxtyping import AbstractArray, jaxtyped
+from jaxtyping import AbstractArray
+from jaxtyping._storage import get_shape_memo, pop_shape_memo, push_shape_memo
 
 Checked = TypeVar("Checked")
 CONFIGURATION = BeartypeConf(is_pep484_tower=True)
 """Ints are welcome where floats are asked for."""
 NAME = "_checked_by_tests"
 """What `checked` is called within the package's modules; none of them may have a name like it."""
-ONE_CALL = jaxtyped("context")
-"""Within it, axes of one name have one size; calls within calls have sizes of their own."""
+ARRAYS = (torch.Tensor, torch.nn.Parameter, np.ndarray)
+"""Classes of which one array fits an annotation as well as another of the same shape and dtype."""
 
 
 def checked(given: Checked) -> Checked:
@@ -39,8 +44,12 @@ def checked(given: Checked) -> Checked:
 
     @functools.wraps(strict)
     def in_one_call(*args: object, **named: object) -> object:
-        with ONE_CALL:
+        # Axes of one name have one size; calls within this call have sizes of their own.
+        push_shape_memo({})
+        try:
             return strict(*args, **named)
+        finally:
+            pop_shape_memo()
 
     return in_one_call
 
@@ -52,6 +61,51 @@ def _has_axes(annotation: object) -> bool:
     if inspect.isclass(annotation) and issubclass(annotation, AbstractArray):
         return True
     return any(map(_has_axes, get_args(annotation)))
+
+
+def _remember_shapes() -> None:
+    """Let jaxtyping read an annotation once for each shape. By itself it reads it at every check."""
+    read = type(AbstractArray).__instancecheck__
+    known: dict[tuple[object, ...], tuple[dict[str, Any], ...] | None] = {}
+
+    def axes(annotation: type[AbstractArray], array: Any) -> tuple[dict[str, Any], ...] | None:
+        """Sizes of the axes that the annotation names; None if they do not follow from the array alone."""
+        special = ("elem", "broadcastable", "treepath")
+        if any(getattr(axis, name, False) for axis in annotation.dims for name in special):
+            return None
+        singles, several, *_ = push_shape_memo({})
+        try:
+            return (singles, several) if read(annotation, array) else None
+        finally:
+            pop_shape_memo()
+
+    def fits(annotation: type[AbstractArray], value: Any) -> bool:
+        kind = type(value)
+        if kind not in ARRAYS:
+            return read(annotation, value)
+        key = annotation, kind, value.dtype, value.shape
+        if key not in known:
+            known[key] = axes(annotation, value)
+        found = known[key]
+        if found is None:
+            return read(annotation, value)
+        call = get_shape_memo()
+        for own, sizes in zip(found, call, strict=False):
+            for name, size in own.items():
+                if sizes.get(name, size) != size:
+                    return read(annotation, value)
+        call[0].update(found[0])
+        call[1].update(found[1])
+        return True
+
+    type(AbstractArray).__instancecheck__ = fits
+
+
+def _remember_protocols() -> None:
+    """Let Python 3.11 collect the members of a protocol once, as later ones do. By itself it does so at every check."""
+    if sys.version_info < (3, 12):
+        typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
+        typing._is_callable_members_only = functools.cache(typing._is_callable_members_only)
 
 
 class _Decorating(ast.NodeTransformer):
@@ -97,4 +151,6 @@ class _Finder(MetaPathFinder):
 
 def check(package: str) -> None:
     """Check a package, all modules of which are imported later."""
+    _remember_shapes()
+    _remember_protocols()
     sys.meta_path.insert(0, _Finder(package))

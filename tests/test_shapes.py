@@ -48,6 +48,34 @@ def test_a_result_whose_axes_differ_from_the_arguments_is_refused():
         longer(torch.zeros(3))
 
 
+def test_shapes_that_were_seen_before_are_checked_against_the_other_axes_of_the_call():
+    @checked
+    def like(x: Float[Tensor, "*batch n"], y: Float[Tensor, "*batch m"], z: Float[Tensor, "n+m"]) -> None:
+        pass
+
+    x, y = torch.zeros(2, 5, 3), torch.zeros(2, 5, 4)
+    for _ in range(2):
+        like(x, y, torch.zeros(7))
+        with pytest.raises(BeartypeCallHintParamViolation):
+            like(x, y, torch.zeros(8))
+        with pytest.raises(BeartypeCallHintParamViolation):
+            like(x, y[:1], torch.zeros(7))
+        with pytest.raises(BeartypeCallHintParamViolation):
+            like(x.long(), y, torch.zeros(7))
+
+
+def test_an_array_that_fits_only_one_side_leaves_no_sizes_of_the_other():
+    @checked
+    def either(x: Float[Tensor, " n"], y: Float[Tensor, "m n"] | Float[Tensor, "m k"], z: Float[Tensor, " m"]) -> None:
+        pass
+
+    for _ in range(2):
+        either(torch.zeros(3), torch.zeros(2, 3), torch.zeros(2))
+        either(torch.zeros(3), torch.zeros(2, 4), torch.zeros(2))
+        with pytest.raises(BeartypeCallHintParamViolation):
+            either(torch.zeros(3), torch.zeros(2, 4), torch.zeros(3))
+
+
 def test_wrong_kinds_and_wrong_numbers_of_axes_are_refused():
     with pytest.raises(BeartypeCallHintParamViolation):
         residual(ROWS.long(), ROWS)
