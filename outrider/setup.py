@@ -63,8 +63,8 @@ class Setup:
         trust_remote_code: Allow transformers to run code that comes with the target.
         threads: Threads of torch on a CPU, for the whole process. By default torch's own number, at most one per core
             that this process may use; `OMP_NUM_THREADS` is respected.
-        pad_to: Fewest columns of a forward. By default 1; in half precision, as many as a single token needs to round as
-            it does in a block (2 on a CPU; 2, 8 or 16 on a GPU).
+        pad_to: Fewest columns of a forward. By default 1; in half precision 2, on GPUs 2, 8 or 16, if a single token
+            rounds otherwise than a block.
         forward: How forwards run: `eager`, as in transformers; `packed`, with weights laid out for the CPU; `compiled`,
             from a library that `outrider prepare` makes; `replayed`, as CUDA graphs on a GPU. By default the fastest at
             hand. With `packed` and `compiled` the weights must not change, so models loaded in Python use neither by
