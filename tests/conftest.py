@@ -1,6 +1,7 @@
 """What all tests share: shapes checked at run time, one thread (models are tiny), no network, a cache folder of
 their own, draft lengths that no clock chooses, float64 on request."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,11 @@ _CACHE = tempfile.TemporaryDirectory(prefix="outrider-")
 os.environ["OUTRIDER_CACHE"] = _CACHE.name
 
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, so that no collection of garbage looks through it again."""
+    gc.freeze()
 
 
 @pytest.fixture

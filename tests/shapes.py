@@ -102,10 +102,28 @@ def _remember_shapes() -> None:
 
 
 def _remember_protocols() -> None:
-    """Let Python 3.11 collect the members of a protocol once, as later ones do. By itself it does so at every check."""
-    if sys.version_info < (3, 12):
-        typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
-        typing._is_callable_members_only = functools.cache(typing._is_callable_members_only)
+    """Let Python 3.11 look for the members of a protocol in a class once, without calling properties, as later ones do.
+    By itself it looks for all of them at every check.
+    """
+    if sys.version_info >= (3, 12):
+        return
+    members_of = typing._get_protocol_attrs = functools.cache(typing._get_protocol_attrs)
+    typing._is_callable_members_only = functools.cache(typing._is_callable_members_only)
+    look = typing._ProtocolMeta.__instancecheck__
+
+    @functools.cache
+    def of_objects(protocol: type, kind: type) -> tuple[str, ...] | None:
+        """Members that objects of a class must have themselves; None if Python must look."""
+        if not (vars(protocol).get("_is_protocol") and getattr(protocol, "_is_runtime_protocol", False)):
+            return None
+        missing = tuple(name for name in members_of(protocol) if getattr(kind, name, None) is None)
+        return None if any(callable(getattr(protocol, name, None)) for name in missing) else missing
+
+    def has_members(protocol: type, value: object) -> bool:
+        names = of_objects(protocol, type(value))
+        return (names is not None and all(hasattr(value, name) for name in names)) or look(protocol, value)
+
+    typing._ProtocolMeta.__instancecheck__ = has_members
 
 
 class _Decorating(ast.NodeTransformer):

@@ -1,5 +1,7 @@
 """While tests run, shapes and types in the package's signatures are checked in every call."""
 
+from typing import Protocol, runtime_checkable
+
 import numpy as np
 import pytest
 import torch
@@ -111,3 +113,28 @@ def test_methods_and_properties_are_checked():
     assert level.scores.shape == (1, 3)
     with pytest.raises(BeartypeCallHintParamViolation):
         Ahead(tokens=(1, 2)).part(1)
+
+
+def test_a_protocol_wants_methods_of_the_class_and_attributes_of_the_object():
+    @runtime_checkable
+    class Named(Protocol):
+        name: str
+
+        def tell(self) -> str: ...
+
+    class Right:
+        def __init__(self, name: str | None) -> None:
+            if name is not None:
+                self.name = name
+
+        def tell(self) -> str:
+            return self.name
+
+    class Mute(Right):
+        tell = None
+
+    for _ in range(2):
+        assert isinstance(Right("a"), Named)
+        assert not isinstance(Right(None), Named)
+        assert not isinstance(Mute("a"), Named)
+        assert not isinstance("a", Named)

@@ -17,7 +17,8 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     place: Path = tmp_path_factory.mktemp("pair")
     llama().save_pretrained(place / "target")
     llama(num_layers=1).save_pretrained(place / "draft")
-    return ["--target", str(place / "target"), "--drafter", f"model:path={place / 'draft'}"]
+    # Drafts of one length: the law of a length that is chosen for a batch takes much longer to enumerate.
+    return ["--target", str(place / "target"), "--drafter", f"model:path={place / 'draft'}", "--length", "fixed:3"]
 
 
 def prove(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:

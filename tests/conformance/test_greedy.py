@@ -37,7 +37,7 @@ from tests.world.zoo import ARCHITECTURES, VOCAB, tiny
 
 pytestmark = pytest.mark.usefixtures("float64_stays_float64")
 GREEDY = Sampling(temperature=0.0, seed=0)
-NUM_TOKENS = 48
+NUM_TOKENS = 28
 
 
 def prompts() -> list[list[int]]:
