@@ -14,7 +14,7 @@ Steps = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """What one kind of step takes, in seconds: its fastest repeat.
+    """What one kind of step takes, in seconds: its median repeat.
 
     Attributes:
         requests: Number of requests, all alike.

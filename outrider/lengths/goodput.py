@@ -17,6 +17,9 @@ DOUBTS = 3
 """Doubtful steps in a row after which drafting stops."""
 HOLD, BETTER = 4, 1.01
 """For how many steps a choice holds for the same requests, and how much faster another length must be."""
+MARGIN, NEAR = 0.07, 0.99
+"""How much faster than a plain step drafts must seem, because costs are off by a few percent; and the share of the best
+rate at which a shorter draft is as good."""
 ALLOWANCE, LEAST_REST = 0.005, 16
 """Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them."""
 
@@ -31,10 +34,10 @@ class GoodputLength:
     on. Its evidence fades, so that it tries again after some hundred steps. A step in which nobody drafts is one of
     plain decoding: the drafter is not called, and a draft model does not read along.
 
-    The choice reads no clock. It stops all drafts when they are unlikely to gain (a probability below 0.2 three times
-    in a row), and goes on when that becomes likelier (above 0.4). Meanwhile a draft of one token now and then, for half
-    a percent of the time, tells whether acceptance has changed. Lengths are chosen before drafting, from earlier steps.
-    So the law is kept.
+    The choice reads no clock. A gain is one of more than seven percent. It stops all drafts when they are unlikely to
+    gain (a probability below 0.2 three times in a row), and goes on when that becomes likelier (above 0.4). Meanwhile
+    a draft of one token now and then, for half a percent of the time, tells whether acceptance has changed. Lengths are
+    chosen before drafting, from earlier steps. So the law is kept.
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, its own acceptance from a fixed prior, and that of other requests with a seed.
@@ -152,7 +155,7 @@ class _Plan:
         length: The length.
         who: Which requests draft: those with the largest gain.
         rate: Tokens per cost, of a plain step's tokens per cost.
-        gain: Expected tokens per request less what they must be, for drafts to be as fast as plain steps.
+        gain: Expected tokens per request less what they must be, for drafts to be faster than plain steps by `MARGIN`.
     """
 
     length: int
@@ -171,15 +174,16 @@ def _plans(steps: Steps, tokens: Sequence[Sequence[float]]) -> list[_Plan]:
         for drafting, r in enumerate(order, 1):
             emitted += tokens[r][length] - 1
             cost = steps[math.ceil(drafting * share)][length] / plain
-            best = max(best, (emitted / count / cost, drafting, emitted / count - cost))
+            best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + MARGIN) * cost))
         rate, drafting, gain = best
         found.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
     return found
 
 
 def _best(plans: Sequence[_Plan]) -> _Plan:
-    """The plan with the most tokens per second; the shorter of equal ones."""
-    return max(plans, key=lambda plan: plan.rate)
+    """The shortest plan with nearly the most tokens per second."""
+    most = max(plan.rate for plan in plans)
+    return next(plan for plan in plans if plan.rate >= NEAR * most)
 
 
 def _let_draft(lengths: list[int], who: Sequence[int], rooms: Sequence[int], length: int) -> None:

@@ -1,4 +1,4 @@
-"""Times steps of an engine's parts, by requests, draft length, context and temperature: the fastest of repeats."""
+"""Times steps of an engine's parts, by requests, draft length, context and temperature: the median of repeats."""
 
 import statistics
 import time
@@ -23,8 +23,9 @@ LENGTHS, ALL_LENGTHS = (0, 4, 8, 1, 2), (0, 4, 8, 1, 2, 3, 5, 6, 7)
 """Draft lengths of a short and of a thorough probe, the most important first."""
 SAMPLED = (0, 8, 2)
 """Draft lengths of sampled steps in a short probe. Their forwards are those of greedy steps."""
-WARM_UP, REPEATS = 2, 7
-"""Steps of each kind that are not timed, because they may compile or allocate something; and steps that are."""
+WARM_UP, REPEATS, MANY_REPEATS = 2, 7, 24
+"""Steps of each kind that are not timed, because they may compile or allocate; and the most that are timed, in
+a short and in a thorough probe."""
 SHORT, THOROUGH = 1.5, 20.0
 """Seconds of a probe, about. A slow model gets fewer kinds of steps, and at least three repeats."""
 UNSTEADY = 1.5
@@ -120,8 +121,9 @@ def measure(
 ) -> CostTable | None:
     """The costs of steps of these parts; None if the drafter proposed nothing, or if there is no room for drafts.
 
-    Kinds of steps take turns, forth and back, so that a machine that slows down affects all alike. The fastest repeat
-    counts: what disturbs a step makes it longer. Nothing else may run, and all slots must be free.
+    Kinds of steps take turns, forth and back, so that a machine that slows down affects all alike. The median repeat
+    counts: the fastest one flatters steps of many parts, which are all fast at once only by luck, and drafting makes
+    many parts. Nothing else may run, and all slots must be free.
 
     Args:
         max_requests: Most requests of a step.
@@ -137,10 +139,10 @@ def measure(
         return None
     bench = Bench(parts, context)
     try:
-        repeats = _repeated(bench, _kinds(batches, longest, thorough), seconds)
+        repeats = _repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)
     finally:
         bench.close()
-    found = {kind: min(rows, key=lambda row: row.seconds) for kind, rows in repeats.items()}
+    found = {kind: _middle(rows) for kind, rows in repeats.items()}
     reach = max((kind.length for kind in found if kind.requests == 1), default=0)
     if Kind(requests=1, length=0) not in found or reach == 0:
         return None
@@ -150,11 +152,11 @@ def measure(
     if parts.target.max_context >= 2 * FAR and reading < seconds / 4:
         bench = Bench(parts, FAR)
         try:
-            far = _repeated(bench, ends, seconds / 4)
+            far = _repeated(bench, ends, seconds / 4, REPEATS)
         finally:
             bench.close()
-        rows += [min(each, key=lambda row: row.seconds) for each in far.values()]
-    unsteady = [statistics.median(row.seconds for row in each) / found[kind].seconds for kind, each in repeats.items()]
+        rows += [_middle(each) for each in far.values()]
+    unsteady = [found[kind].seconds / min(row.seconds for row in each) for kind, each in repeats.items()]
     busy = crowded(shares(before, Usage.now()), torch.get_num_threads()) or statistics.median(unsteady) > UNSTEADY
     return CostTable(rows=tuple(rows), catch_up=_catch_up(parts, found[ends[0]], found[ends[1]]), busy=busy)
 
@@ -171,8 +173,8 @@ def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
     return found
 
 
-def _repeated(bench: Bench, kinds: Sequence[Kind], seconds: float) -> dict[Kind, list[StepCost]]:
-    """The repeats of each kind of step, as far as there is time."""
+def _repeated(bench: Bench, kinds: Sequence[Kind], seconds: float, most: int) -> dict[Kind, list[StepCost]]:
+    """The repeats of each kind of step, at most so many, as far as there is time."""
     began, spent = time.perf_counter(), 0.0
     todo: list[Kind] = []
     for kind in kinds:
@@ -184,13 +186,18 @@ def _repeated(bench: Bench, kinds: Sequence[Kind], seconds: float) -> dict[Kind,
             spent += 3 * last.seconds
             todo.append(kind)
     found: dict[Kind, list[StepCost]] = {kind: [] for kind in todo}
-    for number in range(REPEATS):
+    for number in range(most):
         if number >= 3 and time.perf_counter() - began > seconds:
             break
         for kind in todo if number % 2 else todo[::-1]:
             if (row := bench.step(kind)) is not None:
                 found[kind].append(row)
     return {kind: rows for kind, rows in found.items() if rows}
+
+
+def _middle(rows: Sequence[StepCost]) -> StepCost:
+    """The repeat of median seconds."""
+    return sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2]
 
 
 def _catch_up(parts: Parts, plain: StepCost, drafted: StepCost) -> float:
