@@ -7,6 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
+PREPARED := $(VENV)/.prepared
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # xgrammar without what it names: it names triton, a gigabyte that only its kernels for GPUs import. Builds of torch for
 # GPUs bring triton themselves. These are the others, as far as torch and transformers do not bring them.
@@ -15,7 +16,7 @@ BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 
 .PHONY: demo test test-floor lint types layers check clean FORCE
 
-demo: $(READY)
+demo: $(PREPARED)
 	@echo "== The embedded pair speaks; then what was measured =="
 	$(BIN)/outrider generate --compare --prompt "One day, a boy named Tim went to the park with his dog. They" --temperature 0 --max-new-tokens 128
 
@@ -58,6 +59,12 @@ $(READY): pyproject.toml constraints.txt $(VENV)/.torch
 	$(PIP) "$(TORCH)"
 	grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
 	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e .
+	@touch $@
+
+# The fastest forwards of this machine, and what steps cost with them. Without a C++ compiler the demo runs all the same.
+$(PREPARED): $(READY)
+	@echo "== Compiling the embedded pair for this machine and timing its steps; a minute or two, once =="
+	$(BIN)/outrider prepare || echo "The demo goes on without compiled forwards."
 	@touch $@
 
 # What the demo can do without: tools, tests, grammars.

@@ -4,8 +4,8 @@
 from 1 to 8. A cell is a pair of models, a temperature, whether requests come with seeds, and a number of requests at
 once. Each cell is measured in fresh processes: with an empty cache, so that loading measures the costs of steps for one
 and a half seconds, and with costs and acceptance that earlier processes kept. In a process all ways answer the same
-prompts once, in random order, after each shape of forward has run. Outputs go on behind end tokens, so that all ways
-emit as many tokens. The default settings get no warm-up of their own: what they must learn is part of the figure.
+prompts in three turns, in random order, after each shape of forward has run. Outputs go on behind end tokens, so that
+all ways emit as many tokens. The default settings get no warm-up of their own: what they must learn counts.
 
 The figure of a cell is the median seconds over rounds: plain decoding, and the best of all others, over the default.
 Cells are measured in parts, such as `--requests 1,2`, into one folder each, or in one run that goes on where it was cut

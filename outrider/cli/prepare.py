@@ -33,9 +33,10 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
             console.print(f"{role}: not compiled, because {reason}", style="cyan")
             continue
         began = time.perf_counter()
-        lm.prepare()
-        if role == "target" and engine.parts.drafter.taps:
-            lm.prepare(engine.parts.drafter.taps)
+        with console.status(f"{role}: compiling its forward; a minute or more, once"):
+            lm.prepare()
+            if role == "target" and engine.parts.drafter.taps:
+                lm.prepare(engine.parts.drafter.taps)
         spent = time.perf_counter() - began
         choice = choose(lm, forward=None, pad_to=setup.pad_to if role == "target" else 1)
         place = str(lm.package.folder)
@@ -55,14 +56,16 @@ def prepare(setup: Setup, *, as_json: bool) -> None:
             console.print(f"{role}: {choice}")
     for head in heads(engine):
         began = time.perf_counter()
-        head.prepare()
+        with console.status("head: compiling its forwards"):
+            head.prepare()
         spent, places = time.perf_counter() - began, [str(package.folder) for package in head.packages]
         found.append({"role": "head", "folders": places, "seconds": spent, "forward": head.forward})
         if not as_json:
             console.print(f"head: ready after {spent:.0f} s, in {', '.join(places)}", style="cyan")
     costs = None
     if isinstance(engine.parts.length, LoadPolicy):
-        costs = measured(engine.parts, max_slots=engine.max_slots, thorough=True)
+        with console.status("timing steps of target and drafter, for up to half a minute"):
+            costs = measured(engine.parts, max_slots=engine.max_slots, thorough=True)
     if as_json:
         rows = None if costs is None else [asdict(row) for row in costs.rows]
         print_json({"models": found, "costs": {"kept": costs is not None and costs.kept, "steps": rows}})

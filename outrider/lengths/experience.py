@@ -16,7 +16,7 @@ RECORD = "acceptance"
 """The kind of record that keeps pooled acceptance between processes."""
 MOST_RECALLED = 32.0
 """As how many tested tokens of a depth the acceptance of earlier processes counts at most: texts differ."""
-FIRST_SAVE, SAVE = 16, 1024
+FIRST_SAVE, SAVE = 64, 1024
 """Steps after which acceptance is saved first, and most steps between later saves."""
 PAUSE = 600.0
 """Least seconds between two measurements of the costs."""

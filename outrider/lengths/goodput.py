@@ -15,7 +15,7 @@ LIKELY, UNLIKELY, HOPELESS = -0.253, -0.842, -3.0
 """The gain of drafts, in standard deviations: it is positive with a probability of 0.4, 0.2 and 0.001."""
 DOUBTS = 3
 """Doubtful steps in a row after which drafting stops."""
-HOLD, BETTER = 4, 1.01
+HOLD, BETTER = 8, 1.01
 """For how many steps a choice holds for the same requests, and how much faster another length must be."""
 MARGIN, NEAR = 0.07, 0.99
 """How much faster than a plain step drafts must seem, because costs are off by a few percent; and the share of the best

@@ -13,7 +13,7 @@ from outrider.host import remembered
 from outrider.lengths.acceptance import PooledAcceptance, tokens_by_length
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import MOST_RECALLED, Experience, Habit
-from outrider.lengths.goodput import HOLD, GoodputLength
+from outrider.lengths.goodput import HOLD, MARGIN, GoodputLength
 from recipes.length_simulation import Lengths, World, judged, learnt, simulate, step
 from tests import clocks
 
@@ -79,14 +79,16 @@ def best(cost: Cost, rate: float, requests: int) -> int:
 @pytest.mark.parametrize("requests", [1, 2, 8])
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("costs", [cost(0.15, 0.02), cost(0.02, 0.15, 0.3), cost(0.6, 0.3)])
-def test_the_choice_is_within_two_percent_of_the_best_length(costs, rate, requests):
+def test_the_choice_is_within_two_percent_of_the_best_length_or_plain_where_that_gains_little(costs, rate, requests):
     chosen = settled(accepting(costs, rate), running(requests))
     assert len(set(chosen)) == 1
 
     def rates(n: int) -> float:
         return tokens_by_length([rate] * n)[-1] / costs(requests, n)
 
-    assert rates(chosen[0]) > 0.98 * rates(best(costs, rate, requests)), (chosen, best(costs, rate, requests))
+    most = rates(best(costs, rate, requests))
+    plain = chosen[0] == 0 and most < 1.02 * (1 + MARGIN) * rates(0)
+    assert plain or rates(chosen[0]) > 0.98 * most, (chosen, best(costs, rate, requests))
 
 
 def test_a_single_request_with_good_acceptance_drafts_far_and_a_full_batch_with_poor_acceptance_not_at_all():

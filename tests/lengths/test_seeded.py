@@ -84,7 +84,7 @@ def test_requests_with_a_seed_follow_the_costs():
 
 
 def test_requests_with_a_seed_draft_less_when_their_drafts_fail():
-    used = costing(engine(), 0.25)
+    used = costing(engine(), 0.15)
     # The prompt repeats itself, and random weights continue it with anything.
     [lengths] = drafts(used, [7])
     drafted = [length for length in lengths if length]
