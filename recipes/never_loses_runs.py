@@ -107,7 +107,7 @@ def run(asked: Mapping[str, Any]) -> Row:
     for engine in engines.values():
         timed(engine, prompts, {**asked, "max_new_tokens": 16})
     engines[DEFAULT] = default
-    order, found = random.Random(asked["round"]), {}
+    order, found = random.Random(asked["round"]), dict[str, Row]()
     for turn in range(PASSES):
         for way in order.sample([*engines], len(engines)):
             # Plain decoding uses the slots of the default engine, which keeps some warm.

@@ -19,7 +19,7 @@ def test_every_way_emits_the_same_tokens_and_a_run_goes_on_where_it_was_cut_off(
     assert len(rows) == len(entries) == 1
     for row in rows:
         assert {way: made["tokens"] for way, made in row["ways"].items()} == dict.fromkeys(
-            ("plain", "fixed:3", "default"), 2 * 2 * 8
+            ("plain", "fixed:3", "default"), 3 * 2 * 2 * 8
         )
         assert row["ways"]["plain"]["drafted"] == 0 < row["ways"]["fixed:3"]["drafted"]
     assert {"table.md", "summary.json", "plot.svg", "circumstances.json"} <= {f.name for f in tmp_path.iterdir()}
