@@ -20,10 +20,8 @@ LONG, SHORT, CONTEXT = 1900, 40, 2048
 @pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted"])
 def test_in_float32_texts_are_the_same_and_fewer_keys_are_read(drafted: bool) -> None:
     prompts, greedy = texts([SHORT, LONG, *[SHORT - i for i in range(22)]]), Sampling(temperature=0.0, seed=0)
-    lms = [
-        CountingModel(llama(context=CONTEXT).float(), max_slots=24),
-        whole(CountingModel(llama(context=CONTEXT).float(), max_slots=24)),
-    ]
+    model = llama(context=CONTEXT).float()
+    lms = [CountingModel(model, max_slots=24), whole(CountingModel(model, max_slots=24))]
     found = []
     for lm in lms:
         draft = ModelDrafter(lm=LanguageModel(model, max_slots=24))
