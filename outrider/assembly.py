@@ -244,6 +244,8 @@ def _target(setup: Setup, model: PreTrainedModel) -> LM:
         forward=as_forward(setup.forward),
         # A given model may still be trained.
         lasting=isinstance(setup.target, str),
+        # The engine lets requests wait that do not fit beside others.
+        overcommit=True,
     )
 
 

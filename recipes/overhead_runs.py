@@ -16,10 +16,10 @@ from outrider.bench.evidence import Row
 from outrider.bench.runs import PARTS, law
 from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.core.types import InputError, Sampling, Step
-from outrider.decoding.progress import PREFILL_CHUNK
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.forwards.forward import as_forward
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
+from outrider.lm.slots.budget import PREFILL_CHUNK
 from recipes.stand_in import PARAMETERS, stand_in
 
 GAMMA = 5

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider import InputError
-from outrider.decoding.progress import prefill_size
 from outrider.drafters.ngram import NgramDrafter
+from outrider.lm.slots.budget import prefill_size
 from outrider.setup import KINDS, Setup, documentation
 
 NAMES = [field.name for field in fields(Setup)]

@@ -11,14 +11,7 @@ from outrider.decoding.drafting import drafter_of, observe
 from outrider.decoding.protocol import Keep, Parts
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import Segment
-
-PREFILL_CHUNK, GPU_CHUNK = 512, 2048
-"""Most prompt tokens of one forward, by default, on CPUs and on GPUs. A GPU launches 512 as slowly as 2,048."""
-
-
-def prefill_size(device: torch.device) -> int:
-    """Most prompt tokens of one forward on a device, by default."""
-    return PREFILL_CHUNK if device.type == "cpu" else GPU_CHUNK
+from outrider.lm.slots.budget import prefill_size
 
 
 def begin(parts: Parts, request: Request) -> Running:

@@ -12,7 +12,9 @@ from outrider.decoding.progress import begin
 from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter
 from outrider.engine.prefixes import Found, Prefixes
+from outrider.engine.requests import most_tokens
 from outrider.engine.seats import Seat
+from outrider.lm.protocol import SharesMemory
 
 Route = Callable[[Request], Drafter]
 """Chooses the drafter of a request."""
@@ -26,6 +28,9 @@ class Admission:
     The slot of an ended request stays allocated (*warm*). A prompt that continues the text of an ended request takes
     over its slot. A prompt that shares only a beginning with another request, such as a system prompt, gets a copy of
     that beginning, if a slot is free for it.
+
+    Where memory does not suffice for all slots at full length, a request waits until it fits, to its last token, beside
+    those that run. Requests behind it wait too, so that short ones cannot hold back a long one for ever.
 
     Attributes:
         prefixes: The slots that are kept warm.
@@ -65,7 +70,7 @@ class Admission:
             route: Chooses each request's drafter; None: all get the drafter of `parts`.
         """
         failed: list[tuple[Seat, Exception]] = []
-        while self._waiting and len(self._running) < self.max_slots:
+        while self._waiting and len(self._running) < self.max_slots and self._holds(self._waiting[0].request):
             seat = self._waiting.popleft()
             seat.admitted = time.perf_counter()
             try:
@@ -94,6 +99,33 @@ class Admission:
             self._running.remove(seat)
             self._give_up(seat.running)
 
+    def _holds(self, request: Request) -> bool:
+        """Whether memory suffices for a request, to its end, beside those that run. Warm slots are released for it.
+
+        A request that would run alone may always try.
+        """
+        target = self.parts.target
+        if not isinstance(target, SharesMemory):
+            return True
+        running = [other.state for other in self._running]
+        asked = [request, *(state.request for state in running)]
+        lengths = [min(most_tokens(each), target.max_context) for each in asked]
+        if target.holds([*lengths, *self.prefixes.lengths]):
+            return True
+        if not target.holds(lengths):
+            return not running
+        found = self.prefixes.longest(request.prompt, running)
+        taken = found is not None and found.warm and found.is_mostly_shared
+        if found is not None and taken:
+            # It becomes the request's own, so it is released last and not counted.
+            self.prefixes.touch(found.state)
+        while len(self.prefixes) > taken:
+            others = self.prefixes.lengths
+            if target.holds([*lengths, *(others[:-1] if taken else others)]):
+                break
+            self.prefixes.evict()
+        return True
+
     def _start(self, seat: Seat, drafter: Drafter) -> Running:
         """Give a request a slot. If another text begins as its prompt does, the slot already holds that beginning."""
         prompt = seat.request.prompt
@@ -119,8 +151,7 @@ class Admission:
         """Whether to take over the slot of an ended request: at least half of its text is shared, or its slot would be
         released next anyway.
         """
-        much = 2 * found.shared >= len(found.state.tokens)
-        return found.warm and (much or (self._is_full and self.prefixes.oldest is found.state))
+        return found.warm and (found.is_mostly_shared or (self._is_full and self.prefixes.oldest is found.state))
 
     def _has_room_beside(self, found: Found) -> bool:
         """Whether there is a slot for a copy. A warm slot may be released for it, but not the slot to copy."""

@@ -14,7 +14,6 @@ from outrider.core.constraint import Constraint
 from outrider.core.dice import Dice
 from outrider.core.inputs import whole
 from outrider.core.types import InputError, Request, Running, Sampling, Step
-from outrider.decoding.progress import prefill_size
 from outrider.decoding.protocol import Parts, Watch
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.none import NoDrafter
@@ -33,6 +32,7 @@ from outrider.host.threads import threads_are_bound
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.generation_config import GenerationRules
+from outrider.lm.slots.budget import prefill_size
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 

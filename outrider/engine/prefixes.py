@@ -22,6 +22,11 @@ class Found:
     shared: int
     warm: bool
 
+    @property
+    def is_mostly_shared(self) -> bool:
+        """Whether the common beginning is at least half of the request's text."""
+        return 2 * self.shared >= len(self.state.tokens)
+
 
 class Prefixes:
     """Ended requests whose slots stay allocated, the most recently used last. Changes in place.
@@ -43,6 +48,11 @@ class Prefixes:
 
     def __len__(self) -> int:
         return len(self._warm)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens in the target's cache for each of them, the least recently used first."""
+        return [self.parts.target.length(state.slot) for state in self._warm]
 
     @property
     def oldest(self) -> Running | None:

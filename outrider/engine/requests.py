@@ -13,7 +13,7 @@ from outrider.core.constraint import Constraint
 from outrider.core.inputs import whole
 from outrider.core.types import InputError, Request, Sampling
 from outrider.engine.prompts import Prompt, rows
-from outrider.lm.protocol import LM
+from outrider.lm.protocol import LM, SharesMemory
 
 Setting = TypeVar("Setting")
 MOST_OUTPUTS = 1_000_000
@@ -32,6 +32,7 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
         )
     if request.max_new_tokens < 1:
         raise InputError(f"max_new_tokens must be >= 1, got {request.max_new_tokens}")
+    _check_memory(request, target)
     if not 0 <= request.min_tokens <= request.max_new_tokens:
         raise InputError(
             f"min_tokens must be in 0 .. max_new_tokens={request.max_new_tokens}, got {request.min_tokens}"
@@ -53,6 +54,25 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
         raise InputError("stop strings need the target's tokenizer")
     if any(not text for text in request.stop):
         raise InputError("a stop string must not be empty")
+
+
+def most_tokens(request: Request) -> int:
+    """Most tokens that a request can come to have."""
+    return len(request.prompt) + request.max_new_tokens
+
+
+def _check_memory(request: Request, target: LM) -> None:
+    """Raise InputError if the context is shorter than the model allows, for lack of memory, and too short."""
+    longest = target.max_context
+    if not isinstance(target, SharesMemory) or target.possible_context <= longest or most_tokens(request) <= longest:
+        return
+    wanted = min(most_tokens(request), target.possible_context)
+    raise InputError(
+        f"a prompt of {len(request.prompt)} tokens and max_new_tokens={request.max_new_tokens} pass the {longest} "
+        f"tokens for which memory suffices in each of {target.max_slots} slots; give max_new_tokens="
+        f"{longest - len(request.prompt)} or less, or load with fewer max_slots or with max_context={wanted}, with "
+        "which long requests wait for each other"
+    )
 
 
 def check_count(n: int, num_prompts: int) -> None:

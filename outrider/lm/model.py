@@ -30,10 +30,12 @@ from outrider.lm.hf.support import refusal
 from outrider.lm.hf.weights import check_logits
 from outrider.lm.protocol import Segment
 from outrider.lm.slots.batch import Batch, upload
+from outrider.lm.slots.budget import activation_bytes
 from outrider.lm.slots.cache import Probe
 from outrider.lm.slots.masks import look, mask_builder
 from outrider.lm.slots.slots import BRANCHES, Pending, Slots
 from outrider.lm.slots.slotted import Inputs, Outputs, SlottedLM
+from outrider.lm.slots.split import ForwardPrice
 
 _TOLERANCE, _ROUGHLY = 1e-2, 0.1
 LEAST_MASKLESS = 33
@@ -70,6 +72,8 @@ class LanguageModel(SlottedLM):
             on a GPU, see `replayed`. With `packed` and `compiled` the weights must not change afterwards. All round
             alike for a single token and a block, or none does. Replayed forwards round as eager ones of the same size;
             the others differ from each other in roundings.
+        overcommit: Whether a `max_context` may be asked for that does not fit for all slots at once. Whoever opens
+            slots then asks `holds` first.
 
     Raises:
         InputError: The model cannot be supported, or the cache does not fit in memory.
@@ -99,6 +103,7 @@ class LanguageModel(SlottedLM):
         vocab_size: int | None = None,
         pad_to: int = 1,
         forward: Forward = "eager",
+        overcommit: bool = False,
     ) -> None:
         for name, value in (("max_slots", max_slots), ("pad_to", pad_to)):
             if value is not None and value < 1:
@@ -128,6 +133,20 @@ class LanguageModel(SlottedLM):
             limit=self.anatomy.longest_context,
             device=self.device,
             num_rows=2 if forward == "compiled" else 1,
+            activations=activation_bytes(
+                self.device,
+                hidden_size=self.hidden_size,
+                vocab_size=self.vocab_size,
+                dtype=self.dtype,
+                max_slots=max_slots,
+            ),
+            overcommit=overcommit,
+        )
+        self._price = ForwardPrice(
+            weights=sum(weight.nbytes for weight in model.parameters()),
+            num_layers=self.num_layers,
+            position=self.cache.position_bytes,
+            device=self.device,
         )
         self._forwards: dict[Forward, Runs] = {}
         self.choice: Choice | None = None
@@ -265,6 +284,7 @@ class LanguageModel(SlottedLM):
             max_slots=self.max_slots,
             max_context=self.max_context,
             vocab_size=self.vocab_size,
+            overcommit=self.overcommitted,
         )
 
     def _forward(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:

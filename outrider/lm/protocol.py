@@ -148,6 +148,22 @@ class LM(Protocol):
 
 
 @runtime_checkable
+class SharesMemory(Protocol):
+    """A language model whose slots may not all be as long as they may at once.
+
+    Attributes:
+        possible_context: The largest `max_context` that it could be given.
+    """
+
+    @property
+    def possible_context(self) -> int: ...
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether slots of so many tokens each, and their pending nodes, fit in memory at once."""
+        ...
+
+
+@runtime_checkable
 class Readable(Protocol):
     """A language model whose hidden states and ends drafters may read.
 

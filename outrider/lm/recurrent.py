@@ -23,8 +23,8 @@ from outrider.lm.hf.weights import check_logits
 from outrider.lm.model import check_context, check_devices, checked_width
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import joined, upload
-from outrider.lm.slots.budget import available_bytes, promise
-from outrider.lm.slots.cache import Probe, SlotCache, fitting_context, worst_bytes
+from outrider.lm.slots.budget import Room, activation_bytes, available_bytes, promise
+from outrider.lm.slots.cache import Probe, SlotCache
 from outrider.lm.slots.masks import MaskBuilder, mask_builder
 from outrider.lm.slots.replay import BORDERS, Job, StatefulSlot, pieces
 from outrider.lm.slots.slots import SlotTable
@@ -72,6 +72,8 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         max_slots: Most slots at once.
         max_context: Most tokens of one slot. None takes as many as the model and free memory allow.
         vocab_size: Cut the logits to this width, where the model's vocabulary is padded.
+        overcommit: Whether a `max_context` may be asked for that does not fit for all slots at once. Whoever opens
+            slots then asks `holds` first.
 
     Raises:
         InputError: The model cannot be supported, or its cache does not fit in memory.
@@ -97,6 +99,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         max_slots: int = 8,
         max_context: int | None = None,
         vocab_size: int | None = None,
+        overcommit: bool = False,
     ) -> None:
         if max_slots < 1:
             raise InputError(f"max_slots must be >= 1, got {max_slots}")
@@ -121,18 +124,33 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         width, state = self._probe()
         self.vocab_size = checked_width(width, vocab_size)
         check_devices(probe.devices | {tensor.device for tensor in state}, self.device)
-        free = available_bytes(self.device)
+        activations = activation_bytes(
+            self.device,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            dtype=self.dtype,
+            max_slots=max_slots,
+        )
+        free = available_bytes(self.device, activations)
         taken = max_slots * (BORDERS + 1) * sum(tensor.nbytes for tensor in state)
-        self.max_context = fitting_context(
+        room = Room.of(
             probe.layers,
             max_slots=max_slots,
             max_context=max_context,
             limit=self.anatomy.longest_context,
             free=None if free is None else max(0, free - taken),
+            overcommit=overcommit,
         )
-        cache = SlotCache(probe.layers, max_slots=max_slots, max_context=self.max_context, device=self.device)
-        promise(cache, self.device, taken + worst_bytes(probe.layers, max_slots, self.max_context))
-        self._slots = SlotTable(cache, max_slots=max_slots)
+        self.max_context = room.max_context
+        cache = SlotCache(
+            probe.layers,
+            max_slots=max_slots,
+            max_context=self.max_context,
+            device=self.device,
+            most_bytes=room.most_bytes,
+        )
+        promise(cache, self.device, taken + room.promised(probe.layers, max_slots), activations)
+        self._slots = SlotTable(cache, max_slots=max_slots, room=room)
         if (reason := self._misread()) is not None:
             raise InputError(reason)
 
@@ -165,6 +183,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             max_slots=self.max_slots,
             max_context=self.max_context,
             vocab_size=self.vocab_size,
+            overcommit=self.overcommitted,
         )
 
     @property

@@ -18,9 +18,10 @@ from outrider.core.dice import Draws, Pick, Purpose
 from outrider.core.sampling import to_rows
 from outrider.core.texts import Before
 from outrider.core.types import Ahead, Request, Running, Sampling, ShortList, Step
-from outrider.decoding.progress import PREFILL_CHUNK, begin, end, pending_tokens, prefill_chunk
+from outrider.decoding.progress import begin, end, pending_tokens, prefill_chunk
 from outrider.decoding.protocol import Parts
 from outrider.lm.protocol import Segment
+from outrider.lm.slots.budget import PREFILL_CHUNK
 from outrider.proof.noise import Noise
 
 BATCH = 512

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from outrider.core.types import Running, Sampling
-from outrider.decoding import progress
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
 from outrider.drafters.ngram import NgramDrafter
@@ -17,6 +16,7 @@ from outrider.drafters.protocol import Observed
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.model import LanguageModel
+from outrider.lm.slots import budget
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.block import BlockVerifier
 from tests.world.zoo import VOCAB, tiny
@@ -56,7 +56,7 @@ def plain_states(tokens: list[int]) -> dict[int, Tensor]:
 
 
 def test_observe_hears_every_position_but_the_anchor_once_and_in_order(monkeypatch):
-    monkeypatch.setattr(progress, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(budget, "PREFILL_CHUNK", 7)
     listener = Listener(prompt_lookup_min=1)
     target = LanguageModel(tiny("llama"), max_slots=3)
     parts = Parts(

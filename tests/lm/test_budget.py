@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from outrider.core.types import InputError
-from outrider.lm.slots.budget import available_bytes
+from outrider.lm.model import LanguageModel
+from outrider.lm.slots.budget import activation_bytes, available_bytes, promise
 from outrider.lm.slots.cache import Layer, Shape, worst_bytes
 from outrider.lm.slots.slots import BRANCHES, Slots
 from tests.world.card import DEVICE, MEMORY, gpu
+from tests.world.zoo import tiny
 
 LAYERS = {
     0: Layer(keys=Shape(heads=64, dim=128, dtype=torch.bfloat16), values=Shape(heads=64, dim=128, dtype=torch.bfloat16))
@@ -31,6 +33,28 @@ def test_a_cache_that_would_not_fit_beside_another_is_refused_before_it_starts()
         target = fitted()
         with pytest.raises(InputError, match="lower max_slots or max_context"):
             fitted(max_context=target.max_context)
+
+
+def test_what_forwards_need_is_no_room_for_caches_and_counts_once_because_models_take_turns() -> None:
+    need = activation_bytes(DEVICE, hidden_size=4096, vocab_size=128256, dtype=torch.bfloat16, max_slots=32)
+    # Logits of 32 requests with 33 nodes each, in bfloat16 and five times in float32, and a chunk of 2,048 tokens.
+    assert need == 32 * 33 * 128256 * 22 + 2048 * 4096 * 16 * 2
+    with gpu():
+        assert available_bytes(DEVICE, need) == MEMORY - need
+        cache = fitted().cache
+        promise(cache, DEVICE, cache.num_bytes + 10**9, need)
+        assert available_bytes(DEVICE) == available_bytes(DEVICE, need // 2) == MEMORY - 10**9 - need
+        assert available_bytes(DEVICE, 2 * need) == MEMORY - 10**9 - 2 * need
+    assert available_bytes(torch.device("cpu"), 10**18) != 0
+
+
+def test_models_on_a_gpu_leave_room_for_their_forwards() -> None:
+    with gpu():
+        before = available_bytes(DEVICE)
+        lm = LanguageModel(tiny("llama").to(DEVICE), max_slots=4)
+        assert before - available_bytes(DEVICE) > activation_bytes(
+            DEVICE, hidden_size=lm.hidden_size, vocab_size=lm.vocab_size, dtype=lm.dtype, max_slots=4
+        )
 
 
 def test_a_cache_that_is_gone_needs_nothing() -> None:

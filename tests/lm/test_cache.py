@@ -149,6 +149,31 @@ def test_all_storage_is_taken_at_once_if_that_is_a_small_share_of_free_memory() 
     assert cache.generation == 2
 
 
+def test_rows_and_places_change_with_need_where_memory_is_short_and_contents_stay() -> None:
+    position = 4 * 2 * (3 * 3 + 5)
+    cache = SlotCache(LAYERS, max_slots=4, max_context=2000, device=torch.device("cpu"), most_bytes=position * 64 * 40)
+    cache.open(0)
+    write(cache, {0: 1500}, [1], 1)
+    write(cache, {0: 1501}, [1], 1)
+    assert (cache.num_rows, cache.capacity) == (1, 2048)
+    assert cache.holds(1, 2000)
+    assert cache.holds(2, 1279)
+    assert not cache.holds(2, 1280)
+    cache.shorten(0, 10)
+    for slot in range(1, 4):
+        cache.open(slot)
+    write(cache, dict.fromkeys(range(4), 20), [20] * 4, 20)
+    assert (cache.num_rows, cache.capacity) == (4, 640)
+    for slot in range(1, 3):
+        cache.close(slot)
+    read = write(cache, {0: 1100, 3: 21}, [1, 1], 1)
+    assert (cache.num_rows, cache.capacity) == (2, 1280)
+    assert [row[:20].tolist() for row in read] == [[*range(20)], [*range(300, 320)]]
+    with pytest.raises(RuntimeError, match="2 slots of 1300 tokens do not fit"):
+        write(cache, {0: 1300}, [1], 1)
+    assert cache.num_bytes <= position * 64 * 40
+
+
 def test_padding_is_the_last_place_of_each_row() -> None:
     cache = opened(4)
     places = cache.places([1, 3], [2, 3], np.array([1, 2]), 3)

@@ -27,7 +27,7 @@ DRAFTERS = ("model", "ngram", "none")
 VERIFIERS: dict[str, Verifier] = {"token": TokenVerifier(), "block": BlockVerifier(), "match": MatchVerifier()}
 
 
-def llama(num_layers: int = 2) -> LlamaForCausalLM:
+def llama(num_layers: int = 2, context: int = CONTEXT) -> LlamaForCausalLM:
     """A random Llama in float64; one with fewer layers is the beginning of one with more, so that they often agree."""
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -36,7 +36,7 @@ def llama(num_layers: int = 2) -> LlamaForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
+        max_position_embeddings=context,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,

@@ -280,6 +280,7 @@ def as_lm(
     pad_to: int | None = 1,
     forward: Forward | None = "eager",
     lasting: bool = True,
+    overcommit: bool = False,
 ) -> LanguageModel | RecurrentModel:
     """The model as the engine sees it, in the way that its layers need.
 
@@ -289,6 +290,7 @@ def as_lm(
         pad_to: Fewest columns of a forward; None chooses.
         forward: How forwards run; None chooses.
         lasting: Whether the weights will stay as they are.
+        overcommit: Whether a `max_context` may be asked for that does not fit for all slots at once.
     """
     if not Anatomy.of(model).recurrent:
         lm = LanguageModel(
@@ -298,12 +300,15 @@ def as_lm(
             vocab_size=vocab_size,
             pad_to=pad_to or 1,
             forward=forward or "eager",
+            overcommit=overcommit,
         )
         lm.choice = choose(lm, forward=forward, pad_to=pad_to, lasting=lasting)
         return lm
     if forward not in (None, "eager"):
         raise InputError(f"{model.config.model_type} has recurrent layers and runs as it is; choose forward=eager")
-    return RecurrentModel(model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size)
+    return RecurrentModel(
+        model, max_slots=max_slots, max_context=max_context, vocab_size=vocab_size, overcommit=overcommit
+    )
 
 
 def open_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:

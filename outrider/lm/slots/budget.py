@@ -1,27 +1,147 @@
-"""The memory that a new cache may count on: what is free, less what the other caches of this process will come to need.
+"""The memory that a new cache may count on: what is free, less what the other caches of this process will come to need,
+and less what forwards need for themselves.
 
 A cache begins small and grows. So the memory that is free when a second one is made, such as a drafter's, is partly
 promised to the first. On CPUs memory is shared with other processes and can be swapped; there, what is free now counts.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
-from outrider.lm.slots.cache import SlotCache, free_bytes
+from outrider.core.types import InputError
+from outrider.lm.slots.cache import FIRST, SHARE, Layer, SlotCache, fitting_context, free_bytes, worst_bytes
 
-_PROMISED: WeakKeyDictionary[SlotCache, tuple[torch.device, int]] = WeakKeyDictionary()
+PREFILL_CHUNK, GPU_CHUNK = 512, 2048
+"""Most prompt tokens of one forward, by default, on CPUs and on GPUs. A GPU launches 512 as slowly as 2,048."""
+BUFFERS = 16
+"""Tensors as wide as the hidden states that a forward holds at once. A layer's inner ones, which are wider, count as
+several.
+"""
+NODES, COPIES = 33, 5
+"""Nodes of one request whose logits are computed at once, and how often their rows are in memory, in float32, while
+they become probabilities and are verified.
+"""
 
 
-def promise(cache: SlotCache, device: torch.device, num_bytes: int) -> None:
-    """Note how many bytes a cache can come to need, as long as it lives."""
-    _PROMISED[cache] = (device, num_bytes)
+@dataclass(frozen=True, kw_only=True)
+class _Promise:
+    """What a cache was promised.
+
+    Attributes:
+        device: Where it lies.
+        most: Bytes that it can come to need.
+        activations: Bytes that forwards over it need besides.
+    """
+
+    device: torch.device
+    most: int
+    activations: int
 
 
-def available_bytes(device: torch.device) -> int | None:
-    """Bytes that a new cache on a device may count on; None if unknown."""
+_PROMISED: WeakKeyDictionary[SlotCache, _Promise] = WeakKeyDictionary()
+
+
+def promise(cache: SlotCache, device: torch.device, num_bytes: int, activations: int = 0) -> None:
+    """Note how many bytes a cache, and the forwards over it, can come to need, as long as the cache lives."""
+    _PROMISED[cache] = _Promise(device=device, most=num_bytes, activations=activations)
+
+
+def available_bytes(device: torch.device, activations: int = 0) -> int | None:
+    """Bytes that a new cache on a device may count on; None if unknown.
+
+    Args:
+        activations: Bytes that the forwards over the new cache need. Models take turns, so the most of any counts.
+    """
     free = free_bytes(device)
     if free is None or device.type == "cpu":
         return free
-    growing = (most - cache.num_bytes for cache, (where, most) in _PROMISED.items() if where == device)
-    return max(0, free - sum(max(0, each) for each in growing))
+    others = [(cache, promised) for cache, promised in _PROMISED.items() if promised.device == device]
+    growing = sum(max(0, promised.most - cache.num_bytes) for cache, promised in others)
+    needed = max([activations, *(promised.activations for _, promised in others)])
+    return max(0, free - growing - needed)
+
+
+def prefill_size(device: torch.device) -> int:
+    """Most prompt tokens of one forward on a device, by default."""
+    return PREFILL_CHUNK if device.type == "cpu" else GPU_CHUNK
+
+
+def activation_bytes(
+    device: torch.device, *, hidden_size: int, vocab_size: int, dtype: torch.dtype, max_slots: int
+) -> int:
+    """Bytes that the largest forwards need besides weights and caches: a chunk of a prompt, or the logits of all
+    requests and what is made of them.
+
+    More prompt tokens than by default (`max_prefill_tokens`) must do with the share of memory that no cache gets.
+
+    Example:
+        >>> round(activation_bytes(torch.device("cuda"), hidden_size=4096, vocab_size=128_256, dtype=torch.bfloat16,
+        ...                        max_slots=32) / 1e9, 2)
+        3.25
+    """
+    chunk = prefill_size(device) * hidden_size * dtype.itemsize * BUFFERS
+    logits = max_slots * NODES * vocab_size * (dtype.itemsize + COPIES * torch.float32.itemsize)
+    return chunk + logits
+
+
+@dataclass(frozen=True, kw_only=True)
+class Room:
+    """How long the slots of a new cache may become.
+
+    Attributes:
+        max_context: Most tokens of one slot.
+        possible_context: The largest `max_context` that may be asked for. Slots of so many tokens may not fit all at
+            once.
+        most_bytes: Bytes that the cache may hold; None where all slots fit at once.
+    """
+
+    max_context: int
+    possible_context: int
+    most_bytes: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        layers: Mapping[int, Layer],
+        *,
+        max_slots: int,
+        max_context: int | None,
+        limit: int | None,
+        free: int | None,
+        spare: int = 0,
+        num_rows: int = 1,
+        overcommit: bool = False,
+    ) -> "Room":
+        """The room that some free memory gives.
+
+        Args:
+            max_context: Most tokens of one slot. None takes as many as `limit` and memory allow for all slots at once.
+            limit: Most tokens that the model allows; None where there is no limit.
+            free: Bytes; None where it is not known.
+            spare: Pending nodes of a slot beyond its longest context.
+            num_rows: Rows that the cache has at least.
+            overcommit: Whether a `max_context` may be asked for that does not fit for all slots at once.
+
+        Raises:
+            InputError: It does not fit.
+        """
+        possible = 0
+        if overcommit and free is not None and worst_bytes(layers, max_slots, FIRST - 1) <= free * SHARE:
+            longer = None if limit is None else limit + spare
+            alone = fitting_context(layers, max_slots=num_rows, max_context=None, limit=longer, free=free)
+            possible = alone - spare
+        try:
+            fitting = fitting_context(layers, max_slots=max_slots, max_context=max_context, limit=limit, free=free)
+        except InputError:
+            if max_context is None or max_context > possible:
+                raise
+            return cls(max_context=max_context, possible_context=possible, most_bytes=int((free or 0) * SHARE) * 2 // 3)
+        return cls(max_context=fitting, possible_context=max(fitting, possible))
+
+    def promised(self, layers: Mapping[int, Layer], max_slots: int, spare: int = 0) -> int:
+        """Bytes that the cache can come to need, while storage grows too."""
+        worst = worst_bytes(layers, max_slots, self.max_context + spare)
+        return worst if self.most_bytes is None else min(worst, self.most_bytes * 3 // 2)

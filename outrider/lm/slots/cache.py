@@ -14,8 +14,10 @@ from outrider.lm.slots.buckets import bucket_rows
 from outrider.lm.slots.window import Window
 
 _STEP = 64
-_FIRST = 256
-_SHARE = 0.8
+FIRST = 256
+"""Places of each row at first."""
+SHARE = 0.8
+"""How much of the free memory caches may take."""
 _ENDLESS = 1 << 20
 
 
@@ -106,16 +108,16 @@ def fitting_context(
     """
     asked = max_context or limit or _ENDLESS
     need = worst_bytes(layers, max_slots, asked)
-    if free is None or need <= free * _SHARE:
+    if free is None or need <= free * SHARE:
         return asked
     if max_context is None:
         per_position = worst_bytes(layers, max_slots, _STEP - 1) / _STEP
-        fits = int(free * _SHARE / per_position) // _STEP * _STEP - 1
+        fits = int(free * SHARE / per_position) // _STEP * _STEP - 1
         if fits > 0:
             return fits
     raise InputError(
         f"the cache of {max_slots} slots of {asked} tokens can come to need {need / 1e9:.2f} GB, and of "
-        f"{free / 1e9:.2f} GB free memory {_SHARE:.0%} may be used; lower max_slots or max_context"
+        f"{free / 1e9:.2f} GB free memory {SHARE:.0%} may be used; lower max_slots or max_context"
     )
 
 
@@ -124,7 +126,8 @@ class SlotCache:
 
     A slot lies in a row. The rows in use are always the first ones: releasing a slot moves the last row into the hole.
     So a forward over all slots reads one contiguous view and copies nothing. The last place of each row belongs to no
-    slot; padding is written there. Storage begins with few rows and doubles when it must. Changes in place.
+    slot; padding is written there. Storage begins with few rows and doubles when it must. Where doubled storage would
+    pass `most_bytes`, it gets as many rows as are in use, each as long as memory allows. Changes in place.
 
     Attributes:
         num_bytes: Memory held.
@@ -132,6 +135,15 @@ class SlotCache:
         generation: How often storage was allocated. As long as it stays, all storages stay where they are.
         num_rows: Rows of the storages.
         capacity: Places of each row.
+        position_bytes: Bytes of one position of one slot.
+
+    Args:
+        layers: What each layer keeps.
+        max_slots: Most slots at once.
+        max_context: Most tokens and nodes of one slot.
+        device: Where it lies.
+        num_rows: Rows at first, and at least.
+        most_bytes: Most memory of the storages; None: as much as all slots can come to need.
     """
 
     def __init__(
@@ -142,6 +154,7 @@ class SlotCache:
         max_context: int,
         device: torch.device,
         num_rows: int = 1,
+        most_bytes: int | None = None,
     ) -> None:
         self.bytes_moved = 0
         self._max_slots = max_slots
@@ -152,10 +165,12 @@ class SlotCache:
         for index, layer in sorted(layers.items()):
             self._entries[index] = (len(self._shapes), len(self._shapes) + 1)
             self._shapes += [layer.keys, layer.values]
+        self.position_bytes = sum(shape.num_bytes for shape in self._shapes)
+        self._least_rows, self._most_bytes = num_rows, most_bytes
         self._row_of: dict[int, int] = {}
         self._used: dict[int, int] = {}
         self._parts: dict[tuple[int, int], Sequence[Tensor]] = {}
-        self.num_rows, self.capacity, self.generation = num_rows, min(_FIRST, self._max_capacity), 1
+        self.num_rows, self.capacity, self.generation = num_rows, min(FIRST, self._max_capacity), 1
         # A compiler that writes into a part of a tensor copies all of it, so each layer's keys are one, and its values.
         self._storages = [self._allocated(shape) for shape in self._shapes]
 
@@ -232,6 +247,21 @@ class SlotCache:
         if bucket_rows(rows[-1] + 1) > 2 * bucket_rows(len(rows)):
             self._move_into(rows, 0)
 
+    def line_up(self, first: Sequence[int], others: Sequence[int], *, in_front: bool) -> None:
+        """Move rows so that two forwards, over some slots and over others, each read one view.
+
+        Args:
+            first: The slots whose rows come before those of the others.
+            in_front: Whether forwards are replayed, and read the first rows of all.
+        """
+        slots = [*first, *others]
+        if in_front:
+            self.gather_in_front(slots)
+        else:
+            self.gather(slots)
+        begin = 0 if in_front else min(self._row_of[slot] for slot in slots)
+        self._move_into(sorted(self._row_of[slot] for slot in first), begin)
+
     def _move_into(self, rows: Sequence[int], first: int) -> None:
         """Move rows so that they are neighbours, from the row `first` on. They change places with those that are
         there.
@@ -296,16 +326,32 @@ class SlotCache:
             rows = min(2 * rows, max(rows, self._max_slots))
         while capacity <= used:
             capacity = min(2 * capacity, self._max_capacity)
+        if self._most_bytes is not None and rows * capacity * self.position_bytes > self._most_bytes:
+            rows = max(len(self._row_of), self._least_rows)
+            capacity = min(self._fitting(rows), self._max_capacity)
+            if capacity <= max([used, *self._used.values()]):
+                raise RuntimeError(f"{rows} slots of {used} tokens do not fit in memory at once")
         if (rows, capacity) != (self.num_rows, self.capacity):
             self._grow(rows, capacity)
+
+    def _fitting(self, rows: int) -> int:
+        """How many places each of so many rows may have."""
+        if self._most_bytes is None:
+            return self._max_capacity
+        return self._most_bytes // (rows * self.position_bytes) // _STEP * _STEP
+
+    def holds(self, count: int, used: int) -> bool:
+        """Whether so many slots fit in memory at once, if the longest has so many tokens and nodes."""
+        return min(used, self._max_capacity - 1) < self._fitting(max(count, self._least_rows))
 
     def reserve_all(self, share: float) -> None:
         """Allocate all that the slots can come to need, so that storage stays where it is, unless this takes more than
         a share of the device's free memory.
         """
         size, free = (max(self.num_rows, self._max_slots), self._max_capacity), free_bytes(self._device)
-        need = sum(shape.num_bytes for shape in self._shapes) * size[0] * size[1]
-        if free is not None and need <= share * free and size != (self.num_rows, self.capacity):
+        need = self.position_bytes * size[0] * size[1]
+        fits = self._most_bytes is None or need <= self._most_bytes
+        if fits and free is not None and need <= share * free and size != (self.num_rows, self.capacity):
             self._grow(*size)
 
     def _grow(self, rows: int, capacity: int) -> None:
@@ -313,7 +359,8 @@ class SlotCache:
         self.generation += 1
         for i, shape in enumerate(self._shapes):
             old, self._storages[i] = self._storages[i], self._allocated(shape)
-            self._storages[i][: old.shape[0], : old.shape[1]].copy_(old)
+            kept = slice(min(len(old), rows)), slice(min(old.shape[1], capacity))
+            self._storages[i][kept].copy_(old[kept])
             if old.is_cuda and torch.cuda.is_initialized():
                 # PEARL grows a cache on a stream of its own. Until that has copied it, the memory stays taken.
                 old.record_stream(torch.cuda.current_stream(old.device))
@@ -324,7 +371,7 @@ class SlotCache:
 
         A multiple of 64, or with `doubling` a power of two; never more than there are.
         """
-        wanted = max(_FIRST, 1 << (used - 1).bit_length()) if doubling else _round_up(used)
+        wanted = max(FIRST, 1 << (used - 1).bit_length()) if doubling else _round_up(used)
         return min(wanted, self.capacity)
 
     def padding(self, count: int) -> Int[np.ndarray, " rows"]:

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int
 
 from outrider.lm.protocol import Segment
-from outrider.lm.slots.budget import available_bytes, promise
-from outrider.lm.slots.cache import Layer, SlotCache, fitting_context, worst_bytes
+from outrider.lm.slots.budget import Room, available_bytes, promise
+from outrider.lm.slots.cache import Layer, SlotCache
 
 
 @runtime_checkable
@@ -126,20 +126,30 @@ class SlotTable(Generic[Content]):
     Attributes:
         cache: Where keys and values lie.
         max_slots: Most slots at once.
+        room: How long slots may become.
 
     Args:
         cache: The cache, which gives each open slot a row.
         max_slots: Most slots at once.
+        room: How long slots may become.
     """
 
-    def __init__(self, cache: SlotCache, *, max_slots: int) -> None:
+    spare = 0
+    """Most pending nodes that a slot may hold beyond its longest context."""
+
+    def __init__(self, cache: SlotCache, *, max_slots: int, room: Room) -> None:
         self.cache = cache
         self.max_slots = max_slots
+        self.room = room
         self._contents: dict[int, Content] = {}
 
     def __len__(self) -> int:
         """Number of open slots."""
         return len(self._contents)
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether slots of so many tokens each, and their pending nodes, fit in memory at once."""
+        return self.cache.holds(len(lengths), max(lengths, default=0) + self.spare)
 
     def __getitem__(self, slot: int) -> Content:
         """The contents of an open slot. Raises RuntimeError if it is not open."""
@@ -174,13 +184,15 @@ class SlotTable(Generic[Content]):
 class Slots(SlotTable[Slot]):
     """Slots whose pending nodes may branch. A commit moves the accepted path into place.
 
-    Args:
+    Attributes:
         max_context: Most tokens of one slot, pending nodes included, along any path.
     """
 
-    def __init__(self, cache: SlotCache, *, max_slots: int, max_context: int) -> None:
-        super().__init__(cache, max_slots=max_slots)
-        self.max_context = max_context
+    spare = BRANCHES
+
+    def __init__(self, cache: SlotCache, *, max_slots: int, room: Room) -> None:
+        super().__init__(cache, max_slots=max_slots, room=room)
+        self.max_context = room.max_context
 
     @classmethod
     def fitting(
@@ -192,6 +204,8 @@ class Slots(SlotTable[Slot]):
         limit: int | None,
         device: torch.device,
         num_rows: int,
+        activations: int = 0,
+        overcommit: bool = False,
     ) -> "Slots":
         """Slots with a new cache that fits in the memory that no other cache of the device will need.
 
@@ -203,16 +217,32 @@ class Slots(SlotTable[Slot]):
             device: Where the cache lies.
             num_rows: Rows that the cache begins with. Compiled forwards begin with 2, because a compiler treats a size
                 of 1 as a kind of its own.
+            activations: Bytes that forwards need besides weights and caches, on a GPU.
+            overcommit: Whether a `max_context` may be asked for that does not fit for all slots at once.
 
         Raises:
             InputError: The cache does not fit.
         """
-        fitting = fitting_context(
-            layers, max_slots=max_slots, max_context=max_context, limit=limit, free=available_bytes(device)
+        room = Room.of(
+            layers,
+            max_slots=max_slots,
+            max_context=max_context,
+            limit=limit,
+            free=available_bytes(device, activations),
+            spare=BRANCHES,
+            num_rows=num_rows,
+            overcommit=overcommit,
         )
-        cache = SlotCache(layers, max_slots=max_slots, max_context=fitting + BRANCHES, device=device, num_rows=num_rows)
-        promise(cache, device, worst_bytes(layers, max_slots, fitting + BRANCHES))
-        return cls(cache, max_slots=max_slots, max_context=fitting)
+        cache = SlotCache(
+            layers,
+            max_slots=max_slots,
+            max_context=room.max_context + BRANCHES,
+            device=device,
+            num_rows=num_rows,
+            most_bytes=room.most_bytes,
+        )
+        promise(cache, device, room.promised(layers, max_slots, BRANCHES), activations)
+        return cls(cache, max_slots=max_slots, room=room)
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget committed tokens from `length` on, and all pending nodes."""

@@ -17,6 +17,7 @@ from outrider.lm.slots.cache import SlotCache
 from outrider.lm.slots.chain import Drawn, Links, Noise
 from outrider.lm.slots.masks import MaskBuilder, look
 from outrider.lm.slots.slots import Content, Pending, Slot, Slots, SlotTable
+from outrider.lm.slots.split import ForwardPrice, in_order, rows_apart
 from outrider.lm.slots.window import Window
 
 
@@ -124,6 +125,20 @@ class OverSlots(Generic[Content]):
         """Bytes of the cache copied so far: accepted paths moved into place, slots moved or copied."""
         return self.cache.bytes_moved
 
+    @property
+    def possible_context(self) -> int:
+        """The largest `max_context` that may be asked for; more than `max_context` if memory is short for all slots."""
+        return self._slots.room.possible_context
+
+    @property
+    def overcommitted(self) -> bool:
+        """Whether slots of `max_context` tokens do not fit all at once."""
+        return self._slots.room.most_bytes is not None
+
+    def holds(self, lengths: Sequence[int]) -> bool:
+        """Whether slots of so many tokens each, and their pending nodes, fit in memory at once."""
+        return self._slots.holds(lengths)
+
     def release(self, slot: int, *, clean: bool = False) -> None:
         """Release the slot; with `clean` overwrite its cache, which may hold NaN."""
         self._slots.release(slot, clean=clean)
@@ -177,6 +192,8 @@ class SlottedLM(OverSlots[Slot]):
     _replaying: Replaying | None = None
     _maskless_from: int | None = None
     """Fewest columns of a forward over chains that has no mask; None where all have one."""
+    _price: ForwardPrice | None = None
+    """What a second forward costs; None: there is always one."""
 
     @property
     @abstractmethod
@@ -220,6 +237,8 @@ class SlottedLM(OverSlots[Slot]):
     def extend(self, segments: Sequence[Segment], taps: Sequence[int] = ()) -> Extension:
         """Append nodes to several slots in one forward. Each slot at most once; lengths and trees may differ.
 
+        Where some slots are so much longer than the others that two forwards read less, there are two.
+
         Raises:
             RuntimeError: A slot would hold more than `max_context` tokens, pending nodes included.
         """
@@ -229,11 +248,19 @@ class SlottedLM(OverSlots[Slot]):
         given = [s for s in segments if s.tokens.shape[0]]
         if not given:
             return self._empty(taps)
-        batch = self._batch(given)
+        apart: Sequence[int] = ()
+        price, most = self._price, len(given) * self._slots.cache.capacity
+        if price is not None and len(given) > 1 and most > price.least:
+            apart = self._apart(given, grown, price)
+        extension = self._parted(given, grown, taps, apart) if apart else self._run(self._batch(given), grown, taps)
+        for segment in given:
+            self._slots.keep(segment.slot, grown[segment.slot])
+        return extension
+
+    def _run(self, batch: Batch, grown: Mapping[int, Pending], taps: Sequence[int]) -> Extension:
+        """One forward over a batch; `grown` is what will be pending."""
         outputs = self._forward(self._inputs(batch, grown), taps)
         self.num_forwards += 1
-        for slot in batch.slots:
-            self._slots.keep(slot, grown[slot])
         logits = outputs.logits[..., : self.vocab_size]
         return Extension(
             logits=batch.packed(logits, outputs.columns, batch.wanted()),
@@ -252,13 +279,43 @@ class SlottedLM(OverSlots[Slot]):
     def _batch(self, given: Sequence[Segment]) -> Batch:
         """The batch of a forward over segments that are not empty."""
         slots, cache = [s.slot for s in given], self.cache
-        if self._replaying is not None and any(s.num_wanted for s in given):
-            width = self._replayed_width(max(s.tokens.shape[0] for s in given), len(slots))
-            if width is not None:
-                cache.gather_in_front(slots)
-                return Batch.of(given, cache.row, lambda _: width)
+        if (width := self._common_width(given, len(given))) is not None:
+            cache.gather_in_front(slots)
+            return Batch.of(given, cache.row, lambda _: width)
         cache.gather(slots)
         return Batch.of(given, cache.row, self._width)
+
+    def _common_width(self, given: Sequence[Segment], rows: int) -> int | None:
+        """Columns of a forward over these segments, if it is replayed with so many rows; otherwise None."""
+        if self._replaying is None or not any(s.num_wanted for s in given):
+            return None
+        return self._replayed_width(max(s.tokens.shape[0] for s in given), rows)
+
+    def _apart(self, given: Sequence[Segment], grown: Mapping[int, Pending], price: ForwardPrice) -> Sequence[int]:
+        """Which segments get a forward of their own, because their slots are much longer than the others; often none.
+
+        Replayed forwards stay among the few sizes that are recorded.
+        """
+        used = [self._slots[s.slot].length + len(grown[s.slot]) for s in given]
+        replayed = self._common_width(given, len(given)) is not None
+        longest = sorted(range(len(given)), key=lambda i: -used[i])
+        views = [self.cache.view(used[i], doubling=replayed) for i in longest]
+        return sorted(longest[: rows_apart(views, price.keys(replayed=replayed), replayed=replayed)])
+
+    def _parted(
+        self, given: Sequence[Segment], grown: Mapping[int, Pending], taps: Sequence[int], apart: Sequence[int]
+    ) -> Extension:
+        """The results of two forwards, the first of them over the segments `apart`."""
+        cache, parts = self.cache, [apart, [i for i in range(len(given)) if i not in apart]]
+        segments = [[given[i] for i in part] for part in parts]
+        widths = [self._common_width(part, len(given)) for part in segments]
+        slots = [[s.slot for s in part] for part in segments]
+        cache.line_up(slots[0], slots[1], in_front=any(width is not None for width in widths))
+        extensions = []
+        for part, width in zip(segments, widths, strict=True):
+            columns = self._width if width is None else lambda _, width=width: width
+            extensions.append(self._run(Batch.of(part, cache.row, columns), grown, taps))
+        return in_order(extensions, parts, given)
 
     @property
     def replays(self) -> bool:
