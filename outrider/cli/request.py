@@ -51,7 +51,7 @@ class RequestOptions:
         ignore_eos: Continue after the model's end tokens.
         json_schema: Output JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
         regex: Output text that matches this regular expression.
-        grammar: Output text of this file's EBNF grammar (GBNF, rule `root`).
+        grammar: Output text of this file's grammar: GBNF (rule `root`) or Lark (rule `start`).
     """
 
     max_new_tokens: int | None = None
@@ -104,14 +104,14 @@ class RequestOptions:
             raise InputError(f"{names} were given together; an output follows one of them")
         if not given:
             return None
-        from outrider.constraints.grammar import ebnf, json_schema, regex
+        from outrider.constraints.grammar import json_schema, regex, rules
 
         if self.json_schema is not None:
             text = self.json_schema
             inline = text.lstrip().startswith("{") or text.strip() in ("true", "false")
             return json_schema(text if inline else text_of(Path(text), "JSON schema", "a file, or the schema itself"))
         if self.grammar is not None:
-            return ebnf(text_of(self.grammar, "grammar", "a file"))
+            return rules(text_of(self.grammar, "grammar", "a file"))
         return regex(self.regex or "")
 
 

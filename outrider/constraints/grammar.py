@@ -1,74 +1,62 @@
-"""Grammars that outputs must follow, by xgrammar (extra `grammar`)."""
+"""Grammars that outputs must follow, by llguidance (extra `grammar`) or xgrammar (extra `xgrammar`)."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import Any
 
-import torch
-from jaxtyping import Int
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from outrider.constraints.schema import check_pattern, check_schema
+from outrider.constraints import by_llguidance, by_xgrammar
+from outrider.constraints.automaton import GrammarConstraint
+from outrider.constraints.text import GrammarText, Kind
 from outrider.core.constraint import Constraint
-from outrider.core.inputs import needs
+from outrider.core.inputs import parse_json
 from outrider.core.types import InputError
 
-if TYPE_CHECKING:
-    import xgrammar
+LARK = re.compile(r"^\s*(%llguidance\b|start\s*(\[[^\]]*\])?\s*:(?!:=))", re.MULTILINE)
+"""What shows that rules are Lark."""
+LIBRARIES = {"llguidance": by_llguidance.compiled, "xgrammar": by_xgrammar.compiled}
+ORDER: dict[Kind, tuple[str, ...]] = {
+    "JSON schema": ("llguidance", "xgrammar"),
+    # llguidance splits a text into the longest words, which some rules of characters do not survive.
+    "EBNF": ("xgrammar", "llguidance"),
+}
+"""The libraries that may keep a grammar, in the order in which they are tried. By default llguidance alone."""
 
-CACHE_BYTES = 2**28
-"""Most memory of the compiled grammars of one tokenizer."""
-ORIGIN = re.compile(r"^\[[\d:]+\] \S+:\d+: (Check failed: .* is false: )?")
-"""The time and place that xgrammar adds to its messages."""
-REPLACED = (
-    # A character of a string of given length.
-    (r"[^\"\\\r\n]", r"[^\0-\x1f\"\\\r\n]"),
-    # A character of a JSON pointer.
-    (r"([\0-.]) | ([0-}]) | ([\x7f-", r"([ !#-.]) | ([0-[\]-}]) | ([\x7f-"),
-)
-"""Parts of xgrammar's rules that let raw control characters, quotes and backslashes into a string, and their mends."""
-DROPPED = (
-    # The quoted part of an email address, with any character behind a backslash.
-    re.compile(r'() \| \("\\\\" "\\"" \w+ "\\\\" "\\""\)'),
-    # An escape in the name of a property that is not listed, which may spell a listed one: \u0061 for a.
-    re.compile(r'^(\w+_addl_key\w* ::= .*?) \| \("\\\\" basic_escape basic_string_sub\)', re.MULTILINE),
-)
-"""Parts of xgrammar's rules that are left out; what the group matches stays."""
-
-__all__ = ["Constraint", "Grammar", "any_json", "ebnf", "json_schema", "regex"]
+__all__ = [
+    "Constraint",
+    "Grammar",
+    "any_json",
+    "choice",
+    "ebnf",
+    "json_schema",
+    "lark",
+    "regex",
+    "rules",
+    "structural_tag",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grammar:
-    """A grammar before it is bound to a tokenizer; the functions of this file make it.
-
-    Attributes:
-        kind: What `text` is.
-        text: The schema, pattern or rules.
-        max_whitespace: Of JSON: most whitespace characters between two elements; None is any number.
-    """
-
-    kind: Literal["JSON schema", "regex", "EBNF"]
-    text: str
-    max_whitespace: int | None = None
+class Grammar(GrammarText):
+    """A grammar before it is bound to a tokenizer; the functions of this file make it."""
 
     def bind(
         self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, eos_ids: frozenset[int]
-    ) -> "GrammarConstraint":
-        """Compile the grammar for a vocabulary.
+    ) -> GrammarConstraint:
+        """Compile the grammar for a vocabulary, by the first library that keeps it.
 
-        Compiled grammars are cached, so that binding one again costs nothing.
+        Compiled grammars are kept, so that binding one again costs nothing.
 
         Args:
             vocab_size: Width of the target's logits, which may be padded beyond the tokenizer.
             eos_ids: Tokens that end an output; they are allowed only where the grammar may end.
 
         Raises:
-            InputError: The grammar is wrong, or xgrammar, the tokenizer or an ending token is missing.
+            InputError: No library keeps the grammar, or a library, the tokenizer or an ending token is missing.
         """
         if tokenizer is None:
             raise InputError("a grammar needs the target's tokenizer")
@@ -76,47 +64,34 @@ class Grammar:
             raise InputError(
                 "a grammar needs an ending token, and this request has none; leave out ignore_eos, or give eos_ids"
             )
-        compiler = _compiler(tokenizer, vocab_size, eos_ids)
+        return _bound(self, tokenizer, vocab_size, eos_ids)
+
+
+@lru_cache(maxsize=64)
+def _bound(
+    grammar: Grammar, tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: frozenset[int]
+) -> GrammarConstraint:
+    reasons: list[str] = []
+    for library in ORDER.get(grammar.kind, ("llguidance",)):
         try:
-            if self.kind == "regex":
-                check_pattern(self.text)
-                compiled = compiler.compile_regex(self.text)
-            elif self.kind == "EBNF":
-                compiled = compiler.compile_grammar(self.text)
-            else:
-                check_schema(self.text)
-                compiled = compiler.compile_grammar(narrowed(self.text, self.max_whitespace))
-        except (InputError, RuntimeError, UnicodeEncodeError) as error:
-            reason = ORIGIN.sub("", str(error).strip().splitlines()[0])
-            raise InputError(f"the {self.kind} cannot be compiled: {reason}") from error
+            begin = LIBRARIES[library](grammar, tokenizer, vocab_size, eos_ids)
+        except RecursionError:
+            reasons.append(f"it is nested too deeply ({library})")
+            continue
+        except InputError as reason:
+            reasons.append(f"{reason} ({library})")
+            continue
+        shown = grammar.text if len(grammar.text) <= 60 else grammar.text[:57] + "..."
         constraint = GrammarConstraint(
-            compiled=compiled,
-            eos_ids=eos_ids,
-            num_words=-(-vocab_size // 32),
-            name=f"the {self.kind} {self.text if len(self.text) <= 60 else self.text[:57] + '...'}",
+            begin=begin, num_words=-(-vocab_size // 32), name=f"the {grammar.kind} {shown}", library=library
         )
         constraint.masks(constraint.open(), [0], [-1])
         return constraint
+    raise InputError(f"the {grammar.kind} cannot be compiled: {'; '.join(reasons)}")
 
 
-def narrowed(schema: str, max_whitespace: int | None = None) -> str:
-    """xgrammar's rules for a schema, without the outputs that are no JSON or break the schema."""
-    import xgrammar
-
-    rules = str(
-        xgrammar.Grammar.from_json_schema(
-            schema, any_whitespace=max_whitespace != 0, max_whitespace_cnt=max_whitespace or None
-        )
-    )
-    for part, mend in REPLACED:
-        rules = rules.replace(part, mend)
-    for pattern in DROPPED:
-        rules = pattern.sub(r"\1", rules)
-    return rules
-
-
-def json_schema(schema: str | Mapping[str, object] | bool, max_whitespace: int | None = None) -> Grammar:
-    """JSON that fits a schema, given as text or as a dictionary.
+def json_schema(schema: str | Mapping[str, object] | bool | type, max_whitespace: int | None = None) -> Grammar:
+    """JSON that fits a schema, given as text, as a dictionary or as a pydantic class.
 
     Args:
         max_whitespace: Most whitespace characters between two elements; None is any number, which small models like to
@@ -128,10 +103,7 @@ def json_schema(schema: str | Mapping[str, object] | bool, max_whitespace: int |
     """
     if max_whitespace is not None and max_whitespace < 0:
         raise InputError(f"max_whitespace must be >= 0, got {max_whitespace}")
-    try:
-        text = schema if isinstance(schema, str) else json.dumps(schema)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"the schema cannot be written as JSON: {error}") from error
+    text = schema if isinstance(schema, str) else _json(_plain_schema(schema), "the schema")
     return Grammar(kind="JSON schema", text=text, max_whitespace=max_whitespace)
 
 
@@ -145,6 +117,26 @@ def regex(pattern: str) -> Grammar:
     return Grammar(kind="regex", text=pattern)
 
 
+def choice(texts: Sequence[str]) -> Grammar:
+    """One of several texts.
+
+    Example:
+        >>> answers = choice(["yes", "no"])
+    """
+    if isinstance(texts, str) or not texts or not all(isinstance(text, str) for text in texts):
+        raise InputError(f"choice takes a list of at least one text, got {texts!r}")
+    return Grammar(kind="choice", text=_json(list(texts), "the choice"))
+
+
+def lark(rules: str) -> Grammar:
+    """Text of a context-free grammar in llguidance's dialect of Lark; it begins with the rule `start`.
+
+    Example:
+        >>> answers = lark('start: "yes" | "no"')
+    """
+    return Grammar(kind="Lark", text=rules)
+
+
 def ebnf(rules: str) -> Grammar:
     """Text of a context-free grammar, in the notation of llama.cpp's GBNF; it begins with the rule `root`.
 
@@ -154,126 +146,49 @@ def ebnf(rules: str) -> Grammar:
     return Grammar(kind="EBNF", text=rules)
 
 
-@dataclass(kw_only=True)
-class GrammarState:
-    """The position of one request in its grammar; changes in place.
+def rules(text: str) -> Grammar:
+    """Text of a context-free grammar, in Lark if it has a rule `start:`, in GBNF otherwise."""
+    return lark(text) if LARK.search(text) else ebnf(text)
 
-    Attributes:
-        matcher: xgrammar's automaton; between calls it stands at the newest committed token.
-        rows: Masks of this step so far, by the tokens since the newest committed one.
+
+def structural_tag(tag: str | Mapping[str, Any], max_whitespace: int | None = None) -> Grammar:
+    """Free text with calls in it. Where the text comes to a trigger, one of the structures must follow.
+
+    Args:
+        tag: `structures`, a list of `begin`, `schema` and `end`, and `triggers`, a list of texts; the beginning of each
+            structure starts with a trigger. As JSON text or as a dictionary.
+        max_whitespace: As in `json_schema`.
+
+    Example:
+        >>> weather = {"begin": "<call>", "schema": {"type": "object"}, "end": "</call>"}
+        >>> calls = structural_tag({"structures": [weather], "triggers": ["<call>"]})
     """
-
-    matcher: "xgrammar.GrammarMatcher"
-    rows: dict[tuple[int, ...], Int[Tensor, " words"]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GrammarConstraint:
-    """A compiled grammar.
-
-    The masks of a draft come from one depth-first walk of the automaton, which rolls a token back when it turns round.
-    Masks that were computed while the draft grew are reused when it is verified.
-
-    Attributes:
-        compiled: xgrammar's grammar, with the vocabulary.
-        eos_ids: Tokens that end an output.
-        num_words: Words of a mask.
-        name: What messages call it.
-
-    References:
-        Dong et al. 2024, XGrammar. https://arxiv.org/abs/2411.15100
-    """
-
-    compiled: "xgrammar.CompiledGrammar"
-    eos_ids: frozenset[int]
-    num_words: int
-    name: str
-
-    def open(self) -> GrammarState:
-        import xgrammar
-
-        return GrammarState(matcher=xgrammar.GrammarMatcher(self.compiled, override_stop_tokens=sorted(self.eos_ids)))
-
-    def masks(self, state: object, tokens: Sequence[int], parents: Sequence[int]) -> Int[Tensor, "nodes words"]:
-        """The tokens that may follow each node. Raises InputError if no token may follow the root."""
-        own = _state(state)
-        paths: list[tuple[int, ...]] = []
-        for token, parent in zip(tokens, parents, strict=True):
-            paths.append(() if parent < 0 else (*paths[parent], token))
-        walked: list[int] = []
-        for path in sorted(set(paths).difference(own.rows)):
-            shared = next((i for i, (a, b) in enumerate(zip(walked, path, strict=False)) if a != b), len(walked))
-            own.matcher.rollback(len(walked) - shared)
-            del walked[shared:]
-            while len(walked) < len(path) and self._goes_on(own, walked, path[len(walked)]):
-                walked.append(path[len(walked)])
-            row = self._row(own) if len(walked) == len(path) else self._silence()
-            if not row.any():
-                if not path:
-                    raise InputError(self._stuck())
-                # The draft left the grammar's reachable part; plain decoding would not have come here.
-                row = self._silence()
-            own.rows[path] = row
-        own.matcher.rollback(len(walked))
-        return torch.stack([own.rows[path] for path in paths])
-
-    def commit(self, state: object, tokens: Sequence[int]) -> None:
-        own = _state(state)
-        own.rows.clear()
-        for token in tokens:
-            if not self._accepts(own, token):
-                if not own.matcher.is_terminated() and not self._row(own).any():
-                    raise InputError(self._stuck())
-                raise RuntimeError(f"token {token} was emitted against {self.name}")
-
-    def _goes_on(self, state: GrammarState, walked: Sequence[int], token: int) -> bool:
-        """Advance by a token, if the current mask allows it. The mask is checked first, because xgrammar warns about
-        special tokens.
-        """
-        row = state.rows[tuple(walked)]
-        return bool(int(row[token // 32]) >> token % 32 & 1) and self._accepts(state, token)
-
-    def _accepts(self, state: GrammarState, token: int) -> bool:
-        return not state.matcher.is_terminated() and bool(state.matcher.accept_token(token))
-
-    def _row(self, state: GrammarState) -> Int[Tensor, " words"]:
-        """The mask at the matcher's position; all ones behind the end."""
-        row = self._silence()
-        if not state.matcher.is_terminated():
-            state.matcher.fill_next_token_bitmask(row[None])
-        return row
-
-    def _silence(self) -> Int[Tensor, " words"]:
-        """The mask of a node that no verifier will reach."""
-        return torch.full((self.num_words,), -1, dtype=torch.int32)
-
-    def _stuck(self) -> str:
-        return f"no token of the vocabulary goes on with {self.name}; it cannot be fulfilled here"
+    if isinstance(tag, str):
+        tag = parse_json(tag, "the structural tag")
+    structures, triggers = (tag.get("structures"), tag.get("triggers")) if isinstance(tag, Mapping) else (None, None)
+    if not isinstance(structures, list) or not structures or not isinstance(triggers, list) or not triggers:
+        raise InputError("a structural tag has a list of structures and a list of triggers, each of at least one")
+    if not all(isinstance(trigger, str) and trigger for trigger in triggers):
+        raise InputError(f"a trigger is a text of at least one character, got {triggers!r}")
+    read = []
+    for each in structures:
+        if not isinstance(each, Mapping) or not {"begin", "schema", "end"} <= each.keys():
+            raise InputError(f"a structure of a structural tag has begin, schema and end, got {each!r}")
+        if not any(str(each["begin"]).startswith(trigger) for trigger in triggers):
+            raise InputError(f"the structure {each['begin']!r} must start with one of the triggers {triggers!r}")
+        schema = _plain_schema(each["schema"])
+        read.append({"begin": str(each["begin"]), "schema": schema, "end": str(each["end"])})
+    text = _json({"structures": read, "triggers": triggers}, "the structural tag")
+    return Grammar(kind="structural tag", text=text, max_whitespace=max_whitespace)
 
 
-@lru_cache(maxsize=8)
-def _compiler(
-    tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_ids: frozenset[int]
-) -> "xgrammar.GrammarCompiler":
-    """xgrammar's compiler, which caches compiled grammars. Special tokens are not text and match nothing."""
+def _plain_schema(schema: Any) -> Any:
+    """The schema of a pydantic class; other schemas as they are."""
+    return schema.model_json_schema() if hasattr(schema, "model_json_schema") else schema
+
+
+def _json(value: Any, what: str) -> str:
     try:
-        import xgrammar
-    except ImportError as error:
-        raise needs("a grammar", "xgrammar", "grammar") from error
-    try:
-        read = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=sorted(eos_ids))
-    except (ValueError, RuntimeError) as error:
-        raise InputError(f"xgrammar cannot read this tokenizer: {str(error).splitlines()[0]}") from error
-    special = {id for id, token in tokenizer.added_tokens_decoder.items() if token.special}.union(eos_ids)
-    vocabulary = [""] * vocab_size
-    for text, id in tokenizer.get_vocab().items():
-        if id < vocab_size and id not in special:
-            vocabulary[id] = text
-    info = xgrammar.TokenizerInfo.from_vocab_and_metadata(vocabulary, read.dump_metadata())
-    return xgrammar.GrammarCompiler(info, max_threads=torch.get_num_threads(), cache_limit_bytes=CACHE_BYTES)
-
-
-def _state(state: object) -> GrammarState:
-    if not isinstance(state, GrammarState):
-        raise TypeError(f"a grammar keeps a GrammarState, got {type(state).__name__}")
-    return state
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"{what} cannot be written as JSON: {error}") from error

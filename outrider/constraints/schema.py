@@ -1,240 +1,236 @@
-"""JSON schemas and regular expressions: the parts that the grammar compiler silently ignores are refused here.
+"""JSON schemas as grammar libraries read them: the same outputs in fewer keywords, or fewer outputs."""
 
-xgrammar ignores what it cannot express, or only warns. An output could then fit the grammar and break the schema.
-"""
-
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import combinations
+from typing import Any
 
 from outrider.core.inputs import parse_json
 from outrider.core.types import InputError
 
-SPREAD = frozenset({"not", "if", "then", "else", "contains", "dependentRequired", "dependentSchemas", "dependencies"})
-SPREAD |= {"uniqueItems", "minContains", "maxContains", "additionalItems", "$dynamicRef", "$recursiveRef"}
-"""Keywords that restrict the output and are never enforced."""
-SCALARS = {
-    "string": frozenset({"minLength", "maxLength", "pattern", "format"}),
-    "integer": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}),
-    "number": frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}),
-    "boolean": frozenset[str](),
-    "null": frozenset[str](),
-}
-ARRAY = frozenset({"items", "prefixItems", "unevaluatedItems", "minItems", "maxItems"})
-OBJECT = frozenset({"properties", "required", "additionalProperties", "unevaluatedProperties", "patternProperties"})
-OBJECT |= {"propertyNames", "minProperties", "maxProperties"}
-BY_TYPE = SCALARS | {"array": ARRAY, "object": OBJECT}
-"""Keywords that are enforced if the schema names the type."""
-FORMS = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
-"""Keywords that decide alone, in the order in which they are looked for. The compiler does not read the keywords beside
-them."""
-OF_TYPES: frozenset[str] = frozenset().union(*BY_TYPE.values())
-ASSERTIONS = SPREAD | OF_TYPES | {"type", *FORMS}
-"""All keywords that restrict the output. Other keywords are annotations."""
-TELLING = {"array": frozenset({"items", "prefixItems", "unevaluatedItems"})}
-TELLING["object"] = frozenset({"properties", "additionalProperties", "unevaluatedProperties"})
-"""Keywords from which the compiler infers the type if the schema names none."""
-APART: tuple[tuple[str, frozenset[str], str], ...] = (
-    ("pattern", frozenset({"minLength", "maxLength"}), "put the length into the pattern"),
-    ("format", frozenset({"minLength", "maxLength", "pattern"}), "write one pattern for all of it"),
-    ("multipleOf", BY_TYPE["number"], "list the values in an enum"),
-    ("patternProperties", frozenset({"properties", "propertyNames"}), "list the properties by name"),
-    ("propertyNames", frozenset({"properties"}), "list the properties by name"),
-)
-"""Keywords that are not enforced together with others, and what to do instead."""
-PYTHON: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "null": type(None),
-}
-PYTHON |= {"array": list, "object": dict}
-FORMATS = frozenset({"email", "date", "time", "date-time", "duration", "ipv4", "ipv6", "hostname", "uuid", "uri"})
-FORMATS |= {"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"}
-"""Formats that are enforced. Others are annotations."""
-ESCAPES = "aefnrtv0dDwWsSxucbBpPk123456789"
-"""Letters and digits that xgrammar understands, or refuses itself, behind a backslash."""
+Schema = Mapping[str, Any] | bool
+SINGLE = ("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties")
+SINGLE += ("propertyNames", "contentSchema", "not", "if", "then", "else")
+"""Keywords with one schema, or for `items` of old drafts a list of them."""
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+"""Keywords with a list of schemas."""
+MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+"""Keywords with schemas by name."""
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Formats that llguidance enforces."""
+POINTERS = frozenset({"uri-reference", "uri-template", "json-pointer", "relative-json-pointer"})
+"""Formats that only xgrammar enforces."""
+COMBINING = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
+OBJECT = frozenset({"properties", "required", "additionalProperties", "patternProperties", "propertyNames"})
+OBJECT |= {"unevaluatedProperties", "minProperties", "maxProperties"}
+"""Keywords about the properties of an object."""
+ANNOTATIONS = ("deprecated", "contentSchema")
+"""Keywords without effect that llguidance does not know."""
+DAY = r"^(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})-(02-([01]\d|2[0-8])|(0[13-9]|1[0-2])-)"
+"""How a date begins that exists in every year; llguidance allows the year 0 and 30 February. Leap days are lost."""
+CLASS = re.compile(r"\\.|\[\^?\]?((?:\\.|[^\]\\])*)\]", re.DOTALL)
+SET_OPERATOR = re.compile(r"\[|&&|--|~~")
+ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
-def check_schema(text: str) -> None:
-    """Raise InputError if a part of the schema restricts the output and is not enforced.
-
-    `oneOf` is enforced as `anyOf`: the schema itself must ensure that only one alternative holds.
-
-    Example:
-        >>> check_schema('{"type": "array", "uniqueItems": true}')
-        Traceback (most recent call last):
-        ...
-        outrider.core.inputs.InputError: 'uniqueItems' (at #) is not supported; leave it out, or check the output
-        yourself
-    """
+def read_schema(text: str) -> Schema:
+    """The schema of a JSON text. Raises InputError if it is none."""
     schema = parse_json(text, "it")
     if not isinstance(schema, bool | dict):
         raise InputError(f"a schema is an object, true or false, got {text[:40]}")
-    _Walk(root=schema).check(schema, "#")
+    return schema
+
+
+def changed(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A schema with a change made to it and to all schemas inside it, the innermost first."""
+    if not isinstance(schema, Mapping):
+        return schema
+    rebuilt: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, Mapping):
+            rebuilt[key] = {name: changed(each, change) for name, each in value.items()}
+        elif key in LISTS + SINGLE and isinstance(value, list):
+            rebuilt[key] = [changed(each, change) for each in value]
+        else:
+            rebuilt[key] = changed(value, change) if key in SINGLE else value
+    return change(rebuilt)
+
+
+def within(schema: Any, at: str = "#") -> Iterator[tuple[Mapping[str, Any], str]]:
+    """A schema and all schemas inside it, with their places; true and false are left out."""
+    if not isinstance(schema, Mapping):
+        return
+    yield schema, at
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, Mapping):
+            for name, each in value.items():
+                yield from within(each, f"{at}/{key}/{name}")
+        elif key in LISTS + SINGLE and isinstance(value, list):
+            for i, each in enumerate(value):
+                yield from within(each, f"{at}/{key}/{i}")
+        elif key in SINGLE:
+            yield from within(value, f"{at}/{key}")
+
+
+def for_llguidance(schema: Schema) -> list[Schema]:
+    """The schema as llguidance reads it; its outputs fit the given schema.
+
+    Returns:
+        One form or two. The last has all outputs of the given schema and must be compiled. The first is better where it
+        can be compiled too: its objects have only the properties that they list.
+
+    Raises:
+        InputError: llguidance would let outputs through that do not fit.
+    """
+    for node, at in within(schema):
+        _check(node, at)
+    exact = changed(schema, lambda node: _simplified(_without_one_of(node, schema), schema))
+    narrow = exact if _combines(exact) else changed(exact, _closed)
+    forms = [narrow] if narrow == exact else [narrow, exact]
+    return [changed(form, _dated) for form in forms]
 
 
 def check_pattern(pattern: str) -> None:
-    """Raise InputError if a regular expression has an anchor in its middle, or an unknown escape.
+    r"""Raise InputError for a character class that Rust reads differently from ECMAScript and Python.
 
     Example:
-        >>> check_pattern("a$b")
+        >>> check_pattern("[a&&b]")
         Traceback (most recent call last):
         ...
-        outrider.core.inputs.InputError: '$' at position 2 is not at the end of the pattern or of an alternative; leave
-        it out
+        outrider.core.inputs.InputError: '&&' in the character class '[a&&b]' has two meanings; put a
+        backslash before it
     """
-    depth, i = 0, 0
-    while i < len(pattern):
-        letter = pattern[i]
-        if letter == "\\":
-            escaped = pattern[i + 1 : i + 2]
-            if escaped.isalnum() and escaped not in ESCAPES:
-                raise InputError(f"the escape '\\{escaped}' at position {i + 1} is not supported")
-            i += 1
-        elif letter == "[":
-            i = _class_end(pattern, i)
-        elif letter in "()":
-            depth += 1 if letter == "(" else -1
-        elif letter == "^" and (depth or pattern[max(i - 1, 0) : i] not in ("", "|")):
-            raise InputError(_misplaced("^", i, "beginning"))
-        elif letter == "$" and (depth or pattern[i + 1 : i + 2] not in ("", "|")):
-            raise InputError(_misplaced("$", i, "end"))
-        i += 1
+    for found in CLASS.finditer(pattern):
+        if body := SET_OPERATOR.search(ESCAPED.sub("", found[1] or "")):
+            raise InputError(
+                f"{body[0]!r} in the character class {found[0]!r} has two meanings; put a backslash before it"
+            )
 
 
-def _class_end(pattern: str, first: int) -> int:
-    """Index of the bracket that closes the one at `first`; the pattern's end if none does."""
-    i = first + 1
-    while i < len(pattern) and pattern[i] != "]":
-        i += 2 if pattern[i] == "\\" else 1
-    return i
-
-
-def _misplaced(anchor: str, at: int, where: str) -> str:
-    return f"'{anchor}' at position {at + 1} is not at the {where} of the pattern or of an alternative; leave it out"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Walk:
-    """A walk through a schema and all schemas that it refers to.
-
-    Attributes:
-        seen: References that were followed already.
-    """
-
-    root: object
-    seen: set[str] = field(default_factory=set)
-
-    def check(self, schema: object, at: str) -> None:
-        """Check a schema and the schemas inside it."""
-        if not isinstance(schema, Mapping):
-            return
-        said = {key for key in ASSERTIONS.intersection(schema) if key != "uniqueItems" or schema[key] is not False}
-        if str(schema.get("format")) not in FORMATS:
-            said.discard("format")
-        if spread := sorted(said & SPREAD):
-            raise _refused(spread[0], at, "leave it out, or check the output yourself")
-        decisive = next((form for form in FORMS if form in schema), None)
-        self._check_form(schema, said, decisive, at)
-        for inner, place in _within(schema, decisive):
-            self.check(inner, f"{at}/{place}")
-
-    def _check_form(self, schema: Mapping[str, object], said: set[str], form: str | None, at: str) -> None:
-        """Check which keywords stand beside each other."""
-        if form is None:
-            _check_types(schema, said, at)
-            return
-        others = said - {form}
-        if form in ("const", "enum") and _fits(schema, form):
-            others -= {"type"}
-        if others:
-            word = sorted(others)[0]
-            raise _refused(word, at, f"it is not read beside '{form}'; write it where '{form}' leads")
-        given = schema[form]
-        if form == "$ref":
-            self._follow(str(given), at)
-        if form == "allOf" and isinstance(given, list) and len(given) > 1:
-            raise _refused("allOf", at, "write its parts as one schema")
-
-    def _follow(self, place: str, at: str) -> None:
-        """Check the schema that a reference leads to. The compiler checks that it exists."""
-        if place in self.seen:
-            return
-        self.seen.add(place)
-        if place != "#" and not place.startswith("#/"):
-            raise InputError(f"'$ref' (at {at}) leads to {place!r}; it must lead into the schema, as in #/$defs/x")
-        found = self.root
-        for name in place.split("/")[1:]:
-            found = found.get(name) if isinstance(found, Mapping) else None
-        self.check(found, place)
-
-
-def _check_types(schema: Mapping[str, object], said: set[str], at: str) -> None:
-    """Check a schema with or without a type. Keywords of other types restrict nothing."""
-    named = schema.get("type")
-    types = {str(each) for each in named} if isinstance(named, list) else {str(named)} if named else set()
-    if not types:
-        told = next((kind for kind in ("object", "array") if TELLING[kind] & said), None)
-        if missed := sorted(said - (BY_TYPE[told] if told else set())):
-            raise _refused(missed[0], at, "name the type that it belongs to")
-    for one, others, way in APART:
-        if one in said and (other := sorted(others & said)):
-            raise _refused(one, at, f"it is not read beside '{other[0]}'; {way}")
-    if "multipleOf" in said and "number" in types:
-        raise _refused("multipleOf", at, "it is enforced for integers alone")
-    if isinstance(least := schema.get("minProperties"), int) and least > 1 and not _names_are_given(schema):
-        raise _refused("minProperties", at, "a name may come twice and count once; require the properties by name")
-    if isinstance(patterns := schema.get("patternProperties"), Mapping) and len(patterns) > 1:
-        raise _refused("patternProperties", at, "a name may match two patterns; write them as one pattern")
-    properties, required = schema.get("properties"), schema.get("required")
-    for name in required if isinstance(required, list) and (not types or "object" in types) else ():
-        if not isinstance(properties, Mapping) or str(name) not in properties:
-            raise InputError(f"{name!r} is required (at {at}) and not among the properties; add it to them")
-    if isinstance(pattern := schema.get("pattern"), str):
+def _check(node: Mapping[str, Any], at: str) -> None:
+    required, least = node.get("required"), node.get("minProperties")
+    listed = len(set(map(str, required))) if isinstance(required, list) else 0
+    if isinstance(least, int) and least - listed > 1:
+        raise InputError(f"'minProperties' (at {at}): a name may come twice and count once; require properties by name")
+    patterns = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
+    if isinstance(named := node.get("patternProperties"), Mapping):
+        patterns += map(str, named)
+    for pattern in patterns:
         check_pattern(pattern)
 
 
-def _names_are_given(schema: Mapping[str, object]) -> bool:
-    """Whether an object can only have the properties that are listed."""
-    others = (schema.get("additionalProperties"), schema.get("unevaluatedProperties"))
-    return "properties" in schema and all(other in (None, False) for other in others)
+def _simplified(node: dict[str, Any], root: Schema) -> dict[str, Any]:
+    """The same schema in keywords that llguidance knows, as far as there are any."""
+    node = {key: value for key, value in node.items() if key not in ANNOTATIONS}
+    if node.get("uniqueItems") is False:
+        del node["uniqueItems"]
+    if isinstance(node.get("format"), str) and node["format"] not in FORMATS | POINTERS:
+        del node["format"]
+    if not COMBINING & node.keys():
+        for general, plain in (("unevaluatedItems", "items"), ("unevaluatedProperties", "additionalProperties")):
+            if general in node:
+                node.setdefault(plain, node[general])
+                del node[general]
+    return _with_named_properties(node, root)
 
 
-def _within(schema: Mapping[str, object], form: str | None) -> Iterator[tuple[object, str]]:
-    """The schemas inside a schema, and their places."""
-    if form is not None:
-        given = schema[form] if form in ("anyOf", "oneOf", "allOf") else ()
-        if isinstance(given, list):
-            yield from ((each, f"{form}/{i}") for i, each in enumerate(given))
-        return
-    for key in ("items", "unevaluatedItems", "additionalProperties", "unevaluatedProperties"):
-        yield schema.get(key), key
-    if isinstance(given := schema.get("propertyNames"), Mapping):
-        yield given if any(form in given for form in FORMS) else {"type": "string", **given}, "propertyNames"
-    for key in ("properties", "patternProperties"):
-        if isinstance(given := schema.get(key), Mapping):
-            yield from ((each, f"{key}/{name}") for name, each in given.items())
-            if key == "patternProperties":
-                for name in given:
-                    check_pattern(str(name))
-    if isinstance(given := schema.get("prefixItems"), list):
-        yield from ((each, f"prefixItems/{i}") for i, each in enumerate(given))
+def _without_one_of(node: dict[str, Any], root: Schema) -> dict[str, Any]:
+    """`anyOf` for a `oneOf` whose parts exclude each other. llguidance looks for this too, but not behind `$ref`."""
+    parts = node.get("oneOf")
+    if "anyOf" in node or not isinstance(parts, list):
+        return node
+    if not all(_exclude(a, b, root) for a, b in combinations(parts, 2)):
+        return node
+    return {"anyOf" if key == "oneOf" else key: value for key, value in node.items()}
 
 
-def _fits(schema: Mapping[str, object], form: str) -> bool:
-    """Whether all values that a schema lists have the type that it names."""
-    named = schema.get("type")
-    types = named if isinstance(named, list) else [named]
-    values = schema["enum"] if form == "enum" else [schema["const"]]
-    return isinstance(values, list) and all(any(_is(value, str(each)) for each in types) for value in values)
+def _exclude(one: Any, other: Any, root: Schema) -> bool:
+    """Whether two schemas surely have no value in common: by type, or by texts that tag an object."""
+    one, other = _resolved(one, root), _resolved(other, root)
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return False
+    if (types := _types(one) & _types(other)) != {"object"}:
+        return not types
+    required = {*one.get("required", ()), *other.get("required", ())}
+    properties = [each.get("properties", {}) for each in (one, other)]
+    for name in required & properties[0].keys() & properties[1].keys():
+        texts = [_texts(_resolved(each[name], root)) for each in properties]
+        if texts[0] and texts[1] and not texts[0] & texts[1]:
+            return True
+    return False
 
 
-def _is(value: object, kind: str) -> bool:
-    if isinstance(value, bool):
-        return kind == "boolean"
-    return isinstance(value, PYTHON.get(kind, ()))
+def _resolved(schema: Any, root: Schema) -> Any:
+    """The schema that a reference leads to; other schemas as they are."""
+    for _ in range(9):
+        if not isinstance(schema, Mapping) or not str(schema.get("$ref", "")).startswith("#/"):
+            return schema
+        found: Any = root
+        for name in schema["$ref"].split("/")[1:]:
+            found = found.get(name) if isinstance(found, Mapping) else None
+        schema = found
+    return None
 
 
-def _refused(word: str, at: str, way: str) -> InputError:
-    return InputError(f"'{word}' (at {at}) is not supported; {way}")
+def _types(schema: Mapping[str, Any]) -> set[str]:
+    """Types of a schema's values, integers among the numbers."""
+    named = schema.get("type", ["null", "boolean", "number", "string", "array", "object"])
+    return {"number" if each == "integer" else str(each) for each in (named if isinstance(named, list) else [named])}
+
+
+def _texts(schema: Any) -> set[str]:
+    """The texts that a schema lists; none if it has other values."""
+    if not isinstance(schema, Mapping):
+        return set()
+    values = schema.get("enum", [schema.get("const")])
+    return set(values) if isinstance(values, list) and all(isinstance(each, str) for each in values) else set()
+
+
+def _with_named_properties(node: dict[str, Any], root: Schema) -> dict[str, Any]:
+    """Names from a list, or names that one pattern describes, as properties."""
+    names = _resolved(node.get("propertyNames"), root)
+    if OBJECT & node.keys() - {"propertyNames", "additionalProperties"} or not isinstance(names, Mapping):
+        return node
+    said = names.keys() - {"type", "title", "description"}
+    if names.get("type", "string") != "string":
+        return node
+    value = node.get("additionalProperties", True)
+    rest = {key: each for key, each in node.items() if key not in ("propertyNames", "additionalProperties")}
+    if said == {"enum"} or said == {"const"}:
+        allowed = names["enum"] if "enum" in names else [names["const"]]
+        listed = {name: value for name in allowed if isinstance(name, str)}
+        return {**rest, "properties": listed, "additionalProperties": False}
+    if said == {"pattern"}:
+        return {**rest, "patternProperties": {names["pattern"]: value}, "additionalProperties": False}
+    if said and said <= {"minLength", "maxLength"}:
+        length = f"{names.get('minLength', 0)},{names.get('maxLength', '')}"
+        return {**rest, "patternProperties": {f"^(?s:.){{{length}}}$": value}, "additionalProperties": False}
+    return node
+
+
+def _combines(schema: Schema) -> bool:
+    """Whether properties of one object come from several schemas; a closed part would exclude those of the others."""
+    for node, _ in within(schema):
+        several = isinstance(node.get("allOf"), list) and len(node["allOf"]) > 1
+        if several or len(COMBINING & node.keys()) + bool(OBJECT & node.keys()) > 1:
+            return True
+    return False
+
+
+def _closed(node: dict[str, Any]) -> dict[str, Any]:
+    """An object with listed properties and no word about others has no others."""
+    listed, required = node.get("properties"), node.get("required", [])
+    open_ended = OBJECT - {"properties", "required", "maxProperties"}
+    if not isinstance(listed, Mapping) or not listed or open_ended & node.keys():
+        return node
+    if not isinstance(required, list) or not set(map(str, required)) <= listed.keys():
+        return node
+    return {**node, "additionalProperties": False}
+
+
+def _dated(node: dict[str, Any]) -> dict[str, Any]:
+    """Dates that exist."""
+    if node.get("format") not in ("date", "date-time"):
+        return node
+    parts = node.get("allOf", [])
+    return {**node, "allOf": [*parts, {"pattern": DAY}]} if isinstance(parts, list) else node

@@ -97,7 +97,7 @@ def bound(
         return constraint.bind(tokenizer, vocab_size, eos_ids)
     if not isinstance(constraint, Constraint):
         raise InputError(
-            "a constraint is a grammar of outrider.constraints.grammar (json_schema, any_json, regex, ebnf), or an "
+            "a constraint is a grammar of outrider.constraints.grammar (json_schema, regex, choice, ...), or an "
             f"object with open, masks and commit; got {constraint!r}"
         )
     return constraint

@@ -1,8 +1,10 @@
 """Grammars on real models: outputs always fit, are those of constrained plain decoding, and end where they should."""
 
+import copy
 import gc
 import json
 import re
+import subprocess
 import sys
 import weakref
 from dataclasses import replace
@@ -12,12 +14,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance.hf import from_tokenizer
 
 import outrider
 from outrider import InputError, Sampling
 from outrider.constraints import grammar
-from outrider.constraints.grammar import any_json, ebnf, json_schema, regex
-from outrider.core.sampling import masked, pack
+from outrider.constraints.automaton import GrammarConstraint, GrammarState
+from outrider.constraints.grammar import any_json, choice, ebnf, json_schema, lark, regex, rules, structural_tag
+from outrider.core.sampling import masked, pack, unpacked
 from outrider.core.types import Request
 from outrider.engine.engine import Engine
 from outrider.lm.model import LanguageModel
@@ -25,7 +29,8 @@ from tests.world import models
 from tests.world.automaton import After
 from tests.world.zoo import VOCAB
 
-xgrammar = pytest.importorskip("xgrammar")
+llguidance = pytest.importorskip("llguidance")
+pytest.importorskip("xgrammar")
 
 PROMPT = "Once upon a time"
 GREEDY = Sampling(temperature=0, seed=0)
@@ -107,21 +112,46 @@ def test_greedy_output_is_that_of_constrained_plain_decoding(which, rule, check,
 
 
 def test_greedy_output_is_what_masking_the_models_own_logits_gives(pair):
-    """An oracle without the engine: transformers' forward, xgrammar's matcher, argmax."""
+    """An oracle without the engine: transformers' forward, llguidance's matcher, argmax."""
     rule, model = regex(SENTENCE), pair.parts.target.model
     [out] = pair.generate([PROMPT], max_new_tokens=40, sampling=GREEDY, constraint=rule)
-    info = xgrammar.TokenizerInfo.from_huggingface(pair.tokenizer, vocab_size=8192, stop_token_ids=sorted(pair.eos_ids))
-    matcher = xgrammar.GrammarMatcher(xgrammar.GrammarCompiler(info).compile_regex(SENTENCE))
-    tokens, row = pair.encode(PROMPT), xgrammar.allocate_token_bitmask(1, 8192)
+    tokens = pair.encode(PROMPT)
+    reader = from_tokenizer(pair.tokenizer, n_vocab=8192, eos_token=sorted(pair.eos_ids))
+    matcher = llguidance.LLMatcher(reader, llguidance.LLMatcher.grammar_from_regex(SENTENCE))
     start = len(tokens)
-    while not matcher.is_terminated():
+    while not matcher.is_stopped():
         with torch.no_grad():
-            logits = model(torch.tensor([tokens])).logits[:, -1, :8192].float()
-        matcher.fill_next_token_bitmask(row)
-        xgrammar.apply_token_bitmask_inplace(logits, row)
+            logits = model(torch.tensor([tokens])).logits[0, -1, :8192].float()
+        allowed = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")[:8192]
+        logits[torch.from_numpy(allowed) == 0] = -torch.inf
         tokens.append(int(logits.argmax()))
-        assert matcher.accept_token(tokens[-1])
-    assert out.tokens == tokens[start:]
+        assert matcher.consume_token(tokens[-1])
+    assert out.tokens[: len(tokens) - start] == tokens[start:]
+    assert set(out.tokens[len(tokens) - start :]) <= pair.eos_ids
+
+
+class RootOnly:
+    """A constraint that forgets the grammar behind the first token of a draft."""
+
+    def __init__(self, inner: GrammarConstraint) -> None:
+        self.open, self.commit, self.inner = inner.open, inner.commit, inner
+
+    def masks(self, state: object, tokens: list[int], parents: list[int]) -> torch.Tensor:
+        found = self.inner.masks(state, tokens, parents).clone()
+        found[1:] = -1
+        return found
+
+
+@pytest.mark.parametrize("which", ["pair", "trees"])
+@pytest.mark.parametrize("rule", [RULES[1].values[0], RULES[3].values[0]], ids=["llguidance", "xgrammar"])
+def test_masks_of_the_root_alone_are_noticed(which, rule, request):
+    """Were the tests blind to the masks of deeper nodes, this mutant would pass them."""
+    engine: Engine = request.getfixturevalue(which)
+    mutant = RootOnly(rule.bind(engine.tokenizer, 8192, engine.eos_ids))
+    sampling = [Sampling(temperature=1, seed=seed) for seed in range(3)]
+    with pytest.raises(RuntimeError, match="was emitted against the"):
+        engine.generate([PROMPT] * 3, max_new_tokens=40, sampling=sampling, constraint=mutant)
+    engine.rest()
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "ngram", "none"])
@@ -249,61 +279,79 @@ def test_a_vocabulary_padded_beyond_the_tokenizer_is_never_drawn_from():
 
 
 def _wide(engine: Engine) -> torch.nn.Module:
-    import copy
-
     model = copy.deepcopy(engine.parts.target.model)
     model.resize_token_embeddings(8192 + 40, mean_resizing=False)
     return model
 
 
 def test_compiled_grammars_are_kept(pair):
-    def size() -> int:
-        return grammar._compiler(pair.tokenizer, 8192, pair.eos_ids).get_cache_size_bytes()
-
-    regex("kept [a-z]+").bind(pair.tokenizer, 8192, pair.eos_ids)
-    before = size()
-    regex("kept [a-z]+").bind(pair.tokenizer, 8192, pair.eos_ids)
-    assert size() == before > 0
-    regex("kept [a-z]+!").bind(pair.tokenizer, 8192, pair.eos_ids)
-    assert size() > before
+    for rule in (regex, lambda text: ebnf(f'root ::= "{text}"')):
+        kept = rule("kept").bind(pair.tokenizer, 8192, pair.eos_ids)
+        assert rule("kept").bind(pair.tokenizer, 8192, pair.eos_ids) is kept
+        assert rule("kept!").bind(pair.tokenizer, 8192, pair.eos_ids) is not kept
+        assert rule("kept").bind(pair.tokenizer, 8192, frozenset({17})) is not kept
 
 
 def test_cancelling_frees_the_state(pair):
     id = pair.add(PROMPT, sampling=GREEDY, constraint=json_schema(PERSON))
     for _ in range(3):
         pair.step()
-    state = weakref.ref(pair._schedule.seats[id].running.constraint_state.matcher)
+    state = weakref.ref(pair._schedule.seats[id].running.constraint_state)
     assert state() is not None
     pair.cancel(id)
     gc.collect()
     assert state() is None
 
 
-@settings(max_examples=20, deadline=None)
+TREES = [
+    (json_schema(PERSON, 1), "llguidance", '{"name": "Tim"'),
+    (json_schema({"type": "object", "minProperties": 1, "properties": {"b": {}, "a": {}}}), "xgrammar", '{"a": ["'),
+    (regex(SENTENCE), "llguidance", "Tom cat d"),
+    (regex("yes|yesterday"), "llguidance", "yes"),
+    (choice(["ab", "abc", "b"]), "llguidance", "ab"),
+    (lark('start: "(" start ")" | /[a-c]+/'), "llguidance", "((ab)"),
+    (ebnf('root ::= "(" root ")" | [a-c]+'), "xgrammar", "((ab)"),
+]
+
+
+@pytest.mark.parametrize(("rule", "library", "text"), TREES)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
-def test_masks_of_a_tree_are_those_of_each_path_alone(pair, data):
+def test_masks_of_a_tree_are_those_of_each_path_alone(pair, rule, library, text, data):
     """The depth-first walk, with what it remembers, against a fresh automaton per node."""
-    constraint = json_schema(PERSON, 1).bind(pair.tokenizer, 8192, pair.eos_ids)
+    constraint = rule.bind(pair.tokenizer, 8192, pair.eos_ids)
+    assert constraint.library == library
     state = constraint.open()
     parents = [-1] + [data.draw(st.integers(0, i)) for i in range(data.draw(st.integers(0, 7)))]
-    begun = pair.encode('{"name": "Tim"')[: data.draw(st.integers(0, 4))]
+    begun = pair.encode(text)[: data.draw(st.integers(0, 6))]
     constraint.commit(state, begun)
     dice = np.random.default_rng(data.draw(st.integers(0, 99)))
     tokens, paths = [0], [[]]
     for parent in parents[1:]:
-        row = masked(torch.zeros(1, 8192), constraint.masks(state, tokens, parents[: len(tokens)])[parent][None])[0]
-        legal = torch.nonzero(row == 0).flatten().tolist()
-        tokens.append(int(dice.choice(legal)) if dice.random() < 0.7 else int(dice.integers(8192)))
+        row = unpacked(constraint.masks(state, tokens, parents[: len(tokens)])[parent][None], 8192)[0]
+        legal = torch.nonzero(row).flatten().tolist()
+        tokens.append(int(dice.choice(legal)) if dice.random() < 0.8 else int(dice.integers(8192)))
         paths.append([*paths[parent], tokens[-1]])
     found = constraint.masks(state, tokens, parents)
     for path, row in zip(paths, found, strict=True):
-        alone = constraint.open()
-        constraint.commit(alone, begun)
-        accepted = all(alone.matcher.accept_token(token) for token in path if not alone.matcher.is_terminated())
-        if accepted and not alone.matcher.is_terminated():
-            assert torch.equal(row, constraint.masks(alone, [0], [-1])[0])
-        else:
+        alone = _walked(constraint, [*begun, *path])
+        if alone is None:
             assert (row == -1).all()
+        else:
+            assert torch.equal(row, constraint.masks(alone, [0], [-1])[0])
+    # Nothing of the draft is left behind.
+    begin = _walked(constraint, begun)
+    assert torch.equal(constraint.masks(state, [0], [-1]), constraint.masks(begin, [0], [-1]))
+
+
+def _walked(constraint: GrammarConstraint, tokens: list[int]) -> GrammarState | None:
+    """A fresh state behind some tokens; None if one of them is not allowed, or ends the output."""
+    state = constraint.open()
+    for token in tokens:
+        if state.matcher.ended or not unpacked(constraint.masks(state, [0], [-1]), 8192)[0, token]:
+            return None
+        constraint.commit(state, [token])
+    return None if state.matcher.ended else state
 
 
 @given(
@@ -329,20 +377,23 @@ def test_an_automaton_of_ones_own_constrains_the_engine():
 @pytest.mark.parametrize(
     ("rule", "sentence"),
     [
-        (regex("(ab"), "the regex cannot be compiled: .*parenthesis is not closed"),
+        (regex("(ab"), "the regex cannot be compiled: .*"),
+        (regex("a$b"), r"the regex cannot be compiled: lookarounds not supported"),
         (
             json_schema('{"type":'),
             "the JSON schema cannot be compiled: it is not JSON: Expecting value",
         ),
-        (json_schema({"type": "array", "uniqueItems": True}), "the JSON schema cannot be compiled: 'uniqueItems'"),
-        (regex("a$b"), r"the regex cannot be compiled: '\$' at position 2 is not at the end"),
-        (regex("a{3,1}"), "the regex cannot be compiled: .*Lower bound is larger than upper bound: 3 > 1"),
-        (json_schema({"type": "nope"}), 'the JSON schema cannot be compiled: Unsupported type "nope"'),
+        (json_schema({"type": "array", "uniqueItems": True}), "cannot be compiled: .*'uniqueItems' .at #. is not"),
+        (regex("a{3,1}"), "the regex cannot be compiled: .*"),
+        (regex("[a--b]"), "the regex cannot be compiled: .--. in the character class .* has two meanings"),
+        (lark("start: x"), "the Lark cannot be compiled: .*x"),
+        (lark("start: x\nx[max_tokens=3]: /a+/"), "the Lark cannot be compiled: .max_tokens. is not supported"),
+        (json_schema({"type": "nope"}), r"the JSON schema cannot be compiled: .*nope.* .llguidance.; "),
         (ebnf('rot ::= "a"'), 'the EBNF cannot be compiled: .*"root" is not found'),
         (ebnf("root ::= []"), "no token of the vocabulary goes on with the EBNF"),
         ([], "got 0 constraints for 1 prompts"),
     ],
-    ids=["regex", "json", "unenforced", "anchor", "bounds", "schema", "ebnf", "impossible", "count"],
+    ids=lambda value: "" if isinstance(value, str) else getattr(value, "text", "count"),
 )
 def test_wrong_constraints_get_a_sentence(pair, rule, sentence):
     with pytest.raises(InputError, match=sentence):
@@ -365,13 +416,123 @@ def test_a_grammar_without_a_tokenizer_is_refused():
         models.engine().generate([[1]], constraint=regex("a"))
 
 
-def test_without_xgrammar_the_sentence_says_what_to_install(pair, monkeypatch):
-    monkeypatch.setitem(sys.modules, "xgrammar", None)
+def test_without_llguidance_the_sentence_says_what_to_install(pair, monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(InputError, match=r"pip install \"outrider\[grammar\] @"):
-        # Another ending token, so that no compiler is remembered.
+        # Another ending token, so that no compiled grammar is remembered.
         regex("a").bind(pair.tokenizer, 8192, frozenset({17}))
 
 
 def test_whitespace_cannot_be_negative():
     with pytest.raises(InputError, match="max_whitespace must be >= 0, got -1"):
         any_json(-1)
+
+
+def test_a_schema_that_only_xgrammar_keeps_says_how_to_install_it(pair, monkeypatch):
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    pointer = json_schema({"type": "string", "format": "json-pointer", "title": "alone"})
+    with pytest.raises(InputError, match=r"json-pointer \(llguidance\); .*pip install \"outrider\[xgrammar\] @"):
+        pointer.bind(pair.tokenizer, 8192, pair.eos_ids)
+    assert rules('root ::= "one" | "two"').bind(pair.tokenizer, 8192, pair.eos_ids).library == "llguidance"
+
+
+def test_rules_are_read_as_what_they_are():
+    assert rules('start: "a"').kind == rules("%llguidance {}\nstart[lazy]: /a/").kind == "Lark"
+    assert rules('root ::= start\nstart ::= "a"').kind == "EBNF"
+
+
+def test_importing_outrider_imports_no_library_of_grammars():
+    code = "import sys, outrider; print({'llguidance', 'xgrammar', 'pydantic'} & sys.modules.keys())"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said.strip() == "set()"
+
+
+@pytest.mark.parametrize("texts", ["yes", []])
+def test_a_choice_is_a_list_of_texts(texts):
+    with pytest.raises(InputError, match="choice takes a list of at least one text"):
+        choice(texts)
+
+
+@pytest.mark.parametrize("which", ["pair", "trees"])
+def test_a_choice_is_one_of_its_texts(which, request):
+    engine: Engine = request.getfixturevalue(which)
+    texts = ['"quoted" \\', "zwei Wörter\n", "a/b", "a"]
+    sampling = [Sampling(temperature=2, seed=seed) for seed in range(8)]
+    outputs = engine.generate([PROMPT] * 8, max_new_tokens=30, sampling=sampling, constraint=choice(texts))
+    assert {out.finish_reason for out in outputs} == {"stop"}
+    assert {out.text for out in outputs} <= set(texts)
+    assert len({out.text for out in outputs}) > 1
+
+
+CALLS = {
+    "structures": [
+        {"begin": "<f=add>", "schema": PERSON, "end": "</f>"},
+        {"begin": "<f=no>", "schema": {"type": "boolean"}, "end": "!"},
+    ],
+    "triggers": ["<f="],
+}
+
+
+def test_behind_a_trigger_comes_a_call_and_nothing_else(pair):
+    constraint = structural_tag(CALLS, max_whitespace=0).bind(pair.tokenizer, 8192, pair.eos_ids)
+    whole = '{"name": "Tim", "kind": "cat", "ages": [1, 2], "good": true}'
+
+    def takes(text: str) -> bool | None:
+        """None: the text cannot come. Otherwise whether the output may end after it."""
+        state = constraint.open()
+        if not all(state.matcher.accept(token) for token in pair.encode(text)):
+            return None
+        return bool(unpacked(constraint.masks(state, [0], [-1]), 8192)[0, sorted(pair.eos_ids)].all())
+
+    assert takes("Once < upon <f a time. ")
+    assert takes(f"So <f=add>{whole}</f> and <f=no>true! Yes.")
+    assert takes(f"So <f=add>{whole}") is False
+    assert takes("So <f=ad") is False
+    assert takes("So <f=x") is None
+    assert takes('So <f=no>"a"') is None
+    assert takes("So <f=no>true?") is None
+
+
+def test_calls_in_outputs_of_the_engine_fit(trees):
+    """The trigger is a word that the model says often."""
+    call = {"begin": "was ", "schema": {"enum": ["so", 3]}, "end": "!"}
+    rule = structural_tag({"structures": [call], "triggers": ["was"]})
+    sampling = [Sampling(seed=seed, temperature=0.5) for seed in range(4)]
+    outputs = trees.generate([PROMPT] * 4, max_new_tokens=60, sampling=sampling, constraint=rule)
+    calls = [call for out in outputs for call in re.findall(r"was(.{6})", out.text, re.DOTALL)]
+    assert len(calls) >= 4
+    assert all(re.match(r' ("so"!|3!)', call) for call in calls), calls
+    assert sum(out.num_accepted_tokens for out in outputs) > 0
+
+
+def test_a_trigger_that_is_a_special_token_is_that_token(pair):
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<call>", "</call>"]})
+    start, end = tokenizer.convert_tokens_to_ids(["<call>", "</call>"])
+    call = {"begin": "<call>", "schema": {"const": 7}, "end": "</call>"}
+    rule = structural_tag({"structures": [call], "triggers": ["<call>"]})
+    constraint = rule.bind(tokenizer, len(tokenizer), pair.eos_ids)
+    seven = pair.encode("7")
+    places = [([], {start}), ([start], {seven[-1]}), ([start, *seven], {end}), ([start, *seven, end], {start})]
+    for said, allowed in places:
+        state = constraint.open()
+        constraint.commit(state, said)
+        row = unpacked(constraint.masks(state, [0], [-1]), len(tokenizer))[0]
+        assert {token for token in (start, end) if row[token]} == allowed & {start, end}
+        assert all(row[token] for token in allowed)
+
+
+@pytest.mark.parametrize(
+    ("tag", "sentence"),
+    [
+        ("[", "the structural tag is not JSON"),
+        ({"format": {}}, "has a list of structures and a list of triggers"),
+        ({"structures": [{"begin": "a"}], "triggers": ["a"]}, "has begin, schema and end"),
+        ({"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": ["b"]}, "'a' must start with one of"),
+        ({"structures": [{"begin": "a", "schema": {}, "end": ""}], "triggers": [""]}, "text of at least one character"),
+    ],
+    ids=str,
+)
+def test_wrong_structural_tags_get_a_sentence(tag, sentence):
+    with pytest.raises(InputError, match=sentence):
+        structural_tag(tag)

@@ -1,128 +1,264 @@
-"""What is not refused is enforced: the compiled grammar takes what fits the schema and nothing that does not."""
+"""What is not refused is enforced: a bound schema takes what fits it and nothing that does not."""
 
 import json
+from enum import Enum
+from typing import Annotated, Literal
 
+import pydantic
 import pytest
 
+import outrider
 from outrider import InputError
-from outrider.constraints.schema import check_pattern, check_schema
+from outrider.constraints import grammar
+from outrider.constraints.automaton import GrammarConstraint
+from outrider.constraints.by_xgrammar import check_schema
+from outrider.constraints.grammar import json_schema
+from outrider.constraints.schema import check_pattern, read_schema
+from outrider.core.sampling import unpacked
+from outrider.engine.engine import Engine
 
-xgrammar = pytest.importorskip("xgrammar")
-accepts = pytest.importorskip("xgrammar.testing")._is_grammar_accept_string
+pytest.importorskip("llguidance")
+pytest.importorskip("xgrammar")
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TAGGED = [{"type": "object", "properties": {"t": {"const": t}}, "required": ["t"]} for t in "ab"]
+NODE = {"type": "object", "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, "required": ["next"]}
 ENFORCED = [
     ({"type": "integer", "minimum": 2, "exclusiveMaximum": 5, "uniqueItems": False}, 2, 5),
     ({"type": "integer", "multipleOf": 3}, 9, 10),
+    ({"type": "integer", "multipleOf": 3, "minimum": 4}, 6, 3),
+    ({"type": "number", "multipleOf": 0.5}, 1.5, 1.3),
     ({"type": ["string", "null"], "pattern": "^a+$", "minimum": 3}, "aa", "b"),
+    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "aa", "aaa"),
+    ({"type": "string", "pattern": "b"}, "abc", "ac"),
     ({"type": "string", "minLength": 2, "format": "password"}, "ab", "a"),
-    ({"type": "string", "pattern": "^b$", "format": "password"}, "b", "a"),
     ({"type": "string", "format": "date"}, "2026-11-21", "soon"),
+    ({"type": "string", "format": "date"}, "2026-02-28", "2026-02-30"),
+    ({"type": "string", "format": "date", "pattern": "^20"}, "2026-02-28", "1026-02-28"),
     ({"type": "string", "enum": ["a", "b"], "description": "one of two"}, "a", "c"),
     ({"type": ["boolean", "integer"], "const": 1}, 1, True),
     ({"anyOf": [{"type": "integer", "maximum": 5}, {"type": "null"}], "default": None}, 5, 6),
+    ({"type": "integer", "anyOf": [{"minimum": 5}, {"maximum": 2}]}, 6, 4),
     ({"oneOf": [{"const": "a"}, {"const": "b"}]}, "b", "c"),
-    ({"allOf": [{"type": "integer", "maximum": 5}], "title": "x"}, 5, 6),
+    ({"oneOf": [{"$ref": "#/$defs/a"}, TAGGED[1]], "$defs": {"a": TAGGED[0]}}, {"t": "b"}, {}),
+    ({"allOf": [{"type": "integer"}, {"maximum": 5}], "title": "x"}, 5, 6),
+    ({"allOf": [OBJECT, {"properties": {"b": {"type": "null"}}}]}, {"a": 1, "b": None}, {"a": 1, "b": 1}),
     ({"$ref": "#/$defs/n", "$defs": {"n": {"type": "integer"}, "unused": {"not": {}}}}, 1, "a"),
+    ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "maximum": 5}, 5, 9),
+    ({"$defs": {"n": {"minimum": 5}}, "items": {"$ref": "#/$defs/n"}}, [7], [3]),
     ({"definitions": {"n": OBJECT}, "type": "array", "items": {"$ref": "#/definitions/n"}}, [{"a": 1}], [{}]),
     ({"type": "array", "prefixItems": [{"type": "null"}], "items": {"type": "integer"}, "maxItems": 2}, [None, 1], [1]),
     ({"items": {"type": "integer"}, "minItems": 2}, [1, 2], [1]),
     (OBJECT, {"a": 1}, {"a": 1, "b": 2}),
     (OBJECT | {"additionalProperties": {"type": "null"}, "maxProperties": 2}, {"a": 1, "b": None}, {"a": 1, "b": 1}),
-    ({"properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 2}, {"a": 1, "b": [{}]}, {"a": 1}),
+    ({"type": "object", "required": ["a"], "additionalProperties": True}, {"a": []}, {}),
+    ({"required": ["a"]}, {"a": 1}, {"b": 1}),
+    ({"minimum": 5}, 5, 3),
     ({"type": "object", "patternProperties": {"^x[a-z]$": {"type": "null"}}}, {"xy": None}, {"xy": 1}),
-    ({"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {}}, {"a": 3}, {"b": 3}),
-    ({"type": "object", "propertyNames": {"pattern": "^b$"}, "additionalProperties": {}}, {"b": 3}, {"a": 3}),
-    ({"unevaluatedItems": {"type": "null"}}, [None], [1]),
-]
-REFUSED = [
-    ({"not": {"type": "string"}}, "a", "'not' (at #) is not supported"),
-    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, [1, 1], "'uniqueItems' (at #)"),
-    ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}}, [2], "'contains'"),
-    ({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 7}}, 9, "'if'"),
-    ({"allOf": [{"type": "integer"}, {"maximum": 5}]}, 9, "'allOf' (at #) is not supported; write its parts as one"),
-    (
-        {"type": "integer", "anyOf": [{"minimum": 5}]},
-        "a",
-        "'type' (at #) is not supported; it is not read",
-    ),
-    ({"type": "string", "const": 1}, 1, "it is not read beside 'const'"),
-    ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/n", "maximum": 5}, 9, "it is not read beside '$ref'"),
-    ({"$defs": {"n": {"minimum": 5}}, "items": {"$ref": "#/$defs/n"}}, [3], "'minimum' (at #/$defs/n)"),
-    ({"$defs": {"n": {"$anchor": "n", "type": "null"}}, "$ref": "#n"}, 1, "it must lead into the schema"),
-    ({"minimum": 5}, 3, "name the type that it belongs to"),
-    ({"pattern": "^a$"}, "b", "name the type"),
-    ({"required": ["a"]}, {}, "name the type"),
-    ({"properties": {"a": {}}, "items": {"type": "null"}}, None, "'items' (at #)"),
-    ({"type": "object", "required": ["a"], "additionalProperties": True}, {}, "'a' is required (at #) and not among"),
-    ({"type": "string", "pattern": "^a+$", "maxLength": 2}, "aaa", "put the length into the pattern"),
-    ({"type": "string", "format": "date", "pattern": "^a$"}, "2026-11-21", "'format' (at #)"),
-    ({"type": "number", "multipleOf": 0.5}, 1.3, "'multipleOf'"),
-    ({"type": "integer", "multipleOf": 3, "minimum": 0}, None, "'multipleOf'"),
     (
         {"type": "object", "properties": {"xa": {}}, "patternProperties": {"^x": {"type": "null"}}},
+        {"xa": None},
         {"xa": 9},
-        "list",
     ),
-    ({"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "^x"}}, {"a": 1}, "'propertyNames'"),
-    ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, {"a": 1}, "'dependentR"),
-    ({"type": "string", "pattern": "^a$b$"}, "ab", "'$' at position 3"),
-    ({"anyOf": [OBJECT, {"type": "array", "items": {"not": {}}}]}, [1], "'not' (at #/anyOf/1/items)"),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "additionalProperties": {}}, {"a": 3}, {"b": 3}),
+    ({"type": "object", "propertyNames": {"pattern": "^b$"}, "additionalProperties": {}}, {"b": 3}, {"a": 3}),
+    ({"type": "object", "propertyNames": {"maxLength": 2}}, {"bc": 3}, {"bcd": 3}),
+    ({"unevaluatedItems": {"type": "null"}}, [None], [1]),
+    (OBJECT | {"unevaluatedProperties": {"type": "null"}}, {"a": 1, "b": None}, {"a": 1, "b": 1}),
+    (NODE, {"next": {"next": None}}, {"next": {}}),
+]
+BY_XGRAMMAR = [
+    ({"type": "string", "format": "json-pointer"}, "/a/0", "a"),
+    ({"type": "array", "items": {"type": "string", "format": "uri-reference"}, "maxItems": 1}, ["../a?b"], ["a b"]),
+    (
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "minProperties": 2},
+        {"a": 1, "b": [{}]},
+        {"a": 1},
+    ),
+    (
+        {
+            "type": "object",
+            "properties": {"s": {"type": "string", "enum": ["x"]}, "p": {"format": "json-pointer", "type": "string"}},
+            "required": ["s"],
+        },
+        {"s": "x", "p": ""},
+        {"s": "y"},
+    ),
+]
+REFUSED = [
+    ({"not": {"type": "string"}}, "'not' (at #) is not enforced"),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "'uniqueItems' (at #)"),
+    ({"type": "array", "items": {"type": "integer"}, "contains": {"const": 1}}, "'contains'"),
+    ({"type": "integer", "if": {"minimum": 5}, "then": {"maximum": 7}}, "'if'"),
+    ({"type": "string", "const": 1}, "Unsatisfiable schema"),
+    ({"$defs": {"n": {"type": "integer"}}, "$ref": "#/$defs/m"}, "#/$defs/m"),
+    ({"oneOf": [{"minimum": 2}, {"maximum": 5}]}, "oneOf constraints are not supported"),
+    ({"type": "string", "format": "date", "pattern": "^a$"}, "Unsatisfiable schema"),
+    ({"type": "object", "properties": {"a": {}}, "propertyNames": {"pattern": "^x"}}, '"propertyNames"'),
+    ({"type": "object", "properties": {"a": {}, "b": {}}, "dependentRequired": {"a": ["b"]}}, '"dependentRequired"'),
+    ({"type": "string", "pattern": "^a$b$"}, "lookarounds not supported"),
+    ({"type": "string", "pattern": "[a&&b]"}, "'&&' in the character class '[a&&b]' has two meanings"),
+    ({"anyOf": [OBJECT, {"type": "array", "items": {"not": {}}}]}, "'not' (at #/anyOf/1/items)"),
+    ({"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2}, "a name may come twice"),
+    ({"type": "object", "patternProperties": {"^a": {"type": "integer"}, "b$": {"type": "null"}}}, "disjoint"),
+    ({"type": "string", "format": "json-pointer", "pattern": "a"}, "'pattern' (at #) is not enforced"),
+    ({"type": "string", "format": "uri-template", "maxLength": 3}, "'format' and 'maxLength' (at #)"),
+    ({"type": "nope"}, "nope"),
+    (False, "cannot accept any value"),
 ]
 
 
-def compiled(schema: object) -> object:
-    return xgrammar.Grammar.from_json_schema(json.dumps(schema), any_whitespace=True)
+@pytest.fixture(scope="module")
+def pair() -> Engine:
+    return outrider.load(drafter="none", dtype="float32")
+
+
+def bound(schema: object, engine: Engine) -> GrammarConstraint:
+    return json_schema(schema).bind(engine.tokenizer, 8192, engine.eos_ids)
+
+
+def takes(constraint: GrammarConstraint, engine: Engine, text: str) -> bool:
+    """Whether a text may come and the output may end after it."""
+    state = constraint.open()
+    if not all(state.matcher.accept(token) for token in engine.encode(text)):
+        return False
+    row = unpacked(constraint.masks(state, [0], [-1]), 8192)[0] if not _stuck(constraint, state) else None
+    return row is not None and bool(row[sorted(engine.eos_ids)].all())
+
+
+def _stuck(constraint: GrammarConstraint, state: object) -> bool:
+    try:
+        constraint.masks(state, [0], [-1])
+    except InputError:
+        return True
+    return False
 
 
 @pytest.mark.parametrize(("schema", "good", "bad"), ENFORCED, ids=lambda value: json.dumps(value))
-def test_what_passes_is_enforced(schema, good, bad):
-    check_schema(json.dumps(schema))
-    assert accepts(compiled(schema), json.dumps(good))
-    assert not accepts(compiled(schema), json.dumps(bad))
+def test_what_llguidance_keeps_is_enforced(pair, schema, good, bad):
+    constraint = bound(schema, pair)
+    assert constraint.library == "llguidance"
+    assert takes(constraint, pair, json.dumps(good))
+    assert not takes(constraint, pair, json.dumps(bad))
 
 
-@pytest.mark.parametrize(("schema", "escapes", "sentence"), REFUSED, ids=lambda value: json.dumps(value))
-def test_what_is_passed_over_in_silence_is_refused(schema, escapes, sentence):
-    """Each of these schemas is refused because the compiled grammar lets something through that does not fit it."""
+@pytest.mark.parametrize(("schema", "good", "bad"), BY_XGRAMMAR, ids=lambda value: json.dumps(value))
+def test_what_llguidance_does_not_keep_is_enforced_by_xgrammar(pair, schema, good, bad):
+    constraint = bound(schema, pair)
+    assert constraint.library == "xgrammar"
+    assert takes(constraint, pair, json.dumps(good))
+    assert not takes(constraint, pair, json.dumps(bad))
+
+
+@pytest.mark.parametrize(("schema", "sentence"), REFUSED, ids=lambda value: json.dumps(value))
+def test_what_neither_keeps_is_refused_with_both_reasons(pair, schema, sentence):
     with pytest.raises(InputError) as refused:
-        check_schema(json.dumps(schema))
-    assert sentence in str(refused.value)
-    if escapes is not None:
-        assert accepts(compiled(schema), json.dumps(escapes))
+        bound(schema, pair)
+    said = str(refused.value)
+    assert said.startswith("the JSON schema cannot be compiled: ")
+    assert sentence in said
+    assert said.index("(llguidance)") < said.index("(xgrammar)")
+    assert "\n" not in said
 
 
-def test_a_property_that_comes_twice_counts_once():
-    schema = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 2}
-    assert accepts(compiled(schema), '{"a": 1, "a": 2}')
-    with pytest.raises(InputError, match="a name may come twice and count once"):
-        check_schema(json.dumps(schema))
+def test_a_schema_cannot_relax_itself(pair):
+    """llguidance reads options inside a schema; this one would ignore what it does not know."""
+    with pytest.raises(InputError, match=r"Unimplemented keys: .*contains"):
+        bound({"type": "array", "contains": {"const": 1}, "x-guidance": {"lenient": True}}, pair)
 
 
-def test_a_schema_that_refers_to_itself_is_walked_once():
-    node = {
-        "type": "object",
-        "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
-        "required": ["next"],
-    }
-    check_schema(json.dumps(node))
-    assert accepts(compiled(node), '{"next": {"next": null}}')
+def test_properties_that_are_not_listed_come_only_where_a_schema_says_so_or_combines_parts(pair):
+    beyond = '{"a": 1, "b": 2}'
+    assert not takes(bound(OBJECT, pair), pair, beyond)
+    assert takes(bound(OBJECT | {"additionalProperties": True}, pair), pair, beyond)
+    assert takes(bound({"allOf": [OBJECT, {"required": ["b"]}]}, pair), pair, beyond)
+    assert takes(bound(OBJECT | {"required": ["a", "b"]}, pair), pair, beyond)
+
+
+def test_parts_of_a_one_of_that_only_closing_would_tell_apart_are_refused(pair):
+    """{"a": 1} fits both parts as they are written."""
+    parts = [OBJECT, {"type": "object", "properties": {"b": {"type": "null"}}}]
+    with pytest.raises(InputError, match="oneOf"):
+        bound({"oneOf": parts}, pair)
+
+
+class Kind(Enum):
+    CAT = "cat"
+    DOG = "dog"
+
+
+class Toy(pydantic.BaseModel):
+    """A toy."""
+
+    tag: Literal["toy"]
+    price: Annotated[float, pydantic.Field(ge=0, lt=100)] | None = None
+
+
+class Treat(pydantic.BaseModel):
+    """A treat."""
+
+    tag: Literal["treat"]
+    secret: pydantic.SecretStr = pydantic.Field(pydantic.SecretStr(""), deprecated=True)
+
+
+class Pet(pydantic.BaseModel):
+    """A pet."""
+
+    kind: Kind
+    names: dict[Kind, int]
+    things: list[Annotated[Toy | Treat, pydantic.Field(discriminator="tag")]]
+    friend: "Pet | None" = None
+
+
+def test_a_pydantic_class_is_a_schema(pair):
+    constraint = bound(Pet, pair)
+    toy = {"tag": "toy", "price": 1.5}
+    friend = {"kind": "cat", "names": {}, "things": []}
+    whole = {"kind": "dog", "names": {"cat": 1}, "things": [toy, {"tag": "treat"}], "friend": friend}
+    assert takes(constraint, pair, json.dumps(whole))
+    Pet.model_validate(whole)
+    for wrong in ({"kind": "cow"}, {"names": {"cow": 1}}, {"things": [{"tag": "treat", "price": 1.5}]}, {"friend": 3}):
+        assert not takes(constraint, pair, json.dumps(whole | wrong))
+        if wrong.get("things") is None:
+            with pytest.raises(pydantic.ValidationError):
+                Pet.model_validate(whole | wrong)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{'a': 1}", "[1]", "3", '{"a":', "[" * 100_000, '{"type": {}, "format": [], "enum": 3}']
+    "text", ["", "{'a': 1}", "[1]", "3", '{"a":', "[" * 100_000, '{"items":' * 900 + "{}" + "}" * 900]
 )
-def test_what_is_no_schema_gets_a_sentence(text):
-    with pytest.raises(InputError, match=r"it is not JSON|nested too deeply|a schema is an object|is not read"):
-        check_schema(text)
+def test_what_is_no_schema_gets_a_sentence(pair, text):
+    with pytest.raises(InputError, match=r"it is not JSON|nested too deeply|a schema is an object"):
+        json_schema(text).bind(pair.tokenizer, 8192, pair.eos_ids)
 
 
-@pytest.mark.parametrize("pattern", ["^abc$", "^a|b$", r"\$a\^", "[$^]a[^b$]", r"[\]$]a$", r"\d+\.\w", "", "a["])
-def test_patterns_that_mean_what_they_say_pass(pattern):
+@pytest.mark.parametrize("text", ['{"type": {}, "format": [], "enum": 3}', '{"properties": 3, "required": 1}'])
+def test_a_schema_with_values_of_wrong_types_is_refused(pair, text):
+    with pytest.raises(InputError, match="the JSON schema cannot be compiled"):
+        json_schema(text).bind(pair.tokenizer, 8192, pair.eos_ids)
+
+
+@pytest.mark.parametrize("pattern", ["^abc$", r"[$^]a[^b$]", r"[\]$]a$", r"\d+\.\w", "", r"[\[a]", r"[a\-\-b]", "[]a]"])
+def test_patterns_with_one_meaning_pass(pattern):
     check_pattern(pattern)
 
 
-@pytest.mark.parametrize("pattern", ["a$b", "a^b", "(a$)b", "a(^b)", r"\Z", r"a\_?\q", r"\A", "a$?"])
-def test_anchors_inside_and_meaningless_escapes_are_refused(pattern):
-    with pytest.raises(InputError, match=r"at position [1-5]"):
+@pytest.mark.parametrize("pattern", ["[a&&b]", "x[[a]]", r"[\\[]", "[+--]", "[^a~~b]", "[][a]"])
+def test_classes_that_libraries_read_differently_are_refused(pattern):
+    with pytest.raises(InputError, match="has two meanings"):
         check_pattern(pattern)
+
+
+def test_a_missing_llguidance_leaves_xgrammar(pair, monkeypatch):
+    def missing(*_: object) -> None:
+        raise InputError("a grammar needs llguidance")
+
+    monkeypatch.setitem(grammar.LIBRARIES, "llguidance", missing)
+    assert bound({"type": "integer", "maximum": 77}, pair).library == "xgrammar"
+    with pytest.raises(InputError, match=r"needs llguidance \(llguidance\); 'pattern' \(at #\) is not enforced"):
+        bound({"type": "string", "pattern": "missing"}, pair)
+
+
+@pytest.mark.parametrize("schema", [schema for schema, _, _ in BY_XGRAMMAR if "enum" not in json.dumps(schema)])
+def test_the_check_for_xgrammar_passes_what_it_enforces(schema):
+    check_schema(read_schema(json.dumps(schema)))
