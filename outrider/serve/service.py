@@ -28,6 +28,8 @@ from outrider.serve.failures import Draining as Draining
 from outrider.serve.failures import EngineDead as EngineDead
 from outrider.serve.failures import JobError as JobError
 from outrider.serve.failures import QueueFull as QueueFull
+from outrider.serve.failures import SlowClient as SlowClient
+from outrider.serve.failures import TimedOut as TimedOut
 from outrider.serve.job import Event as Event
 from outrider.serve.job import Job as Job
 from outrider.serve.job import Speculation as Speculation

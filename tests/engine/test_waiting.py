@@ -13,11 +13,15 @@ from outrider.lengths.experience import Experience
 from outrider.lengths.goodput import GoodputLength
 from outrider.trees.gumbel import GumbelTree
 from outrider.verifiers.recursive import RecursiveVerifier
-from tests.clocks import made_up
 from tests.world.models import engine
 
 GREEDY = Sampling(temperature=0, seed=0)
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
+
+
+def cheap(requests: int, length: int) -> float:
+    """Seconds of a step: drafts cost next to nothing."""
+    return 0.01 * (1 + 0.01 * length)
 
 
 def test_requests_are_admitted_by_priority_and_then_by_arrival():
@@ -49,7 +53,7 @@ def test_a_cap_on_drafts_holds_beside_requests_without_one():
     for length in (None, GoodputLength(most=6)):
         busy = engine("model", gamma=5)
         if length is not None:
-            experience = Experience(CostTable.of_formula(made_up))
+            experience = Experience(CostTable.of_formula(cheap))
             busy.parts = replace(busy.parts, length=length, experience=experience)
         caps, steps = {"free": None, "two": 2, "none": 0}, {}
         for name, cap in caps.items():
@@ -67,7 +71,7 @@ def test_a_cap_on_drafts_holds_beside_requests_without_one():
 
 def test_a_cap_limits_the_depth_of_trees():
     busy = engine("model", gamma=4)
-    busy.parts = replace(busy.parts, tree=GumbelTree(width=2), verifier=RecursiveVerifier())
+    busy.parts = replace(busy.parts, tree=GumbelTree(branching=(2, 1, 1, 1)), verifier=RecursiveVerifier())
     steps = []
     drawn = Sampling(temperature=1, seed=4)
     for cap in (1, 0):
@@ -109,3 +113,16 @@ def test_common_beginnings_are_found_at_every_length():
         most = int(random.integers(0, len(same) + 2))
         assert _shared(ours, theirs, most) == min(most, len(same))
         assert _shared(same, list(same), len(same)) == len(same)
+
+
+def test_a_prompt_that_has_no_share_of_a_step_waits_for_the_next_one():
+    busy, contexts = engine("ngram", max_slots=2), []
+    busy.max_prefill_tokens = 6
+    # The first prompt takes the whole budget of the first step.
+    busy.add(PROMPT, max_new_tokens=2, sampling=GREEDY)
+    busy.add([9] * 40, id="long", max_new_tokens=1, sampling=GREEDY)
+    while busy.busy:
+        busy.step()
+        contexts.append(busy.num_cached_tokens)
+    assert max(np.diff([0, *contexts])) <= 6 + 2 * 4
+    assert len(contexts) >= 7
