@@ -28,8 +28,16 @@ class Generation:
         min_tokens: Fewest tokens before an end token may come or a stop string counts.
         logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those of
             the k likeliest tokens at each position as well.
+        prompt_logprobs: Which log-probabilities of the prompt to record, as `logprobs` does for the output. With
+            `max_new_tokens=0` the prompt is only read.
+        include_stop: Let the text end behind the stop string that ends it, and not before.
+        priority: Of waiting requests, those with the lowest number get slots first.
+        max_draft_tokens: Deepest draft of a step; 0 drafts nothing; by default what the length policy chooses.
+        max_draft_context: Longest context, in tokens, in which to draft; by default any length.
         ignore_eos: Continue after the model's own end tokens and stop strings.
         constraint: A grammar that the output must follow, or any other constraint on tokens.
+        allowed_token_ids: The only tokens that may come; by default all.
+        bad_words: One or several words that the output may not hold, as the tokenizer spells them.
         tools: Of chat messages: tools that the assistant may call, as JSON schemas or functions.
         documents: Of chat messages: documents that the assistant may use, with title and text.
         chat_template_kwargs: Of chat messages: other arguments of the chat template, such as `enable_thinking`.
@@ -50,8 +58,15 @@ class Generation:
     stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop: bool = False
+    priority: int = 0
+    max_draft_tokens: int | None = None
+    max_draft_context: int | None = None
     ignore_eos: bool = False
     constraint: Constraint | Grammar | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] = ()
     tools: Sequence[Tool] | None = None
     documents: Sequence[Mapping[str, str]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -72,7 +87,14 @@ class SharedKeywords(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     min_tokens: int
     logprobs: int | None
+    prompt_logprobs: int | None
+    include_stop: bool
+    priority: int
+    max_draft_tokens: int | None
+    max_draft_context: int | None
     ignore_eos: bool
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str]
     tools: Sequence[Tool] | None
     documents: Sequence[Mapping[str, str]] | None
     chat_template_kwargs: Mapping[str, Any] | None
