@@ -47,7 +47,7 @@ def make_app(service: Service, settings: Settings | None = None, *, observe: Obs
         Front,
         keys=Keys(settings.keys),
         guard_all=settings.guard_all,
-        room=lambda: max(0, service.limits.max_queue - service.in_flight),
+        room=lambda: service.places.free,
         observe=observe,
     )
     return app

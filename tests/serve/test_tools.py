@@ -126,9 +126,7 @@ def test_raw_text_holds_special_tokens_but_the_hidden_ones(engine: outrider.Engi
 
 
 @pytest.mark.parametrize(("keeps", "wanted"), [(False, "one two"), (True, "one two END")])
-def test_raw_text_ends_at_a_stop_string_over_several_tokens(
-    engine: outrider.Engine, keeps: bool, wanted: str
-) -> None:
+def test_raw_text_ends_at_a_stop_string_over_several_tokens(engine: outrider.Engine, keeps: bool, wanted: str) -> None:
     raw = RawText(engine.tokenizer, [" END"])
     ids = engine.tokenizer("one two END")["input_ids"]
     pieces = [raw.push(id) for id in ids]
