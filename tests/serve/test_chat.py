@@ -220,7 +220,8 @@ def test_a_forced_call_that_was_cut_off_ends_by_length(client: httpx.Client) -> 
 
 TEMPLATE = """{% for m in messages %}<|user|>{{ m.content }}{% for c in m.tool_calls or [] %}
 {%- for name in c.function.arguments %}{{ name }}{% endfor %}{% endfor %}
-{% endfor %}{{ tools | length if tools else 0 }}<tool_call></think>{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+{% endfor %}{{ tools | length if tools else 0 }}<tool_call></think>
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 READING = {
     "start_anchor": "<|assistant|>",
     "fields": {

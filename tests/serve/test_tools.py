@@ -12,7 +12,16 @@ from outrider.serve.outputs import joined
 from outrider.serve.tools import ForcedReader, Piece, PlainReader, RawText, Reader, Reading
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
-XML = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+XML = """<tool_call>
+<function=weather>
+<parameter=city>
+Oslo
+</parameter>
+<parameter=days>
+2
+</parameter>
+</function>
+</tool_call>"""
 WEATHER = {
     "type": "function",
     "function": {
