@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.core.inputs import InputError
-from outrider.serve import chat, completions, models
+from outrider.serve import admin, chat, completions, models
 from outrider.serve.answers import LEFT, as_api
 from outrider.serve.calls import ClientGone
 from outrider.serve.errors import ApiError
@@ -16,7 +16,7 @@ from outrider.serve.front import Front, Observe
 from outrider.serve.gateway import Gateway
 from outrider.serve.keys import Keys
 from outrider.serve.openapi import describe
-from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, DrafterBody, TokenizeBody
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 
@@ -34,9 +34,9 @@ def make_app(service: Service, settings: Settings | None = None, *, observe: Obs
     gateway = Gateway.of(service, settings)
     app = FastAPI(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
-    for routes in (completions, chat, models):
+    for routes in (completions, chat, models, admin):
         app.include_router(routes.router)
-    describe(app, [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody])
+    describe(app, [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrafterBody])
     for kind in (ApiError, JobError, InputError):
         app.add_exception_handler(kind, _refused)
     app.add_exception_handler(HTTPException, _not_found)
