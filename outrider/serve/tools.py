@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +38,7 @@ class Piece:
     name: str | None = None
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Reads one output."""
 
@@ -189,7 +190,7 @@ class ForcedReader:
     _text: str = field(default="", init=False)
     _called: bool = field(default=False, init=False)
 
-    HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
+    HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\S)')
     TAIL = re.compile(r"\s*\}?\s*\Z")
 
     @property

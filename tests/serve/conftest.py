@@ -11,7 +11,7 @@ from tests.serve.served import serving
 
 @pytest.fixture(scope="session")
 def engine() -> outrider.Engine:
-    return outrider.load(probe=False)
+    return outrider.load(dtype="float32", probe=False)
 
 
 @pytest.fixture(scope="session")

@@ -243,7 +243,7 @@ def caller(engine: outrider.Engine) -> Iterator[httpx.Client]:
     """A server whose model is said to reason and to call tools; grammars make it do so."""
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.chat_template = TEMPLATE
-    own = outrider.load(tokenizer=tokenizer, probe=False)
+    own = outrider.load(tokenizer=tokenizer, dtype="float32", probe=False)
     with serving(own, Settings(response_template=READING)) as url, httpx.Client(base_url=url, timeout=60) as found:
         yield found
 
