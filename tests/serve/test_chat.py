@@ -97,7 +97,7 @@ def test_a_stream_adds_up_to_the_answer(client: httpx.Client) -> None:
 def test_logprobs_have_bytes_and_the_likeliest(client: httpx.Client) -> None:
     choice = post(client, PATH, {**TALK, "logprobs": True, "top_logprobs": 3})["choices"][0]
     content = choice["logprobs"]["content"]
-    assert bytes(byte for each in content for byte in each["bytes"]).decode() == choice["message"]["content"]
+    assert bytes(byte for each in content for byte in each["bytes"] or ()).decode() == choice["message"]["content"]
     for each in content:
         assert len(each["top_logprobs"]) == 3
         assert each["logprob"] == max(other["logprob"] for other in each["top_logprobs"])
