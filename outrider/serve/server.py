@@ -21,7 +21,6 @@ LOOK_SECONDS = 0.25
 """How often the engine is looked at."""
 CLOSING_SECONDS = 5
 """How long open connections may take to close after the last answer."""
-HEADER_BYTES = 64 * 1024
 
 
 class Drained(Protocol):
@@ -52,10 +51,12 @@ class Endings:
     Attributes:
         drain_seconds: How long requests may go on after the first signal.
         survives_death: Whether it goes on answering when the engine has died.
+        header_bytes: Longest headers of a request.
     """
 
     drain_seconds: float = 30.0
     survives_death: bool = False
+    header_bytes: int = 64 * 1024
 
 
 def is_loopback(host: str) -> bool:
@@ -125,7 +126,7 @@ async def _serve(
             server_header=False,
             # Trusts no header that says where a request comes from.
             proxy_headers=False,
-            h11_max_incomplete_event_size=HEADER_BYTES,
+            h11_max_incomplete_event_size=endings.header_bytes,
             timeout_graceful_shutdown=CLOSING_SECONDS,
         )
     )
