@@ -128,7 +128,7 @@ class Request:
     Attributes:
         id: Unique name within an engine.
         prompt: Token ids, at least one.
-        max_new_tokens: Most tokens to emit, at least one.
+        max_new_tokens: Most tokens to emit; 0 only reads the prompt, for `prompt_logprobs`.
         sampling: How tokens are drawn; the engine sets a seed if it has none.
         eos_ids: Token ids that end the output. The output's `tokens` include the end token.
         stop: Strings that end the output; the text ends before the first of them.
@@ -138,6 +138,12 @@ class Request:
         keep_logits: Whether each step records the raw target logits of its emitted tokens.
         ends: Called after every emitted token with the output so far; returns whether the output ends there.
         constraint: Which tokens may come next; None allows all.
+        include_stop: Whether the text keeps the stop string that ends it.
+        prompt_logprobs: The same for the tokens of the prompt: None for none, 0 for each token, k for the k likeliest
+            tokens as well. Its prompt is prefilled without a reused beginning.
+        priority: Of waiting requests, those with the lowest number get slots first.
+        max_draft_tokens: Deepest draft of a step; 0 drafts nothing; None leaves it to the length policy.
+        max_draft_context: Longest context, in tokens, in which the request drafts; None: any length.
         repeats: Whether drafts must not depend on other requests, so that drawn tokens depend on the seed alone, up to
             roundings. The engine sets it for requests that come with a seed, unless its verifier draws what no draft
             changes.
@@ -157,16 +163,22 @@ class Request:
     keep_logits: bool = False
     ends: Callable[[Sequence[int]], bool] | None = None
     constraint: Constraint | None = None
+    include_stop: bool = False
+    prompt_logprobs: int | None = None
+    priority: int = 0
+    max_draft_tokens: int | None = None
+    max_draft_context: int | None = None
     repeats: bool = False
 
     def __post_init__(self) -> None:
         if not all(type(token) is int for token in self.prompt):
             tokens = tuple(whole("a token of the prompt", token) for token in self.prompt)
             object.__setattr__(self, "prompt", tokens)
-        for name in ("max_new_tokens", "min_tokens"):
+        for name in ("max_new_tokens", "min_tokens", "priority"):
             object.__setattr__(self, name, whole(name, getattr(self, name)))
-        if self.logprobs is not None:
-            object.__setattr__(self, "logprobs", whole("logprobs", self.logprobs))
+        for name in ("logprobs", "prompt_logprobs", "max_draft_tokens", "max_draft_context"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, whole(name, getattr(self, name)))
         object.__setattr__(self, "eos_ids", frozenset(whole("a token of eos_ids", token) for token in self.eos_ids))
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling must be an outrider.Sampling, got {self.sampling!r}")

@@ -43,7 +43,11 @@ def room(parts: Parts, state: Running, left: int) -> int:
     step of a request is a plain one. That holds even if a reused slot already has these states, because the draws of a
     request must not depend on other requests.
     """
-    drafter, num_read = drafter_of(state), len(state.tokens) - 1
+    drafter, request, num_read = drafter_of(state), state.request, len(state.tokens) - 1
+    if request.max_draft_context is not None and len(state.tokens) > request.max_draft_context:
+        return 0
+    if request.max_draft_tokens is not None:
+        left = min(left, request.max_draft_tokens)
     if drafter.taps and (state.num_steps == 0 or parts.target.length(state.slot) < num_read):
         return 0
     if drafter.max_context is not None:

@@ -5,10 +5,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from outrider.core.types import Request, Running
 from outrider.decoding.drafting import drafter_of, observe
 from outrider.decoding.protocol import Keep, Parts
+from outrider.decoding.reading import LogProbs
 from outrider.drafters.protocol import Observed
 from outrider.lm.protocol import Segment
 
@@ -56,8 +59,12 @@ def prefill(parts: Parts, state: Running) -> None:
 
 
 @torch.inference_mode()
-def prefill_chunk(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> None:
+def prefill_chunk(parts: Parts, states: Sequence[Running], counts: Sequence[int]) -> list[LogProbs | None]:
     """Run the target on the next `counts[i]` tokens of request i, in one forward; at least one, never the newest.
+
+    Returns:
+        For each request that wants them, the log-probabilities of the prompt's tokens behind the chunk's tokens; None
+        for all others.
 
     Raises:
         ValueError: The requests have different drafters.
@@ -68,11 +75,16 @@ def prefill_chunk(parts: Parts, states: Sequence[Running], counts: Sequence[int]
     chunks = [pending_tokens(parts, state)[:count] for state, count in zip(states, counts, strict=True)]
     extension = parts.target.extend(
         [
-            Segment(slot=state.slot, tokens=torch.tensor(chunk).to(parts.target.device), logits="none")
+            Segment(
+                slot=state.slot,
+                tokens=torch.tensor(chunk).to(parts.target.device),
+                logits="none" if state.request.prompt_logprobs is None else "all",
+            )
             for state, chunk in zip(states, chunks, strict=True)
         ],
         taps=drafter.taps,
     )
+    found = _prompt_logprobs(parts, states, counts, extension.logits)
     parts.target.commit({state.slot: range(len(chunk)) for state, chunk in zip(states, chunks, strict=True)})
     observed = Observed(
         tokens=np.array([token for chunk in chunks for token in chunk], dtype=np.int64),
@@ -80,6 +92,30 @@ def prefill_chunk(parts: Parts, states: Sequence[Running], counts: Sequence[int]
         taps=extension.taps,
     )
     observe(parts, states, observed)
+    return found
+
+
+def _prompt_logprobs(
+    parts: Parts, states: Sequence[Running], counts: Sequence[int], logits: Float[Tensor, "wanted vocab"]
+) -> list[LogProbs | None]:
+    """The log-probabilities of the tokens behind those of a chunk, for each request that wants them.
+
+    Args:
+        counts: Number of new tokens of each request; its cache does not hold them yet.
+        logits: After the new tokens of these requests, packed.
+    """
+    found: list[LogProbs | None] = []
+    first = 0
+    for state, count in zip(states, counts, strict=True):
+        wanted = state.request.prompt_logprobs
+        if wanted is None:
+            found.append(None)
+            continue
+        start = parts.target.length(state.slot) + 1
+        said = state.tokens[start : start + count]
+        found.append(LogProbs.in_parts(logits[first : first + count], said, wanted))
+        first += count
+    return found
 
 
 def tokens_left(parts: Parts, state: Running) -> int:

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from outrider.constraints.masks import batch_masks, is_masked
-from outrider.core.sampling import RowRule, log_probs, to_rows, without_law
+from outrider.core.sampling import RowRule, log_probs, rows_at_once, to_rows, without_law
 from outrider.core.texts import Before, climbed, text_of
 from outrider.core.types import Draft, Running, Verdict
 from outrider.decoding.protocol import NoDistribution
@@ -261,6 +261,18 @@ class LogProbs:
             top = tuple(dict(islice(each, most)) for each in pairs)
             made.append(cls(chosen=chosen, top=top if most else None))
         return made
+
+    @classmethod
+    def in_parts(cls, logits: Float[Tensor, "n vocab"], tokens: Sequence[int], wanted: int) -> "LogProbs":
+        """The log-probabilities of one request at many positions, a few at a time to spare memory."""
+        count, found = rows_at_once(logits), list[LogProbs]()
+        for first in range(0, len(tokens), count):
+            part = slice(first, first + count)
+            found += cls.of(logits[part], [tokens[part]], [wanted])
+        return cls(
+            chosen=tuple(value for each in found for value in each.chosen or ()),
+            top=tuple(row for each in found for row in each.top or ()) if wanted else None,
+        )
 
 
 def masks_of(draft: Draft, states: Sequence[Running], vocab_size: int) -> Int[Tensor, "nodes words"] | None:

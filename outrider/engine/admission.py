@@ -1,7 +1,6 @@
 """Which waiting requests get a slot, and how much of their prompts is already in a cache."""
 
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +12,7 @@ from outrider.decoding.protocol import Parts
 from outrider.drafters.protocol import Drafter
 from outrider.engine.prefixes import Found, Prefixes
 from outrider.engine.seats import Seat
+from outrider.engine.waiting import Waiting
 
 Route = Callable[[Request], Drafter]
 """Chooses the drafter of a request."""
@@ -29,6 +29,7 @@ class Admission:
 
     Attributes:
         prefixes: The slots that are kept warm.
+        waiting: The requests that wait for a slot.
 
     Args:
         parts: The target whose slots are given out, and the drafter of new requests.
@@ -40,7 +41,7 @@ class Admission:
         self._parts = parts
         self.max_slots = min(max_slots, parts.target.max_slots)
         self.prefixes = Prefixes(parts, min(max_warm, self.max_slots))
-        self._waiting: deque[Seat] = deque()
+        self.waiting = Waiting()
         self._running: list[Seat] = []
 
     @property
@@ -56,18 +57,18 @@ class Admission:
 
     def queue(self, seat: Seat) -> None:
         """Add a request to the queue."""
-        self._waiting.append(seat)
+        self.waiting.add(seat)
 
     def admit(self, route: Route | None = None) -> list[tuple[Seat, Exception]]:
-        """Give slots to the requests that wait longest. Returns the requests that failed to start, with the error.
+        """Give slots to waiting requests, by priority and arrival. Returns the requests that failed to start, with the error.
 
         Args:
             route: Chooses each request's drafter; None: all get the drafter of `parts`.
         """
         failed: list[tuple[Seat, Exception]] = []
-        while self._waiting and len(self._running) < self.max_slots:
-            seat = self._waiting.popleft()
-            seat.admitted = time.perf_counter()
+        while self.waiting and len(self._running) < self.max_slots:
+            seat = self.waiting.take()
+            seat.times = replace(seat.times, admitted=time.monotonic())
             try:
                 drafter = self.parts.drafter if route is None else route(seat.request)
                 seat.running = self._start(seat, drafter)
@@ -79,8 +80,7 @@ class Admission:
 
     def leave(self, seat: Seat) -> None:
         """Remove a request that has ended. Its slot stays warm, if `max_warm` allows."""
-        if seat in self._waiting:
-            self._waiting.remove(seat)
+        self.waiting.remove(seat)
         if seat.running is not None:
             self._running.remove(seat)
             seat.running.constraint_state = None
@@ -88,8 +88,7 @@ class Admission:
 
     def abandon(self, seat: Seat) -> None:
         """Remove a request that ended by an error, and release whatever can be released."""
-        if seat in self._waiting:
-            self._waiting.remove(seat)
+        self.waiting.remove(seat)
         if seat.running is not None:
             self._running.remove(seat)
             self._give_up(seat.running)
@@ -97,7 +96,9 @@ class Admission:
     def _start(self, seat: Seat, drafter: Drafter) -> Running:
         """Give a request a slot. If another text begins as its prompt does, the slot already holds that beginning."""
         prompt = seat.request.prompt
-        found = self.prefixes.longest(prompt, [other.state for other in self._running])
+        found = None
+        if seat.request.prompt_logprobs is None:
+            found = self.prefixes.longest(prompt, [other.state for other in self._running])
         if found is not None and self._goes_on(found):
             state = self._taken_over(found, seat.request, drafter)
         elif found is not None and found.shared >= LEAST_COPY and self._has_room_beside(found):

@@ -37,6 +37,16 @@ from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 
 Sink = Callable[[Step], None]
+OF_BOTH = (
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "include_stop",
+    "priority",
+    "max_draft_tokens",
+    "max_draft_context",
+)
+"""Options of `Generation` that are fields of `Request` too."""
 
 
 class Engine:
@@ -151,6 +161,21 @@ class Engine:
         return self._schedule.running
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in the target's cache, those of ended requests included."""
+        return self._schedule.num_cached_tokens
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for a slot."""
+        return len(self._schedule.waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of the prompts that wait for a slot."""
+        return self._schedule.waiting.num_tokens
+
+    @property
     def num_reused_tokens(self) -> int:
         """Prompt tokens so far that needed no prefill, because another request's text begins with them."""
         return self._schedule.prefixes.num_reused_tokens
@@ -190,21 +215,35 @@ class Engine:
             options: What is asked of the request.
             keywords: Fields of `Generation`; they override those of `options`.
         """
-        asked = Generation.of(options, keywords)
+        request = self.request(prompt, id=id, options=Generation.of(options, keywords))
+        if request.sampling.seed is not None:
+            request = replace(request, repeats=request.sampling.temperature > 0 and not self._shares_noise)
+        else:
+            seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
+            request = replace(request, sampling=replace(request.sampling, seed=seed))
+        if request.id in self._schedule.seats:
+            raise InputError(f"a request {request.id!r} is already running; ids must be unique")
+        self._schedule.queue(request)
+        return request.id
+
+    def request(self, prompt: Prompt | Request, *, id: str | None = None, options: Generation | None = None) -> Request:
+        """The request that `add` queues for a prompt and options; it changes nothing, so any thread may call it.
+
+        Raises InputError if it cannot be run. The arguments are those of `add`.
+        """
+        asked = Generation.of(options, {})
         if isinstance(prompt, Request):
             request = prompt
         else:
             beside = {name: getattr(asked, name) for name in BESIDE_MESSAGES}
             request = Request(
                 id=id or uuid.uuid4().hex[:12],
-                prompt=tuple(self.encode(prompt, **beside)),
+                prompt=tuple(encode(prompt, self.tokenizer, **beside)),
                 max_new_tokens=asked.max_new_tokens,
                 sampling=asked.sampling or self.sampling,
-                eos_ids=(frozenset() if asked.ignore_eos else self.eos_ids)
-                | tokens("stop_token_ids", asked.stop_token_ids, self.parts.target.vocab_size),
+                eos_ids=self.ends(asked),
                 stop=texts(asked.stop) + (() if asked.ignore_eos else self.stop),
-                min_tokens=asked.min_tokens,
-                logprobs=asked.logprobs,
+                **{name: getattr(asked, name) for name in OF_BOTH},
             )
             if self.rules is not None and request.prompt:
                 rules = self.rules.of(request.prompt, request.max_new_tokens)
@@ -213,21 +252,18 @@ class Engine:
         if asked.constraint is not None:
             rule = bound(asked.constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
             request = replace(request, constraint=rule)
-        if request.sampling.seed is not None:
-            request = replace(request, repeats=request.sampling.temperature > 0 and not self._shares_noise)
-        else:
-            if self._needs_seeds and request.sampling.temperature > 0:
-                raise InputError(
-                    "a reproducible output above temperature 0 needs a seed; give one with --seed (Sampling(seed=...)) "
-                    "or leave out --reproducible (reproducible=True)"
-                )
-            seed = int(self._seeds.spawn(1)[0].generate_state(1, np.uint64)[0])
-            request = replace(request, sampling=replace(request.sampling, seed=seed))
-        if request.id in self._schedule.seats:
-            raise InputError(f"a request {request.id!r} is already running; ids must be unique")
+        if self._needs_seeds and request.sampling.seed is None and request.sampling.temperature > 0:
+            raise InputError(
+                "a reproducible output above temperature 0 needs a seed; give one with --seed (Sampling(seed=...)) "
+                "or leave out --reproducible (reproducible=True)"
+            )
         check(request, self.parts.target, self.tokenizer)
-        self._schedule.queue(request)
-        return request.id
+        return request
+
+    def ends(self, options: Generation) -> frozenset[int]:
+        """The tokens that end an output made with these options. Raises InputError for unknown tokens."""
+        own = frozenset() if options.ignore_eos else self.eos_ids
+        return own | tokens("stop_token_ids", options.stop_token_ids, self.parts.target.vocab_size)
 
     @alone
     def step(self, sink: Sink | None = None) -> list[Update]:
@@ -356,6 +392,10 @@ class Engine:
         alike = type(drafter) is type(old.drafter) and shapes(drafter.modules) == shapes(old.drafter.modules)
         self.parts = self._fitting(drafter, old.experience if alike else Experience(due=True))
 
+    def refuses(self, drafter: Drafter) -> str | None:
+        """Why a drafter does not fit the other parts, in one sentence; None if it does."""
+        return None if self._refuses is None else self._refuses(replace(self.parts, drafter=drafter))
+
     def plain(self) -> "Engine":
         """An engine over the same target that drafts nothing. It keeps no warm slots, and this engine releases its own,
         because both use the target's slots.
@@ -427,6 +467,6 @@ class Engine:
     def _fitting(self, drafter: Drafter, experience: Experience) -> Parts:
         """The parts with another drafter. Raises InputError if it does not fit them."""
         parts = replace(self.parts, drafter=drafter, experience=experience)
-        if self._refuses is not None and (reason := self._refuses(parts)) is not None:
+        if (reason := self.refuses(drafter)) is not None:
             raise InputError(reason)
         return parts

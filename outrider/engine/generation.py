@@ -28,6 +28,12 @@ class Generation:
         min_tokens: Fewest tokens before an end token may come or a stop string counts.
         logprobs: Which log-probabilities to record: None for none, 0 for those of the output's tokens, k for those of
             the k likeliest tokens at each position as well.
+        prompt_logprobs: Which log-probabilities of the prompt to record, as `logprobs` does for the output. With
+            `max_new_tokens=0` the prompt is only read.
+        include_stop: Let the text end behind the stop string that ends it, and not before.
+        priority: Of waiting requests, those with the lowest number get slots first.
+        max_draft_tokens: Deepest draft of a step; 0 drafts nothing; by default what the length policy chooses.
+        max_draft_context: Longest context, in tokens, in which to draft; by default any length.
         ignore_eos: Continue after the model's own end tokens and stop strings.
         constraint: A grammar that the output must follow, or any other constraint on tokens.
         tools: Of chat messages: tools that the assistant may call, as JSON schemas or functions.
@@ -50,6 +56,11 @@ class Generation:
     stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop: bool = False
+    priority: int = 0
+    max_draft_tokens: int | None = None
+    max_draft_context: int | None = None
     ignore_eos: bool = False
     constraint: Constraint | Grammar | None = None
     tools: Sequence[Tool] | None = None
@@ -72,6 +83,11 @@ class SharedKeywords(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     min_tokens: int
     logprobs: int | None
+    prompt_logprobs: int | None
+    include_stop: bool
+    priority: int
+    max_draft_tokens: int | None
+    max_draft_context: int | None
     ignore_eos: bool
     tools: Sequence[Tool] | None
     documents: Sequence[Mapping[str, str]] | None

@@ -1,11 +1,43 @@
 """The results of the engine: an `Update` per step of a request, an `Output` when it has ended."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from outrider.core.types import Step
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """When things happened to a request, in seconds of `time.monotonic`; None until they happen.
+
+    Attributes:
+        queued: The request came.
+        admitted: It got its slot.
+        first: Its first token came.
+        last: Its newest token came.
+    """
+
+    queued: float
+    admitted: float | None = None
+    first: float | None = None
+    last: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptLogprobs:
+    """What the target makes of a prompt: log-softmax of its raw logits, before any setting of a request.
+
+    Attributes:
+        own: Of each token of the prompt after those before it; None for the first.
+        top: Of the likeliest tokens at each place, by token id; None for the first token. Empty where none were asked
+            for.
+    """
+
+    own: list[float | None]
+    top: list[Mapping[int, float] | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +50,13 @@ class Output:
         text: The output as text, without special tokens; it ends before a stop string.
         tokens: The output's token ids, an end token included.
         finish_reason: `stop` (an end token or stop string), `length`, `cancelled` or `error`.
+        stop_reason: The stop string or the end token that ended the output, if `finish_reason` is `stop`.
         accepted_per_position: How often the draft token at depth 1, 2, ... was accepted.
         seconds: Time from the request's admission to its last token.
+        times: When the request came, got its slot and emitted tokens.
         logprobs: Log-softmax of the raw target logits at each token, if asked for.
         top_logprobs: The same for the likeliest tokens at each position, by token id, if asked for.
+        prompt_logprobs: What the target makes of the prompt, if asked for.
         steps: Every step; `generate` fills it in.
         error: The exception that ended the request, if `finish_reason` is `error`. It keeps its traceback alive.
     """
@@ -40,6 +75,9 @@ class Output:
     reused_tokens: int = 0
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+    stop_reason: str | int | None = None
+    times: Times | None = None
     steps: list[Step] = field(default_factory=list, repr=False)
     error: Exception | None = None
 
@@ -57,6 +95,7 @@ class Update:
         text: New text that no later token can change.
         output: The request's result, in its last update; None before.
         step: The step that emitted the tokens; None if the request ended without a step.
+        times: When the request came, got its slot and emitted tokens, up to now.
     """
 
     id: str
@@ -64,6 +103,7 @@ class Update:
     text: str
     output: Output | None = None
     step: Step | None = field(default=None, repr=False)
+    times: Times | None = None
 
 
 def succeeded(update: Update) -> Update:

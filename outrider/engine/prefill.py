@@ -64,9 +64,10 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
         end = parts.target.length(seat.state.slot) + count
         chunks.append(Chunk(seat=seat, count=count, end=end, last=count == behind))
     chunks = [chunk for chunk in chunks if chunk.count]
-    plain = [chunk for chunk in chunks if chunk.last and _begins_plainly(chunk.seat)]
+    plain = [chunk for chunk in chunks if chunk.last and _begins_plainly(chunk.seat) and not _scores(chunk.seat)]
     groups, first = alike([chunk for chunk in chunks if chunk not in plain]), alike(plain)
     together = len(groups) + len(first) == 1 and not decoding and not any(seat.ready for seat in new)
+    together = together and not any(_scores(chunk.seat) for chunk in chunks)
     if together and all(chunk.last for chunk in chunks) and _prefills_in_step(parts, first):
         for seat in new:
             seat.ready = True
@@ -88,6 +89,11 @@ def alike(chunks: Sequence[Chunk]) -> list[list[Chunk]]:
 def _begins_plainly(seat: Seat) -> bool:
     """Whether a request's next step is its first and drafts nothing, because its drafter reads hidden states."""
     return bool(drafter_of(seat.state).taps) and seat.state.num_steps == 0
+
+
+def _scores(seat: Seat) -> bool:
+    """Whether the logits of a request's prompt are wanted, which a step does not keep."""
+    return seat.request.prompt_logprobs is not None
 
 
 def _prefills_in_step(parts: Parts, plain: Sequence[object]) -> bool:

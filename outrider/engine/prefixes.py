@@ -7,6 +7,9 @@ from outrider.core.types import Running
 from outrider.decoding.progress import end
 from outrider.decoding.protocol import Parts
 
+BLOCK = 256
+"""Tokens that are compared at once."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
@@ -49,6 +52,11 @@ class Prefixes:
         """The request whose slot was used longest ago."""
         return self._warm[0] if self._warm else None
 
+    @property
+    def states(self) -> tuple[Running, ...]:
+        """The ended requests, the most recently used last."""
+        return tuple(self._warm)
+
     def keep(self, state: Running) -> None:
         """Keep the slot of an ended request. If there are too many, release the slot that was used longest ago."""
         self._warm.append(state)
@@ -75,13 +83,21 @@ class Prefixes:
 
     def longest(self, prompt: Sequence[int], running: Iterable[Running]) -> Found | None:
         """The request with the longest common beginning; an ended request wins a tie; None if there is none."""
+        prompt = list(prompt)
         warm = [self._found(prompt, state, warm=True) for state in reversed(self._warm)]
         others = [self._found(prompt, state, warm=False) for state in running]
         best = max([*warm, *others], key=lambda found: found.shared, default=None)
         return best if best is not None and best.shared else None
 
-    def _found(self, prompt: Sequence[int], state: Running, warm: bool) -> Found:
+    def _found(self, prompt: list[int], state: Running, warm: bool) -> Found:
         num_read = min(self.parts.target.length(state.slot), len(prompt) - 1)
-        pairs = zip(state.tokens[:num_read], prompt, strict=False)
-        shared = next((i for i, (ours, theirs) in enumerate(pairs) if ours != theirs), num_read)
-        return Found(state=state, shared=shared, warm=warm)
+        return Found(state=state, shared=_shared(state.tokens, prompt, num_read), warm=warm)
+
+
+def _shared(ours: list[int], theirs: list[int], most: int) -> int:
+    """Length of the common beginning of two texts, at most `most`. Long texts are compared block by block."""
+    first = 0
+    while first < most and ours[first : min(first + BLOCK, most)] == theirs[first : min(first + BLOCK, most)]:
+        first = min(first + BLOCK, most)
+    pairs = zip(ours[first : first + BLOCK], theirs[first : first + BLOCK], strict=False)
+    return min(most, next((first + i for i, (one, other) in enumerate(pairs) if one != other), most))

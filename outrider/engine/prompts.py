@@ -68,7 +68,23 @@ def encode(
         raise InputError(
             f"{min(arguments)} can be given with chat messages alone; this prompt is {reprlib.repr(prompt)}"
         )
-    return _encoded(str(prompt), tokenizer) if ids is None else ids
+    return encode_text(str(prompt), tokenizer) if ids is None else ids
+
+
+def encode_text(text: str, tokenizer: PreTrainedTokenizerBase | None, *, special: bool = True) -> list[int]:
+    """Token ids of a text.
+
+    Args:
+        special: Whether the tokenizer adds its special tokens, such as the one that begins a text.
+    """
+    if tokenizer is None:
+        raise InputError(NO_TOKENIZER)
+    return list(tokenizer(_unicode(text), add_special_tokens=special)["input_ids"]) if text else []
+
+
+def reads(template: str, name: str) -> bool:
+    """Whether a chat template reads an argument."""
+    return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def _ids(prompt: Prompt) -> list[int] | None:
@@ -176,16 +192,9 @@ def _template_arguments(
         raise InputError("the target's tokenizer has no chat template; give the prompt as a string")
     template = str(given.get("chat_template") or tokenizer.get_chat_template(tools=given.get("tools")))
     for name in given:
-        if name not in OPENING and not re.search(rf"\b{re.escape(str(name))}\b", template):
+        if name not in OPENING and not reads(template, str(name)):
             raise InputError(f"the target's chat template does not read {name}; leave it out, or give another template")
     return given
-
-
-def _encoded(text: str, tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Token ids of a text."""
-    if tokenizer is None:
-        raise InputError(NO_TOKENIZER)
-    return list(tokenizer(_unicode(text))["input_ids"]) if text else []
 
 
 def _message(given: object) -> dict[str, Any]:

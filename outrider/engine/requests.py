@@ -25,19 +25,25 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
     longest, width = target.max_context, target.vocab_size
     if not request.prompt:
         raise InputError("the prompt is empty; give at least one token")
-    if len(request.prompt) >= longest:
+    if len(request.prompt) >= longest + (request.max_new_tokens == 0):
         raise InputError(
             f"the prompt has {len(request.prompt)} tokens and the context {longest}; shorten it to at most "
             f"{longest - 1} tokens, or raise max_context if the model allows more"
         )
-    if request.max_new_tokens < 1:
-        raise InputError(f"max_new_tokens must be >= 1, got {request.max_new_tokens}")
+    if request.max_new_tokens < 0 or (request.max_new_tokens == 0 and request.prompt_logprobs is None):
+        raise InputError(f"max_new_tokens must be >= 1 (0 is for prompt_logprobs alone), got {request.max_new_tokens}")
     if not 0 <= request.min_tokens <= request.max_new_tokens:
         raise InputError(
             f"min_tokens must be in 0 .. max_new_tokens={request.max_new_tokens}, got {request.min_tokens}"
         )
     if request.logprobs is not None and request.logprobs < 0:
         raise InputError(f"logprobs must be >= 0, or None for none, got {request.logprobs}")
+    if request.prompt_logprobs is not None and request.prompt_logprobs < 0:
+        raise InputError(f"prompt_logprobs must be >= 0, or None for none, got {request.prompt_logprobs}")
+    if request.max_draft_tokens is not None and request.max_draft_tokens < 0:
+        raise InputError(f"max_draft_tokens must be >= 0 (0 drafts nothing), got {request.max_draft_tokens}")
+    if request.max_draft_context is not None and request.max_draft_context < 0:
+        raise InputError(f"max_draft_context must be >= 0 tokens, got {request.max_draft_context}")
     if (worst := max(request.prompt)) >= width or min(request.prompt) < 0:
         wrong = worst if worst >= width else min(request.prompt)
         if tokenizer is not None and width <= wrong < len(tokenizer):

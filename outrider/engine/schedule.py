@@ -16,6 +16,7 @@ from outrider.engine.prefill import Chunk, plan
 from outrider.engine.prefixes import Prefixes
 from outrider.engine.seats import Seat
 from outrider.engine.text import Ending
+from outrider.engine.waiting import Waiting
 
 
 class Schedule:
@@ -49,6 +50,11 @@ class Schedule:
         self._admission = Admission(parts, max_slots=max_slots, max_warm=max_warm)
 
     @property
+    def waiting(self) -> Waiting:
+        """The requests that wait for a slot."""
+        return self._admission.waiting
+
+    @property
     def parts(self) -> Parts:
         """What decodes new requests."""
         return self._admission.parts
@@ -67,9 +73,16 @@ class Schedule:
         """The drafter of each request that has a slot."""
         return {id: drafter_of(seat.running) for id, seat in self.seats.items() if seat.running is not None}
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens in the target's cache, those of ended requests included."""
+        running = [seat.running for seat in self.seats.values() if seat.running is not None]
+        return sum([self.parts.target.length(state.slot) for state in [*running, *self.prefixes.states]])
+
     def queue(self, request: Request) -> None:
         """Add a request to the queue for a slot."""
-        seat = Seat(request=request, ending=Ending(self._tokenizer, request.stop))
+        ending = Ending(self._tokenizer, request.stop, include_stop=request.include_stop)
+        seat = Seat(request=request, ending=ending)
         self.seats[request.id] = seat
         self._admission.queue(seat)
 
@@ -90,6 +103,9 @@ class Schedule:
         planned = plan(self.parts, list(self.seats.values()), max_prefill_tokens)
         for group in planned.prefill:
             self._prefill(group)
+        for seat in [seat for seat in self.seats.values() if seat.ready and seat.request.max_new_tokens == 0]:
+            output = self._finish(seat, "length")
+            self._deliver(Update(id=seat.request.id, tokens=[], text="", output=output, times=seat.times))
         ready = [seat for seat in self.seats.values() if seat.ready]
         together = [seat for seat in ready if not seat.suspect]
         for seats in ([together] if together else []) + [[seat] for seat in ready if seat.suspect]:
@@ -102,12 +118,14 @@ class Schedule:
         seats = [chunk.seat for chunk in chunks]
         marks = [mark(seat.state) for seat in seats]
         try:
-            prefill_chunk(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
+            found = prefill_chunk(self.parts, [seat.state for seat in seats], [chunk.count for chunk in chunks])
         except BaseException as error:
             self._failed(seats, marks, error)
         else:
-            for chunk in chunks:
+            for chunk, scores in zip(chunks, found, strict=True):
                 chunk.seat.ready = chunk.last
+                if scores is not None:
+                    chunk.seat.note_prompt(chunk.end - chunk.count, scores)
 
     def _decode(
         self, seats: Sequence[Seat], dice: Callable[[Sequence[Running]], Dice] | None, watch: Watch | None
@@ -165,16 +183,17 @@ class Schedule:
         elif tokens_left(self.parts, seat.state) == 0:
             reason = "length"
         if reason is None:
-            return Update(id=made.request, tokens=tokens, text=text, step=made)
+            return Update(id=made.request, tokens=tokens, text=text, step=made, times=seat.times)
         text += seat.ending.finish()
-        return Update(id=made.request, tokens=tokens, text=text, output=self._finish(seat, reason), step=made)
+        output = self._finish(seat, reason)
+        return Update(id=made.request, tokens=tokens, text=text, output=output, step=made, times=seat.times)
 
     def _fail(self, seat: Seat, error: Exception) -> None:
         """End a request by an error."""
         del self.seats[seat.request.id]
         self._admission.abandon(seat)
         output = seat.output("error", error)
-        self._deliver(Update(id=seat.request.id, tokens=[], text="", output=output))
+        self._deliver(Update(id=seat.request.id, tokens=[], text="", output=output, times=seat.times))
 
     def _finish(self, seat: Seat, reason: FinishReason) -> Output:
         """End a request. Its slot stays warm for a prompt with the same beginning."""

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from outrider.core.types import Request, Running, Step
-from outrider.engine.output import FinishReason, Output
+from outrider.decoding.reading import LogProbs
+from outrider.engine.output import FinishReason, Output, PromptLogprobs, Times
 from outrider.engine.text import Ending
 
 
@@ -19,12 +20,14 @@ class Seat:
         ready: Whether its prompt is prefilled, or its first step will prefill the rest.
         suspect: Whether its last step failed together with other requests; it makes its next step alone.
         reused: Prompt tokens that needed no prefill.
+        times: When the request came, got its slot and emitted tokens.
+        prompt: Log-probabilities of the prompt so far, the first token's left out.
     """
 
     request: Request
     ending: Ending
     running: Running | None = None
-    admitted: float = 0.0
+    times: Times = field(default_factory=lambda: Times(queued=time.monotonic()))
     ready: bool = False
     suspect: bool = False
     reused: int = 0
@@ -32,6 +35,7 @@ class Seat:
     accepted: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[Mapping[int, float]] = field(default_factory=list)
+    prompt: PromptLogprobs = field(default_factory=lambda: PromptLogprobs(own=[None], top=[None]))
     ended: bool = False
 
     @property
@@ -59,11 +63,28 @@ class Seat:
         self.accepted.append(made.num_accepted_tokens)
         self.logprobs += made.logprobs or ()
         self.top_logprobs += made.top_logprobs or ()
+        now, first = time.monotonic(), self.times.first
+        self.times = replace(self.times, first=now if first is None else first, last=now)
+
+    def note_prompt(self, start: int, found: LogProbs) -> None:
+        """Note the log-probabilities of the prompt's tokens behind a prefilled chunk.
+
+        Args:
+            start: Number of the chunk's first token in the prompt.
+        """
+        own, top = self.prompt.own, self.prompt.top
+        # A chunk that was prefilled before an undone step comes again.
+        del own[start + 1 :], top[start + 1 :]
+        chosen = found.chosen or ()
+        own += chosen
+        top += found.top or [{} for _ in chosen]
+        # After a step was undone, output tokens are prefilled too.
+        del own[len(self.request.prompt) :], top[len(self.request.prompt) :]
 
     def start_over(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """After a step was undone: rebuild the text from the committed tokens; none of it is handed out again."""
         self.ready, self.suspect, self.ended = False, True, False
-        self.ending = Ending(tokenizer, self.request.stop)
+        self.ending = Ending(tokenizer, self.request.stop, include_stop=self.request.include_stop)
         output = self.state.output
         self.ending.keep(output, unchecked=min(self.request.min_tokens, len(output)))
         self.ending.take()
@@ -84,8 +105,19 @@ class Seat:
             num_accepted_tokens=sum(self.accepted),
             accepted_per_position=[sum(count > i for count in self.accepted) for i in range(deepest)],
             block_efficiency=len(tokens) / max(1, len(self.accepted)),
-            seconds=time.perf_counter() - self.admitted if self.running is not None else 0.0,
+            seconds=time.monotonic() - self.times.admitted if self.times.admitted is not None else 0.0,
             logprobs=self.logprobs if asked is not None else None,
             top_logprobs=[dict(each) for each in self.top_logprobs] if asked else None,
+            prompt_logprobs=self.prompt if self.request.prompt_logprobs is not None else None,
+            stop_reason=self._stop_reason if reason == "stop" else None,
+            times=self.times,
             error=error,
         )
+
+    @property
+    def _stop_reason(self) -> str | int | None:
+        """The stop string or the end token that ended the output; None if `ends` did."""
+        if self.ending.stopped_by is not None:
+            return self.ending.stopped_by
+        newest = self.state.tokens[-1]
+        return newest if newest in self.request.eos_ids else None

@@ -19,7 +19,8 @@ class TextStream:
     they stand.
 
     Args:
-        tokenizer: Any transformers tokenizer; special tokens give no text.
+        tokenizer: Any transformers tokenizer.
+        special: Whether special tokens give text, as parsers of tool calls want it.
 
     Example:
         >>> from tokenizers import Tokenizer, decoders, models
@@ -35,8 +36,9 @@ class TextStream:
         https://github.com/vllm-project/vllm
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._special = special
         # What transformers' own `decode` calls where nothing is cleaned up, at half the cost.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._window: list[int] = []
@@ -65,8 +67,12 @@ class TextStream:
 
     def _decode(self, tokens: Sequence[int]) -> str:
         if isinstance(self._backend, Tokenizer):
-            return str(self._backend.decode(tokens, skip_special_tokens=True))
-        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return str(self._backend.decode(tokens, skip_special_tokens=not self._special))
+        return str(
+            self._tokenizer.decode(
+                list(tokens), skip_special_tokens=not self._special, clean_up_tokenization_spaces=False
+            )
+        )
 
 
 class Ending:
@@ -77,6 +83,10 @@ class Ending:
     Args:
         tokenizer: None gives no text.
         stop: Strings that end the text; it ends before the first of them, and the token that completes it is kept.
+        include_stop: Whether the text ends behind that string instead.
+
+    Attributes:
+        stopped_by: The stop string that ended the text; None if none did.
 
     Example:
         >>> ending = Ending(None, ())
@@ -84,13 +94,21 @@ class Ending:
         (2, '', False)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str]) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str], *, include_stop: bool = False
+    ) -> None:
         self.text = ""
-        self.stopped = False
+        self.stopped_by: str | None = None
+        self._include_stop = include_stop
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stop = tuple(stop)
         self._taken = 0
         self._unchecked = 0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string ended the text."""
+        return self.stopped_by is not None
 
     def keep(self, tokens: Sequence[int], unchecked: int = 0) -> int:
         """How many of the new tokens belong to the output; their text is added.
@@ -132,10 +150,10 @@ class Ending:
         longest = max((len(stop) for stop in self._stop), default=0)
         search_from = max(self._unchecked, len(self.text) - longest + 1)
         self.text += piece
-        found = [at for stop in self._stop if (at := self.text.find(stop, search_from)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, search_from)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
-            self.stopped = True
+            at, self.stopped_by = min(found, key=lambda each: each[0])
+            self.text = self.text[: at + len(self.stopped_by) if self._include_stop else at]
         return self.stopped
 
     def _begun(self, stop: str) -> int:

@@ -154,7 +154,7 @@ def test_a_thousand_requests_through_one_engine_leave_nothing_behind_and_get_wha
     engine.rest()
     assert [lm.num_bytes for lm in caches] == warm
     assert [len(lm._slots) + len(lm.cache._row_of) + len(lm.cache._used) for lm in caches] == [0, 0]
-    waiting = engine._schedule._admission._waiting
+    waiting = engine._schedule.waiting
     assert (len(engine._schedule.seats), len(waiting), len(engine._schedule.prefixes)) == (0, 0, 0)
     assert free_slots(engine) == [SLOTS, SLOTS]
     # What is left alive would be held by somebody; tracebacks of errors do.
