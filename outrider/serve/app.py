@@ -1,0 +1,64 @@
+"""The app: all routes over one service."""
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.core.inputs import InputError
+from outrider.serve import chat, completions, models
+from outrider.serve.answers import LEFT, as_api
+from outrider.serve.calls import ClientGone
+from outrider.serve.errors import ApiError
+from outrider.serve.failures import JobError
+from outrider.serve.front import Front
+from outrider.serve.gateway import Gateway
+from outrider.serve.keys import Keys
+from outrider.serve.openapi import describe
+from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from outrider.serve.service import Service
+from outrider.serve.settings import Settings
+
+
+def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
+    """The app of a service. The caller starts and closes the service.
+
+    Raises:
+        InputError: A response template that cannot be used.
+    """
+    settings = settings or Settings()
+    gateway = Gateway.of(service, settings)
+    app = FastAPI(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
+    app.state.gateway = gateway
+    for routes in (completions, chat, models):
+        app.include_router(routes.router)
+    describe(app, [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody])
+    for kind in (ApiError, JobError, InputError):
+        app.add_exception_handler(kind, _refused)
+    app.add_exception_handler(HTTPException, _not_found)
+    app.add_exception_handler(ClientGone, _left)
+    if settings.origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(
+        Front,
+        keys=Keys(settings.keys),
+        guard_all=settings.guard_all,
+        room=lambda: max(0, service.limits.max_queue - service.in_flight),
+    )
+    return app
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    return as_api(error).response()
+
+
+async def _left(request: Request, error: Exception) -> Response:
+    return Response(status_code=LEFT)
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 404
+    said = "this route does not take this method" if status == 405 else "there is no such route"
+    headers = dict(getattr(error, "headers", None) or {})
+    return ApiError(status, f"{said}: {request.method} {request.url.path[:200]}", headers=headers).response()

@@ -1,0 +1,107 @@
+"""The outputs of one HTTP request: submitted together, read together, cancelled together."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from outrider.core.inputs import InputError
+from outrider.serve.errors import of_input
+from outrider.serve.gateway import Gateway
+from outrider.serve.outputs import Choice, Part
+from outrider.serve.service import Ticket
+from outrider.serve.sse import gone
+
+Result = TypeVar("Result")
+Coming = asyncio.Queue[tuple[Choice, Part] | Exception | None]
+
+
+class ClientGone(Exception):
+    """The client left before its answer."""
+
+
+@dataclass(kw_only=True)
+class Call:
+    """The outputs of one HTTP request.
+
+    Attributes:
+        id: Its name.
+    """
+
+    gateway: Gateway
+    id: str
+    choices: Sequence[Choice]
+    _tickets: list[Ticket] = field(default_factory=list)
+
+    @classmethod
+    def submit(cls, gateway: Gateway, id: str, choices: Sequence[Choice]) -> "Call":
+        """Queue all outputs, or none. Raises ApiError if one cannot be run, or JobError if there is no room."""
+        call = cls(gateway=gateway, id=id, choices=choices)
+        try:
+            call._tickets = gateway.service.submit([choice.job for choice in choices])
+        except InputError as error:
+            raise of_input(error) from None
+        gateway.running.add(id)
+        return call
+
+    async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
+        """What comes, in the order in which it comes. Leaving early cancels the rest."""
+        # What the client has not read stays in the tickets, which watch over slow clients.
+        coming: Coming = asyncio.Queue(maxsize=1)
+        pumps = [
+            asyncio.ensure_future(_pump(choice, ticket, coming))
+            for choice, ticket in zip(self.choices, self._tickets, strict=True)
+        ]
+        left = len(pumps)
+        try:
+            while left:
+                found = await coming.get()
+                if isinstance(found, Exception):
+                    raise of_input(found) if isinstance(found, InputError) else found
+                if found is None:
+                    left -= 1
+                else:
+                    yield found
+        finally:
+            self.close()
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def finish(self) -> None:
+        """Read everything."""
+        async for _ in self.parts():
+            pass
+
+    def close(self) -> None:
+        """Cancel what still runs."""
+        for ticket in self._tickets:
+            ticket.cancel()
+        self.gateway.running.discard(self.id)
+
+
+async def _pump(choice: Choice, ticket: Ticket, coming: Coming) -> None:
+    """Pass on the events of one output; at its end None, at its failure the error."""
+    try:
+        async for event in ticket:
+            await coming.put((choice, choice.take(event)))
+        await coming.put(None)
+    except Exception as error:
+        await coming.put(error)
+
+
+async def while_there(request: Request, answer: Awaitable[Result]) -> Result:
+    """The answer. Raises ClientGone, and cancels the work, as soon as the client leaves."""
+    working = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(gone(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)

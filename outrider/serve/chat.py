@@ -1,0 +1,335 @@
+"""POST /v1/chat/completions."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.core.constraint import Constraint
+from outrider.core.inputs import InputError
+from outrider.serve.answers import answered, failed, streamed
+from outrider.serve.calls import Call
+from outrider.serve.chat_prompt import arguments_of, check_template, messages_of, reads
+from outrider.serve.errors import of_input, refuse
+from outrider.serve.formats import forced_tools
+from outrider.serve.gateway import Gateway, gateway_of
+from outrider.serve.jobs import check, choices_of, fitted, name_of
+from outrider.serve.openapi import POSTED, body_of
+from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
+from outrider.serve.requests import ChatBody, NamedTool
+from outrider.serve.sse import DONE, event
+from outrider.serve.thinking import BehindThinking
+from outrider.serve.tools import Piece
+
+router = APIRouter()
+Chunk = dict[str, Any]
+"""An object `chat.completion.chunk`."""
+
+
+@router.post("/v1/chat/completions", responses=POSTED, openapi_extra=body_of(ChatBody))
+async def chat(request: Request) -> Response:
+    """Answer the messages of a conversation."""
+    gateway = gateway_of(request)
+    answer = await ChatAnswer.begun(gateway, request, await gateway.read(request, ChatBody))
+    if answer.body.stream:
+        return streamed(gateway, answer.call, answer.events(), failed)
+    return await answered(request, answer.call, answer.whole)
+
+
+@dataclass(kw_only=True)
+class Written:
+    """The message of one output so far; changes in place."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[Any] = field(default_factory=list)
+
+    def add(self, piece: Piece) -> None:
+        """Append a piece."""
+        if piece.kind == "content":
+            self.content += piece.text
+        elif piece.kind == "reasoning":
+            self.reasoning += piece.text
+        else:
+            if piece.id is not None:
+                function = {"name": piece.name, "arguments": ""}
+                self.calls.append({"id": piece.id, "type": "function", "function": function})
+            self.calls[-1]["function"]["arguments"] += piece.text
+
+    def message(self) -> dict[str, Any]:
+        """The message as the answer has it."""
+        found: dict[str, Any] = {"role": "assistant", "content": self.content, "refusal": None}
+        if self.calls:
+            found["content"] = self.content or None
+            found["tool_calls"] = self.calls
+        if self.reasoning:
+            found |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
+        return found
+
+
+@dataclass(kw_only=True)
+class ChatAnswer:
+    """A chat completion that is being answered. Other routes of chats put its chunks into their formats.
+
+    Attributes:
+        hides: Whether the reasoning, and what would give it away, is left out.
+        call: The outputs at work; `call.close` cancels them.
+    """
+
+    gateway: Gateway
+    body: ChatBody
+    id: str
+    created: int
+    choices: Sequence[Choice]
+    call: Call
+    hides: bool
+
+    @classmethod
+    async def begun(cls, gateway: Gateway, request: Request, body: ChatBody) -> "ChatAnswer":
+        """The answer, with its outputs queued. Raises ApiError or JobError if they cannot be."""
+        body = check(gateway, request, body)
+        _check_tools(gateway, body)
+        prompt = fitted(await prompt_of(gateway, body), body, gateway, "messages")
+        id = name_of(gateway, request, body)
+        forced, tools = forced_tools(body), _listed(body)
+        name: str | Literal[True] | None = None
+        if forced:
+            name = forced[0].function.name if isinstance(body.tool_choice, NamedTool) else True
+
+        def wrap(inner: Constraint, eos_ids: frozenset[int], prompt: Sequence[int]) -> Constraint:
+            return _behind_thinking(gateway, inner, eos_ids, prompt)
+
+        reading = gateway.reading
+        reads_text = name is not None or reading.template is not None
+        choices = await choices_of(
+            gateway,
+            request,
+            body,
+            id,
+            [prompt],
+            reader=(lambda prompt: reading.reader(prompt, tools, name)) if reads_text else None,
+            wrap=wrap,
+        )
+        return cls(
+            gateway=gateway,
+            body=body,
+            id=f"chatcmpl-{id}",
+            created=int(time.time()),
+            choices=choices,
+            call=Call.submit(gateway, id, choices),
+            hides=not body.include_reasoning,
+        )
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer at once."""
+        written = [Written() for _ in self.choices]
+        async for choice, part in self.call.parts():
+            own = written[choice.index]
+            for piece in part.pieces:
+                own.add(piece)
+            own.logprobs += self._logprobs(part) or []
+        choices = []
+        for choice, own in zip(self.choices, written, strict=True):
+            if self.hides:
+                own.reasoning = ""
+            found = self._choice(choice, {"message": own.message()}, own.logprobs, ended=True)
+            if self.body.return_token_ids and not self.hides:
+                found["token_ids"] = choice.tokens
+            choices.append(found)
+        answer = self._object("chat.completion", choices) | {
+            "usage": usage_of(self.choices),
+            "system_fingerprint": self.gateway.fingerprint,
+            "metrics": metrics_of(self.gateway, self.choices),
+        }
+        if self.body.return_token_ids:
+            answer["prompt_token_ids"] = list(self.choices[0].job.prompt)
+        return answer
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as a stream."""
+        async for chunk in self.chunks():
+            yield event(chunk)
+        yield DONE
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        """The chunks of the answer."""
+        options = self.body.stream_options
+        intervals = [Interval(self.body.stream_interval) for _ in self.choices]
+        begun, called = set[int](), set[int]()
+        async for choice, part in self.call.parts():
+            if choice.index not in begun:
+                begun.add(choice.index)
+                yield self._chunk(choice, {"role": "assistant", "content": ""}, None)
+            if any(piece.kind == "call" for piece in part.pieces):
+                called.add(choice.index)
+            due = intervals[choice.index].add(part)
+            if due is not None:
+                for chunk in self._chunks_of(choice, due, called=choice.index in called):
+                    yield chunk
+        if options is not None and options.include_usage:
+            last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
+            yield self._object("chat.completion.chunk", []) | last
+
+    def _chunks_of(self, choice: Choice, part: Part, *, called: bool) -> list[Chunk]:
+        """The chunks of a part: one for each kind of text, the last one with the reason of the end."""
+        deltas = [delta for piece in part.pieces if (delta := self._delta(piece)) is not None]
+        logprobs = self._logprobs(part)
+        if not deltas and (part.ended or logprobs or (self.body.return_token_ids and part.tokens)):
+            deltas = [{} if part.ended else {"content": ""}]
+        found = []
+        for i, delta in enumerate(deltas):
+            last = part.ended and i == len(deltas) - 1
+            chunk = self._chunk(choice, delta, (logprobs or []) if i == 0 else None, ended=last, called=called)
+            if self.body.return_token_ids and not self.hides:
+                chunk["choices"][0]["token_ids"] = list(part.tokens) if i == 0 else []
+            found.append(chunk)
+        return found
+
+    def _delta(self, piece: Piece) -> dict[str, Any] | None:
+        if piece.kind == "content":
+            return {"content": piece.text}
+        if piece.kind == "reasoning":
+            return None if self.hides else {"reasoning": piece.text, "reasoning_content": piece.text}
+        call: dict[str, Any] = {"index": piece.call, "function": {"arguments": piece.text}}
+        if piece.id is not None:
+            function = {"name": piece.name, "arguments": piece.text}
+            call = {"index": piece.call, "id": piece.id, "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+    def _chunk(
+        self,
+        choice: Choice,
+        delta: dict[str, Any],
+        logprobs: list[Any] | None,
+        *,
+        ended: bool = False,
+        called: bool = False,
+    ) -> Chunk:
+        found = self._choice(choice, {"delta": delta}, logprobs, ended=ended, called=called)
+        chunk = self._object("chat.completion.chunk", [found])
+        options = self.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = usage_so_far(choice)
+        if ended:
+            chunk["system_fingerprint"] = self.gateway.fingerprint
+        return chunk
+
+    def _choice(
+        self,
+        choice: Choice,
+        said: dict[str, Any],
+        logprobs: list[Any] | None,
+        *,
+        ended: bool,
+        called: bool = False,
+    ) -> dict[str, Any]:
+        """A choice of an answer or a chunk."""
+        calls = called or bool(said.get("message", {}).get("tool_calls"))
+        wanted = self.body.logprobs and not self.hides and logprobs is not None
+        return {
+            "index": choice.index,
+            **said,
+            "logprobs": {"content": logprobs, "refusal": None} if wanted else None,
+            "finish_reason": self._reason(choice, calls) if ended else None,
+            "stop_reason": choice.stop_reason if ended else None,
+        }
+
+    def _reason(self, choice: Choice, calls: bool) -> str:
+        """Why an output ended. A call that was asked for by name ends like text."""
+        if choice.finish_reason == "length":
+            return "length"
+        return "tool_calls" if calls and not isinstance(self.body.tool_choice, NamedTool) else "stop"
+
+    def _logprobs(self, part: Part) -> list[Any] | None:
+        if not self.body.logprobs or self.hides:
+            return None
+        return list(
+            self.gateway.vocabulary.logprobs(
+                part.tokens[: len(part.own)],
+                part.own,
+                part.top,
+                count=self.body.top_logprobs or 0,
+                as_ids=self.body.return_tokens_as_token_ids,
+            )
+        )
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.gateway.name,
+            "choices": choices,
+        }
+
+
+async def prompt_of(gateway: Gateway, body: ChatBody) -> list[int]:
+    """The token ids of a conversation. Raises ApiError if the template makes none of it."""
+    service = gateway.service
+    check_template(gateway, body)
+    if body.add_generation_prompt and body.continue_final_message and "add_generation_prompt" in body.model_fields_set:
+        refuse("continue_final_message", "give add_generation_prompt or continue_final_message, not both")
+    tools = _listed(body)
+    if forced_tools(body) and not reads(service.tokenizer, "tools", body.chat_template):
+        # The grammar alone forces the call.
+        tools = []
+    try:
+        return await service.encode_chat(
+            messages_of(body.messages),
+            tools=tools or None,
+            documents=body.documents,
+            kwargs=arguments_of(body, service.tokenizer),
+            generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+            continue_final=body.continue_final_message,
+        )
+    except InputError as error:
+        raise of_input(error) from None
+
+
+def _listed(body: ChatBody) -> list[dict[str, Any]]:
+    """The tools that the model may call."""
+    if body.tool_choice == "none":
+        return []
+    return [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+
+
+def _check_tools(gateway: Gateway, body: ChatBody) -> None:
+    """Raise ApiError for tools that cannot be used."""
+    choice, limit = body.tool_choice, gateway.service.limits.max_tools
+    if body.tools is None:
+        if choice not in (None, "none"):
+            refuse("tool_choice", "tool_choice can be given with tools alone")
+        return
+    if not 0 < len(body.tools) <= limit:
+        refuse("tools", f"tools must hold 1 .. {limit} tools, got {len(body.tools)}")
+    if isinstance(choice, NamedTool) and not forced_tools(body):
+        names = ", ".join(tool.function.name for tool in body.tools)
+        refuse("tool_choice", f"tool_choice names {choice.function.name!r}, which is not among the tools: {names}")
+    if choice in (None, "auto") and not gateway.reading.calls:
+        refuse(
+            "tools",
+            f"this model's tool calls cannot be told apart in its text ({gateway.reading.name}); give tool_choice "
+            "'required' or a function, or start the server with --response-template FILE",
+        )
+
+
+def _behind_thinking(gateway: Gateway, inner: Constraint, eos_ids: frozenset[int], prompt: Sequence[int]) -> Constraint:
+    """The constraint, to hold behind the reasoning where the model reasons."""
+    marks, tokenizer = gateway.reading.thinking, gateway.service.tokenizer
+    if marks is None:
+        return inner
+    opens, closes = (tuple(tokenizer.encode(mark, add_special_tokens=False)) for mark in marks)
+    width = gateway.service.engine.parts.target.vocab_size
+    return BehindThinking(
+        inner=inner,
+        opens=opens[0] if len(opens) == 1 else None,
+        closes=closes,
+        inside=gateway.reading.reader(prompt, (), None).reasons,
+        eos_ids=eos_ids,
+        num_words=-(-width // 32),
+    )

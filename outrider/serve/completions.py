@@ -1,0 +1,243 @@
+"""POST /v1/completions."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.core.inputs import shown
+from outrider.engine.output import PromptLogprobs
+from outrider.serve.answers import answered, failed, streamed
+from outrider.serve.calls import Call, while_there
+from outrider.serve.errors import refuse, refuse_key
+from outrider.serve.gateway import Gateway, gateway_of
+from outrider.serve.jobs import check, choices_of, fitted, name_of
+from outrider.serve.openapi import POSTED, body_of
+from outrider.serve.options import logprobs_of, most_tokens
+from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
+from outrider.serve.requests import CompletionBody
+from outrider.serve.sse import DONE, event
+from outrider.serve.tokens import OldLogprobs
+
+router = APIRouter()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What is known of a prompt besides its outputs.
+
+    Attributes:
+        text: The prompt as text.
+        scores: Its log-probabilities, if anything asks for them.
+    """
+
+    text: str
+    scores: PromptLogprobs | None
+
+
+@router.post("/v1/completions", responses=POSTED, openapi_extra=body_of(CompletionBody))
+async def complete(request: Request) -> Response:
+    """Continue texts or lists of token ids."""
+    gateway = gateway_of(request)
+    body = check(gateway, request, await gateway.read(request, CompletionBody))
+    _check(body)
+    completion = await Completion.begun(gateway, request, body)
+    if body.stream:
+        return streamed(gateway, completion.call, completion.events(), failed)
+    return await answered(request, completion.call, completion.answer)
+
+
+@dataclass(kw_only=True)
+class Completion:
+    """A completion that is being answered."""
+
+    gateway: Gateway
+    body: CompletionBody
+    id: str
+    created: int
+    told: Sequence[Told]
+    choices: Sequence[Choice]
+    call: Call
+
+    @classmethod
+    async def begun(cls, gateway: Gateway, request: Request, body: CompletionBody) -> "Completion":
+        """The completion, with its outputs queued."""
+        prompts, texts = await _prompts(gateway, body)
+        id = name_of(gateway, request, body)
+        choices = await choices_of(gateway, request, body, id, prompts)
+        told = [
+            Told(text=text, scores=await while_there(request, _scores(gateway, body, prompt)))
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+        return cls(
+            gateway=gateway,
+            body=body,
+            id=f"cmpl-{id}",
+            created=int(time.time()),
+            told=told,
+            choices=choices,
+            call=Call.submit(gateway, id, [] if most_tokens(body) == 0 else choices),
+        )
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer."""
+        parts: list[list[Part]] = [[] for _ in self.choices]
+        async for choice, part in self.call.parts():
+            parts[choice.index].append(part)
+        found = [self._choice(choice, self._opening(choice, parts[choice.index])) for choice in self.choices]
+        return self._object(found) | {
+            "usage": usage_of(self.choices),
+            "system_fingerprint": self.gateway.fingerprint,
+            "metrics": metrics_of(self.gateway, self.choices),
+        }
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as a stream."""
+        options, body = self.body.stream_options, self.body
+        intervals = [Interval(body.stream_interval) for _ in self.choices]
+        begun, offsets = set[int](), [0] * len(self.choices)
+        for choice in self.choices if most_tokens(body) == 0 else ():
+            yield event(self._chunk(choice, self._opening(choice, []), offsets))
+        async for choice, part in self.call.parts():
+            due = intervals[choice.index].add(part)
+            if due is None:
+                continue
+            if choice.index not in begun:
+                begun.add(choice.index)
+                opened = self._opening(choice, [due])
+            elif due.pieces or due.ended or due.own or body.return_token_ids:
+                opened = _Opened.of([due])
+            else:
+                continue
+            yield event(self._chunk(choice, opened, offsets))
+        if options is not None and options.include_usage:
+            last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
+            yield event(self._object([]) | last)
+        yield DONE
+
+    def _opening(self, choice: Choice, parts: Sequence[Part]) -> "_Opened":
+        """What parts bring, behind the prompt if it is echoed."""
+        found = _Opened.of(parts)
+        if not self.body.echo:
+            return found
+        told, prompt = self.told[choice.prompt], choice.job.prompt
+        found.text = told.text + found.text
+        if self.body.logprobs is not None and told.scores is not None:
+            found.tokens = [*prompt, *found.tokens]
+            found.own = [*told.scores.own, *found.own]
+            found.top = [*(_likeliest(each, self.body.logprobs) for each in told.scores.top), *found.top]
+        return found
+
+    def _chunk(self, choice: Choice, opened: "_Opened", offsets: list[int]) -> dict[str, Any]:
+        ended = opened.ended or most_tokens(self.body) == 0
+        found = self._choice(choice, opened, offset=offsets[choice.index], ended=ended)
+        if found["logprobs"] is not None:
+            offsets[choice.index] += sum(map(len, found["logprobs"]["tokens"]))
+        chunk = self._object([found])
+        options = self.body.stream_options
+        if options is not None and options.continuous_usage_stats:
+            chunk["usage"] = usage_so_far(choice)
+        if ended:
+            chunk["system_fingerprint"] = self.gateway.fingerprint
+        return chunk
+
+    def _choice(self, choice: Choice, opened: "_Opened", *, offset: int = 0, ended: bool = True) -> dict[str, Any]:
+        body, told = self.body, self.told[choice.prompt]
+        logprobs: OldLogprobs | None = None
+        if body.logprobs is not None:
+            logprobs = self.gateway.vocabulary.old_logprobs(
+                opened.tokens, opened.own, opened.top, offset=offset, as_ids=body.return_tokens_as_token_ids
+            )
+        found: dict[str, Any] = {
+            "index": choice.index,
+            "text": opened.text,
+            "logprobs": logprobs,
+            "finish_reason": (choice.finish_reason or "length") if ended else None,
+            "stop_reason": choice.stop_reason if ended else None,
+        }
+        if body.return_token_ids:
+            found |= {"token_ids": opened.new, "prompt_token_ids": list(choice.job.prompt)}
+        if body.prompt_logprobs is not None and told.scores is not None:
+            top = [_likeliest(each, body.prompt_logprobs) for each in told.scores.top]
+            own = told.scores.own
+            found["prompt_logprobs"] = self.gateway.vocabulary.prompt_logprobs(choice.job.prompt, own, top)
+        return found
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created,
+            "model": self.gateway.name,
+            "choices": choices,
+        }
+
+
+@dataclass(kw_only=True)
+class _Opened:
+    """What parts bring, put together; changes in place. `new` are the tokens of the output alone."""
+
+    text: str
+    tokens: list[int]
+    new: list[int]
+    own: list[Any]
+    top: list[Any]
+    ended: bool
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> "_Opened":
+        tokens = [token for part in parts for token in part.tokens]
+        return cls(
+            text="".join(piece.text for part in parts for piece in part.pieces),
+            tokens=tokens,
+            new=tokens,
+            own=[each for part in parts for each in part.own],
+            top=[each for part in parts for each in part.top],
+            ended=any(part.ended for part in parts),
+        )
+
+
+def _check(body: CompletionBody) -> None:
+    """Raise ApiError for fields of completions that cannot be followed."""
+    if body.best_of is not None and body.best_of != body.n:
+        refuse_key("best_of", "each of the n outputs is returned; leave it out")
+    if body.suffix:
+        refuse_key("suffix", "text is continued, not filled in between two texts")
+
+
+async def _prompts(gateway: Gateway, body: CompletionBody) -> tuple[list[tuple[int, ...]], list[str]]:
+    """The prompts as token ids and as texts."""
+    given, most = body.prompt, gateway.service.limits.max_prompts
+    listed: Sequence[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    if not 0 < len(listed) <= most:
+        refuse("prompt", f"prompt must hold 1 .. {most} prompts, got {shown(len(listed))}")
+    prompts, texts = [], []
+    for each in listed:
+        ids = await gateway.service.encode(each, special=body.add_special_tokens) if isinstance(each, str) else each
+        fit = fitted(ids, body, gateway, "prompt")
+        whole = isinstance(each, str) and len(fit) == len(ids)
+        prompts.append(fit)
+        texts.append(each if whole else _decoded(gateway, fit) if body.echo else "")
+    return prompts, texts
+
+
+async def _scores(gateway: Gateway, body: CompletionBody, prompt: tuple[int, ...]) -> PromptLogprobs | None:
+    """The log-probabilities of a prompt, if anything asks for them."""
+    echoed = logprobs_of(body, gateway.service.limits.max_logprobs) if body.echo else None
+    asked = [each for each in (echoed, body.prompt_logprobs) if each is not None]
+    return await gateway.service.score(prompt, max(asked)) if asked else None
+
+
+def _decoded(gateway: Gateway, prompt: Sequence[int]) -> str:
+    return str(gateway.service.tokenizer.decode(list(prompt), skip_special_tokens=False))
+
+
+def _likeliest(top: Any, count: int) -> Any:
+    """The likeliest ones of a position's tokens."""
+    if top is None or len(top) <= count:
+        return top
+    return dict(sorted(top.items(), key=lambda each: -each[1])[:count])

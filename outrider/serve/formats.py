@@ -1,0 +1,156 @@
+"""The form that an output must have: response formats, structured outputs and forced tool calls, as grammars."""
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from outrider.constraints.grammar import Grammar, any_json, ebnf, json_schema, regex
+from outrider.core.constraint import Constraint
+from outrider.core.inputs import InputError
+from outrider.serve.bodies import deeper
+from outrider.serve.errors import ApiError, refuse, refuse_key
+from outrider.serve.limits import Limits
+from outrider.serve.requests import ChatBody, GenerationBody, NamedTool, StructuredOutputs, Tool
+
+WHITESPACE = 16
+"""Most whitespace characters between two elements of JSON: a line break and the indentation of deep objects. Without a
+bound, small models go on with it to the end."""
+ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
+"""The schema of a function without parameters."""
+KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
+_POOL = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+
+
+def grammar_of(body: GenerationBody, limits: Limits) -> Grammar | None:
+    """The grammar that a request asks for. Raises ApiError for one that cannot be followed."""
+    asked = body.response_format
+    if isinstance(body, ChatBody) and (tools := forced_tools(body)):
+        named = isinstance(body.tool_choice, NamedTool)
+        return _schema(call_schema(tools, named=named), "tools", WHITESPACE, limits)
+    if asked is not None and asked.type != "text":
+        if asked.type == "json_object":
+            return any_json(WHITESPACE)
+        if asked.json_schema is None or asked.json_schema.schema_ is None:
+            refuse("response_format.json_schema", "response_format of type json_schema needs json_schema.schema")
+        return _schema(asked.json_schema.schema_, "response_format.json_schema.schema", WHITESPACE, limits)
+    return None if body.structured_outputs is None else _structured(body.structured_outputs, limits)
+
+
+def forced_tools(body: ChatBody) -> Sequence[Tool]:
+    """The tools of which the output must be a call; empty where nothing is forced."""
+    tools, choice = body.tools or [], body.tool_choice
+    if isinstance(choice, NamedTool):
+        return [tool for tool in tools if tool.function.name == choice.function.name]
+    return tools if choice == "required" else []
+
+
+def call_schema(tools: Sequence[Tool], *, named: bool) -> dict[str, Any]:
+    """The schema of a forced call: the arguments of the named function, or an object with `name` and `parameters`."""
+    if named:
+        return tools[0].function.parameters or ANYTHING
+    calls = []
+    for i, tool in enumerate(tools):
+        # One tool is no alternative: its references lead elsewhere.
+        where = "#/properties/parameters" if len(tools) == 1 else f"#/anyOf/{i}/properties/parameters"
+        properties = {
+            "name": {"const": tool.function.name},
+            "parameters": _moved(tool.function.parameters or ANYTHING, where),
+        }
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "parameters"],
+                "additionalProperties": False,
+            }
+        )
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+async def compiled(
+    grammar: Grammar, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], *, param: str | None, seconds: float
+) -> Constraint:
+    """The grammar for a vocabulary, made outside the event loop. Raises ApiError if it is wrong or takes too long."""
+    loop = asyncio.get_running_loop()
+    making = loop.run_in_executor(_POOL, grammar.bind, tokenizer, vocab_size, eos_ids)
+    try:
+        return await asyncio.wait_for(making, seconds)
+    except TimeoutError:
+        refuse(param, f"the {grammar.kind} takes more than {seconds:g} s to compile; make it simpler")
+    except InputError as error:
+        raise ApiError(400, str(error), param=param) from None
+
+
+def field_of(body: GenerationBody) -> str | None:
+    """The field that asks for a form."""
+    if isinstance(body, ChatBody) and forced_tools(body):
+        return "tools"
+    if body.response_format is not None and body.response_format.type != "text":
+        return "response_format"
+    return None if body.structured_outputs is None else "structured_outputs"
+
+
+def _structured(asked: StructuredOutputs, limits: Limits) -> Grammar:
+    given = [kind for kind in KINDS if getattr(asked, kind) not in (None, False) or (kind == "json_" and asked.json_)]
+    names = ", ".join(kind.rstrip("_") for kind in KINDS[:-1])
+    if len(given) != 1:
+        said = " and ".join(kind.rstrip("_") for kind in given) or "none"
+        refuse("structured_outputs", f"structured_outputs takes exactly one of {names}; got {said}")
+    if asked.structural_tag is not None:
+        refuse_key("structured_outputs.structural_tag", f"give one of {names}")
+    if asked.whitespace_pattern is not None:
+        refuse_key("structured_outputs.whitespace_pattern", "give disable_any_whitespace, or write a grammar")
+    space = 0 if asked.disable_any_whitespace else WHITESPACE
+    if asked.json_object:
+        return any_json(space)
+    if asked.regex is not None:
+        return regex(_short(asked.regex, "structured_outputs.regex", limits))
+    if asked.choice is not None:
+        pattern = "|".join(re.sub(r"[!-/:-@\[-^`{-~]", lambda letter: "\\" + letter[0], each) for each in asked.choice)
+        return regex(_short(f"({pattern})", "structured_outputs.choice", limits))
+    if asked.grammar is not None:
+        return ebnf(_short(asked.grammar, "structured_outputs.grammar", limits))
+    return _schema(asked.json_, "structured_outputs.json", space, limits)
+
+
+def _schema(schema: Any, param: str, whitespace: int, limits: Limits) -> Grammar:
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            refuse(param, f"{param} is not JSON: {error}")
+    if not isinstance(schema, dict | bool):
+        refuse(param, f"{param} must be a JSON schema: an object, true or false")
+    if deeper(schema, limits.max_schema_depth):
+        refuse(param, f"{param} is nested more than {limits.max_schema_depth} levels deep")
+    _short(json.dumps(schema), param, limits)
+    try:
+        return json_schema(schema, whitespace)
+    except InputError as error:
+        raise ApiError(400, str(error), param=param) from None
+
+
+def _short(text: str, param: str, limits: Limits) -> str:
+    if len(text.encode(errors="replace")) > limits.max_schema_bytes:
+        refuse(param, f"{param} is longer than {limits.max_schema_bytes} bytes")
+    return text
+
+
+def _moved(schema: Any, where: str) -> Any:
+    """A schema whose references still hold where it stands inside another one.
+
+    Example:
+        >>> _moved({"$ref": "#/$defs/place"}, "#/properties/parameters")
+        {'$ref': '#/properties/parameters/$defs/place'}
+    """
+    if isinstance(schema, list):
+        return [_moved(each, where) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    found = {key: _moved(value, where) for key, value in schema.items()}
+    if isinstance(found.get("$ref"), str) and found["$ref"].startswith("#"):
+        found["$ref"] = where + found["$ref"][1:]
+    return found

@@ -1,0 +1,97 @@
+"""What all routes share: the service, the settings, and how outputs are read."""
+
+import hashlib
+import json
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import version
+from typing import TypeVar
+
+import pydantic
+from starlette.requests import Request
+
+from outrider import catalog
+from outrider.serve.bodies import read
+from outrider.serve.errors import ApiError
+from outrider.serve.ids import request_id
+from outrider.serve.service import Service
+from outrider.serve.settings import Settings
+from outrider.serve.tokens import Vocabulary
+from outrider.serve.tools import Reading
+
+Body = TypeVar("Body", bound=pydantic.BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gateway:
+    """Between HTTP and the service.
+
+    Attributes:
+        reading: How reasoning and tool calls are found in outputs.
+        running: Names of the requests that run.
+    """
+
+    service: Service
+    settings: Settings
+    vocabulary: Vocabulary
+    reading: Reading
+    running: set[str] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, service: Service, settings: Settings) -> "Gateway":
+        """The gateway of a service. Raises InputError for a response template that cannot be used."""
+        return cls(
+            service=service,
+            settings=settings,
+            vocabulary=Vocabulary(service.tokenizer, service.engine.parts.target.vocab_size),
+            reading=Reading.of(service.tokenizer, settings.response_template),
+        )
+
+    @property
+    def name(self) -> str:
+        """The model's name in answers."""
+        return self.service.names[0]
+
+    @cached_property
+    def created(self) -> int:
+        """When the server started, in seconds since 1970."""
+        return int(time.time())
+
+    @cached_property
+    def version(self) -> str:
+        """The version of Outrider."""
+        return version("outrider")
+
+    @property
+    def fingerprint(self) -> str:
+        """A name for what decides about outputs: the version, the target's shape and the parts."""
+        parts, target = self.service.engine.parts, self.service.engine.parts.target
+        said = [self.version, self.name, target.vocab_size, target.max_context, str(target.device)]
+        said += [catalog.name_of(part) for part in (parts.drafter, parts.verifier, parts.tree, parts.length)]
+        return "fp_" + hashlib.sha256(json.dumps(said).encode()).hexdigest()[:12]
+
+    async def read(self, request: Request, model: type[Body]) -> Body:
+        """The body of a request."""
+        limits = self.service.limits
+        return await read(request, model, most_bytes=limits.max_body_bytes, most_depth=limits.max_json_depth)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError for a model that is not served."""
+        if name is not None and name not in self.service.names:
+            raise ApiError(
+                404,
+                f"there is no model {name[:200]!r} here; this server has {', '.join(self.service.names)}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def unique(self, id: str) -> str:
+        """The name, or a similar one that no running request has."""
+        return f"{id}-{request_id(None)[:8]}" if id in self.running else id
+
+
+def gateway_of(request: Request) -> Gateway:
+    """The gateway of the app that answers a request."""
+    found: Gateway = request.app.state.gateway
+    return found

@@ -1,0 +1,134 @@
+"""From the body of a request to the jobs of its outputs."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from starlette.requests import Request
+
+from outrider.core.constraint import Constraint
+from outrider.core.inputs import InputError, shown
+from outrider.engine.requests import nth, tokens
+from outrider.serve.errors import of_input, refuse
+from outrider.serve.formats import compiled, field_of, grammar_of
+from outrider.serve.gateway import Gateway
+from outrider.serve.ids import request_id
+from outrider.serve.job import Job
+from outrider.serve.options import check_keys, check_limits, generation_of, sampling_of
+from outrider.serve.outputs import Choice
+from outrider.serve.requests import GenerationBody
+from outrider.serve.speculation import speculation
+from outrider.serve.tools import PlainReader, RawText, Reader
+
+Wrap = Callable[[Constraint, frozenset[int], Sequence[int]], Constraint]
+"""Puts a constraint behind something, such as the reasoning, given the end tokens and a prompt."""
+PRIORITIES = ("x-outrider-priority", "x-vllm-priority")
+
+
+def name_of(gateway: Gateway, request: Request, body: GenerationBody) -> str:
+    """The name of a request: that of its header, of its body, or a new one."""
+    own = request.headers.get("x-request-id") is None and body.request_id is not None
+    given = request_id(body.request_id) if own else request.scope["state"]["request_id"]
+    return gateway.unique(given)
+
+
+def check(gateway: Gateway, request: Request, body: GenerationBody) -> GenerationBody:
+    """The body with what headers say. Raises ApiError for whatever cannot be followed."""
+    gateway.check_model(body.model)
+    for name in PRIORITIES:
+        if (given := request.headers.get(name)) is not None:
+            if not given.strip().lstrip("-").isdecimal() or len(given) > 9:
+                refuse("priority", f"{name} must be a whole number, got {shown(given)}")
+            body = body.model_copy(update={"priority": int(given)})
+    check_keys(body)
+    check_limits(body, gateway)
+    return body
+
+
+def fitted(prompt: Sequence[int], body: GenerationBody, gateway: Gateway, param: str) -> tuple[int, ...]:
+    """The prompt, cut as the request wants it. Raises ApiError if there is no room for an output."""
+    longest, cut = gateway.service.max_context, body.truncate_prompt_tokens
+    if cut is not None:
+        most = longest - 1 if cut == -1 else cut
+        if not 1 <= most < longest:
+            refuse("truncate_prompt_tokens", f"truncate_prompt_tokens must be -1 or 1 .. {longest - 1}, got {cut}")
+        prompt = prompt[-most:] if body.truncation_side == "left" else prompt[:most]
+    if not prompt:
+        refuse(param, "the prompt is empty; give at least one token")
+    if len(prompt) >= longest:
+        refuse(
+            param,
+            f"the prompt has {len(prompt)} tokens, and the context of this server {longest}, of which at least one is "
+            "the output's; shorten the prompt, or give truncate_prompt_tokens",
+            "context_length_exceeded",
+        )
+    width = gateway.service.engine.parts.target.vocab_size
+    if wrong := [token for token in prompt if not 0 <= token < width]:
+        refuse(param, f"token id {shown(wrong[0])} is not in 0 .. {width - 1}")
+    return tuple(prompt)
+
+
+async def choices_of(
+    gateway: Gateway,
+    request: Request,
+    body: GenerationBody,
+    id: str,
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    reader: Callable[[Sequence[int]], Reader] | None = None,
+    wrap: Wrap | None = None,
+) -> list[Choice]:
+    """The outputs of a request, in the order of its answer: those of one prompt follow each other.
+
+    Args:
+        reader: Makes the reader of an output, given its prompt. By default all text is content.
+        wrap: Changes the constraint.
+    """
+    service, began, key = gateway.service, time.monotonic(), request.scope["state"]["key"]
+    sampling = sampling_of(body, service.engine.sampling)
+    eos_ids = frozenset() if body.ignore_eos else service.engine.eos_ids
+    try:
+        eos_ids |= tokens("stop_token_ids", body.stop_token_ids, service.engine.parts.target.vocab_size)
+    except InputError as error:
+        raise of_input(error, {"stop_token_ids": None}) from None
+    asked, grammar = speculation(body), grammar_of(body, service.limits)
+    constraint = None
+    if grammar is not None:
+        width = service.engine.parts.target.vocab_size
+        constraint = await compiled(
+            grammar,
+            service.tokenizer,
+            width,
+            eos_ids,
+            param=field_of(body),
+            seconds=service.limits.compile_seconds,
+        )
+    reads_raw = reader is not None or not body.skip_special_tokens
+    hidden = frozenset[int]() if not body.skip_special_tokens else gateway.reading.hidden
+    found: list[Choice] = []
+    for place, prompt in enumerate(prompts):
+        own = constraint if constraint is None or wrap is None else wrap(constraint, eos_ids, prompt)
+        options = generation_of(
+            body, gateway, room=service.max_context - len(prompt), sampling=sampling, constraint=own
+        )
+        for k in range(body.n):
+            job = Job(
+                id=f"{id}-{len(found)}",
+                prompt=prompt,
+                options=replace(options, sampling=nth(sampling, k)),
+                priority=body.priority,
+                speculation=asked,
+                include_stop=body.include_stop_str_in_output,
+                owner=None if key is None else str(key),
+                deadline=began + service.limits.request_timeout,
+            )
+            found.append(
+                Choice(
+                    index=len(found),
+                    prompt=place,
+                    job=job,
+                    reader=PlainReader() if reader is None else reader(prompt),
+                    raw=RawText(service.tokenizer, body.stops, hidden) if reads_raw else None,
+                )
+            )
+    return found

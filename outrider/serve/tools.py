@@ -1,0 +1,369 @@
+"""Reasoning, text and tool calls, told apart in an output as it grows."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib import resources
+from typing import Any, Literal, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from outrider.core.inputs import InputError
+from outrider.engine.text import TextStream
+from outrider.serve.ids import call_id
+
+Template = Mapping[str, Any]
+"""A response template of transformers."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Names of the field of reasoning in response templates."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A piece of an answer.
+
+    Attributes:
+        text: More of the reasoning, of the content or of a call's arguments.
+        call: Number of the tool call, where it is one.
+        id: The call's id, in its first piece.
+        name: The function's name, in the first piece of its call.
+    """
+
+    kind: Literal["reasoning", "content", "call"]
+    text: str = ""
+    call: int = 0
+    id: str | None = None
+    name: str | None = None
+
+
+class Reader(Protocol):
+    """Reads one output."""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the newest text is reasoning."""
+        ...
+
+    @property
+    def failures(self) -> int:
+        """Number of tool calls that could not be read."""
+        ...
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that more text completes."""
+        ...
+
+    def end(self, *, cut: bool) -> list[Piece]:
+        """The last pieces.
+
+        Args:
+            cut: Whether the output ended at its longest length.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainReader:
+    """All text is content."""
+
+    reasons: bool = False
+    failures: int = 0
+
+    def feed(self, text: str) -> list[Piece]:
+        """The text."""
+        return [Piece(kind="content", text=text)] if text else []
+
+    def end(self, *, cut: bool) -> list[Piece]:
+        """Nothing is held back."""
+        return []
+
+
+class TemplateReader:
+    """Follows a response template. A tool call comes in one piece, when it is complete; one that cannot be read is
+    content, with all text behind it.
+
+    Args:
+        prompt: The prompt as text with special tokens: templates may open the reasoning there.
+        tools: Tools by whose schemas arguments are typed.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, template: Template, prompt: str, tools: Sequence[Mapping[str, Any]]
+    ) -> None:
+        self._parser = tokenizer.get_response_parser(dict(template), prefix=prompt, tools=list(tools))
+        self._open: str | None = None
+        self._calls = 0
+        self._raw = ""
+        self._shown = 0
+        self._fresh = True
+        self.failures = 0
+        for event in self._parser.initial_events:
+            self._note(event)
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the newest text is reasoning."""
+        return self._open in REASONING
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that more text completes."""
+        if self.failures:
+            return [Piece(kind="content", text=text)] if text else []
+        self._raw += text
+        try:
+            return self._pieces(self._parser.feed(text))
+        except ValueError:
+            return self._failed()
+
+    def end(self, *, cut: bool) -> list[Piece]:
+        """The last pieces."""
+        if self.failures:
+            return []
+        try:
+            return self._pieces(self._parser.finalize()[1])
+        except ValueError:
+            return self._failed()
+
+    def _pieces(self, events: Sequence[Mapping[str, Any]]) -> list[Piece]:
+        found: list[Piece] = []
+        for event in events:
+            if event["type"] == "region_chunk":
+                found += self._chunk(event)
+            elif event["type"] == "region_close" and event["field"] == "tool_calls":
+                found += self._called(event["value"])
+            self._note(event)
+        return found
+
+    def _chunk(self, event: Mapping[str, Any]) -> list[Piece]:
+        text = event["text"]
+        self._shown = self._raw.index(text, self._shown) + len(text) if not event["dirty"] else self._shown
+        if event["dirty"] or event["field"] not in (*REASONING, "content"):
+            return []
+        if self._fresh:
+            # Templates set the regions apart by line breaks.
+            text = text.lstrip("\n")
+        self._fresh = self._fresh and not text
+        kind: Literal["reasoning", "content"] = "content" if event["field"] == "content" else "reasoning"
+        return [Piece(kind=kind, text=text)] if text else []
+
+    def _called(self, value: Any) -> list[Piece]:
+        found = []
+        for call in value if isinstance(value, list) else [value]:
+            function = call.get("function", call) if isinstance(call, Mapping) else None
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise ValueError("a tool call has no name")
+            arguments = function.get("arguments", function.get("parameters", {}))
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            found.append(Piece(kind="call", text=text, call=self._calls, id=call_id(), name=function["name"]))
+            self._calls += 1
+        self._shown = len(self._raw)
+        return found
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        if event["type"] == "region_open":
+            self._open, self._fresh = event["field"], True
+        elif event["type"] == "region_close":
+            self._open = None
+
+    def _failed(self) -> list[Piece]:
+        self.failures += 1
+        self._open = None
+        rest = self._raw[self._shown :]
+        return [Piece(kind="content", text=rest)] if rest else []
+
+
+@dataclass(kw_only=True)
+class ForcedReader:
+    """Reads an output that a grammar forces to be one tool call, behind what another reader takes for reasoning.
+
+    Attributes:
+        inner: Tells the reasoning apart.
+        name: The function, if the output is its arguments alone; None where the output is an object that begins with
+            `name` and ends with `parameters`.
+    """
+
+    inner: Reader
+    name: str | None
+    _text: str = field(default="", init=False)
+    _called: bool = field(default=False, init=False)
+
+    HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
+    TAIL = re.compile(r"\s*\}?\s*\Z")
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the newest text is reasoning."""
+        return self.inner.reasons
+
+    @property
+    def failures(self) -> int:
+        """Number of tool calls that could not be read."""
+        return self.inner.failures
+
+    def feed(self, text: str) -> list[Piece]:
+        """The pieces that more text completes."""
+        return [each for piece in self.inner.feed(text) for each in self._turned(piece)]
+
+    def end(self, *, cut: bool) -> list[Piece]:
+        """The last pieces. Of a call that was cut off, all that there is."""
+        found = [each for piece in self.inner.end(cut=cut) for each in self._turned(piece)]
+        rest = self._text if cut else self.TAIL.sub("", self._text)
+        if self.name is None and self._called and rest:
+            found.append(Piece(kind="call", text=rest))
+        elif not self._called and self._text:
+            found.append(Piece(kind="content", text=self._text))
+        self._text = ""
+        return found
+
+    def _turned(self, piece: Piece) -> list[Piece]:
+        """Content becomes pieces of a call."""
+        if piece.kind != "content":
+            return [piece]
+        if self.name is not None:
+            found = [] if self._called else [Piece(kind="call", id=call_id(), name=self.name)]
+            self._called = True
+            return [*found, Piece(kind="call", text=piece.text)]
+        self._text += piece.text
+        found = []
+        if not self._called:
+            head = self.HEAD.match(self._text)
+            if head is None:
+                return []
+            self._called, self._text = True, self._text[head.end() :]
+            found.append(Piece(kind="call", id=call_id(), name=json.loads(head[1])))
+        # The brace that may close the object around the arguments is held back.
+        held = self.TAIL.search(self._text)
+        certain = self._text[: held.start()] if held else self._text
+        self._text = self._text[len(certain) :]
+        return [*found, Piece(kind="call", text=certain)] if certain else found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How the outputs of a model are read.
+
+    Attributes:
+        template: The response template; None: all text is content.
+        name: What messages call it.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    template: Template | None
+    name: str
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, given: Template | str | None) -> "Reading":
+        """The reading for a tokenizer.
+
+        Args:
+            given: A template, None for plain text, or `auto`: the tokenizer's own template, or that of a kind of model
+                whose marks stand in the chat template.
+
+        Raises:
+            InputError: The template is none.
+        """
+        if given == "auto":
+            own = getattr(tokenizer, "response_template", None)
+            name, template = ("the tokenizer's template", own) if own else _known(tokenizer)
+        else:
+            name, template = ("plain text", None) if given is None else ("the given template", given)
+        if template is not None:
+            try:
+                tokenizer.get_response_parser(dict(template), prefix="")
+            except (ValueError, TypeError) as error:
+                raise InputError(f"the response template cannot be used: {error}") from error
+        return cls(tokenizer=tokenizer, template=template, name=name)
+
+    @property
+    def calls(self) -> bool:
+        """Whether tool calls can be told apart in free text."""
+        return self.template is not None and "tool_calls" in self.template["fields"]
+
+    @property
+    def thinking(self) -> tuple[str, str] | None:
+        """The texts that open and close the reasoning; None if there is none or patterns do."""
+        fields = {} if self.template is None else self.template["fields"]
+        for name in REASONING:
+            ends = [fields.get(name, {}).get(side) for side in ("open", "close")]
+            if all(isinstance(each, str) for each in ends):
+                return ends[0], ends[1]
+        return None
+
+    def reader(
+        self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]], forced: str | Literal[True] | None
+    ) -> Reader:
+        """A reader of one output.
+
+        Args:
+            tools: Tools that the model may call.
+            forced: The function that a grammar forces; True for any of them.
+        """
+        inner: Reader = PlainReader()
+        if self.template is not None:
+            text = str(self.tokenizer.decode(list(prompt), skip_special_tokens=False))
+            inner = TemplateReader(self.tokenizer, self.template, text, tools)
+        if forced is None:
+            return inner
+        return ForcedReader(inner=inner, name=None if forced is True else forced)
+
+    @cached_property
+    def hidden(self) -> frozenset[int]:
+        """Special tokens that the template does not look for."""
+        text = json.dumps(self.template, ensure_ascii=False)
+        special = {id: each.content for id, each in self.tokenizer.added_tokens_decoder.items() if each.special}
+        written = {id: json.dumps(name, ensure_ascii=False)[1:-1] for id, name in special.items()}
+        escaped = {id: json.dumps(re.escape(name), ensure_ascii=False)[1:-1] for id, name in special.items()}
+        return frozenset(id for id in special if written[id] not in text and escaped[id] not in text)
+
+
+class RawText:
+    """The text of an output with special tokens.
+
+    Args:
+        stop: Stop strings of the request; text that could be the beginning of one is held back.
+        hidden: Tokens without text.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: Sequence[str], hidden: frozenset[int] = frozenset()
+    ) -> None:
+        self._stream = TextStream(tokenizer, special=True)
+        self._stop = tuple(stop)
+        self._hold = max((len(each) for each in stop), default=1) - 1
+        self._hidden = hidden
+        self._held = ""
+
+    def push(self, token: int) -> str:
+        """The text that one more token makes certain."""
+        if token not in self._hidden:
+            self._held += self._stream.push(token)
+        if any(each in self._held for each in self._stop):
+            return ""
+        certain = self._held[: max(0, len(self._held) - self._hold)]
+        self._held = self._held[len(certain) :]
+        return certain
+
+    def finish(self, stopped_by: str | None, keeps_stop: bool) -> str:
+        """The rest of the text.
+
+        Args:
+            stopped_by: The stop string that ended the output.
+            keeps_stop: Whether the text keeps it.
+        """
+        rest = self._held + self._stream.finish()
+        if stopped_by and (at := rest.rfind(stopped_by)) >= 0:
+            rest = rest[: at + (len(stopped_by) if keeps_stop else 0)]
+        return rest
+
+
+def _known(tokenizer: PreTrainedTokenizerBase) -> tuple[str, Template | None]:
+    """The template of the first kind of model whose marks all stand in the chat template."""
+    given = tokenizer.chat_template
+    text = given if isinstance(given, str) else "\n".join((given or {}).values())
+    table = json.loads(resources.files("outrider.serve").joinpath("response_templates.json").read_text("utf-8"))
+    for row in table:
+        if all(mark in text for mark in row["marks"]):
+            return row["name"], row["template"]
+    return "plain text", None
