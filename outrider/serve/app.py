@@ -12,7 +12,7 @@ from outrider.serve.answers import LEFT, as_api
 from outrider.serve.calls import ClientGone
 from outrider.serve.errors import ApiError
 from outrider.serve.failures import JobError
-from outrider.serve.front import Front
+from outrider.serve.front import Front, Observe
 from outrider.serve.gateway import Gateway
 from outrider.serve.keys import Keys
 from outrider.serve.openapi import describe
@@ -21,8 +21,11 @@ from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 
 
-def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
+def make_app(service: Service, settings: Settings | None = None, *, observe: Observe | None = None) -> FastAPI:
     """The app of a service. The caller starts and closes the service.
+
+    Args:
+        observe: Called with the route, the status and the seconds of each request.
 
     Raises:
         InputError: A response template that cannot be used.
@@ -45,6 +48,7 @@ def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
         keys=Keys(settings.keys),
         guard_all=settings.guard_all,
         room=lambda: max(0, service.limits.max_queue - service.in_flight),
+        observe=observe,
     )
     return app
 

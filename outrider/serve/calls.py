@@ -79,7 +79,9 @@ class Call:
         """Cancel what still runs."""
         for ticket in self._tickets:
             ticket.cancel()
-        self.gateway.running.discard(self.id)
+        if self.id in self.gateway.running:
+            self.gateway.running.discard(self.id)
+            self.gateway.counts["parse_failures"] += sum(choice.reader.failures for choice in self.choices)
 
 
 async def _pump(choice: Choice, ticket: Ticket, coming: Coming) -> None:

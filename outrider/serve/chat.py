@@ -283,7 +283,7 @@ async def prompt_of(gateway: Gateway, body: ChatBody) -> list[int]:
             messages_of(body.messages),
             tools=tools or None,
             documents=body.documents,
-            kwargs=arguments_of(body, service.tokenizer),
+            kwargs=arguments_of(body),
             generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final=body.continue_final_message,
         )

@@ -23,16 +23,15 @@ def messages_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [_message(each, f"messages.{i}") for i, each in enumerate(messages)]
 
 
-def arguments_of(body: ChatBody | TokenizeBody, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Other arguments of the template. The effort of the reasoning is passed on where the template reads it."""
+def arguments_of(body: ChatBody | TokenizeBody) -> dict[str, Any]:
+    """Other arguments of the template. The effort of the reasoning is one of them."""
     found = dict(body.chat_template_kwargs)
     if body.chat_template is not None:
         found["chat_template"] = body.chat_template
     effort = body.reasoning_effort if isinstance(body, ChatBody) else None
     if effort is not None:
-        for name, value in (("reasoning_effort", effort), ("enable_thinking", effort != "none")):
-            if name not in found and reads(tokenizer, name, body.chat_template):
-                found[name] = value
+        # The service leaves out what the template does not read.
+        found = {"reasoning_effort": effort, "enable_thinking": effort != "none"} | found
     return found
 
 

@@ -1,14 +1,11 @@
 """The form that an output must have: response formats, structured outputs and forced tool calls, as grammars."""
 
-import asyncio
 import json
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from outrider.constraints.grammar import Grammar, any_json, ebnf, json_schema, regex
-from outrider.core.constraint import Constraint
 from outrider.core.inputs import InputError
 from outrider.serve.bodies import deeper
 from outrider.serve.errors import ApiError, refuse, refuse_key
@@ -21,7 +18,6 @@ bound, small models go on with it to the end."""
 ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
 """The schema of a function without parameters."""
 KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
-_POOL = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
 
 def grammar_of(body: GenerationBody, limits: Limits) -> Grammar | None:
@@ -68,20 +64,6 @@ def call_schema(tools: Sequence[Tool], *, named: bool) -> dict[str, Any]:
             }
         )
     return calls[0] if len(calls) == 1 else {"anyOf": calls}
-
-
-async def compiled(
-    grammar: Grammar, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], *, param: str | None, seconds: float
-) -> Constraint:
-    """The grammar for a vocabulary, made outside the event loop. Raises ApiError if it is wrong or takes too long."""
-    loop = asyncio.get_running_loop()
-    making = loop.run_in_executor(_POOL, grammar.bind, tokenizer, vocab_size, eos_ids)
-    try:
-        return await asyncio.wait_for(making, seconds)
-    except TimeoutError:
-        refuse(param, f"the {grammar.kind} takes more than {seconds:g} s to compile; make it simpler")
-    except InputError as error:
-        raise ApiError(400, str(error), param=param) from None
 
 
 def field_of(body: GenerationBody) -> str | None:

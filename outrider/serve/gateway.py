@@ -3,6 +3,7 @@
 import hashlib
 import json
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -30,6 +31,7 @@ class Gateway:
     Attributes:
         reading: How reasoning and tool calls are found in outputs.
         running: Names of the requests that run.
+        counts: What happened how often: `parse_failures` counts tool calls that could not be read.
     """
 
     service: Service
@@ -37,6 +39,7 @@ class Gateway:
     vocabulary: Vocabulary
     reading: Reading
     running: set[str] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
 
     @classmethod
     def of(cls, service: Service, settings: Settings) -> "Gateway":

@@ -8,9 +8,10 @@ from starlette.requests import Request
 
 from outrider.core.constraint import Constraint
 from outrider.core.inputs import InputError, shown
-from outrider.engine.requests import nth, tokens
-from outrider.serve.errors import of_input, refuse
-from outrider.serve.formats import compiled, field_of, grammar_of
+from outrider.engine.generation import Generation
+from outrider.engine.requests import nth
+from outrider.serve.errors import ApiError, of_input, refuse
+from outrider.serve.formats import field_of, grammar_of
 from outrider.serve.gateway import Gateway
 from outrider.serve.ids import request_id
 from outrider.serve.job import Job
@@ -86,31 +87,15 @@ async def choices_of(
     """
     service, began, key = gateway.service, time.monotonic(), request.scope["state"]["key"]
     sampling = sampling_of(body, service.engine.sampling)
-    eos_ids = frozenset() if body.ignore_eos else service.engine.eos_ids
-    try:
-        eos_ids |= tokens("stop_token_ids", body.stop_token_ids, service.engine.parts.target.vocab_size)
-    except InputError as error:
-        raise of_input(error, {"stop_token_ids": None}) from None
-    asked, grammar = speculation(body), grammar_of(body, service.limits)
-    constraint = None
-    if grammar is not None:
-        width = service.engine.parts.target.vocab_size
-        constraint = await compiled(
-            grammar,
-            service.tokenizer,
-            width,
-            eos_ids,
-            param=field_of(body),
-            seconds=service.limits.compile_seconds,
-        )
+    asked, constraint = speculation(body), await _constraint(gateway, body)
     reads_raw = reader is not None or not body.skip_special_tokens
     hidden = frozenset[int]() if not body.skip_special_tokens else gateway.reading.hidden
     found: list[Choice] = []
     for place, prompt in enumerate(prompts):
-        own = constraint if constraint is None or wrap is None else wrap(constraint, eos_ids, prompt)
-        options = generation_of(
-            body, gateway, room=service.max_context - len(prompt), sampling=sampling, constraint=own
-        )
+        options = generation_of(body, gateway, room=service.max_context - len(prompt))
+        if constraint is not None:
+            ends = service.engine.ends(options)
+            options = replace(options, constraint=constraint if wrap is None else wrap(constraint, ends, prompt))
         for k in range(body.n):
             job = Job(
                 id=f"{id}-{len(found)}",
@@ -132,3 +117,16 @@ async def choices_of(
                 )
             )
     return found
+
+
+async def _constraint(gateway: Gateway, body: GenerationBody) -> Constraint | None:
+    """The form of the outputs, compiled. Raises ApiError if it is wrong or takes too long."""
+    grammar = grammar_of(body, gateway.service.limits)
+    if grammar is None:
+        return None
+    options = Generation(ignore_eos=body.ignore_eos, stop_token_ids=tuple(body.stop_token_ids))
+    try:
+        return await gateway.service.bind(grammar, options)
+    except InputError as error:
+        found = of_input(error, {"stop_token_ids": None})
+        raise ApiError(400, found.message, param=found.param or field_of(body)) from None

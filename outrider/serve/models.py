@@ -164,7 +164,7 @@ async def _tokens(gateway: Gateway, body: TokenizeBody) -> list[int]:
             messages_of(body.messages or ()),
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or []] or None,
             documents=None,
-            kwargs=arguments_of(body, gateway.service.tokenizer),
+            kwargs=arguments_of(body),
             generation_prompt=body.add_generation_prompt and not body.continue_final_message,
             continue_final=body.continue_final_message,
         )

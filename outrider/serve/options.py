@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-from outrider.core.constraint import Constraint
 from outrider.core.inputs import InputError, shown
 from outrider.core.types import Sampling
 from outrider.engine.generation import Generation
@@ -83,10 +82,8 @@ def sampling_of(body: GenerationBody, usual: Sampling) -> Sampling:
         raise of_input(error, type(body).model_fields) from None
 
 
-def generation_of(
-    body: GenerationBody, gateway: Gateway, *, room: int, sampling: Sampling, constraint: Constraint | None
-) -> Generation:
-    """What is asked of one output.
+def generation_of(body: GenerationBody, gateway: Gateway, *, room: int) -> Generation:
+    """What is asked of one output, besides how it is drawn and what form it has.
 
     Args:
         room: Most tokens that fit behind the prompt.
@@ -98,12 +95,10 @@ def generation_of(
     return Generation(
         max_new_tokens=most,
         min_tokens=min(body.min_tokens, most),
-        sampling=sampling,
         stop=tuple(body.stops),
         stop_token_ids=tuple(body.stop_token_ids),
         logprobs=logprobs_of(body, gateway.service.limits.max_logprobs),
         ignore_eos=body.ignore_eos,
-        constraint=constraint,
     )
 
 

@@ -1,0 +1,52 @@
+"""A real server over the pair that ships with the package."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import uvicorn
+
+from outrider import Engine
+from outrider.serve.app import make_app
+from outrider.serve.limits import Limits
+from outrider.serve.service import Service
+from outrider.serve.settings import Settings
+
+NAME = "pair"
+
+
+@contextlib.contextmanager
+def serving(engine: Engine, settings: Settings | None = None, limits: Limits | None = None) -> Iterator[str]:
+    """The address of a server that ends with the block."""
+    ready, ending = threading.Event(), threading.Event()
+    found: list[str] = []
+
+    async def run() -> None:
+        service = Service(engine, names=(NAME, "other-name"), limits=limits or Limits())
+        app = make_app(service, settings)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none"))
+        service.start()
+        try:
+            serving = asyncio.ensure_future(server.serve())
+            while not server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            found.append(f"http://127.0.0.1:{port}")
+            ready.set()
+            while not ending.is_set():
+                await asyncio.sleep(0.02)
+            server.should_exit = True
+            await serving
+        finally:
+            ready.set()
+            service.close()
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    thread.start()
+    ready.wait()
+    try:
+        yield found[0]
+    finally:
+        ending.set()
+        thread.join()

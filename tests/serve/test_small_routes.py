@@ -1,0 +1,177 @@
+"""Models, tokens, health, errors, keys, headers."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+import outrider
+from outrider.serve.app import make_app
+from outrider.serve.limits import Limits
+from outrider.serve.service import Service
+from outrider.serve.settings import Settings
+from tests.serve.served import serving
+from tests.serve.streams import post
+
+COMPLETION = {"prompt": "One", "max_tokens": 1}
+
+
+def test_models_have_what_clients_read(client: httpx.Client, engine: outrider.Engine) -> None:
+    found = client.get("/v1/models").json()
+    assert [card["id"] for card in found["data"]] == ["pair", "other-name"]
+    for card in found["data"]:
+        assert card["root"]
+        assert card["max_model_len"] == engine.parts.target.max_context
+    assert client.get("/v1/models/other-name").json()["id"] == "other-name"
+    missing = client.get("/v1/models/a/b")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def test_every_name_is_served_and_the_first_answers(client: httpx.Client) -> None:
+    assert post(client, "/v1/completions", {**COMPLETION, "model": "other-name"})["model"] == "pair"
+    answer = client.post("/v1/completions", json={**COMPLETION, "model": "gpt"})
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": "there is no model 'gpt' here; this server has pair, other-name",
+        "type": "not_found_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+def test_tokens_there_and_back(client: httpx.Client, engine: outrider.Engine) -> None:
+    text = "Once upon a time — naïve"
+    found = post(client, "/tokenize", {"prompt": text, "return_token_strs": True})
+    assert found["tokens"] == engine.tokenizer(text)["input_ids"]
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+    assert found["max_model_len"] == engine.parts.target.max_context
+    assert post(client, "/detokenize", {"tokens": found["tokens"]}) == {"prompt": text}
+    messages = [{"role": "user", "content": "Hi"}]
+    chat = post(client, "/tokenize", {"messages": messages})
+    assert chat["tokens"] == engine.tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+
+
+@pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}])
+def test_tokenize_takes_a_prompt_or_messages(client: httpx.Client, body: dict[str, object]) -> None:
+    assert client.post("/tokenize", json=body).status_code == 400
+
+
+def test_detokenize_refuses_unknown_ids(client: httpx.Client) -> None:
+    assert client.post("/detokenize", json={"tokens": [10**9]}).status_code == 400
+
+
+def test_tokenizer_info_has_no_paths(client: httpx.Client, engine: outrider.Engine) -> None:
+    found = client.get("/tokenizer_info").json()
+    assert found["eos_token"] == "<|end|>"
+    assert found["chat_template"] == engine.tokenizer.chat_template
+    assert found["tokenizer_class"]
+    assert "assets" not in json.dumps(found)
+
+
+def test_the_server_tells_how_it_is(client: httpx.Client) -> None:
+    for path in ("/health", "/ping", "/live"):
+        answer = client.get(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert client.post("/ping").status_code == 200
+    assert client.get("/version").json()["version"]
+    assert client.get("/load").json() == {"server_load": 0}
+    info = client.get("/server_info").json()
+    assert "law" in info
+    assert info["limits"]["max_queue"] == Limits().max_queue
+    assert "/" not in info["models"][0]
+
+
+def test_every_answer_has_the_name_of_its_request(client: httpx.Client) -> None:
+    for path in ("/health", "/nowhere", "/v1/models"):
+        assert client.get(path, headers={"x-request-id": "load-7"}).headers["x-request-id"] == "load-7"
+    own = post(client, "/v1/completions", COMPLETION, headers={"x-request-id": "load-8"})
+    assert own["id"] == "cmpl-load-8"
+    assert post(client, "/v1/completions", {**COMPLETION, "request_id": "load-9"})["id"] == "cmpl-load-9"
+    answer = client.get("/health", headers={"x-request-id": "no name"})
+    assert len(answer.headers["x-request-id"]) == 32
+    for name in ("openai-processing-ms", "server-timing", "x-ratelimit-remaining-requests"):
+        assert name in answer.headers
+
+
+def test_two_requests_may_have_one_name(url: str) -> None:
+    async def run() -> list[str]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            body = {"prompt": "One", "max_tokens": 40, "ignore_eos": True}
+            asked = [client.post("/v1/completions", json=body, headers={"x-request-id": "twin"}) for _ in range(3)]
+            return [answer.json()["id"] for answer in await asyncio.gather(*asked)]
+
+    ids = asyncio.run(run())
+    assert len(set(ids)) == 3
+    assert all(id.startswith("cmpl-twin") for id in ids)
+
+
+def test_wrong_paths_and_methods_have_a_body(client: httpx.Client) -> None:
+    answer = client.get("/nowhere")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    answer = client.get("/v1/completions")
+    assert (answer.status_code, answer.json()["error"]["type"]) == (405, "not_found_error")
+
+
+@pytest.fixture(scope="module")
+def guarded(engine: outrider.Engine) -> Iterator[str]:
+    with serving(engine, Settings(keys=("first", "second"))) as url:
+        yield url
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer third"}, 401),
+        ({"authorization": "first"}, 401),
+        ({"authorization": "Bearer second"}, 200),
+        ({"authorization": "bearer  first"}, 200),
+        ({"x-api-key": "first"}, 200),
+        ({"x-api-key": "f\u00efrst".encode("latin-1").decode("latin-1")}, 401),
+    ],
+)
+def test_a_key_opens_v1(guarded: str, headers: dict[str, str], status: int) -> None:
+    given = {name: value.encode("latin-1") for name, value in headers.items()}
+    answer = httpx.get(f"{guarded}/v1/models", headers=given)
+    assert answer.status_code == status
+    if status == 401:
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert "x-request-id" in answer.headers
+    assert httpx.get(f"{guarded}/health").status_code == 200
+    assert httpx.post(f"{guarded}/tokenize", json={"prompt": "a"}).status_code == 200
+
+
+def test_guard_all_closes_the_other_routes(engine: outrider.Engine) -> None:
+    app = make_app(Service(engine, names=("pair",)), Settings(keys=("first",), guard_all=True))
+
+    async def run() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+            found = [await client.get("/version"), await client.get("/version", headers={"x-api-key": "first"})]
+            return [answer.status_code for answer in found]
+
+    assert asyncio.run(run()) == [401, 200]
+
+
+def test_the_description_resolves_and_declares_errors(client: httpx.Client) -> None:
+    found = client.get("/openapi.json").json()
+    text = json.dumps(found)
+    for name in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:
+        assert name in found["components"]["schemas"]
+    declared = found["paths"]["/v1/chat/completions"]["post"]
+    assert {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"} <= set(declared["responses"])
+    assert "422" not in declared["responses"]
+    assert "text/event-stream" in declared["responses"]["200"]["content"]
+    assert declared["requestBody"]["required"]
+
+
+def test_priorities_must_be_allowed(client: httpx.Client, engine: outrider.Engine) -> None:
+    answer = client.post("/v1/completions", json=COMPLETION, headers={"x-outrider-priority": "3"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
+    with serving(engine, Settings(priorities=True)) as url, httpx.Client(base_url=url) as own:
+        post(own, "/v1/completions", COMPLETION, headers={"x-vllm-priority": "-3"})
+        assert own.post("/v1/completions", json=COMPLETION, headers={"x-vllm-priority": "x"}).status_code == 400

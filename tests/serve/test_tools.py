@@ -1,0 +1,136 @@
+"""Reasoning, content and tool calls told apart, wherever the text is cut into pieces."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+import outrider
+from outrider.core.inputs import InputError
+from outrider.serve import tools
+from outrider.serve.outputs import joined
+from outrider.serve.tools import ForcedReader, Piece, PlainReader, RawText, Reader, Reading
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
+XML = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    },
+}
+
+
+def read(reader: Reader, parts: Sequence[str], *, cut: bool = False) -> list[Piece]:
+    found = [piece for part in parts for piece in reader.feed(part)] + reader.end(cut=cut)
+    return joined(found)
+
+
+def said(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
+    return [(piece.kind, piece.text) for piece in pieces]
+
+
+def known(engine: outrider.Engine, chat_template: str, monkeypatch: pytest.MonkeyPatch) -> Reading:
+    monkeypatch.setattr(engine.tokenizer, "chat_template", chat_template)
+    return Reading.of(engine.tokenizer, "auto")
+
+
+@pytest.mark.parametrize(
+    ("marks", "call"), [("{{ '<tool_call>' }}", CALL), ("{{ '<tool_call><function=' }}", XML)], ids=["json", "xml"]
+)
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_known_templates_read_reasoning_content_and_calls(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch, marks: str, call: str, size: int
+) -> None:
+    reading = known(engine, marks, monkeypatch)
+    text = f"<think>\nHm.</think>\n\nI look.\n{call}\n{call}<|im_end|>"
+    reader = reading_at(reading, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    pieces = read(reader, [text[i : i + size] for i in range(0, len(text), size)])
+    assert said(pieces)[:2] == [("reasoning", "Hm."), ("content", "I look.")]
+    calls = pieces[2:]
+    assert [(piece.kind, piece.call, piece.name) for piece in calls] == [("call", 0, "weather"), ("call", 1, "weather")]
+    assert [json.loads(piece.text) for piece in calls] == [{"city": "Oslo", "days": 2}] * 2
+    assert len({piece.id for piece in calls}) == 2
+    assert reader.failures == 0
+
+
+def reading_at(reading: Reading, prompt: str) -> Reader:
+    assert reading.template is not None
+    return tools.TemplateReader(reading.tokenizer, reading.template, prompt, [WEATHER])
+
+
+def test_reasoning_that_the_prompt_opened_is_reasoning(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = known(engine, "</think>", monkeypatch)
+    assert reading.thinking == ("<think>", "</think>")
+    opened = reading_at(reading, "user: <think>old</think> new\nassistant:<think>\n")
+    assert opened.reasons
+    assert said(read(opened, ["Hm", ".</thi", "nk>\n\nYes"])) == [("reasoning", "Hm."), ("content", "Yes")]
+    closed = reading_at(reading, "assistant:<think>\n\n</think>\n\n")
+    assert not closed.reasons
+    assert said(read(closed, ["Yes"])) == [("content", "Yes")]
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_a_call_that_cannot_be_read_is_content(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    reading = known(engine, "<tool_call>", monkeypatch)
+    reader = reading_at(reading, "<|im_start|>assistant\n")
+    text = "Look: <tool_call>{weather}</tool_call> and more"
+    pieces = read(reader, [text[i : i + size] for i in range(0, len(text), size)])
+    assert said(pieces) == [("content", text)]
+    assert reader.failures == 1
+
+
+def test_a_call_that_was_cut_off_is_content(engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading = known(engine, "<tool_call>", monkeypatch)
+    reader = reading_at(reading, "<|im_start|>assistant\n")
+    assert said(read(reader, ['<tool_call>{"name": "wea'], cut=True)) == [("content", '<tool_call>{"name": "wea')]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_forced_call_streams_its_arguments(size: int) -> None:
+    text = ' {"name": "a\\"b", "parameters" : {"x": {"y": "}"}}\n}\n'
+    reader = ForcedReader(inner=PlainReader(), name=None)
+    pieces = read(reader, [text[i : i + size] for i in range(0, len(text), size)])
+    assert [(piece.kind, piece.name, piece.text) for piece in joined(pieces)] == [("call", 'a"b', '{"x": {"y": "}"}}')]
+
+
+def test_a_forced_call_that_was_cut_off_keeps_all_of_its_text() -> None:
+    reader = ForcedReader(inner=PlainReader(), name=None)
+    [piece] = read(reader, ['{"name": "f", "parameters": {"x": {}'], cut=True)
+    assert piece.text == '{"x": {}'
+    early = ForcedReader(inner=PlainReader(), name=None)
+    assert said(read(early, ['{"na'], cut=True)) == [("content", '{"na')]
+
+
+def test_a_named_call_is_its_arguments() -> None:
+    reader = ForcedReader(inner=PlainReader(), name="f")
+    [piece] = read(reader, ['{"x"', ": 1}"])
+    assert (piece.kind, piece.name, piece.text, piece.call) == ("call", "f", '{"x": 1}', 0)
+
+
+def test_a_wrong_template_is_refused(engine: outrider.Engine) -> None:
+    with pytest.raises(InputError, match="response template"):
+        Reading.of(engine.tokenizer, {"fields": {}})
+
+
+def test_raw_text_holds_special_tokens_but_the_hidden_ones(engine: outrider.Engine) -> None:
+    tokenizer = engine.tokenizer
+    ids = tokenizer("a<|user|>b<|pad|>c")["input_ids"]
+    raw = RawText(tokenizer, (), frozenset({tokenizer.convert_tokens_to_ids("<|pad|>")}))
+    assert "".join(map(raw.push, ids)) + raw.finish(None, False) == "a<|user|>bc"
+
+
+@pytest.mark.parametrize(("keeps", "wanted"), [(False, "one two"), (True, "one two END")])
+def test_raw_text_ends_at_a_stop_string_over_several_tokens(
+    engine: outrider.Engine, keeps: bool, wanted: str
+) -> None:
+    raw = RawText(engine.tokenizer, [" END"])
+    ids = engine.tokenizer("one two END")["input_ids"]
+    pieces = [raw.push(id) for id in ids]
+    assert not any("E" in piece for piece in pieces)
+    assert "".join(pieces) + raw.finish(" END", keeps) == wanted
