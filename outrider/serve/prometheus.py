@@ -24,7 +24,7 @@ from starlette.responses import Response
 
 from outrider.serve.answers import LEFT
 from outrider.serve.service import Service
-from outrider.serve.watch import BETWEEN, TO_FIRST, Histogram
+from outrider.serve.watch import TO_FIRST, Histogram
 
 REFUSALS = ("queue_full", "too_many_tokens_queued", "too_many_requests_per_key")
 """Codes of refusals that are there from the start."""
@@ -81,7 +81,6 @@ class Metrics(Collector):
         self._values = [service.names[0], "0"]
         self._answers: Counter[tuple[str, str]] = Counter()
         self._seconds: dict[str, Histogram] = {}
-        self._compiled = Histogram(BETWEEN)
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -93,10 +92,6 @@ class Metrics(Collector):
         """
         self._answers[route, str(status)] += 1
         self._seconds.setdefault(route, Histogram(TO_FIRST)).note(seconds)
-
-    def compiled(self, seconds: float) -> None:
-        """Count a grammar that was compiled."""
-        self._compiled.note(seconds)
 
     def exposition(self, accept: str = "") -> tuple[bytes, str]:
         """All numbers as text, and its media type.
@@ -195,7 +190,7 @@ class Metrics(Collector):
             _fill(times, [route], histogram)
         yield times
         grammars = HistogramMetricFamily("outrider:grammar_compile_seconds", "Time to compile a grammar.", labels=[])
-        _fill(grammars, [], self._compiled)
+        _fill(grammars, [], self._service.watch.grammar_seconds)
         yield grammars
 
     def _counter(

@@ -1,6 +1,7 @@
 """The page at `/`, its files, and the stream of tokens with their kinds that it shows."""
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -125,8 +126,7 @@ async def _job(gateway: Gateway, body: PageBody) -> Job:
         raise of_input(error) from None
     prompt = fitted(prompt, body, gateway, "prompt")
     sampling = sampling_of(body, service.engine.sampling)
-    room = service.max_context - len(prompt)
-    options = generation_of(body, gateway, room=room, sampling=sampling, constraint=None)
+    options = replace(generation_of(body, gateway, room=service.max_context - len(prompt)), sampling=sampling)
     id = gateway.unique(f"page-{request_id(None)}")
     return Job(id=id, prompt=tuple(prompt), options=options, priority=body.priority, speculation=speculation(body))
 
