@@ -60,7 +60,7 @@ class Admission:
         self.waiting.add(seat)
 
     def admit(self, route: Route | None = None) -> list[tuple[Seat, Exception]]:
-        """Give slots to waiting requests, by priority and arrival. Returns the requests that failed to start, with the error.
+        """Give slots to waiting requests, by priority and arrival. Returns those that failed to start, with the error.
 
         Args:
             route: Chooses each request's drafter; None: all get the drafter of `parts`.

@@ -26,7 +26,7 @@ from outrider.engine.lock import Lock, alone
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import BESIDE_MESSAGES, Prompt, Tool, encode
-from outrider.engine.requests import bound, check, check_count, listed, nth, one_each, texts, tokens
+from outrider.engine.requests import bound, check, check_count, listed, narrowed, nth, one_each, texts, tokens
 from outrider.engine.schedule import Schedule
 from outrider.host.remembered import shapes
 from outrider.host.threads import threads_are_bound
@@ -210,7 +210,7 @@ class Engine:
 
         Args:
             prompt: A text, a list of token ids or a list of chat messages. A `Request` keeps its own settings: of the
-                options, `constraint` alone is read.
+                options, `constraint`, `allowed_token_ids` and `bad_words` alone are read.
             id: A name that no running request has; by default a random one.
             options: What is asked of the request.
             keywords: Fields of `Generation`; they override those of `options`.
@@ -249,8 +249,11 @@ class Engine:
                 rules = self.rules.of(request.prompt, request.max_new_tokens)
                 settings = replace(request.sampling, processors=(*rules, *request.sampling.processors))
                 request = replace(request, sampling=settings)
+        width, rule = self.parts.target.vocab_size, request.constraint
         if asked.constraint is not None:
-            rule = bound(asked.constraint, self.tokenizer, self.parts.target.vocab_size, request.eos_ids)
+            rule = bound(asked.constraint, self.tokenizer, width, request.eos_ids)
+        rule = narrowed(rule, asked.allowed_token_ids, asked.bad_words, self.tokenizer, width)
+        if rule is not request.constraint:
             request = replace(request, constraint=rule)
         if self._needs_seeds and request.sampling.seed is None and request.sampling.temperature > 0:
             raise InputError(

@@ -36,6 +36,8 @@ class Generation:
         max_draft_context: Longest context, in tokens, in which to draft; by default any length.
         ignore_eos: Continue after the model's own end tokens and stop strings.
         constraint: A grammar that the output must follow, or any other constraint on tokens.
+        allowed_token_ids: The only tokens that may come; by default all.
+        bad_words: One or several words that the output may not hold, as the tokenizer spells them.
         tools: Of chat messages: tools that the assistant may call, as JSON schemas or functions.
         documents: Of chat messages: documents that the assistant may use, with title and text.
         chat_template_kwargs: Of chat messages: other arguments of the chat template, such as `enable_thinking`.
@@ -63,6 +65,8 @@ class Generation:
     max_draft_context: int | None = None
     ignore_eos: bool = False
     constraint: Constraint | Grammar | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: str | Sequence[str] = ()
     tools: Sequence[Tool] | None = None
     documents: Sequence[Mapping[str, str]] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
@@ -89,6 +93,8 @@ class SharedKeywords(TypedDict, total=False):
     max_draft_tokens: int | None
     max_draft_context: int | None
     ignore_eos: bool
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str]
     tools: Sequence[Tool] | None
     documents: Sequence[Mapping[str, str]] | None
     chat_template_kwargs: Mapping[str, Any] | None

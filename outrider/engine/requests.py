@@ -9,6 +9,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.constraints.grammar import Grammar
+from outrider.constraints.words import AllOf, AllowedTokens, bad_words
 from outrider.core.constraint import Constraint
 from outrider.core.inputs import whole
 from outrider.core.types import InputError, Request, Sampling
@@ -30,20 +31,7 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
             f"the prompt has {len(request.prompt)} tokens and the context {longest}; shorten it to at most "
             f"{longest - 1} tokens, or raise max_context if the model allows more"
         )
-    if request.max_new_tokens < 0 or (request.max_new_tokens == 0 and request.prompt_logprobs is None):
-        raise InputError(f"max_new_tokens must be >= 1 (0 is for prompt_logprobs alone), got {request.max_new_tokens}")
-    if not 0 <= request.min_tokens <= request.max_new_tokens:
-        raise InputError(
-            f"min_tokens must be in 0 .. max_new_tokens={request.max_new_tokens}, got {request.min_tokens}"
-        )
-    if request.logprobs is not None and request.logprobs < 0:
-        raise InputError(f"logprobs must be >= 0, or None for none, got {request.logprobs}")
-    if request.prompt_logprobs is not None and request.prompt_logprobs < 0:
-        raise InputError(f"prompt_logprobs must be >= 0, or None for none, got {request.prompt_logprobs}")
-    if request.max_draft_tokens is not None and request.max_draft_tokens < 0:
-        raise InputError(f"max_draft_tokens must be >= 0 (0 drafts nothing), got {request.max_draft_tokens}")
-    if request.max_draft_context is not None and request.max_draft_context < 0:
-        raise InputError(f"max_draft_context must be >= 0 tokens, got {request.max_draft_context}")
+    _check_numbers(request)
     if (worst := max(request.prompt)) >= width or min(request.prompt) < 0:
         wrong = worst if worst >= width else min(request.prompt)
         if tokenizer is not None and width <= wrong < len(tokenizer):
@@ -59,6 +47,24 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
         raise InputError("stop strings need the target's tokenizer")
     if any(not text for text in request.stop):
         raise InputError("a stop string must not be empty")
+
+
+def _check_numbers(request: Request) -> None:
+    """Raise InputError for a number of the request that is out of bounds."""
+    if request.max_new_tokens < 0 or (request.max_new_tokens == 0 and request.prompt_logprobs is None):
+        raise InputError(f"max_new_tokens must be >= 1 (0 is for prompt_logprobs alone), got {request.max_new_tokens}")
+    if not 0 <= request.min_tokens <= request.max_new_tokens:
+        raise InputError(
+            f"min_tokens must be in 0 .. max_new_tokens={request.max_new_tokens}, got {request.min_tokens}"
+        )
+    if request.logprobs is not None and request.logprobs < 0:
+        raise InputError(f"logprobs must be >= 0, or None for none, got {request.logprobs}")
+    if request.prompt_logprobs is not None and request.prompt_logprobs < 0:
+        raise InputError(f"prompt_logprobs must be >= 0, or None for none, got {request.prompt_logprobs}")
+    if request.max_draft_tokens is not None and request.max_draft_tokens < 0:
+        raise InputError(f"max_draft_tokens must be >= 0 (0 drafts nothing), got {request.max_draft_tokens}")
+    if request.max_draft_context is not None and request.max_draft_context < 0:
+        raise InputError(f"max_draft_context must be >= 0 tokens, got {request.max_draft_context}")
 
 
 def check_count(n: int, num_prompts: int) -> None:
@@ -87,6 +93,27 @@ def bound(
             f"object with open, masks and commit; got {constraint!r}"
         )
     return constraint
+
+
+def narrowed(
+    constraint: Constraint | None,
+    allowed_token_ids: Sequence[int] | None,
+    words: str | Sequence[str],
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+) -> Constraint | None:
+    """A constraint, and with it the tokens that an option allows and the words that another forbids; None if nothing
+    is forbidden.
+    """
+    found: list[Constraint] = [] if constraint is None else [constraint]
+    if allowed_token_ids is not None:
+        allowed = tokens("allowed_token_ids", allowed_token_ids, vocab_size)
+        if not allowed:
+            raise InputError("allowed_token_ids must name at least one token; leave it out to allow all")
+        found.append(AllowedTokens.of(allowed, vocab_size))
+    if words:
+        found.append(bad_words(words, tokenizer, vocab_size))
+    return AllOf(constraints=tuple(found)) if len(found) > 1 else found[0] if found else None
 
 
 def one_each(given: Setting | Sequence[Setting] | None, count: int, what: str) -> list[Setting | None]:

@@ -73,7 +73,7 @@ class Places:
                 raise InputError(f"the ids of running requests must be unique, got {names}")
             if len(jobs) > self.free:
                 raise QueueFull(
-                    f"{self._waiting} requests wait already, and the limit is {self._limits.max_queue}; try again later",
+                    f"{self._waiting} requests wait already, and at most {self._limits.max_queue} may; try again later",
                     retry_after=retry_after,
                 )
             if self._waiting and self._waiting_tokens + tokens > self._max_tokens:

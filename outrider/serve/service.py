@@ -243,7 +243,7 @@ class Service:
             found = await asyncio.wait_for(self._in(self._compilers, made), self.limits.compile_seconds)
         except TimeoutError as error:
             raise InputError(
-                f"the {grammar.kind} takes more than {self.limits.compile_seconds:g} seconds to compile; make it simpler"
+                f"the {grammar.kind} takes more than {self.limits.compile_seconds:g} seconds to compile; shorten it"
             ) from error
         self.watch.grammar_seconds.note(time.perf_counter() - began)
         return found
