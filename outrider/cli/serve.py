@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,10 +12,11 @@ from outrider.serve.limits import Limits
 from outrider.setup import Setup
 
 if TYPE_CHECKING:
+    from outrider.drafters.protocol import Drafter
     from outrider.engine.engine import Engine
     from outrider.serve.settings import Settings
 else:
-    Engine = Settings = object
+    Drafter = Engine = Settings = object
 
 API_KEY = "OUTRIDER_API_KEY"
 """The variable of the environment that may hold a key."""
@@ -33,8 +34,10 @@ class ServeOptions:
         port: The port; 0 takes a free one.
         api_key: A key that lets clients in; may be given several times. One may be in OUTRIDER_API_KEY.
         allow_no_key: Listen at addresses that other machines reach without any key.
+        admin_key: The key of the routes below /v1/admin, which swap the drafter; they are closed without one.
         guard_all: Ask for a key on every route, not below /v1 alone.
         served_model_name: The model's name for clients; may be given several times. By default the target's.
+        other_drafter: Another drafter, as in --drafter, that requests may name by its first word; several times.
         chat_template: File of a chat template to use instead of the tokenizer's own.
         response_template: How reasoning and tool calls are found in outputs: a JSON file, `auto` or `none`.
         trust_request_chat_template: Let requests bring chat templates, which are programs.
@@ -48,8 +51,10 @@ class ServeOptions:
     port: int = 8000
     api_key: tuple[str, ...] = ()
     allow_no_key: bool = False
+    admin_key: str | None = None
     guard_all: bool = False
     served_model_name: tuple[str, ...] = ()
+    other_drafter: tuple[str, ...] = ()
     chat_template: Path | None = None
     response_template: str = "auto"
     trust_request_chat_template: bool = False
@@ -75,6 +80,7 @@ class ServeOptions:
 
         return Settings(
             keys=self.keys(),
+            admin_key=self.admin_key,
             guard_all=self.guard_all,
             priorities=self.priority,
             request_metrics=self.per_request_metrics,  # type: ignore[arg-type]
@@ -114,7 +120,8 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
         engine = opened(setup)
         if options.chat_template is not None:
             use_chat_template(engine, options.chat_template)
-        service = Service(engine, names=options.served_model_name or (model_name(setup),), limits=limits)
+        names = options.served_model_name or (model_name(setup),)
+        service = Service(engine, names=names, limits=limits, drafters=drafters_of(setup, options, engine))
         endings = Endings(
             drain_seconds=limits.drain_seconds,
             survives_death=options.keep_alive_on_death,
@@ -146,6 +153,17 @@ def model_name(setup: Setup) -> str:
         return "outrider"
     path = Path(str(target))
     return path.resolve().name if path.is_dir() else str(target)
+
+
+def drafters_of(setup: Setup, options: ServeOptions, engine: Engine) -> dict[str, Drafter]:
+    """The drafters that requests may name, beside the engine's own. They share its target."""
+    from outrider.assembly import assemble
+
+    found: dict[str, Drafter] = {}
+    for spec in options.other_drafter:
+        other = assemble(replace(setup, drafter=spec), target=engine.parts.target)
+        found[spec.partition(":")[0]] = other.parts.drafter
+    return found
 
 
 def use_chat_template(engine: Engine, file: Path) -> None:

@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.core.inputs import InputError
-from outrider.serve import chat, completions, messages, models, prometheus, responses_api
+from outrider.serve import admin, chat, completions, messages, models, prometheus, responses_api
 from outrider.serve.answers import LEFT, as_api
 from outrider.serve.calls import ClientGone
 from outrider.serve.errors import ApiError
@@ -20,7 +20,7 @@ from outrider.serve.openapi import describe
 from outrider.serve.page import routes as page
 from outrider.serve.page.routes import PageBody
 from outrider.serve.prometheus import Metrics
-from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, DrafterBody, TokenizeBody
 from outrider.serve.responses_request import ResponsesRequest
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
@@ -37,9 +37,9 @@ def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
     app = FastAPI(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
     app.state.metrics = Metrics(service, unread=lambda: gateway.counts["parse_failures"])
-    for routes in (completions, chat, models, messages, responses_api, prometheus, page):
+    for routes in (completions, chat, models, messages, responses_api, admin, prometheus, page):
         app.include_router(routes.router)
-    bodies = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody]
+    bodies = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrafterBody]
     describe(app, [*bodies, MessagesRequest, CountRequest, ResponsesRequest, PageBody])
     for kind in (ApiError, JobError, InputError):
         app.add_exception_handler(kind, _refused)
@@ -51,7 +51,7 @@ def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
         Front,
         keys=Keys(settings.keys),
         guard_all=settings.guard_all,
-        room=lambda: max(0, service.limits.max_queue - service.in_flight),
+        room=lambda: service.places.free,
         observe=app.state.metrics.answered,
     )
     return app

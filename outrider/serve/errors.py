@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from starlette.responses import Response
 
 from outrider.core.inputs import InputError
+from outrider.serve.requests import ChatBody, CompletionBody
 from outrider.serve.sse import dumps
 
 KINDS = {401: "authentication_error", 404: "not_found_error", 405: "not_found_error", 408: "timeout_error"}
@@ -14,6 +15,8 @@ KINDS |= {429: "rate_limit_error"}
 CODES = {400: "invalid_value", 401: "invalid_api_key", 404: "not_found", 405: "not_found", 408: "request_timeout"}
 CODES |= {413: "request_too_large", 415: "unsupported_media_type", 429: "queue_full", 500: "internal_error"}
 """The code of an error by its status, where nothing more is known."""
+FIELDS = frozenset(CompletionBody.model_fields) | frozenset(ChatBody.model_fields)
+"""Fields of requests."""
 LONGEST = 2000
 """Most characters of a message."""
 
@@ -64,12 +67,9 @@ def refuse_key(param: str, advice: str) -> NoReturn:
     raise ApiError(400, f"{param} is not supported; {advice}", param=param, code="unsupported_parameter")
 
 
-def of_input(error: InputError, fields: Mapping[str, Any] | None = None) -> ApiError:
-    """An engine's complaint about a request.
-
-    Args:
-        fields: Fields of the request. If the message begins with one of them, that is the one at fault.
-    """
-    first = str(error).split(maxsplit=1)[0] if str(error) else ""
+def of_input(error: InputError) -> ApiError:
+    """The engine's complaint about a request. The field that its sentence begins with is the one at fault."""
+    words = str(error).split(maxsplit=2)
+    first = words[1] if words[:1] == ["unknown"] and len(words) > 1 else words[0] if words else ""
     first = {"max_new_tokens": "max_tokens"}.get(first, first)
-    return ApiError(400, str(error), param=first if first in (fields or {}) else None)
+    return ApiError(400, str(error), param=first if first.partition(".")[0] in FIELDS else None)

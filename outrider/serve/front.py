@@ -19,7 +19,10 @@ from outrider.serve.sse import dumps
 Observe = Callable[[str, int, float], None]
 """Called with the route, the status and the seconds of each request."""
 GUARDED = "/v1"
+ADMIN = "/v1/admin/"
+"""Routes with a key of their own, which they look at themselves."""
 ANTHROPIC = "/v1/messages"
+"""Routes whose errors have Anthropic's format."""
 log = logging.getLogger("outrider.serve")
 
 
@@ -89,6 +92,8 @@ class Front:
     def _is_guarded(self, scope: Scope) -> bool:
         path = scope["path"]
         inside = path == GUARDED or path.startswith(GUARDED + "/")
+        if path.startswith(ADMIN):
+            return False
         return bool(self._keys) and scope["method"] != "OPTIONS" and (self._guard_all or inside)
 
 

@@ -128,5 +128,5 @@ async def _constraint(gateway: Gateway, body: GenerationBody) -> Constraint | No
     try:
         return await gateway.service.bind(grammar, options)
     except InputError as error:
-        found = of_input(error, {"stop_token_ids": None})
+        found = of_input(error)
         raise ApiError(400, found.message, param=found.param or field_of(body)) from None

@@ -169,7 +169,7 @@ async def _tokens(gateway: Gateway, body: TokenizeBody) -> list[int]:
             continue_final=body.continue_final_message,
         )
     except InputError as error:
-        raise of_input(error, TokenizeBody.model_fields) from None
+        raise of_input(error) from None
 
 
 def _plain(value: Any) -> Any:

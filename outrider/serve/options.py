@@ -79,7 +79,7 @@ def sampling_of(body: GenerationBody, usual: Sampling) -> Sampling:
     try:
         return replace(usual, **given)
     except InputError as error:
-        raise of_input(error, type(body).model_fields) from None
+        raise of_input(error) from None
 
 
 def generation_of(body: GenerationBody, gateway: Gateway, *, room: int) -> Generation:

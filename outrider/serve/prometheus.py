@@ -131,9 +131,8 @@ class Metrics(Collector):
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by depth.", positions, "position"
         )
         lengths = dict.fromkeys(range(watch.depth + 1), 0) | dict(watch.lengths)
-        yield _own_counter(
-            "speculation_length", "Steps of requests by draft tokens.", {(str(n),): lengths[n] for n in lengths}, "length"
-        )
+        by_length = {(str(length),): count for length, count in lengths.items()}
+        yield _own_counter("speculation_length", "Steps of requests by draft tokens.", by_length, "length")
         summary = SummaryMetricFamily("outrider:tokens_per_step", "Tokens that a request gets of a step.")
         summary.add_metric([], count_value=watch.num_steps, sum_value=watch.generation_tokens)
         yield summary

@@ -199,6 +199,12 @@ class TokenizeBody(Body):
     tools: list[Tool] | None = None
 
 
+class DrafterBody(Body):
+    """The body of `POST /v1/admin/drafter`."""
+
+    drafter: str
+
+
 class DetokenizeBody(Body):
     """The body of `POST /detokenize`."""
 

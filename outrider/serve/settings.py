@@ -11,6 +11,7 @@ class Settings:
 
     Attributes:
         keys: Keys of which a client must send one; empty lets everyone in.
+        admin_key: Key of the routes under `/v1/admin`; None closes them.
         guard_all: Whether all routes want a key, and not those under `/v1` alone.
         priorities: Whether requests may have a priority other than 0.
         request_metrics: What answers say about their own speed: `none`, `summary`, or `detailed` with every step.
@@ -24,6 +25,7 @@ class Settings:
     """
 
     keys: tuple[str, ...] = ()
+    admin_key: str | None = None
     guard_all: bool = False
     priorities: bool = False
     request_metrics: Literal["none", "summary", "detailed"] = "summary"

@@ -131,7 +131,9 @@ def test_a_body_at_the_limit_is_read(client: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_a_field_that_cannot_be_followed_is_named(client: httpx.Client, more: dict[str, Any], param: str | None) -> None:
+def test_a_field_that_cannot_be_followed_is_named(
+    client: httpx.Client, more: dict[str, Any], param: str | None
+) -> None:
     # Not `json=`: infinity must go on its way.
     body = json.dumps({**SMALL, **more}).replace("Infinity", "1e999")
     answer = client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
@@ -178,7 +180,17 @@ def test_a_field_of_a_chat_that_cannot_be_followed_is_named(
 
 
 def test_nulls_count_as_not_given(client: httpx.Client) -> None:
-    names = ["n", "stop", "logprobs", "top_logprobs", "tools", "tool_choice", "response_format", "stream_options", "seed"]
+    names = [
+        "n",
+        "stop",
+        "logprobs",
+        "top_logprobs",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "stream_options",
+        "seed",
+    ]
     names += ["temperature", "top_p", "max_completion_tokens", "logit_bias", "speculation", "user", "model", "stream"]
     assert client.post(CHAT, json={**TALK, **dict.fromkeys(names)}).status_code == 200
 

@@ -15,7 +15,18 @@ def error_of(value: object, model: type = CompletionBody) -> ApiError:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"NaN", b'{"a": Infinity}', b"\xff", b'"\xff"', b'"\\ud800"', b"[" * 100_000, b"1" * 1_000_000, b"{} {}"],
+    [
+        b"",
+        b"{",
+        b"NaN",
+        b'{"a": Infinity}',
+        b"\xff",
+        b'"\xff"',
+        b'"\\ud800"',
+        b"[" * 100_000,
+        b"1" * 1_000_000,
+        b"{} {}",
+    ],
 )
 def test_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(ApiError) as found:

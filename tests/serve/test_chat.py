@@ -126,7 +126,9 @@ def test_continuous_usage_is_on_every_chunk(client: httpx.Client) -> None:
 
 def test_a_message_can_be_continued(client: httpx.Client, engine: outrider.Engine) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once upon"}]
-    found = post(client, PATH, {**TALK, "messages": messages, "continue_final_message": True, "add_generation_prompt": False})
+    found = post(
+        client, PATH, {**TALK, "messages": messages, "continue_final_message": True, "add_generation_prompt": False}
+    )
     [own] = engine.generate([messages], max_new_tokens=12, sampling=outrider.Sampling(temperature=0))
     assert found["choices"][0]["message"]["content"] == own.text
 
@@ -218,7 +220,8 @@ def test_a_forced_call_that_was_cut_off_ends_by_length(client: httpx.Client) -> 
 
 TEMPLATE = """{% for m in messages %}<|user|>{{ m.content }}{% for c in m.tool_calls or [] %}
 {%- for name in c.function.arguments %}{{ name }}{% endfor %}{% endfor %}
-{% endfor %}{{ tools | length if tools else 0 }}<tool_call></think>{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+{% endfor %}{{ tools | length if tools else 0 }}<tool_call></think>
+{%- if add_generation_prompt %}<|assistant|>{% endif %}"""
 READING = {
     "start_anchor": "<|assistant|>",
     "fields": {
@@ -283,7 +286,9 @@ def test_reasoning_can_be_left_out(caller: httpx.Client) -> None:
 
 
 def test_a_call_that_is_no_json_is_text(caller: httpx.Client) -> None:
-    choice = post(caller, PATH, {**TALK, "tools": [WEATHER], **literal("<tool_call>weather!</tool_call>")})["choices"][0]
+    choice = post(caller, PATH, {**TALK, "tools": [WEATHER], **literal("<tool_call>weather!</tool_call>")})["choices"][
+        0
+    ]
     assert choice["message"]["content"] == "<tool_call>weather!</tool_call>"
     assert "tool_calls" not in choice["message"]
     assert choice["finish_reason"] == "stop"
@@ -301,7 +306,9 @@ def test_calls_of_earlier_answers_are_read(caller: httpx.Client) -> None:
     assert "How is it there?" in text
     assert "place" in text
     assert "sunny" in text
-    assert post(caller, PATH, {**TALK, "messages": messages, "tools": [WEATHER]})["usage"]["prompt_tokens"] == len(tokens)
+    assert post(caller, PATH, {**TALK, "messages": messages, "tools": [WEATHER]})["usage"]["prompt_tokens"] == len(
+        tokens
+    )
     call["function"]["arguments"] = "{no"
     answer = caller.post(PATH, json={**TALK, "messages": messages})
     assert answer.status_code == 400

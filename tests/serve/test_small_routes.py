@@ -175,3 +175,21 @@ def test_priorities_must_be_allowed(client: httpx.Client, engine: outrider.Engin
     with serving(engine, Settings(priorities=True)) as url, httpx.Client(base_url=url) as own:
         post(own, "/v1/completions", COMPLETION, headers={"x-vllm-priority": "-3"})
         assert own.post("/v1/completions", json=COMPLETION, headers={"x-vllm-priority": "x"}).status_code == 400
+
+
+def test_a_drafter_is_swapped_with_the_admin_key_alone(engine: outrider.Engine) -> None:
+    drafter = engine.parts.drafter
+    [name] = Service(engine, names=("pair",)).drafters
+    with serving(engine, Settings(keys=("first",), admin_key="root")) as url:
+        path, body = f"{url}/v1/admin/drafter", {"drafter": name}
+        assert httpx.post(path, json=body).status_code == 401
+        assert httpx.post(path, json=body, headers={"x-api-key": "first"}).status_code == 401
+        answer = httpx.post(path, json=body, headers={"x-api-key": "root"})
+        assert (answer.status_code, answer.json()) == (200, {"drafter": name})
+        answer = httpx.post(path, json={"drafter": "nobody"}, headers={"x-api-key": "root"})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "drafter")
+    assert engine.parts.drafter is drafter
+
+
+def test_without_an_admin_key_nobody_swaps(client: httpx.Client) -> None:
+    assert client.post("/v1/admin/drafter", json={"drafter": "suffix"}).status_code == 401

@@ -12,7 +12,16 @@ from outrider.serve.outputs import joined
 from outrider.serve.tools import ForcedReader, Piece, PlainReader, RawText, Reader, Reading
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}\n</tool_call>'
-XML = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>\n</tool_call>"
+XML = """<tool_call>
+<function=weather>
+<parameter=city>
+Oslo
+</parameter>
+<parameter=days>
+2
+</parameter>
+</function>
+</tool_call>"""
 WEATHER = {
     "type": "function",
     "function": {
@@ -126,9 +135,7 @@ def test_raw_text_holds_special_tokens_but_the_hidden_ones(engine: outrider.Engi
 
 
 @pytest.mark.parametrize(("keeps", "wanted"), [(False, "one two"), (True, "one two END")])
-def test_raw_text_ends_at_a_stop_string_over_several_tokens(
-    engine: outrider.Engine, keeps: bool, wanted: str
-) -> None:
+def test_raw_text_ends_at_a_stop_string_over_several_tokens(engine: outrider.Engine, keeps: bool, wanted: str) -> None:
     raw = RawText(engine.tokenizer, [" END"])
     ids = engine.tokenizer("one two END")["input_ids"]
     pieces = [raw.push(id) for id in ids]
