@@ -99,6 +99,8 @@ def generation_of(body: GenerationBody, gateway: Gateway, *, room: int) -> Gener
         stop_token_ids=tuple(body.stop_token_ids),
         logprobs=logprobs_of(body, gateway.service.limits.max_logprobs),
         ignore_eos=body.ignore_eos,
+        allowed_token_ids=body.allowed_token_ids,
+        bad_words=tuple(body.bad_words),
     )
 
 

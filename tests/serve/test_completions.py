@@ -262,3 +262,14 @@ def test_prompt_logprobs_are_by_token_id(client: httpx.Client, engine: outrider.
 def test_seeds_of_64_bits_with_a_sign_repeat(client: httpx.Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 1.0, "seed": -(2**63)}
     assert post(client, PATH, body)["choices"] == post(client, PATH, body)["choices"]
+
+
+def test_only_allowed_tokens_come_and_bad_words_do_not(client: httpx.Client, engine: outrider.Engine) -> None:
+    whole = post(client, PATH, {**GREEDY, "return_token_ids": True})["choices"][0]
+    word = whole["text"].split()[2]
+    assert word not in post(client, PATH, {**GREEDY, "bad_words": [word]})["choices"][0]["text"]
+    allowed = sorted(set(whole["token_ids"][:3]))
+    found = post(client, PATH, {**GREEDY, "return_token_ids": True, "allowed_token_ids": allowed})["choices"][0]
+    assert set(found["token_ids"]) <= set(allowed)
+    answer = client.post(PATH, json={**GREEDY, "allowed_token_ids": [10**9]})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "allowed_token_ids")
