@@ -47,7 +47,7 @@ def test_every_series_that_the_script_names_is_told(client):
     script = resources.files("outrider.serve.page").joinpath("page.js").read_text("utf-8")
     names = re.findall(r'"((?:vllm|outrider):\w+)"', script)
     text = client.get("/metrics").text
-    assert len(names) == 6
+    assert len(names) == 7
     assert [name for name in names if not re.search(rf"^{name}[ {{]", text, re.MULTILINE)] == []
 
 

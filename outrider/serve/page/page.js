@@ -110,8 +110,7 @@ function parse(text) {
     const match = /^([\w:]+)(?:\{(.*)\})? (\S+)$/.exec(line);
     if (!match) continue;
     const [, name, labels, value] = match;
-    const position = /position="(\d+)"/.exec(labels ?? "");
-    if (position) found.positions[position[1]] = Number(value);
+    if (name === NAMES.positions) found.positions[/position="(\d+)"/.exec(labels)[1]] = Number(value);
     else found[name] = (found[name] ?? 0) + Number(value);
   }
   return found;
@@ -124,6 +123,7 @@ const NAMES = {
   steps: "outrider:tokens_per_step_count",
   running: "vllm:num_requests_running",
   waiting: "vllm:num_requests_waiting",
+  positions: "vllm:spec_decode_num_accepted_tokens_per_pos_total",
 };
 const history = [];
 let first = null;

@@ -1,7 +1,6 @@
 """The page at `/`, its files, and the stream of tokens with their kinds that it shows."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from importlib import resources
 from typing import Any
 
@@ -16,13 +15,11 @@ from outrider.serve.answers import failed
 from outrider.serve.errors import ApiError, of_input
 from outrider.serve.gateway import Gateway, gateway_of
 from outrider.serve.ids import request_id
-from outrider.serve.jobs import check, fitted
+from outrider.serve.jobs import check, choices_of, fitted
 from outrider.serve.kinds import kinds
-from outrider.serve.options import generation_of, sampling_of
 from outrider.serve.page.trees import Node, Trees
 from outrider.serve.requests import GenerationBody
 from outrider.serve.service import Event, Job, Ticket
-from outrider.serve.speculation import speculation
 from outrider.serve.sse import EventStream, event
 
 FILES = {
@@ -50,6 +47,7 @@ class PageBody(GenerationBody):
     """
 
     prompt: str = Field(min_length=1)
+    n: int = Field(default=1, ge=1, le=1)
     chat: bool = False
     tree: bool = False
 
@@ -75,7 +73,7 @@ async def stream(request: Request) -> EventStream:
     """
     gateway = gateway_of(request)
     body = check(gateway, request, await gateway.read(request, PageBody))
-    job = await _job(gateway, body)
+    job = await _job(gateway, request, body)
     trees = trees_of(request) if body.tree else None
     try:
         [ticket] = gateway.service.submit([job])
@@ -107,7 +105,7 @@ def trees_of(request: Request) -> Trees:
     return found
 
 
-async def _job(gateway: Gateway, body: PageBody) -> Job:
+async def _job(gateway: Gateway, request: Request, body: PageBody) -> Job:
     """What is asked of the engine."""
     service = gateway.service
     try:
@@ -124,11 +122,9 @@ async def _job(gateway: Gateway, body: PageBody) -> Job:
             prompt = await service.encode(body.prompt, special=True)
     except InputError as error:
         raise of_input(error) from None
-    prompt = fitted(prompt, body, gateway, "prompt")
-    sampling = sampling_of(body, service.engine.sampling)
-    options = replace(generation_of(body, gateway, room=service.max_context - len(prompt)), sampling=sampling)
     id = gateway.unique(f"page-{request_id(None)}")
-    return Job(id=id, prompt=tuple(prompt), options=options, priority=body.priority, speculation=speculation(body))
+    [choice] = await choices_of(gateway, request, body, id, [fitted(prompt, body, gateway, "prompt")])
+    return choice.job
 
 
 async def _events(gateway: Gateway, id: str, ticket: Ticket, trees: Trees | None) -> AsyncIterator[bytes]:
