@@ -5,7 +5,7 @@ import sys
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,7 @@ MAX_NEW_TOKENS = 256
 """Most tokens of an answer, by default."""
 
 
+@runtime_checkable
 class Speaker(Protocol):
     """What answers."""
 

@@ -7,7 +7,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,6 +23,7 @@ CLOSING_SECONDS = 5
 """How long open connections may take to close after the last answer."""
 
 
+@runtime_checkable
 class Drained(Protocol):
     """What the server asks of a service."""
 
