@@ -56,7 +56,8 @@ def test_a_cap_on_drafts_holds_beside_requests_without_one():
             busy.add(PROMPT, id=name, max_new_tokens=40, sampling=GREEDY, max_draft_tokens=cap)
         tokens = {}
         while busy.busy:
-            for update in busy.step(lambda step: steps.setdefault(step.request, []).append(step.num_draft_tokens)):
+            for update in busy.step():
+                steps.setdefault(update.id, []).append(update.step.num_draft_tokens)
                 tokens.setdefault(update.id, []).extend(update.tokens)
         assert tokens["free"] == tokens["two"] == tokens["none"]
         assert max(steps["none"]) == 0

@@ -47,7 +47,7 @@ def test_numbers_add_up_to_the_outputs():
     assert watch.time_to_first_token.count == watch.prefill_time.count == 15
     assert watch.inter_token_latency.count + watch.time_to_first_token.count == watch.num_steps
     assert watch.iteration_tokens.sum == watch.generation_tokens + watch.prompt_tokens - 3
-    assert watch.steps["draft"] and watch.steps["plain"]
+    assert min(watch.steps["draft"], watch.steps["plain"]) > 0
     assert watch.part_seconds["target"] > 0
     assert sum(each.count for each in watch.step_seconds.values()) == sum(watch.steps.values())
     assert 0 < watch.cache_use < 1
