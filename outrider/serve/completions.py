@@ -1,5 +1,6 @@
 """POST /v1/completions."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -69,10 +70,8 @@ class Completion:
         prompts, texts = await _prompts(gateway, body)
         id = name_of(gateway, request, body)
         choices = await choices_of(gateway, request, body, id, prompts)
-        told = [
-            Told(text=text, scores=await while_there(request, _scores(gateway, body, prompt)))
-            for prompt, text in zip(prompts, texts, strict=True)
-        ]
+        scores = await while_there(request, _scores(gateway, body, prompts))
+        told = [Told(text=text, scores=score) for text, score in zip(texts, scores, strict=True)]
         return cls(
             gateway=gateway,
             body=body,
@@ -225,11 +224,20 @@ async def _prompts(gateway: Gateway, body: CompletionBody) -> tuple[list[tuple[i
     return prompts, texts
 
 
-async def _scores(gateway: Gateway, body: CompletionBody, prompt: tuple[int, ...]) -> PromptLogprobs | None:
-    """The log-probabilities of a prompt, if anything asks for them."""
+async def _scores(
+    gateway: Gateway, body: CompletionBody, prompts: Sequence[tuple[int, ...]]
+) -> Sequence[PromptLogprobs | None]:
+    """The log-probabilities of prompts, if anything asks for them."""
     echoed = logprobs_of(body, gateway.service.limits.max_logprobs) if body.echo else None
     asked = [each for each in (echoed, body.prompt_logprobs) if each is not None]
-    return await gateway.service.score(prompt, max(asked)) if asked else None
+    if not asked:
+        return [None] * len(prompts)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(gateway.service.score(prompt, max(asked))) for prompt in prompts]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def _decoded(gateway: Gateway, prompt: Sequence[int]) -> str:

@@ -2,8 +2,9 @@
 
 import hashlib
 import json
-import time
+import logging
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
@@ -22,6 +23,9 @@ from outrider.serve.tokens import Vocabulary
 from outrider.serve.tools import Reading
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
+MOST_UNKNOWN = 1000
+"""Most unknown fields of requests that are logged."""
+log = logging.getLogger("outrider.serve")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +36,7 @@ class Gateway:
         reading: How reasoning and tool calls are found in outputs.
         running: Names of the requests that run.
         counts: What happened how often: `parse_failures` counts tool calls that could not be read.
+        unknown: Fields of requests so far that nobody knows.
     """
 
     service: Service
@@ -40,6 +45,7 @@ class Gateway:
     reading: Reading
     running: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
+    unknown: set[str] = field(default_factory=set)
 
     @classmethod
     def of(cls, service: Service, settings: Settings) -> "Gateway":
@@ -56,10 +62,10 @@ class Gateway:
         """The model's name in answers."""
         return self.service.names[0]
 
-    @cached_property
+    @property
     def created(self) -> int:
         """When the server started, in seconds since 1970."""
-        return int(time.time())
+        return int(self.service.started)
 
     @cached_property
     def version(self) -> str:
@@ -88,6 +94,13 @@ class Gateway:
                 param="model",
                 code="model_not_found",
             )
+
+    def note_unknown(self, names: Iterable[str]) -> None:
+        """Log fields that nobody knows, each once."""
+        for name in names:
+            if name not in self.unknown and len(self.unknown) < MOST_UNKNOWN:
+                self.unknown.add(name)
+                log.debug("a request has the unknown field %.100r", name)
 
     def unique(self, id: str) -> str:
         """The name, or a similar one that no running request has."""

@@ -41,6 +41,7 @@ def check(gateway: Gateway, request: Request, body: GenerationBody) -> Generatio
             if not given.strip().lstrip("-").isdecimal() or len(given) > 9:
                 refuse("priority", f"{name} must be a whole number, got {shown(given)}")
             body = body.model_copy(update={"priority": int(given)})
+    gateway.note_unknown(body.model_extra or ())
     check_keys(body)
     check_limits(body, gateway)
     return body
