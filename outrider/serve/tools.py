@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import resources
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from transformers import PreTrainedTokenizerBase
 
@@ -38,6 +38,7 @@ class Piece:
     name: str | None = None
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Reads one output."""
 
