@@ -67,7 +67,18 @@ def _print(figures: Sequence[Mapping[str, Any]]) -> None:
     """The most important figures of each load."""
     console = Console(highlight=False, soft_wrap=True, width=max(WIDTH, Console().width))
     table = Table(box=None)
-    for head in ("load", "requests/s", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99", "good/s", "tokens/draft", "accepted"):
+    for head in (
+        "load",
+        "requests/s",
+        "tokens/s",
+        "TTFT ms",
+        "p99",
+        "TPOT ms",
+        "p99",
+        "good/s",
+        "tokens/draft",
+        "accepted",
+    ):
         table.add_column(head, justify="left" if head == "load" else "right", no_wrap=True)
     for each in figures:
         times = [

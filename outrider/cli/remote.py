@@ -38,7 +38,9 @@ class RemoteOptions:
         from outrider.serve.client.remote import Remote
 
         if given := list(setup.given()):
-            raise InputError(f"--url and --{given[0].replace('_', '-')} were given together; the server has its own setup")
+            raise InputError(
+                f"--url and --{given[0].replace('_', '-')} were given together; the server has its own setup"
+            )
         return Remote(url=self.url or "", key=self.api_key or os.environ.get(API_KEY))
 
     def chosen(self, remote: "Remote") -> dict[str, object]:

@@ -35,9 +35,7 @@ class Front:
         observe: Called at the end of each request. One whose client left has the status 499.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, keys: Keys, guard_all: bool, room: Callable[[], int], observe: Observe
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, guard_all: bool, room: Callable[[], int], observe: Observe) -> None:
         self._app = app
         self._keys = keys
         self._guard_all = guard_all

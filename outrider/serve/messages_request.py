@@ -12,7 +12,10 @@ from outrider.serve.requests import Body
 
 LEAST_BUDGET = 1024
 """Fewest tokens of thinking that a client may ask for."""
-PASSED = ("seed", "min_p", "repetition_penalty", "priority", "speculation", "chat_template_kwargs", "vllm_xargs")
+PASSED = (
+    *("seed", "min_p", "repetition_penalty", "priority", "speculation", "chat_template_kwargs", "vllm_xargs"),
+    *("ignore_eos", "min_tokens"),
+)
 """Fields that are not Anthropic's and that chat completions read too."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 

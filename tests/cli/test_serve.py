@@ -125,5 +125,5 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path):
     )
     done = run_apart("serve", path=tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith("error: outrider serve needs uvicorn; `pip install \"outrider[serve] @ ")
+    assert done.stderr.startswith('error: outrider serve needs uvicorn; `pip install "outrider[serve] @ ')
     assert len(done.stderr.splitlines()) == 1

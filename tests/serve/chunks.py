@@ -32,12 +32,16 @@ def chunk(
 def call(index: int, id: str | None = None, name: str | None = None, arguments: str = "") -> dict[str, Any]:
     """A piece of a tool call; the first one has an id and a name."""
     function: dict[str, Any] = {"arguments": arguments}
-    return {"index": index, "function": function} if id is None else {
-        "index": index,
-        "id": id,
-        "type": "function",
-        "function": function | {"name": name},
-    }
+    return (
+        {"index": index, "function": function}
+        if id is None
+        else {
+            "index": index,
+            "id": id,
+            "type": "function",
+            "function": function | {"name": name},
+        }
+    )
 
 
 def usage(prompt: int, completion: int, *, cached: int = 0, reasoning: int = 0) -> dict[str, Any]:

@@ -4,8 +4,12 @@ import anthropic
 import httpx
 import pytest
 
+from outrider.serve.limits import Limits
+from outrider.serve.settings import Settings
 from tests.serve.served import NAME, serving
 
+GREEDY = {"temperature": 0}
+"""The client has no argument for it."""
 HELLO = [{"role": "user", "content": "Tell me about a dog."}]
 
 
@@ -16,7 +20,7 @@ def claude(url):
 
 
 def test_a_message_and_its_stream_say_the_same(claude):
-    fields = {"model": NAME, "messages": HELLO, "max_tokens": 24, "temperature": 0.0, "system": "Be brief."}
+    fields = {"model": NAME, "messages": HELLO, "max_tokens": 24, "extra_body": GREEDY, "system": "Be brief."}
     message = claude.messages.create(**fields)
     assert message.content[0].type == "text"
     assert message.stop_reason in ("max_tokens", "end_turn")
@@ -45,10 +49,10 @@ def test_a_count_grows_with_the_system_text(claude):
 
 
 def test_a_stop_sequence_is_told(claude):
-    full = claude.messages.create(model=NAME, messages=HELLO, max_tokens=48, temperature=0.0).content[0].text
+    full = claude.messages.create(model=NAME, messages=HELLO, max_tokens=48, extra_body=GREEDY).content[0].text
     word = full.split()[3]
     message = claude.messages.create(
-        model=NAME, messages=HELLO, max_tokens=48, temperature=0.0, stop_sequences=[word]
+        model=NAME, messages=HELLO, max_tokens=48, extra_body=GREEDY, stop_sequences=[word]
     )
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", word)
     assert message.content[0].text == full[: full.index(word)]
@@ -56,7 +60,7 @@ def test_a_stop_sequence_is_told(claude):
 
 def test_an_answer_continues_what_the_assistant_said(claude):
     messages = [*HELLO, {"role": "assistant", "content": "The dog"}]
-    message = claude.messages.create(model=NAME, messages=messages, max_tokens=8, temperature=0.0)
+    message = claude.messages.create(model=NAME, messages=messages, max_tokens=8, extra_body=GREEDY)
     assert not message.content[0].text.startswith("The dog")
 
 
@@ -73,11 +77,11 @@ def test_a_tool_that_is_named_is_called(claude):
         "tools": [tool],
         "tool_choice": {"type": "tool", "name": "look"},
     }
-    message = claude.messages.create(**fields, temperature=0.0)
+    message = claude.messages.create(**fields, extra_body=GREEDY)
     [call] = [block for block in message.content if block.type == "tool_use"]
     assert (call.name, set(call.input)) == ("look", {"far"})
     assert message.stop_reason == "tool_use"
-    with claude.messages.stream(**fields, temperature=0.0) as stream:
+    with claude.messages.stream(**fields, extra_body=GREEDY) as stream:
         streamed = stream.get_final_message()
     assert [block.input for block in streamed.content if block.type == "tool_use"] == [call.input]
 
@@ -94,8 +98,6 @@ def test_errors_have_anthropics_format(claude, url):
 
 
 def test_a_wrong_key_is_told_in_anthropics_format(engine):
-    from outrider.serve.settings import Settings
-
     with serving(engine, Settings(keys=("right",))) as url:
         with anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as client:
             with pytest.raises(anthropic.AuthenticationError) as wrong:
@@ -106,10 +108,8 @@ def test_a_wrong_key_is_told_in_anthropics_format(engine):
 
 
 def test_a_full_queue_is_overloaded(engine):
-    from outrider.serve.limits import Limits
-
     with serving(engine, limits=Limits(max_queue=0)) as url, httpx.Client(base_url=url, timeout=60) as client:
-        body = {"messages": HELLO, "max_tokens": 200, "stream": True}
+        body = {"messages": HELLO, "max_tokens": 400, "stream": True, "ignore_eos": True}
         streams = [client.build_request("POST", "/v1/messages", json=body) for _ in range(engine.max_slots)]
         answers = [client.send(each, stream=True) for each in streams]
         full = client.post("/v1/messages", json={"messages": HELLO, "max_tokens": 4})

@@ -72,9 +72,7 @@ def test_thinking_text_and_calls_are_blocks_in_order():
     ],
 )
 def test_what_ended_a_message_is_told(finish, stopped, reason, sequence):
-    _, message = told(
-        chunk({"content": "a"}, usage=usage(1, 1)), chunk({}, finish_reason=finish, stop_reason=stopped)
-    )
+    _, message = told(chunk({"content": "a"}, usage=usage(1, 1)), chunk({}, finish_reason=finish, stop_reason=stopped))
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
 
 
@@ -100,7 +98,10 @@ def body(**fields):
 def test_a_request_becomes_a_chat_completion():
     found = body(
         model="m",
-        system=[{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief."}],
+        system=[
+            {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "brief."},
+        ],
         messages=[
             USER,
             {
@@ -135,9 +136,7 @@ def test_a_request_becomes_a_chat_completion():
             "role": "assistant",
             "content": "I look.",
             "reasoning": "Hm.",
-            "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}
-            ],
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "é"}'}}],
         },
         {"role": "tool", "tool_call_id": "c1", "content": "a tree"},
         {"role": "user", "content": "And?"},

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 from importlib import resources
 
 import pytest
@@ -76,6 +77,9 @@ def test_the_tree_of_a_step_holds_its_tokens(client, engine):
         path = [node["id"] for node in nodes if node["kind"] in ("accepted", "recovered", "bonus", "plain")]
         if "output" not in event:
             assert path[-1] == nodes[-1]["id"]
+    ended = time.monotonic() + 10
+    while engine.watch is not None and time.monotonic() < ended:
+        time.sleep(0.01)
     assert engine.watch is None
 
 

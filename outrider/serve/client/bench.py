@@ -169,7 +169,9 @@ def measure_remote(plan: RemotePlan, tell: Callable[[Row], None] = lambda row: N
         load.times(workload.conversations)
     encoder, room = RemoteEncoder(plan.remote), plan.max_context - 1
     if plan.max_new_tokens > room:
-        raise InputError(f"max_new_tokens must be <= {room}, which is the room of the server, got {plan.max_new_tokens}")
+        raise InputError(
+            f"max_new_tokens must be <= {room}, which is the room of the server, got {plan.max_new_tokens}"
+        )
     asked = ask(workload, encoder, count=plan.num_prompts, room=room - plan.max_new_tokens, seed=plan.seed)
     player = Player(encoder=encoder, max_new_tokens=plan.max_new_tokens, room=room)
     rows: list[Row] = []
