@@ -3,8 +3,9 @@
 import re
 import sys
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from outrider.cli.options import kind_of
 from outrider.cli.printed import note_room
 from outrider.cli.request import RequestOptions
 from outrider.core.inputs import InputError, unknown
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import succeeded
 from outrider.setup import Setup
@@ -29,6 +31,24 @@ MAX_NEW_TOKENS = 256
 """Most tokens of an answer, by default."""
 
 
+@runtime_checkable
+class Speaker(Protocol):
+    """What answers."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How answers are drawn where a setting is not given."""
+        ...
+
+    def answer(self, messages: list[dict[str, str]], request: RequestOptions, show: Callable[[str], None]) -> str:
+        """The answer to a conversation. An interrupt ends the answer, not the conversation.
+
+        Args:
+            show: Called with each piece of it as it comes.
+        """
+        ...
+
+
 @dataclass(kw_only=True)
 class Conversation:
     """The messages of a chat and its settings; changes in place.
@@ -40,7 +60,7 @@ class Conversation:
         first: The settings at the beginning.
     """
 
-    engine: Engine
+    speaker: Speaker
     opening: list[dict[str, str]]
     request: RequestOptions
     messages: list[dict[str, str]] = field(init=False)
@@ -52,7 +72,7 @@ class Conversation:
     @property
     def settings(self) -> dict[str, object]:
         """The values of all settings, by name."""
-        sampling = self.request.sampling(self.engine.sampling)
+        sampling = self.request.sampling(self.speaker.sampling)
         return {
             each.name: getattr(sampling, each.name, getattr(self.request, each.name)) for each in fields(self.request)
         }
@@ -64,7 +84,7 @@ class Conversation:
             raise unknown("setting", name, hints)
         value: Any = getattr(self.first, name) if not text else _value(name, text, hints[name])
         changed = replace(self.request, **{name: value})
-        changed.sampling(self.engine.sampling)
+        changed.sampling(self.speaker.sampling)
         changed.constraint()
         self.request = changed
 
@@ -80,9 +100,13 @@ def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
     request.sampling(engine.sampling)
     note_room(engine, request.max_new_tokens)
     engine.eos_ids |= _turn_markers(engine.tokenizer)
-    given = replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS)
+    converse(EngineSpeaker(engine), replace(request, max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS), system)
+
+
+def converse(speaker: Speaker, request: RequestOptions, system: str | None) -> None:
+    """Let a speaker answer each line of standard input."""
     opening = [] if system is None else [{"role": "system", "content": system}]
-    conversation = Conversation(engine=engine, opening=opening, request=given)
+    conversation = Conversation(speaker=speaker, opening=opening, request=request)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     while (line := _line(console)) not in (None, "/quit"):
         if line and re.match(r"/\w+( |$)", line):
@@ -92,6 +116,42 @@ def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
                 console.print(f"error: {error}", style="red", markup=False)
         elif line:
             _say(conversation, line, console)
+
+
+class EngineSpeaker:
+    """An engine in this process."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    @property
+    def sampling(self) -> Sampling:
+        """The engine's own settings."""
+        return self._engine.sampling
+
+    def answer(self, messages: list[dict[str, str]], request: RequestOptions, show: Callable[[str], None]) -> str:
+        """The answer to a conversation."""
+        engine = self._engine
+        id = engine.add(messages, options=request.generation(engine.sampling))
+        output = None
+        try:
+            while output is None:
+                for update in engine.step():
+                    show(succeeded(update).text)
+                    output = update.output
+        except KeyboardInterrupt:
+            output = engine.cancel(id)
+        print()
+        if output is None:
+            return ""
+        note_answer(len(output.tokens), output.num_steps, output.block_efficiency)
+        return output.text
+
+
+def note_answer(tokens: int, steps: int, block_efficiency: float) -> None:
+    """Print the numbers of an answer on standard error."""
+    line = f"[{tokens} tokens, {steps} steps, block efficiency {block_efficiency:.2f}]"
+    Console(stderr=True, highlight=False, markup=False).print(line, style="dim")
 
 
 def _obey(conversation: Conversation, line: str, console: Console) -> None:
@@ -118,7 +178,7 @@ def _say(conversation: Conversation, line: str, console: Console) -> None:
     before = list(conversation.messages)
     conversation.messages.append({"role": "user", "content": line})
     try:
-        answer = _answer(conversation)
+        answer = conversation.speaker.answer(list(conversation.messages), conversation.request, _show)
     except InputError as error:
         conversation.messages = before
         if before == conversation.opening:
@@ -182,21 +242,5 @@ def _ask(console: Console) -> str | None:
     return line
 
 
-def _answer(conversation: Conversation) -> str:
-    """Print the answer as it is generated, and return it. An interrupt ends the answer, not the conversation."""
-    engine, request = conversation.engine, conversation.request
-    id = engine.add(conversation.messages, options=request.generation(engine.sampling))
-    output = None
-    try:
-        while output is None:
-            for update in engine.step():
-                print(succeeded(update).text, end="", flush=True)
-                output = update.output
-    except KeyboardInterrupt:
-        output = engine.cancel(id)
-    print()
-    if output is None:
-        return ""
-    line = f"[{len(output.tokens)} tokens, {output.num_steps} steps, block efficiency {output.block_efficiency:.2f}]"
-    Console(stderr=True, highlight=False, markup=False).print(line, style="dim")
-    return output.text
+def _show(text: str) -> None:
+    print(text, end="", flush=True)

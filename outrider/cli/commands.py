@@ -12,8 +12,11 @@ from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.plan import PlanOptions
+from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
+from outrider.cli.serve import ServeOptions
 from outrider.cli.train import train
+from outrider.serve.limits import Limits
 from outrider.setup import Setup
 
 app = App(name="outrider", help="Lossless speculative decoding for Hugging Face causal language models.")
@@ -98,9 +101,15 @@ def generate(
 def chat(
     setup: Setup,
     request: RequestOptions,
+    remote: RemoteOptions,
     system: Annotated[str | None, typer.Option(help="A system message before the conversation.")] = None,
 ) -> None:
-    """Chat with the target. `/help` lists the commands; end of input leaves."""
+    """Chat with the target, or with a server (--url). `/help` lists the commands; end of input leaves."""
+    if remote.url is not None:
+        from outrider.cli.chat_remote import talk_remotely
+
+        talk_remotely(setup, request, remote, system)
+        return
     from outrider.cli.chat import talk
 
     talk(setup, request, system)
@@ -108,8 +117,22 @@ def chat(
 
 @app.command()
 @with_options()
+def serve(setup: Setup, options: ServeOptions, limits: Limits) -> None:
+    """Serve the target with the APIs of OpenAI and Anthropic, at 127.0.0.1 if no other host is named.
+
+    A page at / shows what is drafted and accepted. The first SIGTERM or interrupt lets running requests end, the second
+    one cancels them.
+    """
+    from outrider.cli.serve import serve
+
+    raise typer.Exit(serve(setup, options, limits))
+
+
+@app.command()
+@with_options()
 def prove(
     setup: Setup,
+    remote: RemoteOptions,
     num_draws: Annotated[int, typer.Option(help="Outputs to draw for the chi-square test; 0 leaves it out.")] = DRAWS,
     temperature: Annotated[
         float | None,
@@ -124,7 +147,15 @@ def prove(
     Rows: in float32, logits and probabilities at drafts of a sampled batch are those of transformers. Greedy identical:
     in float32 this pair's greedy output is that of plain decoding. Greedy up to ties: in the pair's own dtype,
     differences are listed with their logit gap. Samples: drawn sequences fit the target's probabilities.
+
+    With --url a server is checked by its own log-probabilities: greedy outputs against a forward without drafts, and
+    drawn tokens against their probabilities.
     """
+    if remote.url is not None:
+        from outrider.cli.prove_remote import prove_remote
+
+        prove_remote(setup, remote, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
+        return
     from outrider.cli.prove import prove
 
     prove(setup, num_draws=num_draws, temperature=temperature, seed=seed, as_json=as_json)
@@ -136,6 +167,7 @@ def bench(
     setup: Setup,
     request: RequestOptions,
     options: BenchOptions,
+    remote: RemoteOptions,
     given: Annotated[
         list[str] | None,
         typer.Option(
@@ -151,7 +183,13 @@ def bench(
     All take turns on the same prompts, after the gate of `prove` and a warm-up. Without options, the pair that ships
     with Outrider is measured on built-in prompts, in at most three minutes. The first line is the verdict: faster,
     slower, or no difference found.
+
+    With --url a server is measured over HTTP, by itself.
     """
+    if remote.url is not None:
+        from outrider.cli.bench_remote import bench_remote
+
+        raise typer.Exit(bench_remote(setup, request, options, remote, given or [], as_json))
     from outrider.cli.bench import bench
 
     raise typer.Exit(bench(setup, request, options, given or [], as_json))

@@ -17,9 +17,12 @@ from outrider.cli.bench import BenchOptions
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
 from outrider.cli.plan import PlanOptions
+from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import ENDING, RequestOptions
+from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import field_value
 from outrider.learning.options import HeadOptions
+from outrider.serve.limits import Limits
 from outrider.setup import Setup, documentation
 from outrider.training.loop.settings import Settings
 from outrider.training.options import DataOptions, WatchOptions
@@ -35,6 +38,9 @@ HEADINGS = {
     WatchOptions: "Watching",
     BenchOptions: "Measuring",
     PlanOptions: "Planning",
+    ServeOptions: "Server",
+    RemoteOptions: "A server",
+    Limits: "Limits",
 }
 """The heading of each dataclass's options in the help; of others, `DRAFTER`."""
 DRAFTER = "Drafter"

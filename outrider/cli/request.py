@@ -96,23 +96,29 @@ class RequestOptions:
         ending = {name: value for name, value in self.given().items() if name in ENDING}
         return Generation(sampling=self.sampling(usual), constraint=self.constraint(), **ending)
 
-    def constraint(self) -> "Grammar | None":
-        """The constraint on outputs, if one was given."""
+    def form(self) -> tuple[str, str] | None:
+        """The grammar that was given: its option, and its text. None without one."""
         given = [name for name in ("json_schema", "regex", "grammar") if getattr(self, name) is not None]
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InputError(f"{names} were given together; an output follows one of them")
-        if not given:
-            return None
-        from outrider.constraints.grammar import json_schema, regex, rules
-
         if self.json_schema is not None:
             text = self.json_schema
             inline = text.lstrip().startswith("{") or text.strip() in ("true", "false")
-            return json_schema(text if inline else text_of(Path(text), "JSON schema", "a file, or the schema itself"))
+            found = text if inline else text_of(Path(text), "JSON schema", "a file, or the schema itself")
+            return "json_schema", found
         if self.grammar is not None:
-            return rules(text_of(self.grammar, "grammar", "a file"))
-        return regex(self.regex or "")
+            return "grammar", text_of(self.grammar, "grammar", "a file")
+        return None if self.regex is None else ("regex", self.regex)
+
+    def constraint(self) -> "Grammar | None":
+        """The constraint on outputs, if one was given."""
+        if (form := self.form()) is None:
+            return None
+        from outrider.constraints.grammar import json_schema, regex, rules
+
+        kind, text = form
+        return {"json_schema": json_schema, "regex": regex, "grammar": rules}[kind](text)
 
 
 def _biases(text: str) -> dict[int, float]:

@@ -407,6 +407,8 @@ class Step:
         num_accepted_tokens: Number of nodes on the accepted path, before the output is cut at its end.
         tokens: Emitted tokens: the accepted ones and the next one, cut where the request ended. There is no next one if
             the decoding has already drafted behind them.
+        bonus: Whether the accepted path ends at a leaf of the draft, so that the next token is a bonus token and not a
+            recovered one.
         timing: The iteration's shared clock.
         num_requests: Number of requests in the iteration.
         logprobs: Log-softmax of the raw target logits at each emitted token, if asked for.
@@ -420,6 +422,7 @@ class Step:
     tokens: tuple[int, ...]
     timing: Timing
     num_requests: int
+    bonus: bool = False
     logprobs: tuple[float, ...] | None = None
     top_logprobs: tuple[Mapping[int, float], ...] | None = None
     logits: Float[Tensor, "n vocab"] | None = None

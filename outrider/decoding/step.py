@@ -76,7 +76,7 @@ class StepDecoding:
         paths = [survivor.path[: len(tokens) - 1] for survivor, tokens in zip(survivors, emitted, strict=True)]
         said = reading.log_probs(states, paths, emitted)
         steps = [
-            _made(state, reading, i, len(survivors[i].path), emitted[i], paths[i], said[i], clock, len(states))
+            _made(state, reading, i, survivors[i].path, emitted[i], paths[i], said[i], clock, len(states))
             for i, state in enumerate(states)
         ]
         kept = reading.kept(paths)
@@ -162,22 +162,29 @@ def _made(
     state: Running,
     reading: Reading,
     request: int,
-    accepted: int,
+    accepted: list[int],
     tokens: list[int],
     path: list[int],
     said: LogProbs,
     clock: Clock,
     num_requests: int,
 ) -> Step:
-    """The `Step` of one request."""
-    asked = state.request
+    """The `Step` of one request.
+
+    Args:
+        accepted: Nodes of the accepted path, before the output is cut at its end.
+        path: The part of it that was emitted.
+    """
+    asked, draft = state.request, reading.draft
+    last = int(draft.offsets[request]) + (accepted[-1] if accepted else 0)
     return Step(
         request=asked.id,
-        num_draft_tokens=reading.draft.num_draft_tokens(request),
-        num_accepted_tokens=accepted,
+        num_draft_tokens=draft.num_draft_tokens(request),
+        num_accepted_tokens=len(accepted),
         tokens=tuple(tokens),
         timing=clock.timing,
         num_requests=num_requests,
+        bonus=bool(draft.first_child[last] == draft.first_child[last + 1]),
         logprobs=said.chosen,
         top_logprobs=said.top,
         logits=reading.logits(request, path) if asked.keep_logits else None,

@@ -15,6 +15,7 @@ class Drift:
 
     Attributes:
         found: Whether three windows of steps in a row took twice their costs, or less than four fifths.
+        ratio: What the steps of the last window took, over their costs; 1 before the first one.
 
     Example:
         >>> drift = Drift()
@@ -26,6 +27,7 @@ class Drift:
 
     def __init__(self) -> None:
         self.found = False
+        self.ratio = 1.0
         self._window: list[float] = []
         self._off = 0
 
@@ -34,6 +36,7 @@ class Drift:
         self._window.append(math.log(max(seconds, 1e-9) / cost))
         if len(self._window) == WINDOW:
             over = median(self._window)
+            self.ratio = math.exp(over)
             self._off = self._off + 1 if over > math.log(SLOWER) or over < -math.log(FASTER) else 0
             self._window.clear()
             self.found = self.found or self._off >= WINDOWS

@@ -105,6 +105,11 @@ class Experience:
         """Whether the costs must be measured anew, as soon as no request runs."""
         return self._due or (self._drift.found and time.monotonic() - self._began > PAUSE)
 
+    @property
+    def cost_drift(self) -> float:
+        """What the last steps took, over what they cost by the table."""
+        return self._drift.ratio
+
     def pooled(self, request: Request) -> PooledAcceptance:
         """The pooled acceptance of requests like this one."""
         return self.sampled if request.sampling.temperature > 0 else self.greedy

@@ -127,7 +127,7 @@ def chi_square(observed: Sequence[float], expected: Sequence[float]) -> ChiSquar
         0.689
     """
     statistic = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
-    return _tested(float(statistic), len(observed) - 1, round(sum(observed)))
+    return tested(float(statistic), len(observed) - 1, round(sum(observed)))
 
 
 def two_sided(z: float) -> float:
@@ -199,7 +199,7 @@ def sampled_law(
                 places, preferred = watcher.of(f"draw {number}", length)
                 liked.add(along[places], preferred, drawn[places])
     return Samples(
-        test=_tested(statistic, degrees, num_draws),
+        test=tested(statistic, degrees, num_draws),
         likely=likely.tilt,
         liked=liked.tilt if liked.num_tokens else None,
         temperatures=tuple(plan.sampling.temperature for plan in plans),
@@ -267,7 +267,8 @@ class _Excess:
         return Tilt(z=z, num_tokens=self.num_tokens)
 
 
-def _tested(statistic: float, degrees: int, num_draws: int) -> ChiSquare:
+def tested(statistic: float, degrees: int, num_draws: int) -> ChiSquare:
+    """The test whose statistic has a chi-square distribution with so many degrees of freedom where the law holds."""
     half = torch.tensor([degrees / 2.0, statistic / 2], dtype=torch.float64)
     tail = float(torch.special.gammaincc(half[0], half[1])) if degrees else float(statistic < np.inf)
     return ChiSquare(statistic=statistic, degrees=degrees, p_value=tail, num_draws=num_draws)

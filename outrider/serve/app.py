@@ -7,25 +7,27 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.core.inputs import InputError
-from outrider.serve import admin, chat, completions, models
+from outrider.serve import admin, chat, completions, messages, models, prometheus, responses_api
 from outrider.serve.answers import LEFT, as_api
 from outrider.serve.calls import ClientGone
 from outrider.serve.errors import ApiError
 from outrider.serve.failures import JobError
-from outrider.serve.front import Front, Observe
+from outrider.serve.front import Front
 from outrider.serve.gateway import Gateway
 from outrider.serve.keys import Keys
+from outrider.serve.messages_request import CountRequest, MessagesRequest
 from outrider.serve.openapi import describe
+from outrider.serve.page import routes as page
+from outrider.serve.page.routes import PageBody
+from outrider.serve.prometheus import Metrics
 from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, DrafterBody, TokenizeBody
+from outrider.serve.responses_request import ResponsesRequest
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 
 
-def make_app(service: Service, settings: Settings | None = None, *, observe: Observe | None = None) -> FastAPI:
+def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
     """The app of a service. The caller starts and closes the service.
-
-    Args:
-        observe: Called with the route, the status and the seconds of each request.
 
     Raises:
         InputError: A response template that cannot be used.
@@ -34,9 +36,11 @@ def make_app(service: Service, settings: Settings | None = None, *, observe: Obs
     gateway = Gateway.of(service, settings)
     app = FastAPI(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
-    for routes in (completions, chat, models, admin):
+    app.state.metrics = Metrics(service, unread=lambda: gateway.counts["parse_failures"])
+    for routes in (completions, chat, models, messages, responses_api, admin, prometheus, page):
         app.include_router(routes.router)
-    describe(app, [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrafterBody])
+    bodies = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrafterBody]
+    describe(app, [*bodies, MessagesRequest, CountRequest, ResponsesRequest, PageBody])
     for kind in (ApiError, JobError, InputError):
         app.add_exception_handler(kind, _refused)
     app.add_exception_handler(HTTPException, _not_found)
@@ -48,7 +52,7 @@ def make_app(service: Service, settings: Settings | None = None, *, observe: Obs
         keys=Keys(settings.keys),
         guard_all=settings.guard_all,
         room=lambda: service.places.free,
-        observe=observe,
+        observe=app.state.metrics.answered,
     )
     return app
 

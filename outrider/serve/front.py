@@ -6,17 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from outrider.serve.answers import LEFT
 from outrider.serve.errors import ApiError
 from outrider.serve.ids import request_id
 from outrider.serve.keys import Keys
+from outrider.serve.messages_answer import error_body
+from outrider.serve.sse import dumps
 
 Observe = Callable[[str, int, float], None]
 """Called with the route, the status and the seconds of each request."""
 GUARDED = "/v1"
 ADMIN = "/v1/admin/"
 """Routes with a key of their own, which they look at themselves."""
+ANTHROPIC = "/v1/messages"
+"""Routes whose errors have Anthropic's format."""
 log = logging.getLogger("outrider.serve")
 
 
@@ -26,11 +32,10 @@ class Front:
     Args:
         guard_all: Whether all routes want a key, and not those under `/v1` alone.
         room: Returns how many more requests may wait.
+        observe: Called at the end of each request. One whose client left has the status 499.
     """
 
-    def __init__(
-        self, app: ASGIApp, *, keys: Keys, guard_all: bool, room: Callable[[], int], observe: Observe | None = None
-    ) -> None:
+    def __init__(self, app: ASGIApp, *, keys: Keys, guard_all: bool, room: Callable[[], int], observe: Observe) -> None:
         self._app = app
         self._keys = keys
         self._guard_all = guard_all
@@ -46,10 +51,17 @@ class Front:
         id = request_id(headers.get("x-request-id"))
         state: dict[str, Any] = scope.setdefault("state", {})
         state |= {"request_id": id, "key": self._keys.owner(headers) if self._keys else None}
-        status = 0
+        status, ended, left = 0, False, False
+
+        async def hear() -> Message:
+            nonlocal left
+            message = await receive()
+            left = left or (message["type"] == "http.disconnect" and not ended)
+            return message
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, ended
+            ended = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 status = message["status"]
                 took = f"{1000 * (time.monotonic() - began):.1f}"
@@ -63,18 +75,17 @@ class Front:
         try:
             if self._is_guarded(scope) and state["key"] is None:
                 wrong = ApiError(401, "the key is missing or wrong", headers={"www-authenticate": "Bearer"})
-                await wrong.response()(scope, receive, answer)
+                await _refusal(wrong, scope)(scope, hear, answer)
             else:
-                await self._app(scope, receive, answer)
+                await self._app(scope, hear, answer)
         except Exception:
             log.exception("request %s failed", id)
             if not status:
                 mistake = ApiError(500, f"the server made a mistake; its log says more under {id}")
-                await mistake.response()(scope, receive, answer)
+                await _refusal(mistake, scope)(scope, hear, answer)
         finally:
-            if self._observe is not None:
-                route = getattr(scope.get("route"), "path", "other")
-                self._observe(route, status, time.monotonic() - began)
+            route = getattr(scope.get("route"), "path", "other")
+            self._observe(route, LEFT if left else status, time.monotonic() - began)
 
     def _is_guarded(self, scope: Scope) -> bool:
         path = scope["path"]
@@ -82,3 +93,15 @@ class Front:
         if path.startswith(ADMIN):
             return False
         return bool(self._keys) and scope["method"] != "OPTIONS" and (self._guard_all or inside)
+
+
+def _refusal(error: ApiError, scope: Scope) -> Response:
+    """An error in the format of the routes that it is about."""
+    if not scope["path"].startswith(ANTHROPIC):
+        return error.response()
+    return Response(
+        dumps(error_body(error.status, error.message, scope["state"]["request_id"])),
+        error.status,
+        error.headers,
+        "application/json",
+    )

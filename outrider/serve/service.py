@@ -240,12 +240,15 @@ class Service:
         """
         vocab_size = self.engine.parts.target.vocab_size
         made = partial(bound, grammar, self.engine.tokenizer, vocab_size, self.engine.ends(options))
+        began = time.perf_counter()
         try:
-            return await asyncio.wait_for(self._in(self._compilers, made), self.limits.compile_seconds)
+            found = await asyncio.wait_for(self._in(self._compilers, made), self.limits.compile_seconds)
         except TimeoutError as error:
             raise InputError(
                 f"the {grammar.kind} takes more than {self.limits.compile_seconds:g} seconds to compile; shorten it"
             ) from error
+        self.watch.grammar_seconds.note(time.perf_counter() - began)
+        return found
 
     def swap(self, drafter: Drafter) -> Awaitable[None]:
         """Use another drafter for new jobs that name none. Raises InputError if it does not fit the other parts."""

@@ -151,6 +151,7 @@ class Watch:
         steps: Steps of the engine, by kind.
         step_seconds: What they took, by kind and by the number of requests, rounded up to a power of two.
         part_seconds: Seconds of all steps, by part.
+        grammar_seconds: What the compilation of a grammar took.
         cache_use: Share of the cache that holds tokens, those of ended requests included, 0 .. 1.
 
     Args:
@@ -184,6 +185,7 @@ class Watch:
         self.steps: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
         self.step_seconds: dict[tuple[str, int], Histogram] = {}
         self.part_seconds: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        self.grammar_seconds = Histogram(BETWEEN)
         self.cache_use = 0.0
         self._latency: float | None = None
         self._updated: dict[str, float] = {}

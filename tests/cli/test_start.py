@@ -26,6 +26,8 @@ def imported(report: str) -> set[str]:
         (["generate", "--help"], 0),
         (["chat", "--help"], 0),
         (["prove", "--help"], 0),
+        (["serve", "--help"], 0),
+        (["serve", "--max-queue", "-1"], 2),
         (["doctor", "--help"], 0),
         (["methods", "--help"], 0),
         (["train", "--help"], 0),

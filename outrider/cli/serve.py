@@ -1,0 +1,173 @@
+"""outrider serve: an engine behind an API like OpenAI's. Imports nothing heavy."""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider.core.inputs import InputError, needs, parse_json, shown, text_of, unknown
+from outrider.serve.limits import Limits
+from outrider.setup import Setup
+
+if TYPE_CHECKING:
+    from outrider.drafters.protocol import Drafter
+    from outrider.engine.engine import Engine
+    from outrider.serve.settings import Settings
+else:
+    Drafter = Engine = Settings = object
+
+API_KEY = "OUTRIDER_API_KEY"
+"""The variable of the environment that may hold a key."""
+METRICS = ("none", "summary", "detailed")
+LIBRARIES = ("fastapi", "uvicorn", "prometheus_client")
+"""What the extra `serve` installs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """Where a server listens, whom it lets in, and what it tells.
+
+    Attributes:
+        host: The address to listen at; 0.0.0.0 is all of this machine.
+        port: The port; 0 takes a free one.
+        api_key: A key that lets clients in; may be given several times. One may be in OUTRIDER_API_KEY.
+        allow_no_key: Listen at addresses that other machines reach without any key.
+        admin_key: The key of the routes below /v1/admin, which swap the drafter; they are closed without one.
+        guard_all: Ask for a key on every route, not below /v1 alone.
+        served_model_name: The model's name for clients; may be given several times. By default the target's.
+        other_drafter: Another drafter, as in --drafter, that requests may name by its first word; several times.
+        chat_template: File of a chat template to use instead of the tokenizer's own.
+        response_template: How reasoning and tool calls are found in outputs: a JSON file, `auto` or `none`.
+        trust_request_chat_template: Let requests bring chat templates, which are programs.
+        priority: Let requests set their priority; lower goes first.
+        per_request_metrics: What answers tell of their own speed: none, summary or detailed.
+        cors_origin: An origin whose pages may use the server, or *; may be given several times.
+        keep_alive_on_death: Answer on after the engine has died, instead of ending with status 1.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: tuple[str, ...] = ()
+    allow_no_key: bool = False
+    admin_key: str | None = None
+    guard_all: bool = False
+    served_model_name: tuple[str, ...] = ()
+    other_drafter: tuple[str, ...] = ()
+    chat_template: Path | None = None
+    response_template: str = "auto"
+    trust_request_chat_template: bool = False
+    priority: bool = False
+    per_request_metrics: str = "summary"
+    cors_origin: tuple[str, ...] = ()
+    keep_alive_on_death: bool = False
+
+    def __post_init__(self) -> None:
+        if self.per_request_metrics not in METRICS:
+            raise unknown("per_request_metrics", self.per_request_metrics, METRICS)
+        if not all(self.api_key):
+            raise InputError("api_key must not be empty")
+
+    def keys(self) -> tuple[str, ...]:
+        """All keys that let clients in."""
+        given = os.environ.get(API_KEY)
+        return (*self.api_key, *((given,) if given else ()))
+
+    def settings(self, setup: Setup) -> "Settings":
+        """The options of the HTTP layer."""
+        from outrider.serve.settings import Settings
+
+        return Settings(
+            keys=self.keys(),
+            admin_key=self.admin_key,
+            guard_all=self.guard_all,
+            priorities=self.priority,
+            request_metrics=self.per_request_metrics,  # type: ignore[arg-type]
+            request_chat_templates=self.trust_request_chat_template,
+            response_template=self._response_template(),
+            lossy=setup.allow_lossy,
+            origins=self.cors_origin,
+            target=None if setup.target is None else Path(str(setup.target)).name,
+        )
+
+    def _response_template(self) -> Any:
+        """How reasoning and tool calls are found in outputs."""
+        if self.response_template in ("auto", "none"):
+            return "auto" if self.response_template == "auto" else None
+        text = text_of(Path(self.response_template), "response template", "a JSON file, auto or none")
+        found = parse_json(text, self.response_template)
+        if not isinstance(found, dict):
+            raise InputError(f"{self.response_template} must hold a JSON object, got {shown(found)}")
+        return found
+
+
+def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
+    """Serve until a signal comes. Returns the exit status."""
+    check_extra()
+    from outrider.cli.opened import opened
+    from outrider.serve.app import make_app
+    from outrider.serve.server import Endings, bound_socket, is_loopback, run, url_of
+    from outrider.serve.service import Service
+
+    if not (is_loopback(options.host) or options.keys() or options.allow_no_key):
+        raise InputError(
+            f"other machines can reach {options.host}, and no key is set; give --api-key or {API_KEY}, or "
+            "--allow-no-key to let everyone in"
+        )
+    settings = options.settings(setup)
+    with bound_socket(options.host, options.port) as bound:
+        engine = opened(setup)
+        if options.chat_template is not None:
+            use_chat_template(engine, options.chat_template)
+        names = options.served_model_name or (model_name(setup),)
+        service = Service(engine, names=names, limits=limits, drafters=drafters_of(setup, options, engine))
+        endings = Endings(
+            drain_seconds=limits.drain_seconds,
+            survives_death=options.keep_alive_on_death,
+            header_bytes=limits.max_header_bytes,
+        )
+
+        def ready() -> None:
+            print(
+                f"serving {service.names[0]} at {url_of(bound)} ({engine.max_slots} requests at once, "
+                f"{service.max_context} tokens each); the API is below /v1",
+                file=sys.stderr,
+                flush=True,
+            )
+
+        return run(make_app(service, settings), service, bound, endings, ready)
+
+
+def check_extra() -> None:
+    """Raise InputError if a library of the extra is not installed."""
+    for library in LIBRARIES:
+        if find_spec(library) is None:
+            raise needs("outrider serve", library, "serve")
+
+
+def model_name(setup: Setup) -> str:
+    """The model's name for clients: that of the target's directory, or its hub id."""
+    target = setup.target
+    if target is None:
+        return "outrider"
+    path = Path(str(target))
+    return path.resolve().name if path.is_dir() else str(target)
+
+
+def drafters_of(setup: Setup, options: ServeOptions, engine: Engine) -> dict[str, Drafter]:
+    """The drafters that requests may name, beside the engine's own. They share its target."""
+    from outrider.assembly import assemble
+
+    found: dict[str, Drafter] = {}
+    for spec in options.other_drafter:
+        other = assemble(replace(setup, drafter=spec), target=engine.parts.target)
+        found[spec.partition(":")[0]] = other.parts.drafter
+    return found
+
+
+def use_chat_template(engine: Engine, file: Path) -> None:
+    """Give the tokenizer a chat template from a file."""
+    if engine.tokenizer is None:
+        raise InputError("there is no tokenizer beside the target, and a chat template needs one; name --tokenizer")
+    engine.tokenizer.chat_template = text_of(file, "chat template", "a Jinja file")

@@ -1,0 +1,72 @@
+"""Answers of a server with their log-probabilities, tokens by id."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.serve.client.remote import Remote, RemoteError
+
+PREFIX = "token_id:"
+"""How a server writes a token as its id."""
+RAW = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
+"""Settings with which tokens are drawn from the raw distribution, whatever the model's own settings are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One token of a text.
+
+    Attributes:
+        token: Its id.
+        own: Its log-probability.
+        top: Those of the likeliest tokens, its own too.
+    """
+
+    token: int
+    own: float
+    top: Mapping[int, float]
+
+    @property
+    def gap(self) -> float:
+        """How much less likely it is than the likeliest token."""
+        return max(self.top.values()) - self.own
+
+
+def complete(remote: Remote, prompt: str | Sequence[int], **fields: Any) -> list[list[Place]]:
+    """The tokens of each output after a prompt."""
+    answer = remote.post("/v1/completions", _body(prompt) | fields)
+    return [places(choice) for choice in sorted(answer["choices"], key=lambda each: each["index"])]
+
+
+def score(remote: Remote, tokens: Sequence[int], top: int) -> list[Place]:
+    """The tokens of a text behind its first one, as the server scores them where it generates nothing."""
+    body = _body(tokens) | {"echo": True, "max_tokens": 0, "logprobs": top, "temperature": 0}
+    found = remote.post("/v1/completions", body)["choices"][0]
+    return places(found, first=1)
+
+
+def places(choice: Mapping[str, Any], first: int = 0) -> list[Place]:
+    """The tokens of a choice.
+
+    Args:
+        first: Where to begin.
+    """
+    found = choice.get("logprobs")
+    if not found:
+        raise RemoteError("the server tells no log-probabilities; the check needs completions with logprobs")
+    rows = zip(found["tokens"][first:], found["token_logprobs"][first:], found["top_logprobs"][first:], strict=True)
+    return [
+        Place(token=_id(token), own=own, top={_id(name): value for name, value in top.items()})
+        for token, own, top in rows
+    ]
+
+
+def _body(prompt: str | Sequence[int]) -> dict[str, Any]:
+    given = prompt if isinstance(prompt, str) else list(prompt)
+    return {"prompt": given, "return_tokens_as_token_ids": True, **RAW}
+
+
+def _id(name: str) -> int:
+    if not name.startswith(PREFIX):
+        raise RemoteError("the server does not name tokens by their ids; the check needs return_tokens_as_token_ids")
+    return int(name.removeprefix(PREFIX))

@@ -1,0 +1,141 @@
+"""A server with OpenAI's API, seen from a client."""
+
+import http.client
+import json
+import socket
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from outrider.core.inputs import InputError, shown
+
+TIMEOUT = 600.0
+"""Longest wait for the next bytes, in seconds."""
+DONE = "[DONE]"
+
+
+class RemoteError(InputError):
+    """The server refused a request, or did not answer.
+
+    Attributes:
+        status: Of its answer; None without one.
+    """
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, kw_only=True)
+class Remote:
+    """A server. Every request has a connection of its own, so that threads may share this value.
+
+    Attributes:
+        url: Such as http://127.0.0.1:8000, with or without /v1 at its end.
+        key: Sent with every request; None sends none.
+
+    Raises:
+        InputError: The URL is none.
+    """
+
+    url: str
+    key: str | None = None
+    timeout: float = TIMEOUT
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.url)
+            fine = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            fine = False
+        if not fine:
+            raise InputError(f"url must be like http://127.0.0.1:8000, got {shown(self.url)}")
+        object.__setattr__(self, "url", self.url.rstrip("/").removesuffix("/v1"))
+
+    def get(self, path: str) -> Any:
+        """The JSON at a path."""
+        with self._answer("GET", path, None) as answer:
+            return _value(answer.read())
+
+    def text(self, path: str) -> str:
+        """The text at a path."""
+        with self._answer("GET", path, None) as answer:
+            return answer.read().decode("utf-8", errors="replace")
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """The JSON that answers a body."""
+        with self._answer("POST", path, body) as answer:
+            return _value(answer.read())
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
+        """The objects of a stream of events. Leaving the loop early closes the connection.
+
+        Raises:
+            RemoteError: The request is refused, or the server ends it with an error.
+        """
+        with self._answer("POST", path, {**body, "stream": True}) as answer:
+            for line in answer:
+                text = line.decode("utf-8", errors="replace").strip()
+                if not text.startswith("data:"):
+                    continue
+                data = text.removeprefix("data:").strip()
+                if data == DONE:
+                    return
+                found = _value(data)
+                if isinstance(found, Mapping) and found.get("error"):
+                    raise RemoteError(f"the server ended the request: {_message(found)}")
+                yield found
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that it serves."""
+        found: list[dict[str, Any]] = self.get("/v1/models").get("data") or []
+        if not found:
+            raise RemoteError(f"{self.url} serves no model")
+        return found
+
+    @contextmanager
+    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+        """The answer to a request, if its status says that it is none of an error."""
+        parts = urlsplit(self.url)
+        kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
+        headers = {"Accept": "*/*"} | ({} if self.key is None else {"Authorization": f"Bearer {self.key}"})
+        content = None
+        if body is not None:
+            headers["Content-Type"], content = "application/json", json.dumps(body).encode()
+        try:
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.request(method, parts.path + path, content, headers)
+            answer = connection.getresponse()
+            if answer.status >= 400:
+                text = answer.read(100_000).decode("utf-8", errors="replace")
+                raise RemoteError(f"{self.url}{path} answered {answer.status}: {_refusal(text)}", answer.status)
+            yield answer
+        except (OSError, http.client.HTTPException) as error:
+            raise RemoteError(f"{self.url}{path} does not answer: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+def _value(text: str | bytes) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise RemoteError(f"the server sent no JSON: {shown(text[:200])}") from error
+
+
+def _refusal(text: str) -> str:
+    """What an answer with an error says."""
+    try:
+        return _message(json.loads(text))
+    except ValueError:
+        return shown(text)
+
+
+def _message(body: Any) -> str:
+    error = body.get("error") if isinstance(body, Mapping) else None
+    message = error.get("message") if isinstance(error, Mapping) else error
+    return str(message or body)

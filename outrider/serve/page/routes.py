@@ -1,0 +1,176 @@
+"""The page at `/`, its files, and the stream of tokens with their kinds that it shows."""
+
+from collections.abc import AsyncIterator
+from importlib import resources
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from outrider.core.inputs import InputError
+from outrider.engine.text import TextStream
+from outrider.serve.answers import failed
+from outrider.serve.errors import ApiError, of_input
+from outrider.serve.gateway import Gateway, gateway_of
+from outrider.serve.ids import request_id
+from outrider.serve.jobs import check, choices_of, fitted
+from outrider.serve.kinds import kinds
+from outrider.serve.page.trees import Node, Trees
+from outrider.serve.requests import GenerationBody
+from outrider.serve.service import Event, Job, Ticket
+from outrider.serve.sse import EventStream, event
+
+FILES = {
+    "": ("index.html", "text/html; charset=utf-8"),
+    "page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "page.css": ("page.css", "text/css; charset=utf-8"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+}
+HEADERS = {
+    # Nothing from elsewhere, and no page elsewhere may frame this one.
+    "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'self'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+router = APIRouter()
+
+
+class PageBody(GenerationBody):
+    """The body of `POST /v1/outrider/stream`.
+
+    `chat`: whether the prompt is a message for the chat template. `tree`: whether each event brings the draft of its
+    step.
+    """
+
+    prompt: str = Field(min_length=1)
+    n: int = Field(default=1, ge=1, le=1)
+    chat: bool = False
+    tree: bool = False
+
+
+@router.get("/", include_in_schema=False)
+async def index() -> Response:
+    """The page."""
+    return _file("")
+
+
+@router.get("/page/{name}", include_in_schema=False)
+async def file(name: str) -> Response:
+    """A file of the page."""
+    if not name or name not in FILES:
+        raise ApiError(404, "there is no such file")
+    return _file(name)
+
+
+@router.post("/v1/outrider/stream")
+async def stream(request: Request) -> EventStream:
+    """Continue a prompt. Each event has the tokens of one step, with the kind of each: accepted, recovered, bonus or
+    plain.
+    """
+    gateway = gateway_of(request)
+    body = check(gateway, request, await gateway.read(request, PageBody))
+    job = await _job(gateway, request, body)
+    trees = trees_of(request) if body.tree else None
+    try:
+        [ticket] = gateway.service.submit([job])
+    except InputError as error:
+        raise of_input(error, PageBody.model_fields) from None
+    if trees is not None:
+        trees.open(job.id)
+
+    def close() -> None:
+        ticket.cancel()
+        if trees is not None:
+            trees.close(job.id)
+
+    return EventStream(
+        _events(gateway, job.id, ticket, trees),
+        failed=failed,
+        close=close,
+        keep_alive=gateway.settings.keep_alive_seconds,
+        patience=gateway.service.limits.slow_client_seconds,
+    )
+
+
+def trees_of(request: Request) -> Trees:
+    """The trees of the app that answers a request."""
+    state = request.app.state
+    if not hasattr(state, "trees"):
+        state.trees = Trees(gateway_of(request).service.engine)
+    found: Trees = state.trees
+    return found
+
+
+async def _job(gateway: Gateway, request: Request, body: PageBody) -> Job:
+    """What is asked of the engine."""
+    service = gateway.service
+    try:
+        if body.chat:
+            prompt = await service.encode_chat(
+                [{"role": "user", "content": body.prompt}],
+                tools=None,
+                documents=None,
+                kwargs={},
+                generation_prompt=True,
+                continue_final=False,
+            )
+        else:
+            prompt = await service.encode(body.prompt, special=True)
+    except InputError as error:
+        raise of_input(error) from None
+    id = gateway.unique(f"page-{request_id(None)}")
+    [choice] = await choices_of(gateway, request, body, id, [fitted(prompt, body, gateway, "prompt")])
+    return choice.job
+
+
+async def _events(gateway: Gateway, id: str, ticket: Ticket, trees: Trees | None) -> AsyncIterator[bytes]:
+    """The events of one output."""
+    text = TextStream(gateway.service.tokenizer, special=True)
+    async for each in ticket:
+        said = _told(each, text)
+        if trees is not None:
+            said["tree"] = [_drawn(gateway, node) for node in trees.newest(id)]
+        yield event(said)
+
+
+def _told(each: Event, text: TextStream) -> dict[str, Any]:
+    """What an event brings: tokens with their texts and kinds, and at the end the sums."""
+    update, step = each.update, each.update.step
+    found: dict[str, Any] = {"tokens": []}
+    if step is not None:
+        for token, kind in zip(update.tokens, kinds(step), strict=False):
+            found["tokens"].append({"id": token, "text": text.push(token), "kind": kind})
+        found["step"] = {
+            "num_draft_tokens": step.num_draft_tokens,
+            "num_accepted_tokens": step.num_accepted_tokens,
+            "num_requests": step.num_requests,
+        }
+    if (output := update.output) is not None:
+        if found["tokens"]:
+            found["tokens"][-1]["text"] += text.finish()
+        found["output"] = {
+            "finish_reason": output.finish_reason,
+            "num_tokens": len(output.tokens),
+            "num_steps": output.num_steps,
+            "num_draft_tokens": output.num_draft_tokens,
+            "num_accepted_tokens": output.num_accepted_tokens,
+            "accepted_per_position": output.accepted_per_position,
+            "seconds": output.seconds,
+        }
+    return found
+
+
+def _drawn(gateway: Gateway, node: Node) -> dict[str, Any]:
+    """A node of a tree with its text."""
+    text = gateway.service.tokenizer.decode([node.token])
+    return {"id": node.token, "text": text, "parent": node.parent, "kind": node.kind}
+
+
+def _file(name: str) -> Response:
+    own, kind = FILES[name]
+    content = resources.files("outrider.serve.page").joinpath(own).read_bytes()
+    return Response(content, media_type=kind, headers=HEADERS)

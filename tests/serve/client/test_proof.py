@@ -1,0 +1,88 @@
+"""A proof over HTTP holds for an honest server and fails for planted faults."""
+
+from dataclasses import replace
+
+import pytest
+
+import outrider
+from outrider.serve.client.proof import check_drawn, check_greedy, first_tokens, prove
+from outrider.serve.client.remote import Remote
+from tests.cli.runs import run
+from tests.serve.client.mutants import AcceptsEverything, DrawsAgain
+from tests.serve.served import serving
+
+PROMPTS = ["One day, a boy named Tim went to the park with his dog. They", "Once upon a time", "Lily had a red ball."]
+DRAWS = 600
+
+
+def silent(amount: int) -> None:
+    """Hears of progress."""
+
+
+def served(verifier=None):
+    """A server, with a verifier of its own if one is given."""
+    engine = outrider.load(verifier="token", length="fixed:3", probe=False)
+    if verifier is not None:
+        engine.parts = replace(engine.parts, verifier=verifier)
+    return serving(engine)
+
+
+def test_an_honest_server_is_proven(monkeypatch, capsys):
+    with served() as url:
+        proof = prove(Remote(url=url), PROMPTS, num_draws=DRAWS)
+        assert proof.holds, proof
+        assert proof.greedy.num_tokens == 32 * len(PROMPTS)
+        assert proof.greedy.noise < 1e-3
+        assert proof.drawn.verdict == "fits", proof.drawn
+        assert proof.drawn.num_draft_tokens > 0
+        status, out, err = run(monkeypatch, capsys, "prove", "--url", url, "--num-draws", "160")
+        assert (status, err) == (0, ""), out
+        assert "greedy identical   holds" in out
+        assert "samples            holds" in out
+
+
+def test_a_wrong_recovered_token_is_caught(monkeypatch, capsys):
+    with served(DrawsAgain()) as url:
+        drawn = check_drawn(Remote(url=url), PROMPTS, DRAWS, 0, silent)
+        greedy = check_greedy(Remote(url=url), PROMPTS[:1], 1e-3, silent)
+        status, out, _ = run(monkeypatch, capsys, "prove", "--url", url, "--num-draws", str(DRAWS))
+    assert drawn.verdict == "differs", drawn
+    assert greedy.holds
+    assert status == 1, out
+    assert "samples            FAILS" in out
+
+
+def test_a_draft_that_is_always_accepted_is_caught():
+    with served(AcceptsEverything()) as url:
+        greedy = check_greedy(Remote(url=url), PROMPTS, 1e-3, silent)
+    assert not greedy.holds
+    assert all(each.gap > 1e-3 for each in greedy.differences)
+
+
+def test_first_tokens_that_are_too_rare_are_counted_together():
+    from outrider.serve.client.answers import Place
+
+    top = {1: -0.5, 2: -1.0, 3: -6.0}
+    outputs = [[Place(token=token, own=top[token], top=top)] for token in [1] * 61 + [2] * 37 + [3] * 2]
+    found = first_tokens(outputs)
+    assert (found.degrees, found.num_draws) == (1, 100)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--drafter", "ngram"], "--url and --drafter were given together"),
+        (["--temperature", "0.7"], "a server tells its log-probabilities at temperature 1"),
+        (["--model", "nobody"], "unknown model 'nobody'"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused(monkeypatch, capsys, url, options, sentence):
+    status, _, err = run(monkeypatch, capsys, "prove", "--url", url, *options)
+    assert (status, sentence in err) == (2, True), err
+
+
+def test_a_server_that_is_not_there_is_one_sentence(monkeypatch, capsys):
+    status, _, err = run(monkeypatch, capsys, "prove", "--url", "http://127.0.0.1:9")
+    assert status == 2
+    assert err.startswith("error: http://127.0.0.1:9/v1/models does not answer: ")
+    assert len(err.splitlines()) == 1
