@@ -118,7 +118,13 @@ class RequestOptions:
         from outrider.constraints.grammar import json_schema, regex, rules
 
         kind, text = form
-        return {"json_schema": json_schema, "regex": regex, "grammar": rules}[kind](text)
+        match kind:
+            case "json_schema":
+                return json_schema(text)
+            case "regex":
+                return regex(text)
+            case _:
+                return rules(text)
 
 
 def _biases(text: str) -> dict[int, float]:

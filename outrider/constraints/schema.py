@@ -9,8 +9,10 @@ from outrider.core.inputs import parse_json
 from outrider.core.types import InputError
 
 Schema = Mapping[str, Any] | bool
-SINGLE = ("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties")
-SINGLE += ("propertyNames", "contentSchema", "not", "if", "then", "else")
+SINGLE = (
+    *("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties"),
+    *("propertyNames", "contentSchema", "not", "if", "then", "else"),
+)
 """Keywords with one schema, or for `items` of old drafts a list of them."""
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 """Keywords with a list of schemas."""

@@ -1,11 +1,10 @@
 """The form that an output must have: response formats, structured outputs and forced tool calls, as grammars."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from outrider.constraints.grammar import Grammar, any_json, ebnf, json_schema, regex
+from outrider.constraints.grammar import Grammar, any_json, choice, json_schema, regex, rules, structural_tag
 from outrider.core.inputs import InputError
 from outrider.serve.bodies import deeper
 from outrider.serve.errors import ApiError, refuse, refuse_key
@@ -77,8 +76,6 @@ def _structured(asked: StructuredOutputs, limits: Limits) -> Grammar:
     if len(given) != 1:
         said = " and ".join(kind.rstrip("_") for kind in given) or "none"
         refuse("structured_outputs", f"structured_outputs takes exactly one of {names}; got {said}")
-    if asked.structural_tag is not None:
-        refuse_key("structured_outputs.structural_tag", f"give one of {names}")
     if asked.whitespace_pattern is not None:
         refuse_key("structured_outputs.whitespace_pattern", "give disable_any_whitespace, or write a grammar")
     space = 0 if asked.disable_any_whitespace else WHITESPACE
@@ -87,11 +84,22 @@ def _structured(asked: StructuredOutputs, limits: Limits) -> Grammar:
     if asked.regex is not None:
         return regex(_short(asked.regex, "structured_outputs.regex", limits))
     if asked.choice is not None:
-        pattern = "|".join(re.sub(r"[!-/:-@\[-^`{-~]", lambda letter: "\\" + letter[0], each) for each in asked.choice)
-        return regex(_short(f"({pattern})", "structured_outputs.choice", limits))
+        _short(json.dumps(asked.choice), "structured_outputs.choice", limits)
+        return choice(asked.choice)
     if asked.grammar is not None:
-        return ebnf(_short(asked.grammar, "structured_outputs.grammar", limits))
+        return rules(_short(asked.grammar, "structured_outputs.grammar", limits))
+    if asked.structural_tag is not None:
+        return _tag(asked.structural_tag, space, limits)
     return _schema(asked.json_, "structured_outputs.json", space, limits)
+
+
+def _tag(tag: Any, whitespace: int, limits: Limits) -> Grammar:
+    param = "structured_outputs.structural_tag"
+    _short(tag if isinstance(tag, str) else json.dumps(tag), param, limits)
+    try:
+        return structural_tag(tag, whitespace)
+    except InputError as error:
+        refuse(param, str(error))
 
 
 def _schema(schema: Any, param: str, whitespace: int, limits: Limits) -> Grammar:
