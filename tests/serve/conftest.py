@@ -6,12 +6,13 @@ import httpx
 import pytest
 
 import outrider
-from tests.serve.served import serving
+from tests.serve.served import loaded, serving
 
 
 @pytest.fixture(scope="session")
 def engine() -> outrider.Engine:
-    return outrider.load(dtype="float32", probe=False)
+    """The engine of the shared server."""
+    return loaded()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import pytest
 
 import outrider
 from outrider.serve.settings import Settings
-from tests.serve.served import serving
+from tests.serve.served import loaded, serving
 from tests.serve.streams import chunks, post
 
 PATH = "/v1/chat/completions"
@@ -243,7 +243,7 @@ def caller(engine: outrider.Engine) -> Iterator[httpx.Client]:
     """A server whose model is said to reason and to call tools; grammars make it do so."""
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.chat_template = TEMPLATE
-    own = outrider.load(tokenizer=tokenizer, dtype="float32", probe=False)
+    own = loaded(tokenizer=tokenizer)
     with serving(own, Settings(response_template=READING)) as url, httpx.Client(base_url=url, timeout=60) as found:
         yield found
 
