@@ -153,12 +153,14 @@ def _check_types(node: Mapping[str, Any], said: set[str], at: str) -> None:
         own = said & frozenset[str]().union(*groups)
         if not any(own <= group for group in groups):
             raise InputError(f"{' and '.join(map(repr, sorted(own)))} (at {at}) are not enforced together")
-    properties = node.get("properties", {})
-    for name in node.get("required", []):
+    properties, required, least = node.get("properties", {}), node.get("required", []), node.get("minProperties", 0)
+    if not isinstance(properties, Mapping) or not isinstance(required, list) or not isinstance(least, int):
+        raise InputError(f"the keywords of objects (at {at}) have values of wrong types")
+    for name in map(str, required):
         if name not in properties:
             raise InputError(f"{name!r} is required (at {at}) and not among the properties; add it to them")
     names_are_given = properties and node.get("additionalProperties", False) is False
-    if node.get("minProperties", 0) > 1 and not names_are_given:
+    if least > 1 and not names_are_given:
         raise InputError(f"'minProperties' (at {at}): a name may come twice and count once; require properties by name")
 
 

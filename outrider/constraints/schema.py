@@ -1,5 +1,6 @@
 """JSON schemas as grammar libraries read them: the same outputs in fewer keywords, or fewer outputs."""
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from itertools import combinations
@@ -9,10 +10,15 @@ from outrider.core.inputs import parse_json
 from outrider.core.types import InputError
 
 Schema = Mapping[str, Any] | bool
-SINGLE = (
-    *("items", "additionalItems", "unevaluatedItems", "contains", "additionalProperties", "unevaluatedProperties"),
-    *("propertyNames", "contentSchema", "not", "if", "then", "else"),
+SINGLE: tuple[str, ...] = (
+    "items",
+    "additionalItems",
+    "unevaluatedItems",
+    "contains",
+    "additionalProperties",
+    "unevaluatedProperties",
 )
+SINGLE += ("propertyNames", "contentSchema", "not", "if", "then", "else")
 """Keywords with one schema, or for `items` of old drafts a list of them."""
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 """Keywords with a list of schemas."""
@@ -31,6 +37,8 @@ ANNOTATIONS = ("deprecated", "contentSchema")
 DAY = r"^(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})-(02-([01]\d|2[0-8])|(0[13-9]|1[0-2])-)"
 """How a date begins that exists in every year; llguidance allows the year 0 and 30 February. Leap days are lost."""
 CLASS = re.compile(r"\\.|\[\^?\]?((?:\\.|[^\]\\])*)\]", re.DOTALL)
+CONTROL = re.compile(r"\\u00([01]|7f)")
+"""A control character in JSON whose escape is no letter of its own."""
 SET_OPERATOR = re.compile(r"\[|&&|--|~~")
 ESCAPED = re.compile(r"\\.", re.DOTALL)
 
@@ -110,10 +118,12 @@ def check_pattern(pattern: str) -> None:
 
 
 def _check(node: Mapping[str, Any], at: str) -> None:
-    required, least = node.get("required"), node.get("minProperties")
-    listed = len(set(map(str, required))) if isinstance(required, list) else 0
-    if isinstance(least, int) and least - listed > 1:
+    least = node.get("minProperties")
+    if isinstance(least, int) and least - len(set(_required(node))) > 1:
         raise InputError(f"'minProperties' (at {at}): a name may come twice and count once; require properties by name")
+    exact = json.dumps([node.get("const"), node.get("enum"), [*_listed(node)]])
+    if CONTROL.search(exact.replace(r"\\", "")):
+        raise InputError(f"a control character in a value or name (at {at}) cannot be written; leave it out")
     patterns = [node["pattern"]] if isinstance(node.get("pattern"), str) else []
     if isinstance(named := node.get("patternProperties"), Mapping):
         patterns += map(str, named)
@@ -153,13 +163,23 @@ def _exclude(one: Any, other: Any, root: Schema) -> bool:
         return False
     if (types := _types(one) & _types(other)) != {"object"}:
         return not types
-    required = {*one.get("required", ()), *other.get("required", ())}
-    properties = [each.get("properties", {}) for each in (one, other)]
-    for name in required & properties[0].keys() & properties[1].keys():
-        texts = [_texts(_resolved(each[name], root)) for each in properties]
-        if texts[0] and texts[1] and not texts[0] & texts[1]:
+    tags, others = _listed(one), _listed(other)
+    for name in {*_required(one), *_required(other)} & tags.keys() & others.keys():
+        texts, other_texts = _texts(_resolved(tags[name], root)), _texts(_resolved(others[name], root))
+        if texts and other_texts and not texts & other_texts:
             return True
     return False
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    """Names of required properties."""
+    names = schema.get("required")
+    return list(map(str, names)) if isinstance(names, list) else []
+
+
+def _listed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The properties that a schema lists."""
+    return named if isinstance(named := schema.get("properties"), Mapping) else {}
 
 
 def _resolved(schema: Any, root: Schema) -> Any:
@@ -221,11 +241,8 @@ def _combines(schema: Schema) -> bool:
 
 def _closed(node: dict[str, Any]) -> dict[str, Any]:
     """An object with listed properties and no word about others has no others."""
-    listed, required = node.get("properties"), node.get("required", [])
-    open_ended = OBJECT - {"properties", "required", "maxProperties"}
-    if not isinstance(listed, Mapping) or not listed or open_ended & node.keys():
-        return node
-    if not isinstance(required, list) or not set(map(str, required)) <= listed.keys():
+    listed, open_ended = _listed(node), OBJECT - {"properties", "required", "maxProperties"}
+    if not listed or open_ended & node.keys() or not set(_required(node)) <= listed.keys():
         return node
     return {**node, "additionalProperties": False}
 

@@ -54,6 +54,7 @@ ENFORCED = [
     ({"type": "object", "required": ["a"], "additionalProperties": True}, {"a": []}, {}),
     ({"required": ["a"]}, {"a": 1}, {"b": 1}),
     ({"minimum": 5}, 5, 3),
+    ({"enum": ["a\n\t", r"\u0001", "\U0001f600é"]}, "a\n\t", "a\\t"),
     ({"type": "object", "patternProperties": {"^x[a-z]$": {"type": "null"}}}, {"xy": None}, {"xy": 1}),
     (
         {"type": "object", "properties": {"xa": {}}, "patternProperties": {"^x": {"type": "null"}}},
@@ -68,6 +69,8 @@ ENFORCED = [
     (NODE, {"next": {"next": None}}, {"next": {}}),
 ]
 BY_XGRAMMAR = [
+    ({"const": "a\u0001"}, "a\u0001", "a"),
+    ({"enum": [["\u007f"], "b"]}, ["\u007f"], [""]),
     ({"type": "string", "format": "json-pointer"}, "/a/0", "a"),
     ({"type": "array", "items": {"type": "string", "format": "uri-reference"}, "maxItems": 1}, ["../a?b"], ["a b"]),
     (
@@ -167,6 +170,12 @@ def test_a_schema_cannot_relax_itself(pair):
         bound({"type": "array", "contains": {"const": 1}, "x-guidance": {"lenient": True}}, pair)
 
 
+def test_no_escape_spells_the_name_of_a_listed_property(pair):
+    constraint = bound(OBJECT | {"additionalProperties": {"type": "null"}}, pair)
+    assert not takes(constraint, pair, r'{"a": 1, "\u0061": null}')
+    assert takes(constraint, pair, r'{"a": 1, "b\n": null}')
+
+
 def test_properties_that_are_not_listed_come_only_where_a_schema_says_so_or_combines_parts(pair):
     beyond = '{"a": 1, "b": 2}'
     assert not takes(bound(OBJECT, pair), pair, beyond)
@@ -232,7 +241,19 @@ def test_what_is_no_schema_gets_a_sentence(pair, text):
         json_schema(text).bind(pair.tokenizer, 8192, pair.eos_ids)
 
 
-@pytest.mark.parametrize("text", ['{"type": {}, "format": [], "enum": 3}', '{"properties": 3, "required": 1}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"type": {}, "format": [], "enum": 3}',
+        '{"type": "object", "properties": 3, "required": 1}',
+        '{"type": "object", "properties": {"a": 1}, "required": [{}], "minProperties": "2"}',
+        '{"oneOf": [3, {"required": 3}, {"required": [1], "properties": []}], "allOf": {}, "anyOf": 1}',
+        '{"oneOf": [{"type": "object", "required": 3}, {"type": "object"}]}',
+        '{"type": "string", "pattern": 3, "patternProperties": [], "propertyNames": {"type": "string", "pattern": 3}}',
+        '{"$ref": 3, "items": 3, "prefixItems": {}, "format": {}}',
+        '{"properties": {"a": {"enum": {"b": 1}}}, "oneOf": [{"$ref": "#/x/y"}, {"$ref": "#/x/y"}]}',
+    ],
+)
 def test_a_schema_with_values_of_wrong_types_is_refused(pair, text):
     with pytest.raises(InputError, match="the JSON schema cannot be compiled"):
         json_schema(text).bind(pair.tokenizer, 8192, pair.eos_ids)
