@@ -1,6 +1,7 @@
 """The app: all routes over one service."""
 
 from fastapi import FastAPI
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -39,7 +40,7 @@ def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
     app.state.metrics = Metrics(service, unread=lambda: gateway.counts["parse_failures"])
     for routes in (completions, chat, models, messages, responses_api, admin, prometheus, page):
         app.include_router(routes.router)
-    bodies = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrafterBody]
+    bodies: list[type[BaseModel]] = [CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, DrafterBody]
     describe(app, [*bodies, MessagesRequest, CountRequest, ResponsesRequest, PageBody])
     for kind in (ApiError, JobError, InputError):
         app.add_exception_handler(kind, _refused)

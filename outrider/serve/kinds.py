@@ -25,4 +25,5 @@ def kinds(step: Step) -> list[Kind]:
         return ["plain"] * len(step.tokens)
     accepted = min(step.num_accepted_tokens, len(step.tokens))
     following: Kind = "bonus" if step.bonus else "recovered"
-    return [*(["accepted"] * accepted), *([following] * (len(step.tokens) - accepted))]
+    found: list[Kind] = ["accepted"] * accepted
+    return found + [following] * (len(step.tokens) - accepted)

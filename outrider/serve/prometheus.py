@@ -6,6 +6,7 @@ A label names the model, a reason or the kind of a step, never a request.
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CollectorRegistry
@@ -192,16 +193,14 @@ class Metrics(Collector):
         _fill(grammars, [], self._service.watch.grammar_seconds)
         yield grammars
 
-    def _counter(
-        self, name: str, words: str, values: Mapping[tuple[str, ...], float], *labels: str
-    ) -> CounterMetricFamily:
+    def _counter(self, name: str, words: str, values: Mapping[Any, float], *labels: str) -> CounterMetricFamily:
         """A counter of vLLM's."""
         family = CounterMetricFamily(f"vllm:{name}", words, labels=["model_name", "engine", *labels])
         for each, value in values.items():
             family.add_metric([*self._values, *each], value)
         return family
 
-    def _gauge(self, name: str, words: str, values: Mapping[tuple[str, ...], float], *labels: str) -> GaugeMetricFamily:
+    def _gauge(self, name: str, words: str, values: Mapping[Any, float], *labels: str) -> GaugeMetricFamily:
         """A gauge of vLLM's."""
         family = GaugeMetricFamily(f"vllm:{name}", words, labels=["model_name", "engine", *labels])
         for each, value in values.items():
@@ -209,7 +208,7 @@ class Metrics(Collector):
         return family
 
 
-def _own_counter(name: str, words: str, values: Mapping[tuple[str, ...], float], *labels: str) -> CounterMetricFamily:
+def _own_counter(name: str, words: str, values: Mapping[Any, float], *labels: str) -> CounterMetricFamily:
     family = CounterMetricFamily(f"outrider:{name}", words, labels=list(labels))
     for each, value in values.items():
         family.add_metric(list(each), value)

@@ -99,9 +99,9 @@ def test_errors_have_anthropics_format(claude, url):
 
 def test_a_wrong_key_is_told_in_anthropics_format(engine):
     with serving(engine, Settings(keys=("right",))) as url:
-        with anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as client:
-            with pytest.raises(anthropic.AuthenticationError) as wrong:
-                client.messages.create(model=NAME, messages=HELLO, max_tokens=4)
+        stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
+        with stranger as client, pytest.raises(anthropic.AuthenticationError) as wrong:
+            client.messages.create(model=NAME, messages=HELLO, max_tokens=4)
         assert wrong.value.body["error"]["type"] == "authentication_error"
         with anthropic.Anthropic(base_url=url, api_key="right", max_retries=0) as client:
             assert client.messages.create(model=NAME, messages=HELLO, max_tokens=4).content

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from outrider.bench.evidence import Row
 from outrider.bench.side_by_side import metrics
@@ -83,7 +83,7 @@ class RemoteEncoder(Encoder):
         if isinstance(opening, str):
             return self._tokens({"prompt": opening})
         if not conversation.is_chat:
-            return [int(token) for token in opening]  # type: ignore[call-overload]
+            return [int(cast(int, token)) for token in opening]
         messages = conversation.messages(answers)
         if self._has_template is not False:
             try:

@@ -78,7 +78,7 @@ async def stream(request: Request) -> EventStream:
     try:
         [ticket] = gateway.service.submit([job])
     except InputError as error:
-        raise of_input(error, PageBody.model_fields) from None
+        raise of_input(error) from None
     if trees is not None:
         trees.open(job.id)
 
