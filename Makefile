@@ -29,7 +29,7 @@ test-floor:
 	@echo "== All tests on the oldest supported torch and transformers, in .venv-floor =="
 	$(PYTHON) -m venv .venv-floor
 	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)"
-	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,train,grammar]" $(BESIDE_XGRAMMAR)
+	.venv-floor/bin/python -m pip install --quiet "$(FLOOR_TORCH)" "transformers==5.17.*" -e ".[dev,bench,train,serve,grammar]" $(BESIDE_XGRAMMAR)
 	.venv-floor/bin/python -m pip install --quiet --no-deps $(XGRAMMAR)
 	.venv-floor/bin/python -m pytest -n auto
 
@@ -70,7 +70,7 @@ $(PREPARED): $(READY)
 # What the demo can do without: tools, tests, grammars.
 $(TOOLS): $(READY)
 	@echo "== Adding tools and what tests need =="
-	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench,train,grammar]" $(BESIDE_XGRAMMAR)
+	$(PIP) -c $(VENV)/constraints.txt "$(TORCH)" -e ".[dev,bench,train,serve,grammar]" $(BESIDE_XGRAMMAR)
 	$(PIP) -c $(VENV)/constraints.txt --no-deps $(XGRAMMAR)
 	@touch $@
 
