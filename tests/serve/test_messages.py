@@ -14,18 +14,18 @@ HELLO = [{"role": "user", "content": "Tell me about a dog."}]
 
 
 @pytest.fixture
-def claude(url):
+def client(url):
     with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as client:
         yield client
 
 
-def test_a_message_and_its_stream_say_the_same(claude):
+def test_a_message_and_its_stream_say_the_same(client):
     fields = {"model": NAME, "messages": HELLO, "max_tokens": 24, "extra_body": GREEDY, "system": "Be brief."}
-    message = claude.messages.create(**fields)
+    message = client.messages.create(**fields)
     assert message.content[0].type == "text"
     assert message.stop_reason in ("max_tokens", "end_turn")
     assert message.usage.output_tokens <= 24
-    with claude.messages.stream(**fields) as stream:
+    with client.messages.stream(**fields) as stream:
         text = "".join(stream.text_stream)
         last = stream.get_final_message()
     assert text == last.content[0].text == message.content[0].text
@@ -34,37 +34,37 @@ def test_a_message_and_its_stream_say_the_same(claude):
     assert last.usage.input_tokens + (last.usage.cache_read_input_tokens or 0) == prompt > 0
 
 
-def test_the_first_event_knows_the_prompts_length(claude):
-    count = claude.messages.count_tokens(model=NAME, messages=HELLO).input_tokens
-    events = list(claude.messages.create(model=NAME, messages=HELLO, max_tokens=4, stream=True))
+def test_the_first_event_knows_the_prompts_length(client):
+    count = client.messages.count_tokens(model=NAME, messages=HELLO).input_tokens
+    events = list(client.messages.create(model=NAME, messages=HELLO, max_tokens=4, stream=True))
     assert events[0].type == "message_start"
     assert events[0].message.usage.input_tokens == count
     assert events[-1].type == "message_stop"
 
 
-def test_a_count_grows_with_the_system_text(claude):
-    short = claude.messages.count_tokens(model=NAME, messages=HELLO).input_tokens
-    long = claude.messages.count_tokens(model=NAME, messages=HELLO, system="Be brief and kind.").input_tokens
+def test_a_count_grows_with_the_system_text(client):
+    short = client.messages.count_tokens(model=NAME, messages=HELLO).input_tokens
+    long = client.messages.count_tokens(model=NAME, messages=HELLO, system="Be brief and kind.").input_tokens
     assert long > short
 
 
-def test_a_stop_sequence_is_told(claude):
-    full = claude.messages.create(model=NAME, messages=HELLO, max_tokens=48, extra_body=GREEDY).content[0].text
+def test_a_stop_sequence_is_told(client):
+    full = client.messages.create(model=NAME, messages=HELLO, max_tokens=48, extra_body=GREEDY).content[0].text
     word = full.split()[3]
-    message = claude.messages.create(
+    message = client.messages.create(
         model=NAME, messages=HELLO, max_tokens=48, extra_body=GREEDY, stop_sequences=[word]
     )
     assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", word)
     assert message.content[0].text == full[: full.index(word)]
 
 
-def test_an_answer_continues_what_the_assistant_said(claude):
+def test_an_answer_continues_what_the_assistant_said(client):
     messages = [*HELLO, {"role": "assistant", "content": "The dog"}]
-    message = claude.messages.create(model=NAME, messages=messages, max_tokens=8, extra_body=GREEDY)
+    message = client.messages.create(model=NAME, messages=messages, max_tokens=8, extra_body=GREEDY)
     assert not message.content[0].text.startswith("The dog")
 
 
-def test_a_tool_that_is_named_is_called(claude):
+def test_a_tool_that_is_named_is_called(client):
     tool = {
         "name": "look",
         "description": "Look somewhere.",
@@ -77,20 +77,20 @@ def test_a_tool_that_is_named_is_called(claude):
         "tools": [tool],
         "tool_choice": {"type": "tool", "name": "look"},
     }
-    message = claude.messages.create(**fields, extra_body=GREEDY)
+    message = client.messages.create(**fields, extra_body=GREEDY)
     [call] = [block for block in message.content if block.type == "tool_use"]
     assert (call.name, set(call.input)) == ("look", {"far"})
     assert message.stop_reason == "tool_use"
-    with claude.messages.stream(**fields, extra_body=GREEDY) as stream:
+    with client.messages.stream(**fields, extra_body=GREEDY) as stream:
         streamed = stream.get_final_message()
     assert [block.input for block in streamed.content if block.type == "tool_use"] == [call.input]
 
 
-def test_errors_have_anthropics_format(claude, url):
+def test_errors_have_anthropics_format(client, url):
     with pytest.raises(anthropic.NotFoundError):
-        claude.messages.create(model="nobody", messages=HELLO, max_tokens=4)
+        client.messages.create(model="nobody", messages=HELLO, max_tokens=4)
     with pytest.raises(anthropic.BadRequestError) as wrong:
-        claude.messages.create(model=NAME, messages=HELLO, max_tokens=0)
+        client.messages.create(model=NAME, messages=HELLO, max_tokens=0)
     assert wrong.value.body["error"]["type"] == "invalid_request_error"
     assert "max_tokens" in wrong.value.body["error"]["message"]
     answer = httpx.post(f"{url}/v1/messages", json={"messages": HELLO}, headers={"x-request-id": "mine"})
