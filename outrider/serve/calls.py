@@ -43,7 +43,6 @@ class Call:
             call._tickets = gateway.service.submit([choice.job for choice in choices])
         except InputError as error:
             raise of_input(error) from None
-        gateway.running.add(id)
         return call
 
     async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:

@@ -17,7 +17,7 @@ from outrider.serve.chat_prompt import arguments_of, check_template, messages_of
 from outrider.serve.errors import of_input, refuse
 from outrider.serve.formats import forced_tools
 from outrider.serve.gateway import Gateway, gateway_of
-from outrider.serve.jobs import check, choices_of, fitted, name_of
+from outrider.serve.jobs import check, choices_of, fitted, named
 from outrider.serve.openapi import POSTED, body_of
 from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import ChatBody, NamedTool
@@ -95,7 +95,6 @@ class ChatAnswer:
         body = check(gateway, request, body)
         _check_tools(gateway, body)
         prompt = fitted(await prompt_of(gateway, body), body, gateway, "messages")
-        id = name_of(gateway, request, body)
         forced, tools = forced_tools(body), _listed(body)
         name: str | Literal[True] | None = None
         if forced:
@@ -106,22 +105,24 @@ class ChatAnswer:
 
         reading = gateway.reading
         reads_text = name is not None or reading.template is not None
-        choices = await choices_of(
-            gateway,
-            request,
-            body,
-            id,
-            [prompt],
-            reader=(lambda prompt: reading.reader(prompt, tools, name)) if reads_text else None,
-            wrap=wrap,
-        )
+        with named(gateway, request, body) as id:
+            choices = await choices_of(
+                gateway,
+                request,
+                body,
+                id,
+                [prompt],
+                reader=(lambda prompt: reading.reader(prompt, tools, name)) if reads_text else None,
+                wrap=wrap,
+            )
+            call = Call.submit(gateway, id, choices)
         return cls(
             gateway=gateway,
             body=body,
             id=f"chatcmpl-{id}",
             created=int(time.time()),
             choices=choices,
-            call=Call.submit(gateway, id, choices),
+            call=call,
             hides=not body.include_reasoning,
         )
 

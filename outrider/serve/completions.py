@@ -16,7 +16,7 @@ from outrider.serve.answers import answered, failed, streamed
 from outrider.serve.calls import Call, while_there
 from outrider.serve.errors import refuse, refuse_key
 from outrider.serve.gateway import Gateway, gateway_of
-from outrider.serve.jobs import check, choices_of, fitted, name_of
+from outrider.serve.jobs import check, choices_of, fitted, named
 from outrider.serve.openapi import POSTED, body_of
 from outrider.serve.options import logprobs_of, most_tokens
 from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
@@ -68,18 +68,18 @@ class Completion:
     async def begun(cls, gateway: Gateway, request: Request, body: CompletionBody) -> "Completion":
         """The completion, with its outputs queued."""
         prompts, texts = await _prompts(gateway, body)
-        id = name_of(gateway, request, body)
-        choices = await choices_of(gateway, request, body, id, prompts)
-        scores = await while_there(request, _scores(gateway, body, prompts))
-        told = [Told(text=text, scores=score) for text, score in zip(texts, scores, strict=True)]
+        with named(gateway, request, body) as id:
+            choices = await choices_of(gateway, request, body, id, prompts)
+            scores = await while_there(request, _scores(gateway, body, prompts))
+            call = Call.submit(gateway, id, [] if most_tokens(body) == 0 else choices)
         return cls(
             gateway=gateway,
             body=body,
             id=f"cmpl-{id}",
             created=int(time.time()),
-            told=told,
+            told=[Told(text=text, scores=score) for text, score in zip(texts, scores, strict=True)],
             choices=choices,
-            call=Call.submit(gateway, id, [] if most_tokens(body) == 0 else choices),
+            call=call,
         )
 
     async def answer(self) -> dict[str, Any]:

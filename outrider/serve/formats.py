@@ -25,7 +25,7 @@ def grammar_of(body: GenerationBody, limits: Limits) -> Grammar | None:
     asked = body.response_format
     if isinstance(body, ChatBody) and (tools := forced_tools(body)):
         named = isinstance(body.tool_choice, NamedTool)
-        return _schema(call_schema(tools, named=named), "tools", WHITESPACE, limits)
+        return _schema(call_schema(tools, named=named), "tools", 0, limits)
     if asked is not None and asked.type != "text":
         if asked.type == "json_object":
             return any_json(WHITESPACE)
@@ -47,23 +47,19 @@ def call_schema(tools: Sequence[Tool], *, named: bool) -> dict[str, Any]:
     """The schema of a forced call: the arguments of the named function, or an object with `name` and `parameters`."""
     if named:
         return tools[0].function.parameters or ANYTHING
-    calls = []
+    calls, parameters = [], {}
     for i, tool in enumerate(tools):
-        # One tool is no alternative: its references lead elsewhere.
-        where = "#/properties/parameters" if len(tools) == 1 else f"#/anyOf/{i}/properties/parameters"
-        properties = {
-            "name": {"const": tool.function.name},
-            "parameters": _moved(tool.function.parameters or ANYTHING, where),
-        }
+        where = f"#/$defs/tool_{i}"
+        parameters[f"tool_{i}"] = _moved(tool.function.parameters or ANYTHING, where)
         calls.append(
             {
                 "type": "object",
-                "properties": properties,
+                "properties": {"name": {"const": tool.function.name}, "parameters": {"$ref": where}},
                 "required": ["name", "parameters"],
                 "additionalProperties": False,
             }
         )
-    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": parameters}
 
 
 def field_of(body: GenerationBody) -> str | None:
@@ -125,8 +121,8 @@ def _moved(schema: Any, where: str) -> Any:
     """A schema whose references still hold where it stands inside another one.
 
     Example:
-        >>> _moved({"$ref": "#/$defs/place"}, "#/properties/parameters")
-        {'$ref': '#/properties/parameters/$defs/place'}
+        >>> _moved({"$ref": "#/$defs/place"}, "#/$defs/tool_0")
+        {'$ref': '#/$defs/tool_0/$defs/place'}
     """
     if isinstance(schema, list):
         return [_moved(each, where) for each in schema]

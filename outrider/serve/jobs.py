@@ -1,7 +1,8 @@
 """From the body of a request to the jobs of its outputs."""
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from starlette.requests import Request
@@ -26,11 +27,19 @@ Wrap = Callable[[Constraint, frozenset[int], Sequence[int]], Constraint]
 PRIORITIES = ("x-outrider-priority", "x-vllm-priority")
 
 
-def name_of(gateway: Gateway, request: Request, body: GenerationBody) -> str:
-    """The name of a request: that of its header, of its body, or a new one."""
+@contextlib.contextmanager
+def named(gateway: Gateway, request: Request, body: GenerationBody) -> Iterator[str]:
+    """The name of a request: that of its header, of its body, or a new one. It is taken until the call with this name
+    is closed, or until the block fails.
+    """
     own = request.headers.get("x-request-id") is None and body.request_id is not None
-    given = request_id(body.request_id) if own else request.scope["state"]["request_id"]
-    return gateway.unique(given)
+    id = gateway.unique(request_id(body.request_id) if own else request.scope["state"]["request_id"])
+    gateway.running.add(id)
+    try:
+        yield id
+    except BaseException:
+        gateway.running.discard(id)
+        raise
 
 
 def check(gateway: Gateway, request: Request, body: GenerationBody) -> GenerationBody:

@@ -85,7 +85,16 @@ async def health(request: Request) -> Response:
     return Response() if state == "ready" else json_response({"status": state}, 503)
 
 
-router.add_api_route("/ping", health, methods=["GET", "POST"], responses=errors(503))
+@router.get("/ping", responses=errors(503))
+async def ping(request: Request) -> Response:
+    """The same as `/health`."""
+    return await health(request)
+
+
+@router.post("/ping", responses=errors(503))
+async def ping_by_post(request: Request) -> Response:
+    """The same as `/health`."""
+    return await health(request)
 
 
 @router.get("/live")

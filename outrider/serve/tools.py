@@ -190,7 +190,7 @@ class ForcedReader:
     _text: str = field(default="", init=False)
     _called: bool = field(default=False, init=False)
 
-    HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
+    HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\S)')
     TAIL = re.compile(r"\s*\}?\s*\Z")
 
     @property

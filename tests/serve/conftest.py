@@ -6,12 +6,13 @@ import httpx
 import pytest
 
 import outrider
-from tests.serve.served import serving
+from tests.serve.served import loaded, serving
 
 
 @pytest.fixture(scope="session")
 def engine() -> outrider.Engine:
-    return outrider.load(probe=False)
+    """The engine of the shared server."""
+    return loaded()
 
 
 @pytest.fixture(scope="session")

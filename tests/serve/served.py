@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
+import outrider
 from outrider import Engine
 from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
@@ -14,6 +16,11 @@ from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 
 NAME = "pair"
+
+
+def loaded(**options: Any) -> Engine:
+    """An engine. Each server needs one of its own."""
+    return outrider.load(dtype="float32", probe=False, **options)
 
 
 @contextlib.contextmanager

@@ -9,9 +9,8 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-import outrider
 from outrider.serve.limits import Limits
-from tests.serve.served import serving
+from tests.serve.served import loaded, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SMALL: dict[str, Any] = {"prompt": "One", "max_tokens": 1}
@@ -199,8 +198,8 @@ def test_unknown_keys_are_ignored(client: httpx.Client) -> None:
     assert client.post(CHAT, json={**TALK, "cache_prompt": True, "metadata": {"a": [1]}}).status_code == 200
 
 
-def test_a_full_queue_is_a_429_with_a_time(engine: outrider.Engine) -> None:
-    with serving(engine, limits=Limits(max_queue=0)) as url:
+def test_a_full_queue_is_a_429_with_a_time() -> None:
+    with serving(loaded(), limits=Limits(max_queue=0)) as url:
         body = {**SMALL, "n": 16}
         answer = httpx.post(f"{url}{COMPLETIONS}", json=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -210,8 +209,8 @@ def test_a_full_queue_is_a_429_with_a_time(engine: outrider.Engine) -> None:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_deadline_is_a_408(engine: outrider.Engine, streams: bool) -> None:
-    with serving(engine, limits=Limits(request_timeout=0.0)) as url:
+def test_a_deadline_is_a_408(streams: bool) -> None:
+    with serving(loaded(), limits=Limits(request_timeout=0.0)) as url:
         body = {"prompt": "One", "max_tokens": 500, "ignore_eos": True, "stream": streams}
         answer = httpx.post(f"{url}{COMPLETIONS}", json=body, timeout=30)
         assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")

@@ -10,7 +10,7 @@ import pytest
 
 import outrider
 from outrider.serve.settings import Settings
-from tests.serve.served import serving
+from tests.serve.served import loaded, serving
 from tests.serve.streams import chunks, post
 
 PATH = "/v1/chat/completions"
@@ -97,7 +97,7 @@ def test_a_stream_adds_up_to_the_answer(client: httpx.Client) -> None:
 def test_logprobs_have_bytes_and_the_likeliest(client: httpx.Client) -> None:
     choice = post(client, PATH, {**TALK, "logprobs": True, "top_logprobs": 3})["choices"][0]
     content = choice["logprobs"]["content"]
-    assert bytes(byte for each in content for byte in each["bytes"]).decode() == choice["message"]["content"]
+    assert bytes(byte for each in content for byte in each["bytes"] or ()).decode() == choice["message"]["content"]
     for each in content:
         assert len(each["top_logprobs"]) == 3
         assert each["logprob"] == max(other["logprob"] for other in each["top_logprobs"])
@@ -243,7 +243,7 @@ def caller(engine: outrider.Engine) -> Iterator[httpx.Client]:
     """A server whose model is said to reason and to call tools; grammars make it do so."""
     tokenizer = copy.deepcopy(engine.tokenizer)
     tokenizer.chat_template = TEMPLATE
-    own = outrider.load(tokenizer=tokenizer, probe=False)
+    own = loaded(tokenizer=tokenizer)
     with serving(own, Settings(response_template=READING)) as url, httpx.Client(base_url=url, timeout=60) as found:
         yield found
 

@@ -8,11 +8,12 @@ import httpx
 import pytest
 
 import outrider
+from outrider import catalog
 from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
-from tests.serve.served import serving
+from tests.serve.served import loaded, serving
 from tests.serve.streams import post
 
 COMPLETION = {"prompt": "One", "max_tokens": 1}
@@ -117,8 +118,8 @@ def test_wrong_paths_and_methods_have_a_body(client: httpx.Client) -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded(engine: outrider.Engine) -> Iterator[str]:
-    with serving(engine, Settings(keys=("first", "second"))) as url:
+def guarded() -> Iterator[str]:
+    with serving(loaded(), Settings(keys=("first", "second"))) as url:
         yield url
 
 
@@ -169,17 +170,17 @@ def test_the_description_resolves_and_declares_errors(client: httpx.Client) -> N
     assert declared["requestBody"]["required"]
 
 
-def test_priorities_must_be_allowed(client: httpx.Client, engine: outrider.Engine) -> None:
+def test_priorities_must_be_allowed(client: httpx.Client) -> None:
     answer = client.post("/v1/completions", json=COMPLETION, headers={"x-outrider-priority": "3"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "priority")
-    with serving(engine, Settings(priorities=True)) as url, httpx.Client(base_url=url) as own:
+    with serving(loaded(), Settings(priorities=True)) as url, httpx.Client(base_url=url) as own:
         post(own, "/v1/completions", COMPLETION, headers={"x-vllm-priority": "-3"})
         assert own.post("/v1/completions", json=COMPLETION, headers={"x-vllm-priority": "x"}).status_code == 400
 
 
-def test_a_drafter_is_swapped_with_the_admin_key_alone(engine: outrider.Engine) -> None:
-    drafter = engine.parts.drafter
-    [name] = Service(engine, names=("pair",)).drafters
+def test_a_drafter_is_swapped_with_the_admin_key_alone() -> None:
+    engine = loaded()
+    drafter, name = engine.parts.drafter, catalog.name_of(engine.parts.drafter)
     with serving(engine, Settings(keys=("first",), admin_key="root")) as url:
         path, body = f"{url}/v1/admin/drafter", {"drafter": name}
         assert httpx.post(path, json=body).status_code == 401
