@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from outrider.bench.evidence import Row
 from outrider.bench.side_by_side.metrics import Objectives
 from outrider.bench.workloads.formats import TraceUnits
 from outrider.cli.bench import MAX_NEW_TOKENS, BenchOptions
