@@ -56,9 +56,10 @@ def record(model: str, proof: RemoteProof) -> dict[str, Any]:
 def _print(proof: RemoteProof) -> None:
     console = Console(highlight=False, soft_wrap=True)
     greedy, drawn = proof.greedy, proof.drawn
+    word = "holds " if greedy.holds else "FAILS "
     console.print(
-        f"greedy identical   {'holds ' if greedy.holds else 'FAILS '}  {greedy.num_tokens} tokens are the likeliest ones "
-        f"of a forward without drafts, up to {greedy.tolerance:g} nats; largest rounding {greedy.noise:.1e}"
+        f"greedy identical   {word}  {greedy.num_tokens} tokens are the likeliest ones of a forward without drafts, up to "
+        f"its rounding of {greedy.noise:.1e} nats"
     )
     for each in greedy.differences:
         console.print(

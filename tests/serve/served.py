@@ -29,9 +29,10 @@ def serving(engine: Engine, settings: Settings | None = None, limits: Limits | N
     ready, ending = threading.Event(), threading.Event()
     found: list[str] = []
 
+    service = Service(engine, names=(NAME, "other-name"), limits=limits or Limits())
+    app = make_app(service, settings)
+
     async def run() -> None:
-        service = Service(engine, names=(NAME, "other-name"), limits=limits or Limits())
-        app = make_app(service, settings)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none"))
         service.start()
         try:

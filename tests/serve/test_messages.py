@@ -6,7 +6,7 @@ import pytest
 
 from outrider.serve.limits import Limits
 from outrider.serve.settings import Settings
-from tests.serve.served import NAME, serving
+from tests.serve.served import NAME, loaded, serving
 
 GREEDY = {"temperature": 0}
 """The client has no argument for it."""
@@ -97,17 +97,20 @@ def test_errors_have_anthropics_format(client, url):
     assert (answer.status_code, answer.json()["request_id"]) == (400, "mine")
 
 
-def test_a_wrong_key_is_told_in_anthropics_format(engine):
-    with serving(engine, Settings(keys=("right",))) as url:
-        stranger = anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0)
-        with stranger as client, pytest.raises(anthropic.AuthenticationError) as wrong:
+def test_a_wrong_key_is_told_in_anthropics_format():
+    with serving(loaded(), Settings(keys=("right",))) as url:
+        with (
+            anthropic.Anthropic(base_url=url, api_key="wrong", max_retries=0) as client,
+            pytest.raises(anthropic.AuthenticationError) as wrong,
+        ):
             client.messages.create(model=NAME, messages=HELLO, max_tokens=4)
         assert wrong.value.body["error"]["type"] == "authentication_error"
         with anthropic.Anthropic(base_url=url, api_key="right", max_retries=0) as client:
             assert client.messages.create(model=NAME, messages=HELLO, max_tokens=4).content
 
 
-def test_a_full_queue_is_overloaded(engine):
+def test_a_full_queue_is_overloaded():
+    engine = loaded()
     with serving(engine, limits=Limits(max_queue=0)) as url, httpx.Client(base_url=url, timeout=60) as client:
         body = {"messages": HELLO, "max_tokens": 400, "stream": True, "ignore_eos": True}
         streams = [client.build_request("POST", "/v1/messages", json=body) for _ in range(engine.max_slots)]

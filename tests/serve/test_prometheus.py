@@ -5,9 +5,8 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families as families
 
-import outrider
 from outrider.serve.prometheus import COUNTERS, HISTOGRAMS
-from tests.serve.served import NAME, serving
+from tests.serve.served import NAME, loaded, serving
 
 PROMPT = "One day, a boy named Tim went to the park with his dog. They"
 
@@ -15,7 +14,7 @@ PROMPT = "One day, a boy named Tim went to the park with his dog. They"
 @pytest.fixture
 def client():
     with (
-        serving(outrider.load(length="fixed:3", probe=False)) as url,
+        serving(loaded(length="fixed:3")) as url,
         httpx.Client(base_url=url, timeout=60) as client,
     ):
         yield client

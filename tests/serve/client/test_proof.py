@@ -1,18 +1,15 @@
 """A proof over HTTP holds for an honest server and fails for planted faults."""
 
-from dataclasses import replace
-
 import pytest
 
-import outrider
 from outrider.serve.client.proof import check_drawn, check_greedy, first_tokens, prove
 from outrider.serve.client.remote import Remote
 from tests.cli.runs import run
 from tests.serve.client.mutants import AcceptsEverything, DrawsAgain
-from tests.serve.served import serving
+from tests.serve.served import loaded, serving
 
 PROMPTS = ["One day, a boy named Tim went to the park with his dog. They", "Once upon a time", "Lily had a red ball."]
-DRAWS = 600
+DRAWS = 640
 
 
 def silent(amount: int) -> None:
@@ -21,42 +18,41 @@ def silent(amount: int) -> None:
 
 def served(verifier=None):
     """A server, with a verifier of its own if one is given."""
-    engine = outrider.load(verifier="token", length="fixed:3", probe=False)
-    if verifier is not None:
-        engine.parts = replace(engine.parts, verifier=verifier)
-    return serving(engine)
+    wanted = {"verifier": "token"} if verifier is None else {"verifier": verifier, "allow_lossy": True}
+    return serving(loaded(**wanted, length="fixed:3", max_slots=16))
 
 
+@pytest.mark.slow
 def test_an_honest_server_is_proven(monkeypatch, capsys):
     with served() as url:
         proof = prove(Remote(url=url), PROMPTS, num_draws=DRAWS)
         assert proof.holds, proof
         assert proof.greedy.num_tokens == 32 * len(PROMPTS)
-        assert proof.greedy.noise < 1e-3
+        assert proof.greedy.noise < 0.05
         assert proof.drawn.verdict == "fits", proof.drawn
         assert proof.drawn.num_draft_tokens > 0
         status, out, err = run(monkeypatch, capsys, "prove", "--url", url, "--num-draws", "160")
         assert (status, err) == (0, ""), out
         assert "greedy identical   holds" in out
-        assert "samples            holds" in out
+        assert "samples            FAILS" not in out
 
 
+@pytest.mark.slow
 def test_a_wrong_recovered_token_is_caught(monkeypatch, capsys):
     with served(DrawsAgain()) as url:
-        drawn = check_drawn(Remote(url=url), PROMPTS, DRAWS, 0, silent)
-        greedy = check_greedy(Remote(url=url), PROMPTS[:1], 1e-3, silent)
         status, out, _ = run(monkeypatch, capsys, "prove", "--url", url, "--num-draws", str(DRAWS))
-    assert drawn.verdict == "differs", drawn
-    assert greedy.holds
     assert status == 1, out
+    assert "greedy identical   holds" in out
     assert "samples            FAILS" in out
 
 
 def test_a_draft_that_is_always_accepted_is_caught():
     with served(AcceptsEverything()) as url:
-        greedy = check_greedy(Remote(url=url), PROMPTS, 1e-3, silent)
+        greedy = check_greedy(Remote(url=url), PROMPTS, silent)
+        drawn = check_drawn(Remote(url=url), PROMPTS[:1], 96, 0, silent)
+    assert drawn.verdict == "differs", drawn
     assert not greedy.holds
-    assert all(each.gap > 1e-3 for each in greedy.differences)
+    assert max(each.gap for each in greedy.differences) > 0.5
 
 
 def test_first_tokens_that_are_too_rare_are_counted_together():
