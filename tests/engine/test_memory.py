@@ -81,15 +81,17 @@ def test_a_request_that_waits_is_not_overtaken(monkeypatch) -> None:
     assert seen.index((first,)) < seen.index((long,)) < seen.index((short,))
 
 
-def test_the_slot_that_a_request_continues_is_not_given_up_for_it(monkeypatch) -> None:
+def test_the_slot_that_a_request_continues_is_neither_counted_twice_nor_given_up_for_it(monkeypatch) -> None:
     tight = engine(monkeypatch, 2 * (CONTEXT + BRANCHES + 64))
-    old, other = texts([1500, 1400])
-    [said] = tight.generate([old], max_new_tokens=8, sampling=GREEDY)
-    tight.generate([other], max_new_tokens=8, sampling=GREEDY)
-    longer = [*old, *said.tokens, 5, 6, 7]
-    [again] = tight.generate([longer], max_new_tokens=300, sampling=GREEDY)
-    assert again.finish_reason == "length"
+    old, other, third = texts([700, 710, 720])
+    said = [tight.generate([prompt], max_new_tokens=8, sampling=GREEDY)[0].tokens for prompt in (old, other, third)]
+    assert len(tight._schedule.prefixes) == 3
+    # At its full length there is memory for one of the others, and the oldest slot is the one that it continues.
+    [again] = tight.generate([[*old, *said[0], 5, 6, 7]], max_new_tokens=1000, sampling=GREEDY)
+    assert len(again.tokens) == 1000
     assert again.reused_tokens >= len(old)
+    [kept] = tight.generate([[*third, *said[2], 5]], max_new_tokens=2, sampling=GREEDY)
+    assert kept.reused_tokens >= len(third)
 
 
 def test_a_shortened_context_refuses_what_it_would_cut(monkeypatch) -> None:
