@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from starlette.requests import Request
 
@@ -24,6 +25,7 @@ from outrider.serve.tools import PlainReader, RawText, Reader
 
 Wrap = Callable[[Constraint, frozenset[int], Sequence[int]], Constraint]
 """Puts a constraint behind something, such as the reasoning, given the end tokens and a prompt."""
+Asked = TypeVar("Asked", bound=GenerationBody)
 PRIORITIES = ("x-outrider-priority", "x-vllm-priority")
 
 
@@ -42,7 +44,7 @@ def named(gateway: Gateway, request: Request, body: GenerationBody) -> Iterator[
         raise
 
 
-def check(gateway: Gateway, request: Request, body: GenerationBody) -> GenerationBody:
+def check(gateway: Gateway, request: Request, body: Asked) -> Asked:
     """The body with what headers say. Raises ApiError for whatever cannot be followed."""
     gateway.check_model(body.model)
     for name in PRIORITIES:
