@@ -69,8 +69,8 @@ def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
     together = len(groups) + len(first) == 1 and not decoding and not any(seat.ready for seat in new)
     together = together and not any(_scores(chunk.seat) for chunk in chunks)
     if together and all(chunk.last for chunk in chunks) and _prefills_in_step(parts, first):
-        for seat in new:
-            seat.ready = True
+        for chunk in chunks:
+            chunk.seat.ready = True
         return Plan(prefill=[], first=[])
     return Plan(prefill=groups, first=[[chunk.seat for chunk in group] for group in first])
 

@@ -28,6 +28,8 @@ from outrider.serve.failures import Draining as Draining
 from outrider.serve.failures import EngineDead as EngineDead
 from outrider.serve.failures import JobError as JobError
 from outrider.serve.failures import QueueFull as QueueFull
+from outrider.serve.failures import SlowClient as SlowClient
+from outrider.serve.failures import TimedOut as TimedOut
 from outrider.serve.job import Event as Event
 from outrider.serve.job import Job as Job
 from outrider.serve.job import Speculation as Speculation
@@ -52,13 +54,15 @@ class Service:
         limits: Its limits.
         watch: Its numbers so far.
         places: Who waits and who runs.
-        drafters: The drafters that a job may name.
+        drafter: The name of the engine's own drafter.
+        drafters: The drafters that a job may name, the engine's own among them.
         started: When it was made, in seconds since 1970.
 
     Args:
         engine: The engine; from now on nobody else calls it.
         names: The names of the model, at least one.
         drafters: Drafters that jobs may name, beside the engine's own, by their names.
+        drafter: A name for the engine's own drafter; by default its name in the catalog, or that of its class.
 
     Raises:
         InputError: There is no name, or a drafter does not fit the engine's other parts.
@@ -71,6 +75,7 @@ class Service:
         names: Sequence[str],
         limits: Limits | None = None,
         drafters: Mapping[str, Drafter] | None = None,
+        drafter: str | None = None,
     ) -> None:
         if not names:
             raise InputError("a service needs at least one name for its model")
@@ -79,9 +84,10 @@ class Service:
         self.limits = limits or Limits()
         self.started = time.time()
         parts = engine.parts
-        self.drafters = {catalog.name_of(parts.drafter): parts.drafter, **(drafters or {})}
-        for name, drafter in self.drafters.items():
-            if (reason := engine.refuses(drafter)) is not None:
+        self.drafter = drafter or catalog.name_of(parts.drafter)
+        self.drafters = {**(drafters or {}), self.drafter: parts.drafter}
+        for name, offered in self.drafters.items():
+            if (reason := engine.refuses(offered)) is not None:
                 raise InputError(f"drafter {name!r} cannot be offered: {reason}")
         most = self.limits.max_queue_tokens
         self.places = Places(

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from outrider.core.types import Step
 from outrider.engine.output import Output, Times, Update
 
-TO_FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-TO_FIRST = (*TO_FIRST, 2560)
+_SHORT = (0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LONG = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+TO_FIRST = (*_LONG, 160, 640, 2560)
 """Bounds, in seconds, of the time to the first token; like all bounds here those of vLLM."""
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20)
-BETWEEN = (*BETWEEN, 40, 80)
+BETWEEN = (0.001, 0.0025, 0.005, 0.01, *_SHORT)
 """Bounds, in seconds, of the time between tokens, with shorter ones for small models."""
 WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 """Bounds, in seconds, of what a whole request takes."""

@@ -1,19 +1,9 @@
-"""Which waiting request gets the next slot, and how many wait; how deep a request drafts."""
-
-from dataclasses import replace
+"""Which waiting request gets the next slot, how many wait, and which beginning of a prompt is in a cache already."""
 
 import numpy as np
-import pytest
 
-from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.engine.prefixes import BLOCK, _shared
-from outrider.lengths.costs import CostTable
-from outrider.lengths.experience import Experience
-from outrider.lengths.goodput import GoodputLength
-from outrider.trees.gumbel import GumbelTree
-from outrider.verifiers.recursive import RecursiveVerifier
-from tests.clocks import made_up
 from tests.world.models import engine
 
 GREEDY = Sampling(temperature=0, seed=0)
@@ -45,61 +35,6 @@ def test_waiting_requests_and_their_tokens_are_counted():
     assert seen == sorted(seen, reverse=True)
 
 
-def test_a_cap_on_drafts_holds_beside_requests_without_one():
-    for length in (None, GoodputLength(most=6)):
-        busy = engine("model", gamma=5)
-        if length is not None:
-            experience = Experience(CostTable.of_formula(made_up))
-            busy.parts = replace(busy.parts, length=length, experience=experience)
-        caps, steps = {"free": None, "two": 2, "none": 0}, {}
-        for name, cap in caps.items():
-            busy.add(PROMPT, id=name, max_new_tokens=40, sampling=GREEDY, max_draft_tokens=cap)
-        tokens = {}
-        while busy.busy:
-            for update in busy.step(lambda step: steps.setdefault(step.request, []).append(step.num_draft_tokens)):
-                tokens.setdefault(update.id, []).extend(update.tokens)
-        assert tokens["free"] == tokens["two"] == tokens["none"]
-        assert max(steps["none"]) == 0
-        assert max(steps["two"]) == 2
-        assert max(steps["free"]) > 2
-
-
-def test_a_cap_limits_the_depth_of_trees():
-    busy = engine("model", gamma=4)
-    busy.parts = replace(busy.parts, tree=GumbelTree(width=2), verifier=RecursiveVerifier())
-    steps = []
-    drawn = Sampling(temperature=1, seed=4)
-    for cap in (1, 0):
-        busy.add(PROMPT, max_new_tokens=30, sampling=drawn, max_draft_tokens=cap)
-        busy.add(PROMPT, max_new_tokens=30, sampling=drawn)
-        while busy.busy:
-            busy.step(steps.append)
-    by_request = {}
-    for step in steps:
-        by_request.setdefault(step.request, []).append(step)
-    capped, free, off, _ = by_request.values()
-    assert max(step.num_accepted_tokens for step in capped) == 1
-    assert max(step.num_draft_tokens for step in capped) <= 2
-    assert max(step.num_accepted_tokens for step in free) > 1
-    assert max(step.num_draft_tokens for step in off) == 0
-
-
-def test_drafts_end_where_the_context_is_too_long():
-    busy, drafted = engine("model", gamma=3), []
-    length = len(PROMPT)
-    for update in busy.stream(PROMPT, max_new_tokens=30, sampling=GREEDY, max_draft_context=12):
-        drafted.append((length <= 12, update.step.num_draft_tokens))
-        length += len(update.tokens)
-    assert any(near and count for near, count in drafted)
-    assert not any(count for near, count in drafted if not near)
-
-
-@pytest.mark.parametrize("name", ["max_draft_tokens", "max_draft_context"])
-def test_negative_limits_are_refused(name):
-    with pytest.raises(InputError, match=f"{name} must be >= 0"):
-        engine("none").add(PROMPT, **{name: -1})
-
-
 def test_common_beginnings_are_found_at_every_length():
     random = np.random.default_rng(0)
     for _ in range(200):
@@ -108,3 +43,16 @@ def test_common_beginnings_are_found_at_every_length():
         most = int(random.integers(0, len(same) + 2))
         assert _shared(ours, theirs, most) == min(most, len(same))
         assert _shared(same, list(same), len(same)) == len(same)
+
+
+def test_a_prompt_that_has_no_share_of_a_step_waits_for_the_next_one():
+    busy, contexts = engine("ngram", max_slots=2), []
+    busy.max_prefill_tokens = 6
+    # The first prompt takes the whole budget of the first step.
+    busy.add(PROMPT, max_new_tokens=2, sampling=GREEDY)
+    busy.add([9] * 40, id="long", max_new_tokens=1, sampling=GREEDY)
+    while busy.busy:
+        busy.step()
+        contexts.append(busy.num_cached_tokens)
+    assert max(np.diff([0, *contexts])) <= 6 + 2 * 4
+    assert len(contexts) >= 7

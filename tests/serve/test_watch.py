@@ -1,13 +1,11 @@
 """The numbers of a service add up to what its outputs say."""
 
-import asyncio
-
 import pytest
 
 from outrider.core.inputs import InputError
 from outrider.serve.service import Limits, Speculation
 from outrider.serve.watch import Histogram
-from tests.serve.services import job, made, read, run
+from tests.serve.services import job, made, read, run, until
 from tests.world.models import engine
 
 
@@ -17,25 +15,26 @@ def test_numbers_add_up_to_the_outputs():
         jobs = [job(str(i), [*prompt, 4 + i], most=10 + i) for i in range(12)]
         off = job("off", prompt, speculation=Speculation(enabled=False))
         found = await made(service, *jobs, off)
-        left, _ = service.submit([job("left", most=200), job("other", most=30)])
+        left, other = service.submit([job("left", most=200), job("other", most=30)])
         await left.__anext__()
         left.cancel()
-        found.append(await read(left))
-        await asyncio.sleep(0.2)
+        found += [await read(other), await read(left)]
+        # Events come before the numbers are complete.
+        await until(lambda: not service.in_flight)
         await service.score([3, 4, 5], 0)
         return found, service.watch, service.places
 
     found, watch, places = run(engine("model", gamma=3, max_slots=4), work)
     steps = [event.update.step for each in found for event in each.events if event.update.step is not None]
     outputs = [each.output for each in found]
-    other = 30
     assert watch.finished == {"stop": 0, "length": 15, "abort": 1, "error": 0}
-    assert watch.generation_tokens == sum(len(output.tokens) for output in outputs) + other
+    assert watch.generation_tokens == sum(len(output.tokens) for output in outputs)
     assert watch.cancelled_tokens == len(outputs[-1].tokens)
-    assert watch.prompt_tokens == sum(output.prompt_tokens for output in outputs) + 3 + 3
+    assert watch.prompt_tokens == sum(output.prompt_tokens for output in outputs) + 3
     assert watch.cached_tokens == sum(output.reused_tokens for output in outputs)
     assert watch.cached_tokens > 0
-    assert watch.num_steps > len(steps)
+    # One event was read apart.
+    assert watch.num_steps == len(steps) + 1
     assert sum(watch.lengths.values()) == watch.num_steps
     assert watch.num_drafts == watch.num_steps - watch.lengths[0]
     assert watch.num_draft_tokens == sum(length * count for length, count in watch.lengths.items())
@@ -47,7 +46,7 @@ def test_numbers_add_up_to_the_outputs():
     assert watch.time_to_first_token.count == watch.prefill_time.count == 15
     assert watch.inter_token_latency.count + watch.time_to_first_token.count == watch.num_steps
     assert watch.iteration_tokens.sum == watch.generation_tokens + watch.prompt_tokens - 3
-    assert watch.steps["draft"] and watch.steps["plain"]
+    assert min(watch.steps["draft"], watch.steps["plain"]) > 0
     assert watch.part_seconds["target"] > 0
     assert sum(each.count for each in watch.step_seconds.values()) == sum(watch.steps.values())
     assert 0 < watch.cache_use < 1
