@@ -26,6 +26,7 @@ from outrider.serve.tools import PlainReader, RawText, Reader
 Asked = TypeVar("Asked", bound=GenerationBody)
 Wrap = Callable[[Constraint, frozenset[int], Sequence[int]], Constraint]
 """Puts a constraint behind something, such as the reasoning, given the end tokens and a prompt."""
+Asked = TypeVar("Asked", bound=GenerationBody)
 PRIORITIES = ("x-outrider-priority", "x-vllm-priority")
 
 
