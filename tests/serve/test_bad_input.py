@@ -8,8 +8,11 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from outrider.serve.limits import Limits
+from outrider.serve.requests import ChatBody, CompletionBody
 from tests.serve.served import loaded, serving
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -230,3 +233,44 @@ def test_a_client_that_leaves_frees_its_place(url: str, client: httpx.Client) ->
             if client.get("/load").json() == {"server_load": 0}:
                 break
         assert client.get("/load").json() == {"server_load": 0}
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-5, 40)
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "required", "none", "json_object", "user", "low", "a|b", "{"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "json", "regex", "schema", "function", "name", "5"]), inner, max_size=3
+        )
+    ),
+    max_leaves=6,
+)
+KEYS = sorted({*CompletionBody.model_fields, *ChatBody.model_fields} - {"prompt", "messages", "max_tokens"})
+KEYS = [key for key in KEYS if key not in ("max_completion_tokens", "n", "ignore_eos", "min_tokens")]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(path=st.sampled_from([COMPLETIONS, CHAT]), more=st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4))
+def test_no_field_makes_the_server_fail(url: str, path: str, more: dict[str, Any]) -> None:
+    body = {**(SMALL if path == COMPLETIONS else TALK), "max_tokens": 2, **more}
+    answer = httpx.post(f"{url}{path}", json=body, timeout=60)
+    assert answer.status_code in (200, 400, 404), (body, answer.text)
+    if answer.status_code != 200:
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_stream_that_is_cut_off_says_why() -> None:
+    with serving(loaded(), limits=Limits(request_timeout=3.0)) as url:
+        body = {"prompt": "One", "max_tokens": 1000, "ignore_eos": True, "stream": True, "n": 16}
+        with httpx.stream("POST", f"{url}{COMPLETIONS}", json=body, timeout=60) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert answer.status_code == 200
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2][6:])["error"]["code"] == "request_timeout"
+        assert "choices" in json.loads(lines[0][6:])

@@ -325,3 +325,10 @@ def test_without_tool_choice_none_hides_the_tools(caller: httpx.Client) -> None:
 
 def test_effort_is_for_templates_that_read_it(client: httpx.Client) -> None:
     assert post(client, PATH, {**TALK, "reasoning_effort": "low"})["choices"] == post(client, PATH, TALK)["choices"]
+
+
+def test_characters_at_which_clients_break_lines_arrive(client: httpx.Client) -> None:
+    text = "a\u2028b\u0085c 🐈\u200d⬛"
+    body = {**TALK, **literal(text)}
+    assert post(client, PATH, body)["choices"][0]["message"]["content"] == text
+    assert joined(chunks(client, PATH, body))["content"] == text
