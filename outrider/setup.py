@@ -49,8 +49,7 @@ class Setup:
             tokenizer.
         vocab_size: Number of token ids that can be drawn. By default all ids up to the tokenizer's last one.
         max_slots: Most requests at once. By default 8; in `chat` 1; inside transformers the batch size, at most 64.
-        max_context: Longest context in tokens. By default the model's own limit, or less if memory is short for all
-            slots at once. A longer one may be given if one slot of it fits; long requests then wait for each other.
+        max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests. By default 512, on GPUs 2,048.
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
         dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.

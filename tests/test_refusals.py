@@ -16,7 +16,7 @@ from tests.world.zoo import VOCAB
     [
         ([], {}, "the prompt is empty; give at least one token"),
         ([5] * CONTEXT, {}, f"the prompt has {CONTEXT} tokens and the context {CONTEXT}; shorten it to at most"),
-        ([5], {"max_new_tokens": 0}, "max_new_tokens must be >= 1, got 0"),
+        ([5], {"max_new_tokens": 0}, "max_new_tokens must be >= 1 (0 is for prompt_logprobs alone), got 0"),
         ([5], {"id": "taken"}, "a request 'taken' is already running; ids must be unique"),
         ([5, VOCAB], {}, f"token id {VOCAB} is not in 0 .. {VOCAB - 1}"),
         ([5, -3], {}, f"token id -3 is not in 0 .. {VOCAB - 1}"),

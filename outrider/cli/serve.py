@@ -105,6 +105,7 @@ class ServeOptions:
 def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
     """Serve until a signal comes. Returns the exit status."""
     check_extra()
+    from outrider.catalog import name_of
     from outrider.cli.opened import opened
     from outrider.serve.app import make_app
     from outrider.serve.server import Endings, bound_socket, is_loopback, run, url_of
@@ -121,7 +122,9 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
         if options.chat_template is not None:
             use_chat_template(engine, options.chat_template)
         names = options.served_model_name or (model_name(setup),)
-        service = Service(engine, names=names, limits=limits, drafters=drafters_of(setup, options, engine))
+        own = name_of(engine.parts.drafter)
+        others = drafters_of(setup, options, engine)
+        service = Service(engine, names=names, limits=limits, drafter=own, drafters=others)
         endings = Endings(
             drain_seconds=limits.drain_seconds,
             survives_death=options.keep_alive_on_death,

@@ -64,7 +64,8 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
     goes further on tables, where it need not run a step twice that begins in the same way.
 
     Args:
-        engine: An idle engine. Its own dice are restored at the end.
+        engine: An idle engine, whose draft lengths do not depend on other requests: runs share it, and a script must
+            find the drafts that it was recorded with. Its own dice are restored at the end.
         requests: The requests of each run, which run at once; ids are set here.
         rows: What plain decoding draws each request's next token from; see `plain_rows`.
 
@@ -77,7 +78,7 @@ def law_of_runs(engine: Engine, requests: Sequence[Request], rows: Sequence[Row]
         >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=2, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         ...                                      num_attention_heads=2, eos_token_id=None)).double()
         >>> request = Request(id="", prompt=(0, 1, 0), max_new_tokens=3, sampling=outrider.Sampling(seed=0))
-        >>> engine = outrider.load(model, drafter="ngram:prompt_lookup_min=1")
+        >>> engine = outrider.load(model, drafter="ngram:prompt_lookup_min=1", length="fixed:2")
         >>> found = law_of_runs(engine, [request], [plain_rows(model, request.prompt)])
         >>> found.num_runs, len(found.outputs), found.error < 1e-6
         (8, 8, True)

@@ -1,10 +1,13 @@
 """One budget for all caches of a GPU."""
 
+from weakref import WeakKeyDictionary
+
 import pytest
 import torch
 
 from outrider.core.types import InputError
 from outrider.lm.model import LanguageModel
+from outrider.lm.slots import budget
 from outrider.lm.slots.budget import activation_bytes, available_bytes, promise
 from outrider.lm.slots.cache import Layer, Shape, worst_bytes
 from outrider.lm.slots.slots import BRANCHES, Slots
@@ -14,6 +17,12 @@ from tests.world.zoo import tiny
 LAYERS = {
     0: Layer(keys=Shape(heads=64, dim=128, dtype=torch.bfloat16), values=Shape(heads=64, dim=128, dtype=torch.bfloat16))
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches that other tests left alive have no share of the memory."""
+    monkeypatch.setattr(budget, "_PROMISED", WeakKeyDictionary())
 
 
 def fitted(max_context: int | None = None, device: torch.device = DEVICE) -> Slots:

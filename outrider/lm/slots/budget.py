@@ -139,7 +139,8 @@ class Room:
             if max_context is None or max_context > possible:
                 raise
             return cls(max_context=max_context, possible_context=possible, most_bytes=int((free or 0) * SHARE) * 2 // 3)
-        return cls(max_context=fitting, possible_context=max(fitting, possible))
+        # What was asked for and fits is not short of memory.
+        return cls(max_context=fitting, possible_context=fitting if max_context else max(fitting, possible))
 
     def promised(self, layers: Mapping[int, Layer], max_slots: int, spare: int = 0) -> int:
         """Bytes that the cache can come to need, while storage grows too."""
