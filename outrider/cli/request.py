@@ -1,6 +1,7 @@
 """Options of requests: how outputs are drawn, where they end, which grammar they follow."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,8 +118,8 @@ class RequestOptions:
             return None
         from outrider.constraints.grammar import ebnf, json_schema, regex
 
-        kind, text = form
-        return {"json_schema": json_schema, "regex": regex, "grammar": ebnf}[kind](text)
+        made: dict[str, Callable[[str], Grammar]] = {"json_schema": json_schema, "regex": regex, "grammar": ebnf}
+        return made[form[0]](form[1])
 
 
 def _biases(text: str) -> dict[int, float]:

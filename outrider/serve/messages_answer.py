@@ -124,7 +124,7 @@ class MessageAnswer:
         if call.index != self._call:
             self._call = call.index
             yield from self._close()
-            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            block: dict[str, Any] = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
             yield from self._open("tool_use", block)
         if call.arguments:
             self._arguments += call.arguments
