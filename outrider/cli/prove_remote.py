@@ -58,8 +58,8 @@ def _print(proof: RemoteProof) -> None:
     greedy, drawn = proof.greedy, proof.drawn
     word = "holds " if greedy.holds else "FAILS "
     console.print(
-        f"greedy identical   {word}  {greedy.num_tokens} tokens are the likeliest ones of a forward without drafts, "
-        f"up to its rounding of {greedy.noise:.1e} nats"
+        f"greedy identical   {word}  {greedy.num_tokens} tokens are the likeliest ones of a forward without drafts, up "
+        f"to its rounding of {greedy.noise:.1e} nats"
     )
     for each in greedy.differences:
         console.print(

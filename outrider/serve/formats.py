@@ -14,7 +14,7 @@ from outrider.serve.requests import ChatBody, GenerationBody, NamedTool, Structu
 WHITESPACE = 16
 """Most whitespace characters between two elements of JSON: a line break and the indentation of deep objects. Without a
 bound, small models go on with it to the end."""
-ANYTHING: dict[str, Any] = {"type": "object", "properties": {}}
+NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without parameters."""
 KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 
@@ -45,11 +45,11 @@ def forced_tools(body: ChatBody) -> Sequence[Tool]:
 def call_schema(tools: Sequence[Tool], *, named: bool) -> dict[str, Any]:
     """The schema of a forced call: the arguments of the named function, or an object with `name` and `parameters`."""
     if named:
-        return tools[0].function.parameters or ANYTHING
+        return tools[0].function.parameters or NOTHING
     calls, parameters = [], {}
     for i, tool in enumerate(tools):
         where = f"#/$defs/tool_{i}"
-        parameters[f"tool_{i}"] = _moved(tool.function.parameters or ANYTHING, where)
+        parameters[f"tool_{i}"] = _moved(tool.function.parameters or NOTHING, where)
         calls.append(
             {
                 "type": "object",

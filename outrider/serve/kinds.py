@@ -24,6 +24,6 @@ def kinds(step: Step) -> list[Kind]:
     if not step.num_draft_tokens:
         return ["plain"] * len(step.tokens)
     accepted = min(step.num_accepted_tokens, len(step.tokens))
-    following: Kind = "bonus" if step.bonus else "recovered"
-    found: list[Kind] = ["accepted"] * accepted
-    return found + [following] * (len(step.tokens) - accepted)
+    kept: list[Kind] = ["accepted"] * accepted
+    following: list[Kind] = ["bonus" if step.bonus else "recovered"]
+    return kept + following * (len(step.tokens) - accepted)

@@ -54,7 +54,8 @@ def test_ten_thousand_requests_need_few_events(monkeypatch):
     heappop = __import__("heapq").heappop
     monkeypatch.setattr("outrider.plan.simulation.heapq.heappop", lambda heap: counted.append(1) or heappop(heap))
     simulate(planner_of(0.8), chains()[4], rate=30, slots=8, requests=10_000)
-    assert len(counted) == 10_000
+    # Other threads of this process may use heaps meanwhile.
+    assert 10_000 <= len(counted) < 10_100
 
 
 @pytest.mark.parametrize("wrong", [{"rate": 0.0}, {"rate": float("nan")}, {"slots": 0}, {"requests": 0}])
