@@ -23,7 +23,6 @@ from outrider.serve.requests import GenerationBody
 from outrider.serve.speculation import speculation
 from outrider.serve.tools import PlainReader, RawText, Reader
 
-Asked = TypeVar("Asked", bound=GenerationBody)
 Wrap = Callable[[Constraint, frozenset[int], Sequence[int]], Constraint]
 """Puts a constraint behind something, such as the reasoning, given the end tokens and a prompt."""
 Asked = TypeVar("Asked", bound=GenerationBody)

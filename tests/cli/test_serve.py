@@ -45,7 +45,8 @@ def status_of(url: str) -> int:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 def test_a_signal_lets_running_requests_end():
@@ -90,7 +91,8 @@ def test_a_key_of_the_environment_guards_the_api():
                 assert json.load(answer)["model"] == "mine"
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(url, {"prompt": "Once", "max_tokens": 2})
-        assert refused.value.code == 401
+        with refused.value as answer:
+            assert answer.code == 401
         assert status_of(f"{url}/health") == 200
         assert status_of(f"{url}/metrics") == 200
 
