@@ -94,7 +94,9 @@ def for_llguidance(schema: Schema) -> list[Schema]:
     """
     for node, at in within(schema):
         _check(node, at)
-    exact = changed(schema, lambda node: _simplified(_without_one_of(node, schema), schema))
+    # References inside a schema with an identifier of its own lead into that schema.
+    root = schema if all(at == "#" or "$id" not in node for node, at in within(schema)) else True
+    exact = changed(schema, lambda node: _simplified(_without_one_of(node, root), root))
     narrow = exact if _combines(exact) else changed(exact, _closed)
     forms = [narrow] if narrow == exact else [narrow, exact]
     return [changed(form, _dated) for form in forms]
