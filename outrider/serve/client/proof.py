@@ -199,16 +199,22 @@ def check_drawn(
 
 
 def first_tokens(outputs: Sequence[Sequence[Place]]) -> ChiSquare:
-    """The test of first tokens after one prompt: the likeliest ones each, all others together."""
+    """The test of first tokens after one prompt: the likeliest ones each, all others together, or with the rarest of
+    these where they are too few.
+    """
     law = probabilities(outputs[0][0])
     found = Counter(output[0].token for output in outputs)
     many = [token for token, share in law.items() if share * len(outputs) >= LEAST_EXPECTED]
     observed = [float(found[token]) for token in many]
     expected = [law[token] * len(outputs) for token in many]
     rest = len(outputs) - sum(expected)
+    others = len(outputs) - sum(observed)
     if rest > LEAST_EXPECTED / 2 or not many:
-        observed.append(len(outputs) - sum(observed))
+        observed.append(others)
         expected.append(rest)
+    else:
+        observed[-1] += others
+        expected[-1] += rest
     return chi_square(observed, expected)
 
 

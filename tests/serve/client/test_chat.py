@@ -34,7 +34,7 @@ def test_settings_and_reset_work_as_with_an_engine(monkeypatch, capsys, url):
 def test_what_the_server_refuses_ends_nothing(monkeypatch, capsys, url):
     status, _, err = talk(monkeypatch, capsys, url, "Hello.", "a " * 5000, "/reset", "Hello.")
     assert (status, "answered 400" in err) == (0, True), err
-    assert err.count(" tokens, ") == 2
+    assert err.count(" steps, ") == 2
 
 
 def test_a_key_needs_a_server(monkeypatch, capsys):
