@@ -45,7 +45,8 @@ def status_of(url: str) -> int:
         with urllib.request.urlopen(url, timeout=10) as answer:
             return answer.status
     except urllib.error.HTTPError as error:
-        return error.code
+        with error:
+            return error.code
 
 
 def test_a_signal_lets_running_requests_end():
@@ -88,6 +89,7 @@ def test_a_key_of_the_environment_guards_the_api():
         with pytest.raises(urllib.error.HTTPError) as refused:
             post(url, {"prompt": "Once", "max_tokens": 2})
         assert refused.value.code == 401
+        refused.value.close()
         assert status_of(f"{url}/health") == 200
         assert status_of(f"{url}/metrics") == 200
 
