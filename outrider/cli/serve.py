@@ -14,9 +14,10 @@ from outrider.setup import Setup
 if TYPE_CHECKING:
     from outrider.drafters.protocol import Drafter
     from outrider.engine.engine import Engine
+    from outrider.serve.renewal import Renewal
     from outrider.serve.settings import Settings
 else:
-    Drafter = Engine = Settings = object
+    Drafter = Engine = Renewal = Settings = object
 
 API_KEY = "OUTRIDER_API_KEY"
 """The variable of the environment that may hold a key."""
@@ -34,7 +35,7 @@ class ServeOptions:
         port: The port; 0 takes a free one.
         api_key: A key that lets clients in; may be given several times. One may be in OUTRIDER_API_KEY.
         allow_no_key: Listen at addresses that other machines reach without any key.
-        admin_key: The key of the routes below /v1/admin, which swap the drafter; they are closed without one.
+        admin_key: The key of the routes below /v1/admin, which change the drafter; they are closed without one.
         guard_all: Ask for a key on every route, not below /v1 alone.
         served_model_name: The model's name for clients; may be given several times. By default the target's.
         other_drafter: Another drafter, as in --drafter, that requests may name by its first word; several times.
@@ -105,7 +106,6 @@ class ServeOptions:
 def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
     """Serve until a signal comes. Returns the exit status."""
     check_extra()
-    from outrider.catalog import name_of
     from outrider.cli.opened import opened
     from outrider.serve.app import make_app
     from outrider.serve.server import Endings, bound_socket, is_loopback, run, url_of
@@ -122,9 +122,10 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
         if options.chat_template is not None:
             use_chat_template(engine, options.chat_template)
         names = options.served_model_name or (model_name(setup),)
-        own = name_of(engine.parts.drafter)
+        own = drafter_name(setup, engine)
         others = drafters_of(setup, options, engine)
-        service = Service(engine, names=names, limits=limits, drafter=own, drafters=others)
+        renewal = renewal_of(setup, options, engine, own)
+        service = Service(engine, names=names, limits=limits, drafter=own, drafters=others, renewal=renewal)
         endings = Endings(
             drain_seconds=limits.drain_seconds,
             survives_death=options.keep_alive_on_death,
@@ -158,6 +159,15 @@ def model_name(setup: Setup) -> str:
     return path.resolve().name if path.is_dir() else str(target)
 
 
+def drafter_name(setup: Setup, engine: Engine) -> str:
+    """What clients call the engine's own drafter: its first word, or for a checkpoint alone what it was found to be."""
+    from outrider.assembly import completed
+    from outrider.catalog import name_of, rows
+
+    name = str(completed(setup).drafter).partition(":")[0]
+    return name if name in rows("drafter") else name_of(engine.parts.drafter)
+
+
 def drafters_of(setup: Setup, options: ServeOptions, engine: Engine) -> dict[str, Drafter]:
     """The drafters that requests may name, beside the engine's own. They share its target."""
     from outrider.assembly import assemble
@@ -167,6 +177,23 @@ def drafters_of(setup: Setup, options: ServeOptions, engine: Engine) -> dict[str
         other = assemble(replace(setup, drafter=spec), target=engine.parts.target)
         found[spec.partition(":")[0]] = other.parts.drafter
     return found
+
+
+def renewal_of(setup: Setup, options: ServeOptions, engine: Engine, own: str) -> "Renewal":
+    """What loads the server's drafters anew with weights that clients send.
+
+    Args:
+        own: The name of the engine's own drafter.
+    """
+    from outrider.assembly import assemble, completed
+    from outrider.serve.renewal import Renewal
+
+    specs = {own: str(completed(setup).drafter)} | {spec.partition(":")[0]: spec for spec in options.other_drafter}
+
+    def load(spec: str) -> Drafter:
+        return assemble(replace(setup, drafter=spec, probe=False), target=engine.parts.target).parts.drafter
+
+    return Renewal(specs=specs, load=load)
 
 
 def use_chat_template(engine: Engine, file: Path) -> None:

@@ -50,9 +50,9 @@ class CostTable:
 
     F is the target's forward. Its rows are padded to the longest draft, so that it does not depend on m. D is the
     drafter, S the rest of a step, $S_0$ that of a plain one. $L_0$ is the shortest context that was measured, and the
-    slopes k, which depend on $\gamma$, lead to the longest one. Between measured numbers of requests and lengths, costs
-    follow straight lines. For more requests than were measured, F is read off by its number of tokens. Sampled steps
-    have the F of greedy ones, and a D and S of their own.
+    slopes k, which depend on b and $\gamma$, lead to the longest one. Between measured numbers of requests and lengths,
+    costs follow straight lines. For more requests than were measured, F is read off by its number of tokens. Sampled
+    steps have the F of greedy ones, and a D and S of their own.
 
     Attributes:
         rows: What was measured. For some number of requests there is a greedy plain step and a longer one.
@@ -140,7 +140,7 @@ class CostTable:
             parts = self._part("drafter", own, requests * read, depth)
             found += max(0.0, parts[depth] - parts[depth - 1])
         found += self._part("drafter", own, requests, 0)[0]
-        of_target, of_drafter, first = self._slopes(nodes)
+        of_target, of_drafter, first = self._slopes(requests, nodes)
         farther = max(0.0, context - first) * requests
         return float(found + farther * (of_target[nodes] + of_drafter[min(len(widths), nodes)]))
 
@@ -150,7 +150,7 @@ class CostTable:
         target = self._forwards(requests, longest)
         drafter = np.stack([self._part("drafter", own, m, longest) for m in drafting])
         rest = self._part("rest", own, requests, longest)
-        of_target, of_drafter, first = self._slopes(longest)
+        of_target, of_drafter, first = self._slopes(requests, longest)
         share, farther = np.array(drafting)[:, None], max(0.0, context - first)
         found = target + drafter + rest[0] + share / requests * (rest - rest[0])
         found = found + farther * (requests * of_target + share * of_drafter)
@@ -176,24 +176,30 @@ class CostTable:
         by_length = np.stack(each, axis=1)
         return np.array([_line(np.array([float(requests)]), list(batches), values)[0] for values in by_length])
 
-    def _slopes(self, longest: int) -> tuple[Float[np.ndarray, " lengths"], Float[np.ndarray, " lengths"], int]:
-        """What a further token of a request's context adds to the target and to the drafter, and from where on."""
+    def _slopes(
+        self, requests: int, longest: int
+    ) -> tuple[Float[np.ndarray, " lengths"], Float[np.ndarray, " lengths"], int]:
+        """What a further token of each request's context adds per request, to target and drafter, and from where on."""
         first = min(row.context for row in self.rows)
-        near = {row.length: row for row in self.rows if row.requests == 1 and row.context == first and not row.sampled}
-        far = sorted(
-            (row for row in self.rows if row.requests == 1 and row.context > first and not row.sampled),
-            key=lambda row: row.length,
-        )
-        far = [row for row in far if row.length in near]
+        near = {(row.requests, row.length): row for row in self.rows if row.context == first and not row.sampled}
+        far: dict[int, list[StepCost]] = {}
+        for row in sorted(self.rows, key=lambda row: (row.requests, row.length)):
+            if row.context > first and not row.sampled and (row.requests, row.length) in near:
+                far.setdefault(row.requests, []).append(row)
         lengths, nothing = np.arange(longest + 1.0), np.zeros(longest + 1)
         if not far:
             return nothing, nothing, first
-        slopes = [
-            [max(0.0, getattr(row, part) - getattr(near[row.length], part)) / (row.context - first) for row in far]
-            for part in ("target", "drafter")
-        ]
-        places = [row.length for row in far]
-        return _line(lengths, places, slopes[0]), _line(lengths, places, slopes[1]), first
+
+        def slope(part: str) -> Float[np.ndarray, " lengths"]:
+            by_batch = []
+            for b, rows in far.items():
+                longer = [getattr(row, part) - getattr(near[b, row.length], part) for row in rows]
+                per_token = [max(0.0, s) / (row.context - first) / b for s, row in zip(longer, rows, strict=True)]
+                by_batch.append(_line(lengths, [row.length for row in rows], per_token))
+            each = np.stack(by_batch, axis=1)
+            return np.array([np.interp(float(requests), list(far), values) for values in each])
+
+        return slope("target"), slope("drafter"), first
 
     def _batches(self, sampled: bool) -> dict[int, list[StepCost]]:
         """The rows of the shortest context by number of requests, where plain and longer steps were measured."""

@@ -147,12 +147,16 @@ def measure(
     if Kind(requests=1, length=0) not in found or reach == 0:
         return None
     ends = [Kind(requests=1, length=0), Kind(requests=1, length=reach)]
-    reading = found[ends[0]].target * FAR / 8
     rows = list(found.values())
-    if parts.target.max_context >= 2 * FAR and reading < seconds / 4:
+    # For each request, a longer context may cost less in a step of many.
+    farther = [[replace(end, requests=b) for end in ends] for b in dict.fromkeys((1, batches[-1]))]
+    for kinds in farther if thorough else farther[:1]:
+        reading = kinds[0].requests * found[ends[0]].target * FAR / 8
+        if any(kind not in found for kind in kinds) or parts.target.max_context < 2 * FAR or reading > seconds / 4:
+            continue
         bench = Bench(parts, FAR)
         try:
-            far = _repeated(bench, ends, seconds / 4, REPEATS)
+            far = _repeated(bench, kinds, seconds / 4, REPEATS)
         finally:
             bench.close()
         rows += [_middle(each) for each in far.values()]

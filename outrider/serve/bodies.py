@@ -1,6 +1,8 @@
 """Bodies of requests: read within limits, as JSON, as a checked model."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
@@ -67,21 +69,31 @@ def parsed(body: bytes, most_depth: int) -> Any:
     return value
 
 
+async def save(request: Request, place: Path, most: int) -> None:
+    """Write the body to a file. Raises ApiError as soon as it is too long, or if it ends early."""
+    with place.open("wb") as file:
+        async for chunk in _chunks(request, most):
+            await asyncio.to_thread(file.write, chunk)
+
+
 async def _bytes(request: Request, most: int) -> bytes:
     """The body. Stops reading as soon as it is too long, whatever its header says."""
+    return b"".join([chunk async for chunk in _chunks(request, most)])
+
+
+async def _chunks(request: Request, most: int) -> AsyncIterator[bytes]:
     announced = request.headers.get("content-length", "")
     if announced.isascii() and announced.isdigit() and (len(announced) > 18 or int(announced) > most):
         raise _too_large(most)
-    chunks, size = [], 0
+    size = 0
     try:
         async for chunk in request.stream():
             size += len(chunk)
             if size > most:
                 raise _too_large(most)
-            chunks.append(chunk)
+            yield chunk
     except ClientDisconnect:
         raise ApiError(400, "the body ended early", code="invalid_json") from None
-    return b"".join(chunks)
 
 
 def _too_large(most: int) -> ApiError:

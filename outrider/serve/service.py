@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,7 @@ from outrider.serve.job import Job as Job
 from outrider.serve.job import Speculation as Speculation
 from outrider.serve.limits import Limits as Limits
 from outrider.serve.places import Places
+from outrider.serve.renewal import Renewal
 from outrider.serve.templates import encode_chat
 from outrider.serve.ticket import Ticket as Ticket
 from outrider.serve.watch import Watch as Watch
@@ -63,6 +65,7 @@ class Service:
         names: The names of the model, at least one.
         drafters: Drafters that jobs may name, beside the engine's own, by their names.
         drafter: A name for the engine's own drafter; by default its name in the catalog, or that of its class.
+        renewal: Loads drafters anew with weights that clients send; None refuses them.
 
     Raises:
         InputError: There is no name, or a drafter does not fit the engine's other parts.
@@ -76,12 +79,14 @@ class Service:
         limits: Limits | None = None,
         drafters: Mapping[str, Drafter] | None = None,
         drafter: str | None = None,
+        renewal: Renewal | None = None,
     ) -> None:
         if not names:
             raise InputError("a service needs at least one name for its model")
         self.engine = engine
         self.names = tuple(names)
         self.limits = limits or Limits()
+        self.renewal = renewal
         self.started = time.time()
         parts = engine.parts
         self.drafter = drafter or catalog.name_of(parts.drafter)
@@ -257,6 +262,26 @@ class Service:
     def swap(self, drafter: Drafter) -> Awaitable[None]:
         """Use another drafter for new jobs that name none. Raises InputError if it does not fit the other parts."""
         return asyncio.wrap_future(self._worker.call(partial(self.engine.swap, drafter)))
+
+    async def renew(self, name: str, weights: Path) -> None:
+        """Give a drafter other weights, for new jobs. It is loaded while others run.
+
+        Args:
+            name: Of the list of drafters.
+            weights: A file of safetensors; it is moved.
+
+        Raises:
+            InputError: The weights do not fit the drafter, or it has no folder on this machine.
+        """
+        if self.renewal is None:
+            raise InputError("this server takes no weights")
+        fresh = await self._in(self._compilers, partial(self.renewal.renewed, name, weights))
+        old = self.drafters[name]
+        if self.engine.parts.drafter is old:
+            await self.swap(fresh)
+        elif (reason := self.engine.refuses(fresh)) is not None:
+            raise InputError(reason)
+        self.drafters[name] = fresh
 
     async def _in(self, pool: ThreadPoolExecutor, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(pool, function)

@@ -71,6 +71,18 @@ def test_a_longer_context_costs_each_request_more():
     assert seconds(table, 1, 0, context=16) == 4.0
 
 
+def test_a_longer_context_may_cost_a_request_less_in_a_larger_step():
+    near = {(r.requests, r.length): r for r in TABLE.rows if not r.sampled}
+    alone = [replace(near[1, n], target=near[1, n].target + 4.48, context=512) for n in (0, 4)]
+    four = [replace(near[4, n], target=near[4, n].target + 4 * 2.24, context=512) for n in (0, 4)]
+    table = replace(TABLE, rows=(*TABLE.rows, *alone, *four))
+    for b, slope in ((1, 4.48), (4, 2.24), (8, 2.24)):
+        longer = seconds(table, b, 0, context=512) - seconds(TABLE, b, 0, context=512)
+        assert longer == pytest.approx(b * slope)
+    between = seconds(table, 2, 0, context=512) - seconds(TABLE, 2, 0, context=512)
+    assert between == pytest.approx(2 * (4.48 * 2 / 3 + 2.24 / 3))
+
+
 def test_a_table_survives_a_file():
     values = json.loads(json.dumps(TABLE.values()))
     assert CostTable.of_values(values) == TABLE

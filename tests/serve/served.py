@@ -12,6 +12,7 @@ import outrider
 from outrider import Engine
 from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
+from outrider.serve.renewal import Renewal
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 
@@ -24,12 +25,19 @@ def loaded(**options: Any) -> Engine:
 
 
 @contextlib.contextmanager
-def serving(engine: Engine, settings: Settings | None = None, limits: Limits | None = None) -> Iterator[str]:
+def serving(
+    engine: Engine,
+    settings: Settings | None = None,
+    limits: Limits | None = None,
+    renewal: Renewal | None = None,
+    drafter: str | None = None,
+) -> Iterator[str]:
     """The address of a server that ends with the block."""
     ready, ending = threading.Event(), threading.Event()
     found: list[str] = []
 
-    service = Service(engine, names=(NAME, "other-name"), limits=limits or Limits())
+    names, limits = (NAME, "other-name"), limits or Limits()
+    service = Service(engine, names=names, limits=limits, renewal=renewal, drafter=drafter)
     app = make_app(service, settings)
 
     async def run() -> None:

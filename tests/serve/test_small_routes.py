@@ -6,9 +6,13 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+import torch
+from safetensors.torch import load_file, save
 
 import outrider
-from outrider import catalog
+from outrider import InputError, Setup, catalog
+from outrider.cli.serve import ServeOptions, drafter_name, renewal_of
+from outrider.embedded import EMBEDDED_DRAFT
 from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
 from outrider.serve.service import Service
@@ -194,3 +198,45 @@ def test_a_drafter_is_swapped_with_the_admin_key_alone() -> None:
 
 def test_without_an_admin_key_nobody_swaps(client: httpx.Client) -> None:
     assert client.post("/v1/admin/drafter", json={"drafter": "suffix"}).status_code == 401
+
+
+def test_a_drafter_gets_other_weights_while_the_server_runs() -> None:
+    engine = loaded(length="fixed:3")
+    old, setup = engine.parts.drafter, Setup(dtype="float32", length="fixed:3")
+    name = drafter_name(setup, engine)
+    renewal = renewal_of(setup, ServeOptions(), engine, name)
+    own = load_file(EMBEDDED_DRAFT / "model.safetensors")
+    body = COMPLETION | {"temperature": 0, "ignore_eos": True, "max_tokens": 24}
+    with (
+        serving(engine, Settings(admin_key="root"), renewal=renewal, drafter=name) as url,
+        httpx.Client(base_url=url) as client,
+    ):
+        path, key = "/v1/admin/drafter/model/weights", {"authorization": "Bearer root"}
+
+        def drafts() -> tuple[str, int]:
+            answer = post(client, "/v1/completions", body)
+            return answer["choices"][0]["text"], answer["metrics"]["speculative_decoding"]["num_accepted_draft_tokens"]
+
+        text, accepted = drafts()
+        assert accepted > 0
+        assert client.put(path, content=save(own)).status_code == 401
+        turned = {name: torch.zeros_like(value) for name, value in own.items()}
+        assert client.put(path, content=save(turned), headers=key).json() == {"drafter": "model"}
+        assert drafts() == (text, 0)
+        assert client.put(path, content=save(own), headers=key).status_code == 200
+        assert drafts() == (text, accepted)
+        newest = engine.parts.drafter
+        missing = dict(list(own.items())[1:])
+        for wrong in (b"no tensors", save(missing), save({k: v[:1] for k, v in own.items()})):
+            assert client.put(path, content=wrong, headers=key).status_code == 400
+        assert client.put(path, content=b"0" * (renewal.most_bytes("model") + 1), headers=key).status_code == 413
+        assert client.put(path.replace("model", "nobody"), content=save(own), headers=key).status_code == 400
+        assert drafts() == (text, accepted)
+    assert engine.parts.drafter is newest is not old
+
+
+def test_a_drafter_without_a_folder_takes_no_weights() -> None:
+    engine = loaded(drafter="ngram")
+    renewal = renewal_of(Setup(drafter="ngram"), ServeOptions(), engine, "ngram")
+    with pytest.raises(InputError, match="no folder on the server"):
+        renewal.folder("ngram")

@@ -90,7 +90,7 @@ def _figures(shown: Shown, way: str, load: Load) -> dict[str, Any]:
         "num_runs": len(rows),
         "num_requests": len(requests),
         "num_tokens": tokens,
-        "output_throughput": metrics.output_throughput(requests, seconds),
+        "output_throughput": _output_throughput(rows, requests, seconds, load),
         "request_throughput": metrics.request_throughput(requests, seconds),
         "goodput": None if objectives is None else metrics.goodput(requests, seconds, objectives),
         "speedup": None if verdict is None else [verdict.speedup.value, verdict.speedup.low, verdict.speedup.high],
@@ -113,6 +113,12 @@ def _figures(shown: Shown, way: str, load: Load) -> dict[str, Any]:
         "peak_memory": max(peaks, default=None),
         "joules_per_token": sum(joules) / tokens if len(joules) == len(rows) and tokens else None,
     }
+
+
+def _output_throughput(rows: Sequence[Row], requests: Sequence[Served], seconds: float, load: Load) -> float:
+    """Tokens per second. Of a closed loop by each group's median round, as the speedup is."""
+    groups = units(rows) if isinstance(load, ClosedLoop) else []
+    return rate(groups) if groups else metrics.output_throughput(requests, seconds)
 
 
 def findings(found: Measurement) -> Findings:

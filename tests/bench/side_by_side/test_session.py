@@ -109,6 +109,21 @@ def test_figures_of_a_way_fit_each_other(measured):
     assert three["goodput"] == pytest.approx(three["request_throughput"])
 
 
+def test_throughputs_have_the_speedup_as_their_quotient_and_one_slow_round_changes_neither(measured):
+    _, found = measured
+    first = [{**row, "round": n} for n in range(3) for row in found.rows if row["round"] == 0]
+
+    def told(rows):
+        ways = {each["way"]: each for each in summary(replace(found, rows=rows))}
+        three = ways["three"]
+        return three["output_throughput"], ways[three["baseline"]]["output_throughput"], three["speedup"]
+
+    three, plain, speedup = told(first)
+    assert three / plain == pytest.approx(speedup[0])
+    slow = [{**row, "seconds": row["seconds"] * (10 if row["round"] == 1 else 1)} for row in first]
+    assert told(slow) == (three, plain, speedup)
+
+
 def test_a_second_run_takes_no_turn_again_and_a_larger_one_goes_on(plan, measured):
     place, found = measured
     rows = (place / "rows.jsonl").read_text()
