@@ -13,7 +13,7 @@ from outrider.bench.folder import Folder
 from outrider.bench.runs import Conditions, Job, as_row, on_engine
 from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
-from outrider.lm.forwards.packed import worth_packing
+from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from recipes.head_plan import Plan
 from recipes.head_ways import CHAIN, Head
@@ -53,7 +53,7 @@ class Decoder:
             self.model = stand_in() if plan.dtype == "auto" else stand_in().to(DTYPES[plan.dtype])
         else:
             self.model = open_model(plan.target, dtype=plan.dtype, device=plan.device)
-        self._forward = "compiled" if plan.compiled else "packed" if worth_packing(self.model) else "eager"
+        self._forward = "compiled" if plan.compiled else uncompiled(self.model)
         self.plain = self.load(drafter="none", length="fixed:1")
 
     def load(self, **parts: object) -> outrider.Engine:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -32,7 +32,8 @@ from outrider.host.threads import use_threads
 from outrider.learning.divergences import divergence
 from outrider.learning.learner import Learner
 from outrider.lengths.fixed import FixedLength
-from outrider.lm.hf.open import open_config
+from outrider.lm.forwards.packed import uncompiled
+from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.surgery.family import Sized, same_size
 from outrider.surgery.shape import config_of
 from outrider.training.distill import Distilled
@@ -103,6 +104,8 @@ def timed(
 ) -> list[Row]:
     """Seconds of a step of every shape and length, in turns."""
     engines: dict[str, Engine] = {}
+    model, tokenizer = open_model(str(EMBEDDED_TARGET)), open_tokenizer(str(EMBEDDED_TARGET))
+    shared: dict[str, Any] = {"tokenizer": tokenizer, "forward": uncompiled(model), "max_slots": 1}
     prompts = ["Once upon a time", "The little dog", "def main(", "Question: Tom has 5 apples."][:num_prompts]
     drawn = Sampling(temperature=0.0)
 
@@ -110,9 +113,7 @@ def timed(
         way = turn.way
         if way.shape not in engines:
             path = drafters / way.shape / Seed(number=0).name
-            engines[way.shape] = outrider.load(
-                str(EMBEDDED_TARGET), drafter=f"model:path={path}", length="fixed:5", forward="packed", max_slots=1
-            )
+            engines[way.shape] = outrider.load(model, drafter=f"model:path={path}", length="fixed:5", **shared)
         engine = engines[way.shape]
         engine.parts = replace(engine.parts, length=FixedLength(num_speculative_tokens=way.length))
         each = []

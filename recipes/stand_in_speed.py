@@ -31,7 +31,7 @@ from outrider.bench.workload import PROMPTS, Question, questions
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.forwards.forward import Forward
-from outrider.lm.forwards.packed import worth_packing
+from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
 from outrider.proof.gate import gate
 from recipes import options
@@ -106,7 +106,7 @@ class Pair:
     @property
     def forward(self) -> Forward:
         """How the target's forwards run."""
-        return "packed" if worth_packing(self.model) else "eager"
+        return uncompiled(self.model)
 
     def load(self, **parts: Any) -> outrider.Engine:
         """An engine over the model, packed as one that is loaded by its path."""

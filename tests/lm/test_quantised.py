@@ -9,7 +9,7 @@ import outrider
 from outrider import InputError
 from outrider.lm.fingerprint import weights_of
 from outrider.lm.forwards.merged import merge
-from outrider.lm.forwards.packed import packed, plain
+from outrider.lm.forwards.packed import PackedLinear, keeps_bits, packed, plain
 from outrider.lm.hf.open import as_lm, logit_width
 from outrider.proof.gate import key
 from tests.world.recurrent_zoo import tiny_recurrent
@@ -99,6 +99,8 @@ def test_linear_layers_that_are_more_than_their_weight_are_neither_packed_nor_me
     assert (plain(layer), plain(other)) == (False, True)
     twin = packed(model)
     assert type(twin["q"]) is nn.Linear
+    # Which CPU this is decides about the other layer.
+    assert isinstance(twin["k"], PackedLinear) == keeps_bits(torch.device("cpu"), torch.bfloat16)
     if change in ("forward", "hook"):
         states = torch.ones(1, 4, dtype=torch.bfloat16)
         merge(model, lambda: [each(states) for each in model.values()])

@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.lm.forwards.forward import Forward
 from outrider.lm.forwards.twin import Module, twin
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.slots.cache import free_bytes
@@ -56,14 +57,15 @@ def keeps_bits(device: torch.device, dtype: torch.dtype) -> bool:
 def packed(model: Module) -> Module:
     """A twin that shares the weights, except that plain linear layers have packed copies of theirs.
 
-    It says the same bits in less time. Layers that are not `plain` (quantised ones, adapters) and weights of
-    other types are shared as they are. What is done to the model's linear layers later does not reach the twin.
+    It says the same bits in less time. Layers that are not `plain` (quantised ones, adapters) and weights for which
+    packing does not keep the bits here are shared as they are. What is done to the model's linear layers later does
+    not reach the twin.
     """
     made = twin(model)
     packs: dict[int, PackedLinear] = {}
     for parent in list(made.modules()):
         for name, child in list(parent.named_children()):
-            if plain(child) and child.weight.dtype == torch.bfloat16:
+            if plain(child) and keeps_bits(child.weight.device, child.weight.dtype):
                 if id(child) not in packs:
                     packs[id(child)] = PackedLinear(child)
                 setattr(parent, name, packs[id(child)])
@@ -90,6 +92,11 @@ def whole(module: nn.Module) -> bool:
 def worth_packing(model: PreTrainedModel) -> bool:
     """Whether packing is possible and takes less than a quarter of the memory that is free."""
     return packable(model) and fits_packed(model, model.device)
+
+
+def uncompiled(model: PreTrainedModel) -> Forward:
+    """How forwards of a model run on a CPU without a library of their own: packed where it is worth it, else eager."""
+    return "packed" if worth_packing(model) else "eager"
 
 
 def fits_packed(module: nn.Module, device: torch.device) -> bool:
