@@ -52,7 +52,7 @@ def test_a_result_whose_axes_differ_from_the_arguments_is_refused():
 
 def test_shapes_that_were_seen_before_are_checked_against_the_other_axes_of_the_call():
     @checked
-    def like(x: Float[Tensor, "*batch n"], y: Float[Tensor, "*batch m"], z: Float[Tensor, "n+m"]) -> None:
+    def like(x: Float[Tensor, "*batch n"], y: Float[Tensor, "*batch m"], z: Float[Tensor, " n+m"]) -> None:
         pass
 
     x, y = torch.zeros(2, 5, 3), torch.zeros(2, 5, 4)
