@@ -33,7 +33,7 @@ from outrider.theory.coverage import Coverage, expected
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import GenerationRequest, regenerate
+from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings
@@ -343,7 +343,7 @@ class Budget:
 
         def written(engine: outrider.Engine, asked: Sequence[Document], name: str, **how: Any) -> list[Document]:
             bar = progress.add_task(name, total=None)
-            request = GenerationRequest(max_new_tokens=new, **how)
+            request = AnswerOptions(max_new_tokens=new, **how)
             regenerate(
                 engine,
                 asked,
