@@ -27,7 +27,6 @@ from outrider.core.inputs import unknown
 from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.generation import Generation
-from outrider.host.threads import use_threads
 from outrider.setup import Setup
 from recipes import options
 from recipes.stand_in import PARAMETERS, build
@@ -39,7 +38,7 @@ CONFIGURATIONS = (DEFAULT, named("suffix", {"drafter": "suffix"}))
 QUICK = {"peers": "transformers", "num_prompts": 2, "max_new_tokens": 8, "rounds": 1, "batch_sizes": "1,2"}
 
 
-def setup_of(model: str, dtype: str, environments: Path) -> Setup:
+def setup_of(model: str, dtype: str, environments: Path, threads: int) -> Setup:
     """Target and draft model; the stand-in is written beside the environments, once."""
     for value, known, what in ((model, MODELS, "model"), (dtype, DTYPES, "dtype")):
         if value not in known:
@@ -50,7 +49,7 @@ def setup_of(model: str, dtype: str, environments: Path) -> Setup:
         if not target.exists():
             with files.replaced(target) as fresh:
                 build(fresh)
-    return Setup(target=str(target), drafter=f"model:path={EMBEDDED_DRAFT}", dtype=dtype)
+    return Setup(target=str(target), drafter=f"model:path={EMBEDDED_DRAFT}", dtype=dtype, threads=threads)
 
 
 def main(
@@ -73,10 +72,13 @@ def main(
     """Compare Outrider with other engines on the same weights."""
     sizes, warm = options.whole_numbers("--batch-sizes", batch_sizes), options.numbers("--temperatures", temperatures)
     # transformers assists one prompt at a time, in the same process.
-    names = [name for each in peers.split(",") for name in ((each, ASSISTED) if each == TRANSFORMERS else (each,))]
+    names = [
+        name
+        for each in map(str.strip, peers.split(","))
+        for name in ((each, ASSISTED) if each == TRANSFORMERS else (each,))
+    ]
     others = PeerOptions(names=tuple(names), environments=environments, make=True, draft_tokens=draft_tokens)
-    setup = setup_of(model, dtype, environments)
-    use_threads(threads)
+    setup = setup_of(model, dtype, environments, threads)
     for temperature in warm:
         plan = Plan(
             setup=setup,
