@@ -290,7 +290,7 @@ class Budget:
     length: options.Length = 128
     steps: options.Steps = 150
     text_steps: options.TextSteps = 0
-    batch_size: options.NumRows = 8
+    batch_size: options.BatchSize = 8
     learning_rate: options.LearningRate = 1e-3
     seeds: options.Seeds = 3
     num_prompts: options.NumPrompts = 1000
