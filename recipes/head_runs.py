@@ -15,8 +15,7 @@ from outrider.bench.speedup import rate, speedup
 from outrider.bench.turns import Turn, turns
 from outrider.lm.forwards.packed import uncompiled
 from outrider.lm.hf.open import DTYPES, open_model, open_tokenizer
-from recipes.head_plan import Plan
-from recipes.head_ways import CHAIN, Head
+from recipes.head_plan import CHAIN, Head, Plan
 from recipes.stand_in import stand_in
 from recipes.trained import DEPTH, TEMPERATURES
 

@@ -8,6 +8,10 @@ trained heads too: chains and trees, in turns with plain decoding.
 What is trained and judged stays in the working folder, one folder for each head. So heads can be trained by several
 processes beside each other (`--heads medusa`, `--heads eagle3`), and a run that was cut off goes on. `--as-is` trains
 nothing and makes the tables of all that is there.
+
+`--target org/name --device cuda --heads eagle3 --engine --length 512 --steps 2000` does the same with one head and a
+larger target on a GPU, where the target's hidden states are computed in the training steps. This has not been run: no
+GPU was at hand.
 """
 
 import statistics
@@ -27,15 +31,15 @@ from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder, read_record, read_rows
 from outrider.bench.turns import Turn
 from outrider.core.types import InputError
+from outrider.embedded import EMBEDDED_TARGET
 from outrider.heads.objective import HeadObjective
 from outrider.training.data.capture import capture
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.loop import steps as loop
 from recipes import options, trained
 from recipes.head_findings import findings
-from recipes.head_plan import Plan
+from recipes.head_plan import HEADS, Head, Plan, all_taps, chosen_heads
 from recipes.head_runs import Decoder, decode
-from recipes.head_ways import HEADS, Head, all_taps, chosen_heads
 from recipes.trained import DEPTH, TEMPERATURES, Seed, Way, learnt, of
 
 QUICK = trained.QUICK | {
@@ -211,6 +215,9 @@ def main(
 ) -> None:
     """Train heads, judge them, and compare."""
     chosen = chosen_heads(heads, HEADS)
+    if plan.target != str(EMBEDDED_TARGET):
+        # Each target writes texts of its own.
+        plan = replace(plan, work=plan.work / Path(plan.target).name)
     told = {name: getattr(plan, name) for name in ("rounds", "stand_in", "compiled")}
     with plan.folder("heads", prompts=plan.names, **told) as place:
         run(plan, chosen, place, as_is)

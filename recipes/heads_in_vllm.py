@@ -31,6 +31,7 @@ from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
+from outrider.bench.side_by_side.peers import usual_folder
 from outrider.bench.turns import turns
 from outrider.bench.workload import PROMPTS, questions
 from outrider.core.types import InputError, Sampling
@@ -41,7 +42,6 @@ from outrider.lm.hf.open import open_tokenizer
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
 from recipes import options
-from recipes.peers import environments
 from recipes.trained import embedded_target, short_run
 
 DEPTH = 5
@@ -260,7 +260,7 @@ def run(plan: Plan, engine: Engine = vllm.ENGINE) -> Findings:
 def main(
     environments: Annotated[
         Path, typer.Option(help="Folder of vLLM's environment, several GB.", show_default=False)
-    ] = environments(),  # noqa: B008
+    ] = usual_folder(),  # noqa: B008
     out: options.Out = None,
     heads: Annotated[str, typer.Option(help="Names with commas.")] = ",".join(LEARNERS),
     prompts: options.Prompts = PROMPTS,

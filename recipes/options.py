@@ -40,7 +40,7 @@ NumTexts = Annotated[int, typer.Option(min=2, help="Texts to learn from.")]
 Length = Annotated[int, typer.Option(min=44, help="Tokens of a text.")]
 Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps of every drafter.")]
 TextSteps = Annotated[int, typer.Option(min=1, help="Steps on text, before, of twice as many rows.")]
-NumRows = Annotated[int, typer.Option(min=1, help="Rows of a step.")]
+BatchSize = Annotated[int, typer.Option(min=1, help="Rows of a step.")]
 LearningRate = Annotated[float, typer.Option(help="Highest learning rate.")]
 
 OF_SETTING: dict[str, Any] = {

@@ -27,7 +27,7 @@ from outrider.learning.divergences import divergence
 from outrider.lm.hf.open import open_config, open_tokenizer
 from outrider.training.data.batches import Batches
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import GenerationRequest, regenerate
+from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.distill import Distilled
 from outrider.training.positions import acceptance_by_position, positions_of
 from recipes import options, trained
@@ -107,7 +107,7 @@ def long_texts(place: Path, prompts: Path, count: int, length: int) -> Sequence[
     """What the target says to held-out prompts, up to a length; texts that end in their first half are left out."""
     engine = outrider.load(str(EMBEDDED_TARGET), drafter="none", max_slots=SLOTS, dtype="float32")
     asked = list(read_documents(prompts, open_tokenizer(str(EMBEDDED_TARGET)), prompts=True))
-    generation = GenerationRequest(sampling=Sampling(temperature=1.0, seed=13), max_new_tokens=length)
+    generation = AnswerOptions(sampling=Sampling(temperature=1.0, seed=13), max_new_tokens=length)
     regenerate(engine, spread(asked, count), place, generation)
     found = [each for each in read_documents(place, None, max_tokens=length) if len(each.tokens) > length // 2]
     if not found:

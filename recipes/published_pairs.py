@@ -33,7 +33,7 @@ from recipes.tiny import scrambled
 TINY_VOCAB = 64
 NORMS = ("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
 ADDING = ("o_proj.weight", "down_proj.weight", "down_proj", *NORMS)
-"""EmbeddingAndHead of the names of weights in whose proportion a layer adds to its input."""
+"""Ends of the names of weights in whose proportion a layer adds to its input."""
 NUM_ASSISTANT_TOKENS = 3
 """What the file of an assistant says about how many tokens transformers drafts."""
 ENDS: dict[str, Any] = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}

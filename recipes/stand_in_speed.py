@@ -216,7 +216,7 @@ def run(
         pair = Pair(model, tokenizer, setting, max(batch_sizes))
         gate(pair.first)
         chosen = pair.questions()
-        known = costs or measure_costs(pair.first, chosen[0].tokens, rounds=rounds)
+        known = costs or measure_costs(pair.first, rounds=rounds)
         given = kinds(known, lengths, others)
         rows = measure(place, pair, given, chosen, batch_sizes, temperatures, rounds)
         found = findings(rows, given)

@@ -22,7 +22,7 @@ from outrider.bench.claims import Claim, Paper
 from outrider.bench.evidence import Estimate, Row, Sums, gain
 from outrider.bench.folder import Folder, folder
 from outrider.bench.report import Findings, Table
-from outrider.bench.turns import Turn, turns
+from outrider.bench.turns import W, turns
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.host.threads import use_threads
@@ -33,7 +33,7 @@ from outrider.theory.coverage import Coverage, expected
 from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import GenerationRequest, regenerate
+from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.distill import Distilled
 from outrider.training.loop.settings import Settings
@@ -122,6 +122,18 @@ class Way:
     settings: Callable[[int], Settings] | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Seed:
+    """The seed of a run, as the job of a turn."""
+
+    number: int
+
+    @property
+    def name(self) -> str:
+        """As rows name it."""
+        return f"seed-{self.number}"
+
+
 def made(place: Folder, ways: Iterable[Way], seeds: int, keep: Path, judge: Callable[[Any], list[Row]]) -> list[Row]:
     """Make every drafter with every seed and judge it: a row for each way and seed, and each thing it is judged on.
 
@@ -130,16 +142,21 @@ def made(place: Folder, ways: Iterable[Way], seeds: int, keep: Path, judge: Call
         judge: Judges a learner, such as `judged`.
     """
 
-    def run(turn: Turn[Way, Seed]) -> Row:
-        way, seed = turn.way, turn.job
+    def run(way: Way, seed: Seed) -> Row:
         return learnt(way, seed.number, keep / way.name / seed.name, judge)
 
-    todo = list(turns(list(ways), [Seed(number=number) for number in range(seeds)], seed="made"))
-    return [
-        {"method": row["method"], "seed": row["seed"], **each}
-        for row in place.take("made", todo, run)
-        for each in row["each"]
-    ]
+    return over_seeds(place, "made", list(ways), seeds, run)
+
+
+def over_seeds(place: Folder, phase: str, ways: Sequence[W], seeds: int, run: Callable[[W, Seed], Row]) -> list[Row]:
+    """Take every way with every seed in turns: a row for each thing in the `each` of what a turn found.
+
+    Args:
+        run: Takes a turn; its row has `method`, `seed` and `each`.
+    """
+    todo = turns(ways, [Seed(number=number) for number in range(seeds)], seed=phase)
+    found = place.take(phase, todo, lambda turn: run(turn.way, turn.job))
+    return [{"method": row["method"], "seed": row["seed"], **each} for row in found for each in row["each"]]
 
 
 def learnt(
@@ -156,18 +173,6 @@ def learnt(
         done = {"steps": train(learner, way.batches(seed), way.settings(seed), place, progress=progress).step}
     learner.eval()
     return {"method": way.name, "seed": seed, **done, "each": judge(learner)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seed:
-    """The seed of a run, as the job of a turn."""
-
-    number: int
-
-    @property
-    def name(self) -> str:
-        """As rows name it."""
-        return f"seed-{self.number}"
 
 
 def judged(learner: Any, texts: Texts, depth: int = DEPTH) -> list[Row]:
@@ -285,7 +290,7 @@ class Budget:
     length: options.Length = 128
     steps: options.Steps = 150
     text_steps: options.TextSteps = 0
-    batch_size: options.NumRows = 8
+    batch_size: options.BatchSize = 8
     learning_rate: options.LearningRate = 1e-3
     seeds: options.Seeds = 3
     num_prompts: options.NumPrompts = 1000
@@ -338,7 +343,7 @@ class Budget:
 
         def written(engine: outrider.Engine, asked: Sequence[Document], name: str, **how: Any) -> list[Document]:
             bar = progress.add_task(name, total=None)
-            request = GenerationRequest(max_new_tokens=new, **how)
+            request = AnswerOptions(max_new_tokens=new, **how)
             regenerate(
                 engine,
                 asked,

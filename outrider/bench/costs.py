@@ -11,6 +11,7 @@ from outrider.decoding.protocol import Cycle
 from outrider.decoding.step import StepDecoding
 from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
+from outrider.plan.probe import CONTEXT, REPEATS, WARM_UP, Bench, Kind
 from outrider.trees.chain import ChainTree
 from outrider.trees.gumbel import GumbelTree
 from outrider.verifiers.match import MatchVerifier
@@ -72,50 +73,37 @@ class Costs:
         return [1 + self.token * more for more in range(count)]
 
 
-def measure_costs(
-    engine: Engine, prompt: Sequence[int], *, max_new_tokens: int = 96, rounds: int = 3, num_requests: int = 1
-) -> Costs:
-    """Time an engine's target and drafter in greedy chains of several lengths, taking turns; medians of steps.
+def measure_costs(engine: Engine, *, rounds: int = 3, num_requests: int = 1) -> Costs:
+    """Time an engine's target and drafter in chains of several lengths, taking turns: medians of the probe's steps.
 
     Args:
-        num_requests: Number of equal requests that run together. The unit is then a target forward over one token of
-            each; a drafter call drafts for all; one more token is one more per request.
+        rounds: How often each length is timed, in units of a short probe.
+        num_requests: Number of requests that run together. The unit is then a target forward over one token of each; a
+            drafter call drafts for all; one more token is one more per request.
 
     Raises:
         InputError: The engine's drafter proposed nothing, or the engine has fewer slots.
     """
     if not 1 <= num_requests <= engine.max_slots:
         raise InputError(f"num_requests must be in 1 .. {engine.max_slots}, the engine's slots, got {num_requests}")
-    ways = {n: _chains(engine, n) for n in LENGTHS}
-    settings = Sampling(temperature=0, seed=0)
-    target: dict[int, list[float]] = {n: [] for n in (0, *LENGTHS)}
-    drafter: list[float] = []
-    plain = engine.plain()
-    for _ in range(rounds):
-        for length, way in {0: plain, **ways}.items():
-            outputs = way.generate([prompt] * num_requests, max_new_tokens=max_new_tokens, sampling=settings)
-            way.rest()
-            for step in outputs[0].steps[1:]:
-                if step.num_draft_tokens == length and step.num_requests == num_requests:
-                    target[length].append(step.timing.target)
-                    if length:
-                        drafter.append(step.timing.drafter / length)
+    engine.rest()
+    parts = replace(engine.parts, tree=ChainTree(), verifier=MatchVerifier(), decoding=StepDecoding())
+    deepest = LENGTHS[-1] if parts.drafter.max_depth is None else parts.drafter.max_depth
+    kinds = [Kind(requests=num_requests, length=n) for n in (0, *LENGTHS) if n <= deepest]
+    bench = Bench(parts, min(CONTEXT, parts.target.max_context // 4))
+    try:
+        for kind in WARM_UP * kinds:
+            bench.step(kind)
+        steps = [step for kind in rounds * REPEATS * kinds if (step := bench.step(kind)) is not None]
+    finally:
+        bench.close()
+    drafter = [step.drafter / step.length for step in steps if step.length]
     if not drafter:
-        raise InputError("the drafter proposed nothing on this prompt; give one that it can continue")
+        raise InputError("the drafter proposed nothing; costs of drafts need a drafter that proposes tokens")
+    target = {n: [step.target for step in steps if step.length == n] for n in (0, *LENGTHS)}
     one = statistics.median(target[0])
     slopes = [(statistics.median(target[n]) - one) / n for n in LENGTHS if target[n]]
     return Costs(draft=statistics.median(drafter) / one, token=max(0.0, statistics.median(slopes)) / one)
-
-
-def _chains(engine: Engine, length: int) -> Engine:
-    parts = replace(
-        engine.parts,
-        tree=ChainTree(),
-        verifier=MatchVerifier(),
-        length=FixedLength(num_speculative_tokens=length),
-        decoding=StepDecoding(),
-    )
-    return Engine(parts, eos_ids=frozenset(), max_slots=engine.max_slots)
 
 
 def measure_acceptance(

@@ -24,8 +24,6 @@ OPENING = 16
 """Tokens of each text that are the prompt of a free run."""
 NEW_TOKENS = 64
 """Most tokens that a free run adds to each."""
-COST_TOKENS = 64
-"""Tokens of each output whose steps are timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +252,7 @@ def measure(
     worths: dict[int, Worth] = {}
     try:
         for count in sorted({1, engine.max_slots}) if rounds else ():
-            costs = measure_costs(engine, prompts[0], max_new_tokens=COST_TOKENS, rounds=rounds, num_requests=count)
+            costs = measure_costs(engine, rounds=rounds, num_requests=count)
             worths[count] = Worth.of(costs, free.acceptance, count)
     except InputError as error:
         notes.append(f"Costs could not be measured: {error}.")

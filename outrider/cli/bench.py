@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 else:
     Row = Load = Configuration = Measurement = Plan = object
 
-NO_GRAMMAR = ("json_schema", "regex", "grammar")
-"""Options of requests that `bench` lacks: transformers and the other engines have none of them."""
+NOT_MEASURED = ("json_schema", "regex", "grammar", "tools")
+"""Options of requests that `bench` lacks: transformers and the other engines have no grammars, and texts no tools."""
 MAX_NEW_TOKENS = 64
 """Tokens of an answer where no number is given."""
 TIME_LIMIT = 110.0

@@ -86,12 +86,14 @@ class Conversation:
         changed = replace(self.request, **{name: value})
         changed.sampling(self.speaker.sampling)
         changed.constraint()
+        changed.tool_schemas()
         self.request = changed
 
 
 def talk(setup: Setup, request: RequestOptions, system: str | None) -> None:
     """Answer each line of standard input."""
     request.constraint()
+    request.tool_schemas()
     engine = opened(replace(setup, max_slots=setup.max_slots or 1))
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a chat needs one; name it with --tokenizer")

@@ -19,6 +19,7 @@ def talk_remotely(setup: Setup, request: RequestOptions, options: RemoteOptions,
     speaker = RemoteSpeaker(remote, str(options.chosen(remote)["id"]))
     request.sampling(speaker.sampling)
     request.form()
+    request.tool_schemas()
     converse(speaker, request, system)
 
 
@@ -45,7 +46,7 @@ class RemoteSpeaker:
                     delta = choice["delta"]
                     if (thought := delta.get("reasoning") or "") and sys.stderr is not None:
                         print(thought, end="", file=sys.stderr, flush=True)
-                    if piece := delta.get("content") or "":
+                    if piece := (delta.get("content") or "") + _calls(delta):
                         text += piece
                         show(piece)
         except KeyboardInterrupt:
@@ -56,6 +57,12 @@ class RemoteSpeaker:
         print()
         _note(last)
         return text
+
+
+def _calls(delta: Mapping[str, Any]) -> str:
+    """The piece of a tool's call that a chunk holds, as text: the tool's name, then its arguments."""
+    calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
+    return "".join((f"\n{call['name']} " if call.get("name") else "") + (call.get("arguments") or "") for call in calls)
 
 
 def _note(chunk: Mapping[str, Any]) -> None:

@@ -7,7 +7,7 @@ import typer
 
 from outrider import __version__
 from outrider.cli import pruning
-from outrider.cli.bench import NO_GRAMMAR, BenchOptions
+from outrider.cli.bench import NOT_MEASURED, BenchOptions
 from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
 from outrider.cli.options import Json, with_options
@@ -162,7 +162,7 @@ def prove(
 
 
 @app.command()
-@with_options(without=NO_GRAMMAR)
+@with_options(without=NOT_MEASURED)
 def bench(
     setup: Setup,
     request: RequestOptions,
@@ -196,7 +196,7 @@ def bench(
 
 
 @app.command()
-@with_options(without=NO_GRAMMAR)
+@with_options(without=NOT_MEASURED)
 def plan(
     setup: Setup,
     request: RequestOptions,

@@ -74,8 +74,9 @@ class Task:
         if self.learn.learn:
             self.learn.settings()
         self.request.sampling(Sampling())
-        if self.request.constraint() is not None and self.compare:
-            raise InputError("--compare measures decoding without a grammar; leave out --compare or the grammar")
+        bound = self.request.constraint() is not None or self.request.tool_schemas() is not None
+        if bound and self.compare:
+            raise InputError("--compare measures plain texts; leave out --compare, or the grammar and the tools")
         if self.texts and self.file is not None:
             raise InputError("--prompt and --prompt-file were given together; give one of them")
 
@@ -87,6 +88,7 @@ class Task:
         """The outputs to make."""
         settings = repr(sorted(self.request.given().items()))
         shared = [self.n, self.logprobs, str(self.setup.target), settings, repr(self.request.constraint())]
+        shared += [self.request.tool_schemas()] if self.request.tools is not None else []
         found: list[Wanted] = []
         for number, entry in enumerate(prompts):
             text = json.dumps([entry.prompt, *shared], sort_keys=True)

@@ -51,7 +51,7 @@ NARROWER = {
     **dict.fromkeys(("quantization_config", "attn_implementation", "device", "device_map"), "Model"),
     **dict.fromkeys(("max_slots", "max_context", "max_prefill_tokens", "threads", "pad_to", "forward", "probe"), SPEED),
     **dict.fromkeys(ENDING, "Ends of outputs"),
-    **dict.fromkeys(("json_schema", "regex", "grammar"), "Grammar"),
+    **dict.fromkeys(("json_schema", "regex", "grammar", "tools"), "Grammar, tools"),
 }
 """Options with a heading of their own."""
 

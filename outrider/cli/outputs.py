@@ -48,6 +48,7 @@ FIELDS = (
     "tokens",
     "prompt_tokens",
     "finish_reason",
+    "context_full",
     "num_steps",
     "num_draft_tokens",
     "num_accepted_tokens",

@@ -16,7 +16,8 @@ KEYS = ("prompt", "turns", "messages")
 """What an object of JSON lines holds one of."""
 WANTED = "a JSON object with `prompt`, a text, or `turns`, a list of texts, or `messages` with role and content"
 
-OPTIONS = {field.name for field in fields(RequestOptions)} | {"max_tokens", "n", "response_format", "tool_choice"}
+OPTIONS = {field.name for field in fields(RequestOptions)} - {*BESIDE_MESSAGES}
+OPTIONS |= {"max_tokens", "n", "response_format", "tool_choice"}
 """What a line must not hold: options of requests are given for all prompts."""
 
 

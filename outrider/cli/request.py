@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.core.inputs import InputError, shown, text_of
+from outrider.core.inputs import InputError, parse_json, shown, text_of
 
 if TYPE_CHECKING:
     from outrider.constraints.grammar import Grammar
@@ -52,6 +52,7 @@ class RequestOptions:
         json_schema: Output JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
         regex: Output text that matches this regular expression.
         grammar: Output text of this file's grammar: GBNF (rule `root`) or Lark (rule `start`).
+        tools: Tools that the assistant may call in a chat: a file with a JSON list of their schemas.
     """
 
     max_new_tokens: int | None = None
@@ -71,6 +72,7 @@ class RequestOptions:
     json_schema: str | None = None
     regex: str | None = None
     grammar: Path | None = None
+    tools: Path | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -94,7 +96,9 @@ class RequestOptions:
         from outrider.engine.generation import Generation
 
         ending = {name: value for name, value in self.given().items() if name in ENDING}
-        return Generation(sampling=self.sampling(usual), constraint=self.constraint(), **ending)
+        return Generation(
+            sampling=self.sampling(usual), constraint=self.constraint(), tools=self.tool_schemas(), **ending
+        )
 
     def form(self) -> tuple[str, str] | None:
         """The grammar that was given: its option, and its text. None without one."""
@@ -125,6 +129,18 @@ class RequestOptions:
                 return regex(text)
             case _:
                 return rules(text)
+
+    def tool_schemas(self) -> list[dict[str, Any]] | None:
+        """The tools of the file, if one was given. Raises InputError if it holds anything else."""
+        if self.tools is None:
+            return None
+        found = parse_json(text_of(self.tools, "tools", "a file with a JSON list of tools"), str(self.tools))
+        if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
+            raise InputError(
+                f"{self.tools} must hold a JSON list of tools, such as "
+                '[{"type": "function", "function": {"name": "weather", "parameters": {}}}]'
+            )
+        return found
 
 
 def _biases(text: str) -> dict[int, float]:

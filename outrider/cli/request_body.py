@@ -23,6 +23,8 @@ def body_of(request: RequestOptions) -> dict[str, Any]:
     for name, value in given.items():
         if name == "logit_bias":
             found[name] = parse_json(value, "logit_bias")
+        elif name == "tools":
+            found[name] = request.tool_schemas()
         elif name not in FORMS:
             found[NAMES.get(name, name)] = list(value) if isinstance(value, tuple) else value
     if (form := request.form()) is not None:

@@ -205,13 +205,13 @@ def _answer(task: AnswerTask) -> None:
 
     with _training():
         from outrider.training.data.records import read_documents
-        from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
+        from outrider.training.data.regenerate import AnswerOptions, Regenerated, regenerate
         from outrider.training.data.sources import Part
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     part = Part(split=task.data.split, config=task.data.subset, columns=task.data.columns)
     engine = opened(task.setup)
-    generation = GenerationRequest(
+    generation = AnswerOptions(
         sampling=task.request.sampling(engine.sampling),
         max_new_tokens=task.request.max_new_tokens or MAX_NEW_TOKENS,
         prompt_tokens=task.prompt_tokens,

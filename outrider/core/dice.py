@@ -22,6 +22,7 @@ BLOCK = 64
 MANY = 2**17
 """From this many weights on, summing blocks first is faster than one running sum."""
 _WORD = 2**64 - 1
+_HALF = 2**32 - 1
 _EMPTY = np.zeros(4, dtype=np.uint64)
 
 
@@ -45,6 +46,7 @@ class Purpose(IntEnum):
         DRAFT: A draft token, in decoding.
         ACCEPT: Whether a draft token is accepted.
         RECOVER: The token that replaces a rejected one, or follows the last one.
+        LIBRARIES: What torch and other libraries draw in a step of training, such as dropout.
         ORDER: The order of a corpus in an epoch.
         CROP: The part of a long text.
         HELD_OUT: The texts of a corpus that are watched and not learned.
@@ -54,14 +56,29 @@ class Purpose(IntEnum):
     AGE, NOISE = 30, 31
     ANCHORS, GAPS, PADDING = 40, 41, 42
     HEAD, GROUPS = 50, 51
+    LIBRARIES = 60
     DRAFT, ACCEPT, RECOVER = 100, 101, 102
     ORDER, CROP, HELD_OUT = 200, 201, 202
 
 
 _LANES = {Purpose.DRAFT: 0, Purpose.ACCEPT: 1, Purpose.RECOVER: 2}
 """Which of a slot's numbers a purpose takes."""
-_OF_CORPUS = {Purpose.ORDER: 0, Purpose.CROP: 1, Purpose.HELD_OUT: 2}
-"""What stands for a purpose in the keys of `corpus_generator`."""
+
+
+def key_of(*parts: int) -> np.random.SeedSequence:
+    """The key of a draw that is no draw of decoding. Keys of other parts, or of another number of parts, differ.
+
+    NumPy writes its numbers one behind the other, in as many words as each needs, with zeros behind them. So `[7, 0]`
+    and `[7]` are one key to it. Here the count comes first, and each part takes two words.
+
+    Args:
+        parts: Numbers from 0 to 2**64 - 1.
+
+    Example:
+        >>> key_of(7).generate_state(1) == key_of(7, 0).generate_state(1)
+        array([False])
+    """
+    return np.random.SeedSequence([len(parts), *(word for part in parts for word in (part & _HALF, part >> 32))])
 
 
 def step_generator(purpose: Purpose, *, seed: int, step: int, row: int | None = None) -> np.random.Generator:
@@ -69,14 +86,14 @@ def step_generator(purpose: Purpose, *, seed: int, step: int, row: int | None = 
 
     Example:
         >>> int(step_generator(Purpose.PADDING, seed=7, step=2, row=3).integers(1000))
-        815
+        352
     """
-    return np.random.default_rng([seed, step, purpose] if row is None else [seed, step, row, purpose])
+    return np.random.default_rng(key_of(purpose, seed, step) if row is None else key_of(purpose, seed, step, row))
 
 
 def corpus_generator(purpose: Purpose, *, seed: int, index: int = 0) -> np.random.Generator:
     """The random numbers that choose from a corpus, for one epoch, or for one text of the whole run."""
-    return np.random.default_rng([seed, _OF_CORPUS[purpose], index])
+    return np.random.default_rng(key_of(purpose, seed, index))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,12 +35,22 @@ def accepted_per_position(steps: Sequence[Step]) -> list[int]:
 
 def conditional_acceptance(steps: Sequence[Step]) -> list[float]:
     """Share of chain steps that accept depth i, among those that drafted it and accepted everything before it."""
+    return conditional_rates([(s.num_draft_tokens, s.num_accepted_tokens) for s in steps])
+
+
+def conditional_rates(counts: Sequence[tuple[int, int]]) -> list[float]:
+    """The same of drafted and accepted tokens of each step.
+
+    Example:
+        >>> conditional_rates([(2, 0), (2, 1), (1, 1)])
+        [0.6666666666666666, 0.0]
+    """
     rates = []
-    for i in range(max((s.num_draft_tokens for s in steps), default=0)):
-        tested = [s for s in steps if s.num_draft_tokens > i and s.num_accepted_tokens >= i]
+    for i in range(max((drafted for drafted, _ in counts), default=0)):
+        tested = [accepted > i for drafted, accepted in counts if drafted > i and accepted >= i]
         if not tested:
             break
-        rates.append(sum(s.num_accepted_tokens > i for s in tested) / len(tested))
+        rates.append(sum(tested) / len(tested))
     return rates
 
 

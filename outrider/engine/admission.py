@@ -40,10 +40,11 @@ class Admission:
         parts: The target whose slots are given out, and the drafter of new requests.
         max_slots: Most slots in use at once, warm ones included.
         max_warm: Most slots that are kept warm.
+        lender: Slots that another engine over the same target keeps warm; they are released when a request needs one.
     """
 
-    def __init__(self, parts: Parts, *, max_slots: int, max_warm: int) -> None:
-        self._parts = parts
+    def __init__(self, parts: Parts, *, max_slots: int, max_warm: int, lender: Prefixes | None = None) -> None:
+        self._parts, self._lender = parts, lender
         self.max_slots = min(max_slots, parts.target.max_slots)
         self.prefixes = Prefixes(parts, min(max_warm, self.max_slots))
         self.waiting = Waiting()
@@ -109,6 +110,8 @@ class Admission:
         running = [other.state for other in self._running]
         asked = [request, *(state.request for state in running)]
         lengths = [min(most_tokens(each), target.max_context) for each in asked]
+        if self._lender is not None and not target.holds([*lengths, *self.prefixes.lengths, *self._lender.lengths]):
+            self._lender.clear()
         if target.holds([*lengths, *self.prefixes.lengths]):
             return True
         if not target.holds(lengths):
@@ -136,8 +139,7 @@ class Admission:
         elif found is not None and found.shared >= LEAST_COPY and self._has_room_beside(found):
             state = self._copied(found, seat.request, drafter)
         else:
-            if self._is_full:
-                self.prefixes.evict()
+            self._free_slot()
             return begin(replace(self.parts, drafter=drafter), seat.request)
         seat.reused = self.parts.target.length(state.slot)
         self.prefixes.num_reused_tokens += seat.reused
@@ -146,7 +148,13 @@ class Admission:
     @property
     def _is_full(self) -> bool:
         """Whether all slots are in use, warm slots included."""
-        return len(self._running) + len(self.prefixes) >= self.max_slots
+        lent = 0 if self._lender is None else len(self._lender)
+        return len(self._running) + len(self.prefixes) + lent >= self.max_slots
+
+    def _free_slot(self) -> None:
+        """Release a warm slot if all slots are in use, first one that another engine keeps warm."""
+        if self._is_full:
+            (self._lender or self.prefixes).evict()
 
     def _goes_on(self, found: Found) -> bool:
         """Whether to take over the slot of an ended request: at least half of its text is shared, or its slot would be
@@ -156,7 +164,7 @@ class Admission:
 
     def _has_room_beside(self, found: Found) -> bool:
         """Whether there is a slot for a copy. A warm slot may be released for it, but not the slot to copy."""
-        return not self._is_full or len(self.prefixes) > found.warm
+        return not self._is_full or bool(self._lender) or len(self.prefixes) > found.warm
 
     def _taken_over(self, found: Found, request: Request, drafter: Drafter) -> Running:
         """Start a request in the slot of an ended one."""
@@ -179,8 +187,7 @@ class Admission:
         old = found.state
         if found.warm:
             self.prefixes.touch(old)
-        if self._is_full:
-            self.prefixes.evict()
+        self._free_slot()
         slot = self.parts.target.copy(old.slot, _known(found, drafter))
         try:
             if old.drafter is drafter:

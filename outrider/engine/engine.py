@@ -25,7 +25,18 @@ from outrider.engine.lock import Lock, alone
 from outrider.engine.mailbox import Mailboxes
 from outrider.engine.output import Output, Update, succeeded
 from outrider.engine.prompts import BESIDE_MESSAGES, Prompt, Tool, encode
-from outrider.engine.requests import bound, check, check_count, listed, narrowed, nth, one_each, texts, tokens
+from outrider.engine.requests import (
+    bound,
+    check,
+    check_beside,
+    check_count,
+    listed,
+    narrowed,
+    nth,
+    one_each,
+    texts,
+    tokens,
+)
 from outrider.engine.schedule import Schedule
 from outrider.host.remembered import shapes
 from outrider.host.threads import threads_are_bound
@@ -77,6 +88,7 @@ class Engine:
         dice: Makes the dice of one step; by default those that the verifier wants, keyed by each request's seed.
         needs_seeds: Whether requests above temperature 0 must come with a seed.
         refuses: Returns in one sentence why parts do not fit each other, or None; called when a part is replaced.
+        lender: An engine over the same target. A slot that it keeps warm is released when this engine needs a slot.
         measure: Measures what steps of the parts cost, and returns what the engine knows then. Called if the costs turn
             out to be wrong, or if a new kind of drafter has none, as soon as no request runs. None calls nothing.
 
@@ -104,6 +116,7 @@ class Engine:
         needs_seeds: bool = False,
         refuses: Callable[[Parts], str | None] | None = None,
         measure: Callable[[Parts], Experience] | None = None,
+        lender: "Engine | None" = None,
     ) -> None:
         if max_prefill_tokens is None:
             max_prefill_tokens = prefill_size(parts.target.device)
@@ -123,7 +136,9 @@ class Engine:
         self._needs_seeds = needs_seeds
         self._refuses = refuses
         self._measure = measure
-        self._lock = Lock()
+        self._lender = lender
+        # Both engines change the target's slots, so one thread at a time runs either.
+        self._lock = Lock() if lender is None else lender._lock
         self._mail = Mailboxes()
         watched = parts.target.device.type == "cpu" and not threads_are_bound()
         self._schedule = Schedule(
@@ -131,6 +146,7 @@ class Engine:
             tokenizer,
             max_slots=max_slots,
             max_warm=max_slots if keep_warm else 0,
+            lender=None if lender is None else lender._schedule.prefixes,
             deliver=self._mail.deliver,
             timed=functools.partial(warn_of_crowd, Crowd()) if watched else None,
         )
@@ -209,12 +225,14 @@ class Engine:
         """Queue a request and return its id. Raises InputError if it cannot be run.
 
         Args:
-            prompt: A text, a list of token ids or a list of chat messages. A `Request` keeps its own settings: of the
-                options, `constraint`, `allowed_token_ids` and `bad_words` alone are read.
+            prompt: A text, a list of token ids or a list of chat messages. A `Request` has its own settings: of the
+                options, `constraint`, `allowed_token_ids` and `bad_words` alone may be given beside it.
             id: A name that no running request has; by default a random one.
             options: What is asked of the request.
             keywords: Fields of `Generation`; they override those of `options`.
         """
+        if isinstance(prompt, Request):
+            check_beside(prompt, id, keywords)
         request = self.request(prompt, id=id, options=Generation.of(options, keywords))
         if request.sampling.seed is not None:
             request = replace(request, repeats=request.sampling.temperature > 0 and not self._shares_noise)
@@ -233,6 +251,8 @@ class Engine:
         """
         asked = Generation.of(options, {})
         if isinstance(prompt, Request):
+            usual = Generation()
+            check_beside(prompt, id, [name for name, value in vars(asked).items() if value is not vars(usual)[name]])
             request = prompt
         else:
             beside = {name: getattr(asked, name) for name in BESIDE_MESSAGES}
@@ -313,6 +333,8 @@ class Engine:
         The arguments are those of `add`. Leaving the loop early cancels the request. If an error ends the request, it
         is raised.
         """
+        if isinstance(prompt, Request):
+            check_beside(prompt, id, keywords)
         id = self._claimed(prompt, Generation.of(options, keywords), id)
         try:
             ended = False
@@ -400,8 +422,8 @@ class Engine:
         return None if self._refuses is None else self._refuses(replace(self.parts, drafter=drafter))
 
     def plain(self) -> "Engine":
-        """An engine over the same target that drafts nothing. It keeps no warm slots, and this engine releases its own,
-        because both use the target's slots.
+        """An engine over the same target that drafts nothing. It keeps no slots warm. Both use the target's slots, so
+        it releases those that this engine keeps warm when it needs them, and one of the two runs at a time.
         """
         self.rest()
         return Engine(
@@ -422,6 +444,7 @@ class Engine:
             max_prefill_tokens=self.max_prefill_tokens,
             keep_warm=False,
             needs_seeds=self._needs_seeds,
+            lender=self._lender or self,
         )
 
     @alone

@@ -12,7 +12,7 @@ from outrider.core.inputs import InputError, shown, unknown
 from outrider.core.types import Sampling
 from outrider.engine.prompts import Tool
 
-Given = ParamSpec("Given")
+Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
@@ -107,7 +107,7 @@ class Keywords(SharedKeywords, total=False):
     constraint: Constraint | Grammar | None
 
 
-def takes_options(method: Callable[Given, Result]) -> Callable[Given, Result]:
+def takes_options(method: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """For a method that takes options as keywords: show them in its signature, which `help` prints, and refuse unknown
     names with an InputError.
     """
@@ -118,7 +118,7 @@ def takes_options(method: Callable[Given, Result]) -> Callable[Given, Result]:
     names = [each.name for each in parameters if each.name != "self"]
 
     @functools.wraps(method)
-    def called(*args: Given.args, **named: Given.kwargs) -> Result:
+    def called(*args: Parameters.args, **named: Parameters.kwargs) -> Result:
         for name in named:
             if name not in names:
                 raise unknown("option", name, names)

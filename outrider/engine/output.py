@@ -50,6 +50,7 @@ class Output:
         text: The output as text, without special tokens; it ends before a stop string.
         tokens: The output's token ids, an end token included.
         finish_reason: `stop` (an end token or stop string), `length`, `cancelled` or `error`.
+        context_full: Whether `finish_reason` is `length` because the context was full, before `max_new_tokens`.
         stop_reason: The stop string or the end token that ended the output, if `finish_reason` is `stop`.
         accepted_per_position: How often the draft token at depth 1, 2, ... was accepted.
         seconds: Time from the request's admission to its last token.
@@ -76,6 +77,7 @@ class Output:
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    context_full: bool = False
     stop_reason: str | int | None = None
     times: Times | None = None
     steps: list[Step] = field(default_factory=list, repr=False)

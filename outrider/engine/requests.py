@@ -17,6 +17,8 @@ from outrider.engine.prompts import Prompt, rows
 from outrider.lm.protocol import LM, SharesMemory
 
 Setting = TypeVar("Setting")
+BESIDE_REQUESTS = ("constraint", "allowed_token_ids", "bad_words")
+"""Options that may be given beside a `Request`: they need the target's vocabulary, which a request does not know."""
 MOST_OUTPUTS = 1_000_000
 """Most outputs of one call. Requests wait in memory, and so do their outputs."""
 
@@ -48,6 +50,22 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
         raise InputError("stop strings need the target's tokenizer")
     if any(not text for text in request.stop):
         raise InputError("a stop string must not be empty")
+
+
+def check_beside(request: Request, id: str | None, names: Iterable[str]) -> None:
+    """Raise InputError for what is given beside a request that says it itself.
+
+    Args:
+        id: The name that was given.
+        names: Options that were given.
+    """
+    given = ["id"] if id is not None and id != request.id else []
+    given += [name for name in names if name not in BESIDE_REQUESTS]
+    if given:
+        raise InputError(
+            f"{given[0]} is given beside a Request, which has its own settings; make the Request with "
+            f"dataclasses.replace, or give the prompt instead of a Request (beside it: {', '.join(BESIDE_REQUESTS)})"
+        )
 
 
 def most_tokens(request: Request) -> int:

@@ -109,6 +109,7 @@ class Seat:
             logprobs=self.logprobs if asked is not None else None,
             top_logprobs=[dict(each) for each in self.top_logprobs] if asked else None,
             prompt_logprobs=self.prompt if self.request.prompt_logprobs is not None else None,
+            context_full=reason == "length" and len(tokens) < self.request.max_new_tokens,
             stop_reason=self._stop_reason if reason == "stop" else None,
             times=self.times,
             error=error,

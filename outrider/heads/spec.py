@@ -2,30 +2,14 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
 from outrider.core.inputs import InputError, field_values
-from outrider.drafters.protocol import Drafter
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.options import HeadOptions
-from outrider.lm.target_info import TargetInfo
-
-
-@runtime_checkable
-class DrafterOfHead(Protocol):
-    """A class of drafters that can be made with a head."""
-
-    def of(self, head: Any, target: TargetInfo, trained: TrainedHead) -> Drafter:
-        """The drafter with a head that `Head.load` has read.
-
-        Args:
-            target: What it drafts for.
-            trained: Where the head runs, and what else the user said.
-        """
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

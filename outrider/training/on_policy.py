@@ -9,7 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from outrider.core.dice import Draws, PhiloxDice, Purpose, step_generator
+from outrider.core.dice import Draws, PhiloxDice, Purpose, key_of, step_generator
 from outrider.learning.batch import PADDING, Batch
 
 
@@ -133,4 +133,4 @@ class _Drawing(LogitsProcessor):  # type: ignore[misc]
 
 def _key(seed: int, row: int) -> int:
     """The seed of a row's tokens."""
-    return int(np.random.SeedSequence([seed, row, Purpose.TOKENS]).generate_state(1, np.uint64)[0])
+    return int(key_of(Purpose.TOKENS, seed, row).generate_state(1, np.uint64)[0])

@@ -32,7 +32,7 @@ from outrider.training.data.batches import Batches
 from outrider.training.data.capture import capture
 from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import GenerationRequest, regenerate
+from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.data.sources import Part
 from outrider.training.distill import Data, Distilled, distilled
@@ -302,7 +302,7 @@ def _answers(task: TrainTask, console: Console) -> Path:
             data.data, engine.tokenizer, part=part, limit=data.limit, prompts=True, vocab_size=width
         )
         wanted = max(1, task.settings.max_length // 2)
-        generation = GenerationRequest(sampling=Sampling(seed=task.settings.seed), max_new_tokens=wanted)
+        generation = AnswerOptions(sampling=Sampling(seed=task.settings.seed), max_new_tokens=wanted)
         console.print(f"the target answers {len(corpus):,} prompts", style="cyan")
         done = regenerate(engine, corpus, folder / ANSWERS, generation)
         if done.failed:

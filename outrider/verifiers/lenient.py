@@ -7,19 +7,18 @@ import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from outrider.core.dice import Dice, Purpose
+from outrider.core.dice import Dice
 from outrider.core.types import Draft, InputError, Verdict
 from outrider.verifiers.protocol import (
     Decision,
     chains,
     check_chains,
     child_rows,
-    everyone,
     ratio,
-    recover,
     residual,
     upload,
 )
+from outrider.verifiers.token import one_by_one
 from outrider.verifiers.traits import CHAINS, StatedVerifier
 from outrider.verifiers.walk import Judged, decided, inner_nodes
 
@@ -54,13 +53,7 @@ class LenientVerifier(StatedVerifier):
         if target_rows.device.type != "cpu":
             return self.decide(draft, target_rows, dice).verdict(draft)
         side = chains(draft, target_rows)
-        chances = self.loosened(side.p, side.q)
-        num_accepted = np.zeros_like(side.lengths)
-        for i in range(side.depth):
-            alive = num_accepted == i
-            num_accepted += alive & dice.accept(chances[:, i] * alive, everyone(draft, i, Purpose.ACCEPT))
-        last, rejected = side.roots + num_accepted, num_accepted < side.lengths
-        return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))
+        return one_by_one(draft, target_rows, dice, side, self.loosened(side.p, side.q))
 
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
         check_chains(draft)

@@ -9,6 +9,7 @@ from torch import Tensor
 from outrider.core.dice import Dice, Purpose
 from outrider.core.types import Draft, Verdict
 from outrider.verifiers.protocol import (
+    Chains,
     Decision,
     chains,
     check_chains,
@@ -42,12 +43,7 @@ class TokenVerifier(StatedVerifier):
         if target_rows.device.type != "cpu":
             return self.decide(draft, target_rows, dice).verdict(draft)
         side = chains(draft, target_rows)
-        ratios, num_accepted = side.ratios, np.zeros_like(side.lengths)
-        for i in range(side.depth):
-            alive = num_accepted == i
-            num_accepted += alive & dice.accept(ratios[:, i] * alive, everyone(draft, i, Purpose.ACCEPT))
-        last, rejected = side.roots + num_accepted, num_accepted < side.lengths
-        return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))
+        return one_by_one(draft, target_rows, dice, side, side.ratios)
 
     def decide(self, draft: Draft, target_rows: Float[Tensor, "nodes vocab"], dice: Dice) -> Decision:
         check_chains(draft)
@@ -57,3 +53,19 @@ class TokenVerifier(StatedVerifier):
         x = draft.tokens[upload(nodes + 1, p.device)][:, None]
         judged = Judged(nodes=nodes, chances=ratio(p.gather(1, x), q.gather(1, x)), after=residual(p, q))
         return decided(draft, target_rows, judged, dice)
+
+
+def one_by_one(
+    draft: Draft,
+    target_rows: Float[Tensor, "nodes vocab"],
+    dice: Dice,
+    side: Chains,
+    chances: Float[np.ndarray, "requests depth"],
+) -> Verdict:
+    """Accept the i-th token of each chain by its chance, stop at the first rejection, and draw one more token."""
+    num_accepted = np.zeros_like(side.lengths)
+    for i in range(side.depth):
+        alive = num_accepted == i
+        num_accepted += alive & dice.accept(chances[:, i] * alive, everyone(draft, i, Purpose.ACCEPT))
+    last, rejected = side.roots + num_accepted, num_accepted < side.lengths
+    return side.verdict(num_accepted, recover(draft, dice, target_rows, last, rejected))

@@ -12,7 +12,7 @@ from outrider.trees.fixed import FixedTree, best_topology
 def test_costs_and_acceptance_of_the_embedded_pair_make_a_length_and_a_topology():
     engine = outrider.load(max_slots=2)
     prompt = engine.encode("Once upon a time there was a")
-    costs = measure_costs(engine, prompt, max_new_tokens=40, rounds=1)
+    costs = measure_costs(engine, rounds=1)
     assert costs.draft > 0
     assert costs.token >= 0
     policy = PlannedLength(draft_cost=costs.draft, token_cost=costs.token)
@@ -38,12 +38,11 @@ def test_costs_of_a_batch_are_those_of_its_own_forwards():
         return extend(segments, taps)
 
     engine.parts.target.extend = watched
-    prompt = engine.encode("Once upon a time there was a")
-    costs = measure_costs(engine, prompt, max_new_tokens=24, rounds=1, num_requests=3)
+    costs = measure_costs(engine, rounds=1, num_requests=3)
     assert costs.draft > 0
     assert {1, 2, 5, 9} <= {segments[0] for segments in seen if len(segments) == 3 and len(set(segments)) == 1}
     with pytest.raises(InputError, match=r"num_requests must be in 1 .. 3, the engine's slots, got 4"):
-        measure_costs(engine, prompt, num_requests=4)
+        measure_costs(engine, num_requests=4)
 
 
 def test_dearer_tokens_make_shorter_plans():
@@ -61,4 +60,4 @@ def test_target_costs_grow_by_the_token():
 def test_a_drafter_that_proposes_nothing_has_no_cost():
     engine = outrider.load(drafter="none")
     with pytest.raises(InputError, match="proposed nothing"):
-        measure_costs(engine, [5, 6, 7], max_new_tokens=8, rounds=1)
+        measure_costs(engine, rounds=1)

@@ -7,7 +7,10 @@ import sys
 import pytest
 
 from outrider.cli.prompts import STANDARD_INPUT, entries, is_lines, read_prompts
+from outrider.cli.request import RequestOptions
+from outrider.cli.request_body import body_of
 from outrider.core.inputs import InputError
+from outrider.core.types import Sampling
 from outrider.embedded import EMBEDDED_TARGET
 from tests.cli.runs import run
 from tests.world.zoo import tiny
@@ -175,3 +178,39 @@ def test_tools_that_the_template_does_not_read_are_refused_with_the_line(monkeyp
         "error: line 2 of the prompts: the target's chat template does not read tools; leave it out, or give another "
         "template\n",
     )
+
+
+TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {}}}]
+
+
+def test_tools_of_a_file_reach_the_messages(tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    request = RequestOptions(tools=file)
+    assert request.generation(Sampling()).tools == TOOLS
+    assert body_of(request) == {"tools": TOOLS}
+    # A line may hold tools of its own.
+    [prompt] = read_prompts(json.dumps({"turns": ["a"], "tools": TOOLS}))
+    assert prompt == {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS}
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "[1]", "{"])
+def test_a_file_that_holds_no_tools_is_a_sentence(monkeypatch, capsys, typed, tmp_path, text):
+    typed('{"turns": ["a"]}')
+    (tmp_path / "tools.json").write_text(text)
+    for command in (["generate"], ["chat"]):
+        status, _, err = run(monkeypatch, capsys, *command, "--tools", str(tmp_path / "tools.json"), *SHORT)
+        assert status == 2
+        assert "must hold a JSON list of tools" in err or "is not JSON" in err
+
+
+def test_tools_are_for_chats_whose_template_reads_them(monkeypatch, capsys, typed, tmp_path):
+    file = tmp_path / "tools.json"
+    file.write_text(json.dumps(TOOLS))
+    for text, sentence in (
+        ("a", "tools can be given with chat messages alone"),
+        ('{"turns": ["a"]}', "not read tools"),
+    ):
+        typed(text)
+        status, _, err = run(monkeypatch, capsys, "generate", "--tools", str(file), *SHORT)
+        assert (status, sentence in err) == (2, True), err

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cli.request import ENDING, RequestOptions
 from outrider.core.inputs import InputError
-from outrider.core.types import Sampling
+from outrider.core.types import Request, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation, Keywords, SharedKeywords
 from tests.world.models import engine
@@ -87,3 +87,40 @@ def test_a_name_that_is_no_option_is_refused_with_those_that_are(method, name, s
     listed = re.findall(r"\w+", str(refused.value).partition("vailable:")[2])
     own = {"prompts", "n", "progress", "errors"} if method == "generate" else {"prompt", "id"}
     assert {*listed} == {*NAMES, "options"} | own
+
+
+@pytest.mark.parametrize("method", ["add", "stream"])
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"max_new_tokens": 128}, "max_new_tokens"),
+        ({"options": Generation(max_new_tokens=4)}, "max_new_tokens"),
+        ({"id": "other"}, "id"),
+        ({"sampling": GREEDY, "bad_words": ()}, "sampling"),
+    ],
+    ids=["default", "value", "id", "sampling"],
+)
+def test_settings_beside_a_ready_request_are_refused_by_name(method, given, name):
+    idle, ready = engine("ngram"), Request(id="r", prompt=tuple(PROMPT), max_new_tokens=2, sampling=GREEDY)
+    with pytest.raises(InputError, match=f"{name} is given beside a Request, which has its own settings"):
+        list(getattr(idle, method)(ready, **given))
+    assert not idle.busy
+
+
+def test_a_constraint_may_be_given_beside_a_ready_request():
+    idle = engine("ngram")
+    ready = Request(id="r", prompt=tuple(PROMPT), max_new_tokens=2, sampling=GREEDY)
+    idle.add(ready, allowed_token_ids=[7])
+    outputs = [update.output for _ in range(3) for update in idle.step() if update.output is not None]
+    assert [output.tokens for output in outputs] == [[7, 7]]
+
+
+def test_an_output_says_whether_the_context_was_full():
+    idle = engine("ngram")
+    longest = idle.parts.target.max_context
+    prompt = [5] * (longest - 3)
+    outputs = [idle.generate([prompt], max_new_tokens=count, sampling=GREEDY)[0] for count in (3, 4)]
+    assert [(len(out.tokens), out.finish_reason, out.context_full) for out in outputs] == [
+        (3, "length", False),
+        (3, "length", True),
+    ]

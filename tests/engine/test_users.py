@@ -212,6 +212,21 @@ def test_engines_that_keep_nothing_warm_give_slots_back_at_once():
     assert len(busy.parts.target._slots) == len(busy.parts.drafter.lm._slots) == 0
 
 
+def test_a_plain_engine_takes_slots_that_its_origin_keeps_warm():
+    busy = engine("model", max_slots=4)
+    plain = busy.plain()
+    expected = [output.tokens for output in plain.generate(prompts(6), max_new_tokens=4, sampling=GREEDY)]
+    for made in (plain, plain.plain()):
+        busy.generate(prompts(6), max_new_tokens=4, sampling=GREEDY)
+        assert len(busy.parts.target._slots) == 4
+        outputs = made.generate(prompts(6), max_new_tokens=4, sampling=GREEDY)
+        assert [output.tokens for output in outputs] == expected
+    # One request needs one slot, so the origin keeps the others.
+    busy.generate(prompts(4), max_new_tokens=4, sampling=GREEDY)
+    plain.generate(prompts(1), max_new_tokens=4, sampling=GREEDY)
+    assert len(busy.parts.target._slots) == 3
+
+
 # Fewest tokens, and ends.
 
 

@@ -15,7 +15,7 @@ import outrider
 from outrider import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.hf import open as opening
-from outrider.lm.hf.open import open_model, open_tokenizer, straight_to
+from outrider.lm.hf.open import open_config, open_model, open_tokenizer, straight_to
 from tests.world.recurrent_zoo import RECURRENT, tiny_recurrent
 from tests.world.zoo import ARCHITECTURES, tiny
 
@@ -176,3 +176,15 @@ def test_a_directory_may_hold_a_tokenizer_alone(sound, tmp_path):
 def test_what_transformers_says_of_its_own_options_is_one_sentence(sound, options, sentence):
     with pytest.raises(InputError, match=sentence):
         outrider.load(sound, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("num_hidden_layers", 1_000_000), ("hidden_size", 10**9), ("vocab_size", 10**30)]
+)
+@pytest.mark.parametrize("part", [None, "text_config"])
+def test_a_size_beyond_any_models_is_a_sentence_before_anything_is_built(tmp_path, name, size, part):
+    config = {"model_type": "llama", name: size}
+    (tmp_path / "config.json").write_text(json.dumps(config if part is None else {"model_type": "llava", part: config}))
+    for load in (open_model, open_config):
+        with pytest.raises(InputError, match=rf"the config of {tmp_path} says {name}=1\d+.*no model has more than"):
+            load(str(tmp_path))

@@ -11,10 +11,9 @@ from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
 from recipes import trained
 from recipes.__main__ import main
-from recipes.head_claims import claims
-from recipes.head_findings import OfHead
+from recipes.head_findings import OfHead, claims
+from recipes.head_plan import CHAIN, DYNAMIC, HEADS, all_taps, chosen_heads
 from recipes.head_runs import PLAIN, best_other, common, folded, told
-from recipes.head_ways import CHAIN, DYNAMIC, HEADS, all_taps, chosen_heads
 from recipes.trained import DEPTH, of
 from tests.recipes.test_trained import TEXT
 
@@ -150,7 +149,7 @@ def test_acceptance_by_position_is_conditional():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_head_of_a_larger_target_says_that_it_has_not_been_run(given, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["gpu_head", *given, "--target", "org/name", "--out", str(tmp_path / "out")])
+        main(["heads", *given, "--target", "org/name", "--device", "cuda", "--out", str(tmp_path / "out")])
     assert ended.value.code == 2
     assert "has not been run" in capsys.readouterr().err
     assert not Path(tmp_path / "out").exists()

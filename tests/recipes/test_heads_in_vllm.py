@@ -18,7 +18,7 @@ from recipes.heads_in_vllm import Plan, run
 
 
 def scripted(_: Room | None) -> list[str]:
-    return [sys.executable, "-m", "tests.recipes.scripted_driver"]
+    return [sys.executable, "-m", "tests.bench.engines.scripted_driver"]
 
 
 SCRIPTED = Engine(title="Scripted", modes=("plain",), command=scripted)

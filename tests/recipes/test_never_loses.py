@@ -9,7 +9,7 @@ import pytest
 from outrider.core.types import InputError
 from outrider.host import remembered
 from recipes import never_loses
-from recipes.never_loses_runs import records_in
+from recipes.never_loses import records_in
 
 
 def test_every_way_emits_the_same_tokens_and_a_run_goes_on_where_it_was_cut_off(tmp_path):

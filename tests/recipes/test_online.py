@@ -1,6 +1,7 @@
 """A draft model that learns from a stream is judged by the weights that each request was drafted with."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from outrider.core.types import InputError
 from outrider.embedded import EMBEDDED_TARGET
 from outrider.lm.hf.open import open_config, open_tokenizer
-from recipes import online, online_stream
+from recipes import online
 from recipes.trained import embedded_target
 
 TEXTS = {
@@ -29,14 +30,12 @@ def data(tmp_path):
     return file
 
 
-def stream(prompts, **changes):
-    options = {"max_new_tokens": 12, "interval": 2, "learning_rate": 1e-3, "margin": 1.0} | changes
-    return online_stream.Stream(domains={"story": prompts}, target=str(EMBEDDED_TARGET), draft=online.DRAFT, **options)
-
-
 def served(prompts, temperature, **changes):
     waves = []
-    row = stream(prompts, **changes).served(temperature, 0, embedded_target(), lambda: waves.append(1))
+    options = {"max_new_tokens": 12, "interval": 2, "learning_rate": 1e-3, "margin": 1.0} | changes
+    stream = online.Stream(data=Path("none"), **options)
+    target = embedded_target()
+    row = stream.served({"story": prompts}, online.DRAFT, temperature, 0, target, lambda: waves.append(1))
     assert len(waves) == len(prompts) // 2
     return row
 
@@ -112,10 +111,10 @@ def test_a_draft_model_can_begin_without_the_domains_of_the_stream(data, tmp_pat
     with data.open("a") as file:
         file.writelines(json.dumps({"domain": "qa", "text": f"Why did {n} foxes go home?"}) + "\n" for n in range(4))
     tokenizer = open_tokenizer(str(EMBEDDED_TARGET))
-    place = online_stream.outsider(tmp_path / "draft", data, ["story", "python", "math"], 1, tokenizer)
+    place = online.outsider(tmp_path / "draft", data, ["story", "python", "math"], 1, tokenizer)
     config = open_config(str(place))
-    assert config.hidden_size == online_stream.SHAPE["hidden_size"]
+    assert config.hidden_size == online.SHAPE["hidden_size"]
     with pytest.raises(InputError, match="has no text of another domain"):
-        online_stream.outsider(tmp_path / "other", data, [*TEXTS, "qa"], 1, tokenizer)
+        online.outsider(tmp_path / "other", data, [*TEXTS, "qa"], 1, tokenizer)
     with pytest.raises(InputError, match="name a folder for it with --work"):
         online.main(data=data, text_steps=1, **online.QUICK)

@@ -12,7 +12,7 @@ from outrider.bench.costs import Costs
 from outrider.bench.trial import Setting
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.lm.hf.open import open_model
-from recipes import overhead, overhead_runs, stand_in, stand_in_speed
+from recipes import overhead, stand_in, stand_in_speed
 
 TEXT = "Once upon a time, there was a little fox who lived near a quiet river. One day, the fox found a red kite."
 
@@ -115,7 +115,7 @@ def test_every_way_is_one_that_the_catalog_reads():
 
 
 def test_overhead_is_what_the_rows_say(tmp_path):
-    plan = overhead_runs.Plan(
+    plan = overhead.Plan(
         out=tmp_path / "out",
         batch_sizes=(1, 2),
         context=16,
@@ -137,7 +137,7 @@ def test_overhead_is_what_the_rows_say(tmp_path):
         assert 0 < len(own) <= 3
         middle = statistics.median(1 - row["bare"] / row["step"] for row in own)
         assert each["overhead"]["median"] == pytest.approx(middle)
-        calls = each["v"] + each["c"] * overhead_runs.GAMMA
+        calls = each["v"] + each["c"] * overhead.GAMMA
         plain = each["seconds"][each["plain"]]["median"] / each["seconds"]["step"]["median"]
         assert each["efficiency"] == pytest.approx(plain * calls)
     [one, two] = summary["decoding"]
@@ -151,6 +151,6 @@ def test_overhead_is_what_the_rows_say(tmp_path):
 
 def test_wrong_plans_are_refused(tmp_path):
     with pytest.raises(InputError, match="unknown forward 'fast'"):
-        overhead_runs.Plan(out=tmp_path, forward="fast")
+        overhead.Plan(out=tmp_path, forward="fast")
     with pytest.raises(InputError, match="new_tokens must be >= 2, got 1"):
-        overhead_runs.Plan(out=tmp_path, new_tokens=1)
+        overhead.Plan(out=tmp_path, new_tokens=1)

@@ -1,6 +1,8 @@
 """Draft models that learn from the requests of an engine: real models, counted tokens."""
 
 import copy
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -278,3 +280,18 @@ def test_a_folder_of_snapshots_that_cannot_be_made_is_refused(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot be used"):
         Learning(engine("model"), OnlineSettings(snapshots=tmp_path / "file" / "kept"))
+
+
+def test_a_folder_of_snapshots_is_held_until_learning_ends(tmp_path: Path):
+    folder = tmp_path / "kept"
+    learning = Learning(engine("model"), OnlineSettings(snapshots=folder))
+    lock = folder.with_name(".kept.lock")
+    assert json.loads(lock.read_text())["pid"] == os.getpid()
+    learning.finish()
+    assert not lock.exists()
+    with pytest.raises(InputError, match="has no weights to train"):
+        Learning(engine("ngram"), OnlineSettings(snapshots=folder))
+    (folder / "file").write_text("")
+    with pytest.raises(InputError, match="is not empty"):
+        Learning(engine("model"), OnlineSettings(snapshots=folder))
+    assert not lock.exists()

@@ -14,11 +14,11 @@ import pytest
 from outrider.core.types import InputError, Sampling
 from outrider.learning.batch import Document
 from outrider.training.data.records import read_documents
-from outrider.training.data.regenerate import GenerationRequest, Regenerated, regenerate
+from outrider.training.data.regenerate import AnswerOptions, Regenerated, regenerate
 from tests.cli.runs import ROOT
 from tests.world.models import CONTEXT, engine
 
-GREEDY = GenerationRequest(sampling=Sampling(temperature=0), max_new_tokens=6, prompt_tokens=4)
+GREEDY = AnswerOptions(sampling=Sampling(temperature=0), max_new_tokens=6, prompt_tokens=4)
 
 
 def corpus(count: int = 9) -> list[Document]:
@@ -140,9 +140,9 @@ def test_an_interrupt_leaves_the_engine_idle_and_the_answers_on_disk(tmp_path: P
 
 def test_wrong_wishes_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="max_new_tokens must be >= 1, got 0"):
-        GenerationRequest(max_new_tokens=0)
+        AnswerOptions(max_new_tokens=0)
     with pytest.raises(InputError, match="without logits processors"):
-        GenerationRequest(sampling=Sampling(logit_bias={3: 1.0}))
+        AnswerOptions(sampling=Sampling(logit_bias={3: 1.0}))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file/out\.jsonl cannot be written: "):
         regenerate(engine("none"), corpus(), tmp_path / "file" / "out.jsonl", GREEDY)

@@ -15,6 +15,7 @@ import numpy as np
 
 from outrider.bench.side_by_side.served import Served, ServedStep
 from outrider.core.inputs import InputError, unknown
+from outrider.core.metrics import conditional_rates
 
 PERCENTILES = (50, 90, 99)
 BISECTIONS = 60
@@ -97,14 +98,7 @@ def conditional_acceptance(requests: Sequence[Served]) -> list[float]:
     """For $i$ = 1, 2, ...: of the steps that drafted at least $i$ tokens and accepted the first $i - 1$, the share that
     accepted token $i$ as well. Of chains; of a tree, a step counts as drafted to the number of its nodes.
     """
-    steps = drafting(requests)
-    rates = []
-    for i in range(max((step.drafted for step in steps), default=0)):
-        tested = [step for step in steps if step.drafted > i and step.accepted >= i]
-        if not tested:
-            break
-        rates.append(sum(step.accepted > i for step in tested) / len(tested))
-    return rates
+    return conditional_rates([(step.drafted, step.accepted) for step in drafting(requests)])
 
 
 def acceptance_histogram(requests: Sequence[Served]) -> list[int]:

@@ -41,6 +41,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 """The files of a tokenizer; the first has its vocabulary."""
 ADAPTER = "adapter_config.json"
 """The config of an adapter that PEFT has written."""
+LARGEST = {
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 10_000),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_head"), 100_000),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 100_000),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 1_000_000),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 10_000_000),
+    "vocab_size": 100_000_000,
+}
+"""Sizes in configs that no model passes, by far."""
 LONGEST_REASON = 300
 """Most characters that are quoted of another library's error."""
 
@@ -88,6 +97,7 @@ def open_model(
     device_map = straight_to(place) if device_map is None else device_map
     given = {"device_map": device_map, "quantization_config": quantization_config}
     config = None
+    check_sizes(path, revision)
     try:
         config = AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
         model, loaded = opener(config).from_pretrained(
@@ -234,6 +244,27 @@ def reason_of(error: Exception) -> str:
     return said if len(said) <= LONGEST_REASON else f"{said[:LONGEST_REASON]}..."
 
 
+def check_sizes(path: str, revision: str | None = None) -> None:
+    """Raise InputError if a config names a size beyond any model's: building it would fill the memory.
+
+    What cannot be read is left to those who read it.
+    """
+    try:
+        whole, _ = PreTrainedConfig.get_config_dict(path, revision=revision or "main")
+    except Exception:
+        return
+    if not isinstance(whole, dict):
+        return
+    for part in (whole, *(value for value in whole.values() if isinstance(value, dict))):
+        for name in LARGEST.keys() & part.keys():
+            size, most = part[name], LARGEST[name]
+            if isinstance(size, int) and size > most:
+                raise InputError(
+                    f"the config of {path} says {name}={shown(size)}, and no model has more than {most}; get the "
+                    "config that belongs to the weights"
+                )
+
+
 def as_dtype(given: str | torch.dtype) -> str | torch.dtype:
     """The dtype of a name; `auto` stays as it is."""
     if not isinstance(given, str) or given == "auto":
@@ -316,6 +347,7 @@ def open_config(path: str, *, revision: str | None = None, trust_remote_code: bo
     _exists(path, revision=revision)
     if (base := base_of(path)) is not None:
         return open_config(base, trust_remote_code=trust_remote_code)
+    check_sizes(path, revision)
     try:
         return AutoConfig.from_pretrained(path, revision=revision or "main", trust_remote_code=trust_remote_code)
     except Exception as error:

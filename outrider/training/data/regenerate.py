@@ -27,7 +27,7 @@ DRAWING = [each.name for each in fields(Sampling) if each.name not in ("seed", "
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationRequest:
+class AnswerOptions:
     """How prompts are answered.
 
     Attributes:
@@ -123,7 +123,7 @@ def regenerate(
     engine: Engine,
     documents: Sequence[Document],
     out: Path,
-    generation: GenerationRequest,
+    generation: AnswerOptions,
     *,
     progress: Callable[[Regenerated], None] | None = None,
 ) -> Regenerated:
@@ -180,7 +180,7 @@ def target_of(engine: Engine) -> str:
 
 
 def _answers(
-    engine: Engine, documents: Sequence[Document], generation: GenerationRequest, skip: set[int]
+    engine: Engine, documents: Sequence[Document], generation: AnswerOptions, skip: set[int]
 ) -> Iterator[tuple[int, Output | Exception]]:
     """Outputs with the numbers of their prompts, as they end. A prompt that fails gives its error.
 
@@ -210,7 +210,7 @@ def _answers(
 
 
 def _held(
-    out: Path, documents: Sequence[Document], generation: GenerationRequest, settings: dict[str, Any]
+    out: Path, documents: Sequence[Document], generation: AnswerOptions, settings: dict[str, Any]
 ) -> dict[int, int]:
     """The prompts whose answers a file holds, and where their lines begin. A half-written last line is cut off."""
     if not out.exists():
@@ -231,7 +231,7 @@ def _held(
 
 
 def _checked(
-    line: bytes, place: str, documents: Sequence[Document], generation: GenerationRequest, settings: dict[str, Any]
+    line: bytes, place: str, documents: Sequence[Document], generation: AnswerOptions, settings: dict[str, Any]
 ) -> int:
     """The prompt's number of a line that this run would have written."""
     try:

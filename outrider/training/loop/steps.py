@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from outrider.core.destination import check_free, locked
+from outrider.core.dice import Purpose, key_of
 from outrider.core.types import InputError
 from outrider.learning.learner import Judging, Learner, Loss
 from outrider.training.data.batches import Batches
@@ -445,4 +446,4 @@ class _Run:
 
 
 def _seed(seed: int, step: int, process: int) -> int:
-    return int(np.random.SeedSequence([seed, step, process]).generate_state(1, np.uint64)[0] >> 1)
+    return int(key_of(Purpose.LIBRARIES, seed, step, process).generate_state(1, np.uint64)[0] >> 1)

@@ -1,10 +1,12 @@
 """Online speculative decoding: draft models that learn from the traffic that they serve (Liu et al. 2023)."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import cast
 
 from outrider.catalog import name_of
+from outrider.core.destination import locked
 from outrider.core.inputs import InputError
 from outrider.core.types import Request
 from outrider.decoding.protocol import Cycle
@@ -77,7 +79,14 @@ class Learning:
         if engine.between is not None or engine.route is not None:
             raise InputError("something else replaces this engine's drafters already; end it first")
         self._engine, self._choose, self._watched = engine, route, engine.watch
-        self.pupils = [self._pupil(number, num_drafts) for number in range(num_drafts)]
+        self._held = ExitStack()
+        if (folder := self.settings.snapshots) is not None:
+            self._held.enter_context(locked(folder.with_name(f".{folder.name}.lock"), folder))
+        try:
+            self.pupils = [self._pupil(number, num_drafts) for number in range(num_drafts)]
+        except BaseException:
+            self._held.close()
+            raise
         engine.watch, engine.between = self._note, self._between
         if route is not None:
             engine.route = self._route
@@ -87,8 +96,9 @@ class Learning:
     def finish(self) -> None:
         """End learning. New requests get the newest weights, and the last snapshots are written."""
         self._engine.watch, self._engine.between = self._watched, None
-        for pupil in self.pupils:
-            pupil.finish(self._engine.running)
+        with self._held:
+            for pupil in self.pupils:
+                pupil.finish(self._engine.running)
         self._engine.swap(self.pupils[0].draft.drafter)
 
     def _pupil(self, number: int, count: int) -> Pupil:

@@ -9,7 +9,6 @@ import pytest
 import outrider
 from outrider import InputError, Sampling
 from outrider.bench.engines.engine import Engine as OtherEngine
-from outrider.bench.engines.engine import python_driver
 from outrider.bench.engines.environments import Environment
 from outrider.bench.side_by_side import peers
 from outrider.bench.side_by_side.arrivals import ClosedLoop
@@ -20,6 +19,7 @@ from outrider.bench.side_by_side.ways import BatchWay, LeftOut
 from outrider.bench.workloads.conversation import Conversation
 from outrider.embedded import EMBEDDED_DRAFT
 from outrider.engine.generation import Generation
+from tests.bench.engines import transformers_driver
 
 TOKENS = 5
 
@@ -53,7 +53,7 @@ def scripted(*modes: str) -> OtherEngine:
     return OtherEngine(
         title="Scripted",
         modes=modes,
-        command=lambda room: [sys.executable, "-m", "tests.recipes.scripted_driver"],
+        command=lambda room: [sys.executable, "-m", "tests.bench.engines.scripted_driver"],
         environment=Environment(name="scripted", pins=(), make=lambda room: None),
     )
 
@@ -81,7 +81,7 @@ def test_an_engine_that_says_something_else_or_does_not_start_is_left_out(some_o
 
 def test_another_engine_answers_the_same_tokens_for_as_long(some_of, engine, monkeypatch):
     # transformers behind a driver stands for an engine of its own.
-    behind = replace(scripted("plain"), title="Behind", command=lambda _: python_driver("transformers")(None))
+    behind = replace(scripted("plain"), title="Behind", command=lambda _: transformers_driver.COMMAND)
     monkeypatch.setattr(peers, "OUTSIDE", {"vllm": behind})
     player = Player(encoder=Encoder(engine), max_new_tokens=TOKENS, room=200)
     first, second = ({"role": "user", "content": text} for text in ("Hello", "Why?"))

@@ -1,16 +1,16 @@
-"""transformers: `plain`, `prompt lookup` and `draft model` (assisted decoding)."""
+"""A driver of transformers: `plain`, `prompt lookup` and `draft model` (assisted decoding)."""
 
+import sys
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 from outrider.bench.engines.driver import Answer, Asked, Driver, Options, serve
-from outrider.bench.engines.engine import DRAFT_MODEL, Engine, python_driver
+from outrider.bench.engines.engine import DRAFT_MODEL
 
-ENGINE = Engine(
-    title="transformers", modes=("plain", "prompt lookup", DRAFT_MODEL), command=python_driver("transformers")
-)
+COMMAND = [sys.executable, "-m", "tests.bench.engines.transformers_driver"]
+"""Starts it."""
 
 
 class TransformersDriver(Driver):

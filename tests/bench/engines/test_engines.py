@@ -1,0 +1,128 @@
+"""Drivers answer or say why not, environments and models are made once, and what fails is told by a sentence."""
+
+import sys
+import zipfile
+from dataclasses import replace
+
+import pytest
+
+from outrider.bench.engines import openvino
+from outrider.bench.engines.agreement import agreement
+from outrider.bench.engines.driver import Asked, Options
+from outrider.bench.engines.engine import converted
+from outrider.bench.engines.environments import CannotMake, Environment, Room
+from outrider.bench.engines.llama import compiler
+from outrider.bench.engines.process import Process, Refused, Stopped
+from outrider.bench.engines.vllm import requirements
+from outrider.embedded import EMBEDDED_DRAFT
+from outrider.lm.hf.open import open_model
+from tests.bench.engines import transformers_driver
+
+PROMPTS = [[0, 100, 200, 300, 400], [0, 500, 600]]
+
+
+def options(mode: str) -> Options:
+    place = str(EMBEDDED_DRAFT)
+    return Options(
+        mode=mode, target=place, draft=place, dtype="float32", threads=1, draft_tokens=3, ngram=3, batch=2, context=64
+    )
+
+
+def asked(prompts: list[list[int]], temperature: float = 0.0) -> Asked:
+    return Asked(prompts=prompts, new_tokens=12, temperature=temperature, seed=1)
+
+
+def test_a_driver_decodes_until_its_input_ends():
+    target = open_model(str(EMBEDDED_DRAFT), dtype="float32", device="cpu")
+    with Process(transformers_driver.COMMAND) as driver:
+        driver.start(options("draft model"))
+        [output] = driver.ask(asked(PROMPTS[:1])).tokens
+        assert len(output) == 12
+        found = agreement(target, PROMPTS[0], output)
+        assert (found.first, found.gap) == (None, 0)
+        changed = [*output[:4], output[4] + 1, *output[5:]]
+        found = agreement(target, PROMPTS[0], changed)
+        assert found.first == 4
+        assert found.gap > 0
+        # transformers assists one prompt at a time; the driver says so and goes on.
+        with pytest.raises(Refused, match="batch_size"):
+            driver.ask(asked(PROMPTS))
+        drawn = driver.ask(asked(PROMPTS[:1], temperature=1.0))
+        assert [len(tokens) for tokens in drawn.tokens] == [12]
+        assert drawn.seconds > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "sentence"),
+    [
+        ("raise SystemExit('no such instruction')", "exit status 1; its last line: no such instruction"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "SIGILL; its last line: none"),
+        ("import time; time.sleep(60)", "no answer within 0.5 seconds"),
+    ],
+)
+def test_a_driver_that_does_not_start_says_how_it_ended(program, sentence):
+    with pytest.raises(Stopped, match=sentence):
+        Process([sys.executable, "-c", program], patience=0.5 if "sleep" in program else 60).start(options("plain"))
+
+
+def test_a_driver_that_does_not_exist_is_told_by_a_sentence():
+    with pytest.raises(Stopped, match="cannot be started: No such file"):
+        Process(["/no/such/driver"]).start(options("plain"))
+
+
+def test_a_command_that_fails_is_told_by_its_last_error(tmp_path):
+    room = Room(place=tmp_path, pins=())
+    program = "print('Collecting\\nERROR: No matching distribution found for vllm\\n'); raise SystemExit(1)"
+    with pytest.raises(CannotMake, match=r"says: No matching distribution found for vllm$"):
+        room.run(sys.executable, "-c", program)
+    assert "Collecting" in (tmp_path / "log.txt").read_text()
+    with pytest.raises(CannotMake, match="/no/such/compiler cannot be run: No such file"):
+        room.run("/no/such/compiler")
+
+
+def test_without_a_compiler_the_sentence_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CannotMake, match=r"install one \(c\+\+, g\+\+ or clang\+\+\)"):
+        compiler()
+
+
+def test_an_environment_is_made_once_and_again_for_other_pins(tmp_path):
+    rooms = []
+    first = Environment(name="one", pins=("a==1",), make=rooms.append)
+    room = first.made(tmp_path)
+    assert room.python.exists()
+    assert first.made(tmp_path) == room
+    assert len(rooms) == 1
+    assert first.is_made(tmp_path)
+    assert not replace(first, pins=("a==2",)).is_made(tmp_path)
+
+
+def test_a_peer_whose_environment_cannot_be_made_is_left_out(tmp_path):
+    (tmp_path / "file").write_text("")
+    other = Environment(name="one", pins=(), make=lambda _: None)
+    with pytest.raises(CannotMake, match="one cannot be written"):
+        other.made(tmp_path / "file")
+
+
+def test_a_wheel_is_required_without_some_packages_and_extras(tmp_path):
+    about = (
+        "Name: x\nRequires-Dist: torch==2\nRequires-Dist: torchaudio\nRequires-Dist: pandas; extra == 'bench'\n\nText"
+    )
+    with zipfile.ZipFile(tmp_path / "x.whl", "w") as wheel:
+        wheel.writestr("x-1.dist-info/METADATA", about)
+    assert requirements(tmp_path / "x.whl", without=("torchaudio",)) == ["torch==2"]
+
+
+def test_a_model_is_converted_once(tmp_path):
+    (tmp_path / "one").mkdir()
+    calls = []
+
+    def convert(room, source, out, dtype):
+        calls.append(dtype)
+        out.write_text(dtype)
+
+    engine = replace(openvino.ENGINE, convert=convert)
+    room = Room(place=tmp_path / "one", pins=())
+    places = [converted(engine, room, EMBEDDED_DRAFT, tmp_path, dtype) for dtype in ("float32", "float32", "bfloat16")]
+    assert calls == ["float32", "bfloat16"]
+    assert [place.read_text() for place in places] == ["float32", "float32", "bfloat16"]
