@@ -24,12 +24,11 @@ from outrider.lengths.fixed import FixedLength
 from outrider.plan.table import RECORD as COSTS
 from outrider.plan.table import measured
 
-PLAIN, DEFAULT = "plain", "default"
+PLAIN, DEFAULT, CONTROL = "plain", "default", "plain, again"
+"""`plain, again` runs what `plain` runs. What the two differ by is noise."""
 LEARNT = (COSTS, "acceptance")
 """The kinds of records that a process with an empty cache must not see."""
-REFILLS = 2
-"""Requests per slot."""
-PASSES = 3
+PASSES = 6
 """How often each way has its turn. A machine is slower now and then, which must not fall on one way alone."""
 
 
@@ -64,19 +63,17 @@ def records_in(place: str) -> Iterator[None]:
 def timed(engine: Engine, prompts: Sequence[Sequence[int]], asked: Mapping[str, Any]) -> Row:
     """Answer prompts, as many at once as the job says, from a cold cache. All outputs are equally long."""
     engine.rest()
-    waiting, running = list(range(asked["requests"] * REFILLS)), 0
+    running = asked["requests"]
     tokens = drafted = steps = 0
     began = time.perf_counter()
-    while waiting or running:
-        while waiting and running < asked["requests"]:
-            number = waiting.pop(0)
-            engine.add(
-                list(prompts[(number + asked["round"]) % len(prompts)]),
-                max_new_tokens=asked["max_new_tokens"],
-                sampling=Sampling(temperature=asked["temperature"], seed=number if asked["seeded"] else None),
-                ignore_eos=True,
-            )
-            running += 1
+    for number in range(running):
+        engine.add(
+            list(prompts[(number + asked["round"]) % len(prompts)]),
+            max_new_tokens=asked["max_new_tokens"],
+            sampling=Sampling(temperature=asked["temperature"], seed=number if asked["seeded"] else None),
+            ignore_eos=True,
+        )
+    while running:
         for update in engine.step():
             if update.output is not None:
                 if update.output.error is not None:
@@ -99,7 +96,7 @@ def run(asked: Mapping[str, Any]) -> Row:
     if asked["prepare"] and (costs is None or not costs.kept or len({row.length for row in costs.rows}) < 9):
         costs = measured(default.parts, max_slots=default.max_slots, thorough=True)
         return {"kept": costs is not None and costs.kept}
-    engines = {PLAIN: default.plain()}
+    engines = {PLAIN: default.plain(), CONTROL: default.plain()}
     fixed = outrider.load(**options, length="fixed:1")
     prompts = [default.encode(text) for _, _, text in read_prompts(PROMPTS)]
     for length in asked["lengths"]:
@@ -107,18 +104,21 @@ def run(asked: Mapping[str, Any]) -> Row:
     for engine in engines.values():
         timed(engine, prompts, {**asked, "max_new_tokens": 16})
     engines[DEFAULT] = default
-    order, found = random.Random(asked["round"]), dict[str, Row]()
+    order, turns = random.Random(asked["round"]), {way: list[Row]() for way in engines}
     for turn in range(PASSES):
         for way in order.sample([*engines], len(engines)):
             # Plain decoding uses the slots of the default engine, which keeps some warm.
             default.rest()
-            row = timed(engines[way], prompts, {**asked, "round": asked["round"] + turn})
-            found[way] = {name: found.get(way, {}).get(name, 0) + value for name, value in row.items()}
+            turns[way].append(timed(engines[way], prompts, {**asked, "round": asked["round"] + turn}))
+    ways = {
+        way: {name: sum(row[name] for row in rows) for name in rows[0]} | {"turns": [row["seconds"] for row in rows]}
+        for way, rows in turns.items()
+    }
     return {
         "loading": loading,
         "kept": costs is not None and costs.kept,
         "busy": costs is not None and costs.busy,
-        "ways": found,
+        "ways": ways,
     }
 
 
