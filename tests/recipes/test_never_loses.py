@@ -1,6 +1,7 @@
 """The defaults beside plain decoding and fixed lengths: fresh processes, equal tokens, and figures of medians."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from outrider.core.types import InputError
 from outrider.host import remembered
 from recipes import never_loses
-from recipes.never_loses import records_in
+from recipes.never_loses import CONTROL, records_in
 
 
 def test_every_way_emits_the_same_tokens_and_a_run_goes_on_where_it_was_cut_off(tmp_path):
@@ -19,7 +20,7 @@ def test_every_way_emits_the_same_tokens_and_a_run_goes_on_where_it_was_cut_off(
     assert len(rows) == len(entries) == 1
     for row in rows:
         assert {way: made["tokens"] for way, made in row["ways"].items()} == dict.fromkeys(
-            ("plain", "fixed:3", "default"), 3 * 2 * 2 * 8
+            ("plain", "plain, again", "fixed:3", "default"), 6 * 2 * 8
         )
         assert row["ways"]["plain"]["drafted"] == 0 < row["ways"]["fixed:3"]["drafted"]
     assert {"table.md", "summary.json", "plot.svg", "circumstances.json"} <= {f.name for f in tmp_path.iterdir()}
@@ -42,7 +43,10 @@ def test_costs_are_kept_apart_and_everything_else_where_it_was(tmp_path: Path, m
 
 def test_figures_are_quotients_of_medians_over_the_best_way():
     def row(round_: int, **seconds: float) -> dict[str, object]:
-        ways = {way.replace("_", ":"): {"seconds": s, "drafted": 5, "steps": 10} for way, s in seconds.items()}
+        ways = {
+            way.replace("_", ":"): {"seconds": s, "turns": [s / 2] * 2, "drafted": 5, "steps": 10}
+            for way, s in {**seconds, CONTROL: seconds["plain"]}.items()
+        }
         return {"round": round_, "temperature": 1.0, "seeded": True, "requests": 8, "state": "kept", "ways": ways}
 
     rows = [row(i, plain=p, fixed_2=f, default=d) for i, (p, f, d) in enumerate([(1, 2, 1), (2, 1.8, 2), (4, 1, 9)])]
@@ -51,6 +55,13 @@ def test_figures_are_quotients_of_medians_over_the_best_way():
     assert found["spread"] == pytest.approx([1 / 9, 2.0])
     assert found["loses"]
     assert "at least 0.900 (goal 0.93)" in never_loses.findings([found]).text
+
+
+def test_a_way_that_is_best_by_luck_in_some_turns_is_not_compared_there():
+    turns = {"plain": [1.0, 1.0], CONTROL: [1.0, 1.0], "default": [1.0, 1.0], "fixed:1": [0.5, 1.25]}
+    row = {"ways": {way: {"turns": each} for way, each in turns.items()}}
+    # Chosen in the first turn, `fixed:1` loses in the second; there plain decoding is chosen, and is as fast.
+    assert never_loses.over_best_elsewhere([row]) == pytest.approx(math.sqrt(1.25 * 1.0))
 
 
 @pytest.mark.parametrize(("options", "name"), [({"states": "warm"}, "--states"), ({"lengths": "x"}, "--lengths")])
