@@ -45,8 +45,11 @@ class Call:
             raise of_input(error) from None
         return call
 
-    async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
+    def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
         """What comes, in the order in which it comes. Leaving early cancels the rest."""
+        return self._of_one(self.choices[0], self._tickets[0]) if len(self._tickets) == 1 else self._of_many()
+
+    async def _of_many(self) -> AsyncIterator[tuple[Choice, Part]]:
         # What the client has not read stays in the tickets, which watch over slow clients.
         coming: Coming = asyncio.Queue(maxsize=1)
         pumps = [
@@ -68,6 +71,16 @@ class Call:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _of_one(self, choice: Choice, ticket: Ticket) -> AsyncIterator[tuple[Choice, Part]]:
+        """The parts of a single output: no task stands between the ticket and the reader."""
+        try:
+            async for event in ticket:
+                yield choice, choice.take(event)
+        except InputError as error:
+            raise of_input(error) from None
+        finally:
+            self.close()
 
     async def finish(self) -> None:
         """Read everything."""
