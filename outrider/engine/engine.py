@@ -391,7 +391,8 @@ class Engine:
 
     @alone
     def swap(self, drafter: Drafter) -> None:
-        """Use another drafter for new requests. Running requests keep theirs.
+        """Use another drafter for new requests. Running requests keep theirs; with the last of them the old drafter is
+        let go.
 
         The length policy keeps the costs of steps and their acceptance if the drafter differs in its weights alone.
 
@@ -401,6 +402,9 @@ class Engine:
         old = self.parts
         alike = type(drafter) is type(old.drafter) and shapes(drafter.modules) == shapes(old.drafter.modules)
         self.parts = self._fitting(drafter, old.experience if alike else Experience(due=True))
+        if drafter is not old.drafter:
+            # Ended requests would keep the old weights in memory, and their cache is of no use to the new ones.
+            self._schedule.prefixes.forget(old.drafter)
 
     def refuses(self, drafter: Drafter) -> str | None:
         """Why a drafter does not fit the other parts, in one sentence; None if it does."""

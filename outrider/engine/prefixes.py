@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from outrider.core.types import Running
 from outrider.decoding.progress import end
 from outrider.decoding.protocol import Parts
+from outrider.drafters.none import NoDrafter
+from outrider.drafters.protocol import Drafter
 
 BLOCK = 256
 """Tokens that are compared at once."""
@@ -88,6 +90,13 @@ class Prefixes:
         """Release all slots."""
         while self._warm:
             self.evict()
+
+    def forget(self, drafter: Drafter) -> None:
+        """Release what a drafter keeps for ended requests. The target's cache stays."""
+        for state in self._warm:
+            if state.drafter is drafter:
+                drafter.close(state.drafter_state)
+                state.drafter, state.drafter_state = NoDrafter(), None
 
     def take(self, state: Running) -> None:
         """Remove a request whose slot a new request takes over."""

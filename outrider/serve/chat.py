@@ -136,7 +136,7 @@ class ChatAnswer:
                 reader=(lambda prompt: reading.reader(prompt, tools, name)) if reads_text else None,
                 wrap=wrap,
             )
-            call = Call.submit(gateway, id, choices)
+            call = Call.submit(gateway, request, id, choices)
         return cls(
             gateway=gateway,
             body=body,

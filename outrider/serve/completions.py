@@ -71,7 +71,7 @@ class Completion:
         with named(gateway, request, body) as id:
             choices = await choices_of(gateway, request, body, id, prompts)
             scores = await while_there(request, _scores(gateway, body, prompts))
-            call = Call.submit(gateway, id, [] if most_tokens(body) == 0 else choices)
+            call = Call.submit(gateway, request, id, [] if most_tokens(body) == 0 else choices)
         return cls(
             gateway=gateway,
             body=body,

@@ -59,7 +59,7 @@ def test_outputs_of_one_prompt_read_it_once(drafter: str) -> None:
 
 def test_a_long_prompt_that_is_read_in_chunks_is_read_once() -> None:
     busy = engine("none")
-    busy.max_prefill_tokens = 50
+    busy.max_prefill_tokens = 100
     fed = counted(busy)
     outputs = busy.generate([LONG, [*LONG, 9, 4], [*LONG, 4, 4]], max_new_tokens=3, sampling=GREEDY)
     assert sum(fed) <= len(LONG) + 3 * 5, fed
