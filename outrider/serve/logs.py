@@ -5,7 +5,7 @@ import logging
 import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import Any
 
 LOGGERS = ("outrider", "uvicorn")
 """The loggers of a server."""
@@ -36,13 +36,9 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
-def use_json(stream: TextIO | None = None) -> None:
-    """Write the server's log as lines of JSON, one for each request among them.
-
-    Args:
-        stream: Where to; by default standard error.
-    """
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+def use_json() -> None:
+    """Write the server's log to standard error as lines of JSON, one for each request among them."""
+    handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in LOGGERS:
         logger = logging.getLogger(name)
