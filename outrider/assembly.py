@@ -103,6 +103,7 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
         rules=rules_of(model, target.vocab_size) if follows else None,
         max_slots=max_slots,
         max_prefill_tokens=wanted.max_prefill_tokens,
+        max_warm_tokens=wanted.max_warm_tokens,
         needs_seeds=wanted.reproducible,
         refuses=refuses,
         measure=partial(measured_again, max_slots=max_slots) if chooses and wanted.probe else None,

@@ -51,6 +51,8 @@ class Setup:
         max_slots: Most requests at once. By default 8; in `chat` 1; inside transformers the batch size, at most 64.
         max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests. By default 512, on GPUs 2,048.
+        max_warm_tokens: Most tokens of ended requests, over all slots, that stay in the cache for prompts that begin
+            alike; the least recently used ones leave first. By default as many as the slots hold.
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
         dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
         device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
@@ -95,6 +97,7 @@ class Setup:
     max_slots: int | None = None
     max_context: int | None = None
     max_prefill_tokens: int | None = None
+    max_warm_tokens: int | None = None
     device: str | torch.device | None = None
     dtype: str | torch.dtype = "auto"
     device_map: str | Mapping[str, Any] | None = None

@@ -117,7 +117,7 @@ def chat(
 
 @app.command()
 @with_options()
-def serve(setup: Setup, options: ServeOptions, limits: Limits) -> None:
+def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptions) -> None:
     """Serve the target with the APIs of OpenAI and Anthropic, at 127.0.0.1 if no other host is named.
 
     A page at / shows what is drafted and accepted. The first SIGTERM or interrupt lets running requests end, the second
@@ -125,7 +125,7 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits) -> None:
     """
     from outrider.cli.serve import serve
 
-    raise typer.Exit(serve(setup, options, limits))
+    raise typer.Exit(serve(setup, options, limits, learn))
 
 
 @app.command()

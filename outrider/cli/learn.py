@@ -1,7 +1,7 @@
 """`outrider generate --learn`: its options, and its report."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +29,10 @@ class LearnOptions:
         learn_interval: Number of requests that end before the next optimizer step. By default 8.
         learn_rate: Learning rate. By default 1e-4.
         learn_divergence: What training lowers: `fkl`, `rkl`, `jsd:beta=0.5`, `tvd`, `nla` or `lk`. By default `fkl`.
-        learn_in_thread: Train in a thread of its own, beside decoding.
+        learn_in_thread: Train in a thread of its own, beside decoding; a server always does.
         learn_drafts: Number of draft models; prompts that are alike share one. By default 1.
-        learn_snapshots: Write snapshots of the draft model to this new folder.
+        learn_snapshots: Write snapshots of the draft model to this new folder. A server goes on from the newest one in
+            it.
     """
 
     learn: bool = False
@@ -61,8 +62,12 @@ class LearnOptions:
         }
         return OnlineSettings(**{name: value for name, value in given.items() if value is not None})
 
-    def begin(self, engine: Engine) -> Learning | None:
-        """Let an engine's draft model learn; None if it shall not."""
+    def begin(self, engine: Engine, *, serves: bool = False) -> Learning | None:
+        """Let an engine's draft model learn; None if it shall not.
+
+        Args:
+            serves: Whether a server learns: beside its requests, and on from the newest snapshot in the folder.
+        """
         if not self.learn:
             return None
         from outrider.training.online.learning import Learning
@@ -70,7 +75,8 @@ class LearnOptions:
 
         count = 1 if self.learn_drafts is None else self.learn_drafts
         route = Clusters.of(engine.parts.target, count) if count > 1 else None
-        return Learning(engine, self.settings(), route=route, num_drafts=count)
+        settings = replace(self.settings(), in_thread=True, resume=True) if serves else self.settings()
+        return Learning(engine, settings, route=route, num_drafts=count)
 
 
 def summary(learning: Learning, outputs: Sequence[Output]) -> str:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from outrider.cli.learn import LearnOptions
 from outrider.core.inputs import InputError, needs, parse_json, shown, text_of, unknown
 from outrider.serve.limits import Limits
 from outrider.setup import Setup
@@ -14,10 +15,11 @@ from outrider.setup import Setup
 if TYPE_CHECKING:
     from outrider.drafters.protocol import Drafter
     from outrider.engine.engine import Engine
+    from outrider.serve.learner import Learner
     from outrider.serve.renewal import Renewal
     from outrider.serve.settings import Settings
 else:
-    Drafter = Engine = Renewal = Settings = object
+    Drafter = Engine = Learner = Renewal = Settings = object
 
 API_KEY = "OUTRIDER_API_KEY"
 """The variable of the environment that may hold a key."""
@@ -45,6 +47,9 @@ class ServeOptions:
         priority: Let requests set their priority; lower goes first.
         per_request_metrics: What answers tell of their own speed: none, summary or detailed.
         cors_origin: An origin whose pages may use the server, or *; may be given several times.
+        log_json: Log one line of JSON for each request to standard error, without prompts and outputs.
+        log_text: Let these lines hold prompts and outputs.
+        otlp_traces_endpoint: Send a span of each request to this URL, by OTLP over HTTP, without prompts and outputs.
         keep_alive_on_death: Answer on after the engine has died, instead of ending with status 1.
     """
 
@@ -62,6 +67,9 @@ class ServeOptions:
     priority: bool = False
     per_request_metrics: str = "summary"
     cors_origin: tuple[str, ...] = ()
+    log_json: bool = False
+    log_text: bool = False
+    otlp_traces_endpoint: str | None = None
     keep_alive_on_death: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +77,8 @@ class ServeOptions:
             raise unknown("per_request_metrics", self.per_request_metrics, METRICS)
         if not all(self.api_key):
             raise InputError("api_key must not be empty")
+        if self.log_text and not self.log_json:
+            raise InputError("--log-text says what lines of the log hold; give --log-json too")
 
     def keys(self) -> tuple[str, ...]:
         """All keys that let clients in."""
@@ -89,6 +99,7 @@ class ServeOptions:
             response_template=self._response_template(),
             lossy=setup.allow_lossy,
             origins=self.cors_origin,
+            log_text=self.log_text,
             target=None if setup.target is None else Path(str(setup.target)).name,
         )
 
@@ -103,13 +114,15 @@ class ServeOptions:
         return found
 
 
-def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
+def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptions) -> int:
     """Serve until a signal comes. Returns the exit status."""
     check_extra()
     from outrider.cli.opened import opened
     from outrider.serve.app import make_app
+    from outrider.serve.logs import use_json
     from outrider.serve.server import Endings, bound_socket, is_loopback, run, url_of
     from outrider.serve.service import Service
+    from outrider.serve.traces import Traces
 
     if not (is_loopback(options.host) or options.keys() or options.allow_no_key):
         raise InputError(
@@ -117,15 +130,27 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
             "--allow-no-key to let everyone in"
         )
     settings = options.settings(setup)
+    traces = None if options.otlp_traces_endpoint is None else Traces.to(options.otlp_traces_endpoint)
+    if options.log_json:
+        use_json()
     with bound_socket(options.host, options.port) as bound:
         engine = opened(setup)
         if options.chat_template is not None:
             use_chat_template(engine, options.chat_template)
+        learner = learner_of(learn, engine)
         names = options.served_model_name or (model_name(setup),)
         own = drafter_name(setup, engine)
         others = drafters_of(setup, options, engine)
         renewal = renewal_of(setup, options, engine, own)
-        service = Service(engine, names=names, limits=limits, drafter=own, drafters=others, renewal=renewal)
+        service = Service(
+            engine,
+            names=names,
+            limits=limits,
+            drafter=own,
+            drafters=others,
+            renewal=renewal,
+            learns=learner is not None,
+        )
         endings = Endings(
             drain_seconds=limits.drain_seconds,
             survives_death=options.keep_alive_on_death,
@@ -140,7 +165,13 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
                 flush=True,
             )
 
-        return run(make_app(service, settings), service, bound, endings, ready)
+        try:
+            return run(make_app(service, settings, traces), service, bound, endings, ready)
+        finally:
+            if traces is not None:
+                traces.close()
+            if learner is not None:
+                learner.finish()
 
 
 def check_extra() -> None:
@@ -194,6 +225,16 @@ def renewal_of(setup: Setup, options: ServeOptions, engine: Engine, own: str) ->
         return assemble(replace(setup, drafter=spec, probe=False), target=engine.parts.target).parts.drafter
 
     return Renewal(specs=specs, load=load)
+
+
+def learner_of(learn: LearnOptions, engine: Engine) -> "Learner | None":
+    """Lets the engine's draft model learn from requests; None if it shall not."""
+    learning = learn.begin(engine, serves=True)
+    if learning is None:
+        return None
+    from outrider.serve.learner import Learner
+
+    return Learner(engine, learning)
 
 
 def use_chat_template(engine: Engine, file: Path) -> None:

@@ -20,6 +20,10 @@ Route = Callable[[Request], Drafter]
 """Chooses the drafter of a request."""
 LEAST_COPY = 16
 """Fewest shared tokens for which a slot is copied. Prefilling fewer tokens takes no longer than the copy."""
+LEAST_WAIT = 64
+"""Fewest tokens, being read for another request, for which a request waits to copy them. Fewer are read again, beside
+the other request's, in less time than a step.
+"""
 
 
 class Admission:
@@ -27,7 +31,8 @@ class Admission:
 
     The slot of an ended request stays allocated (*warm*). A prompt that continues the text of an ended request takes
     over its slot. A prompt that shares only a beginning with another request, such as a system prompt, gets a copy of
-    that beginning, if a slot is free for it.
+    that beginning, if a slot is free for it. If the other request is still reading that beginning, as with several
+    outputs of one prompt, the prompt waits for it, with a slot set aside.
 
     Where memory does not suffice for all slots at full length, a request waits until it fits, to its last token, beside
     those that run. Requests behind it wait too, so that short ones cannot hold back a long one for ever.
@@ -40,13 +45,22 @@ class Admission:
         parts: The target whose slots are given out, and the drafter of new requests.
         max_slots: Most slots in use at once, warm ones included.
         max_warm: Most slots that are kept warm.
+        max_warm_tokens: Most tokens in them together; None sets no limit.
         lender: Slots that another engine over the same target keeps warm; they are released when a request needs one.
     """
 
-    def __init__(self, parts: Parts, *, max_slots: int, max_warm: int, lender: Prefixes | None = None) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        max_slots: int,
+        max_warm: int,
+        max_warm_tokens: int | None = None,
+        lender: Prefixes | None = None,
+    ) -> None:
         self._parts, self._lender = parts, lender
         self.max_slots = min(max_slots, parts.target.max_slots)
-        self.prefixes = Prefixes(parts, min(max_warm, self.max_slots))
+        self.prefixes = Prefixes(parts, min(max_warm, self.max_slots), max_warm_tokens)
         self.waiting = Waiting()
         self._running: list[Seat] = []
 
@@ -72,8 +86,17 @@ class Admission:
             route: Chooses each request's drafter; None: all get the drafter of `parts`.
         """
         failed: list[tuple[Seat, Exception]] = []
-        while self.waiting and len(self._running) < self.max_slots and self._holds(self.waiting.first.request):
-            seat = self.waiting.take()
+        # Slots are set aside for those that wait for a beginning, so that nobody behind them takes their turn.
+        followers = 0
+        for seat in self.waiting.in_turn() if len(self._running) < self.max_slots else ():
+            if len(self._running) + followers >= self.max_slots:
+                break
+            if self._follows(seat.request):
+                followers += 1
+                continue
+            if not self._holds(seat.request):
+                break
+            self.waiting.remove(seat)
             seat.times = replace(seat.times, admitted=time.monotonic())
             try:
                 drafter = self.parts.drafter if route is None else route(seat.request)
@@ -127,6 +150,13 @@ class Admission:
                 break
             self.prefixes.evict()
         return True
+
+    def _follows(self, request: Request) -> bool:
+        """Whether a request waits because another one reads a long beginning of its prompt right now."""
+        if request.prompt_logprobs is not None:
+            return False
+        running = [other.state for other in self._running]
+        return self.prefixes.is_read_by(request.prompt, running, LEAST_WAIT)
 
     def _start(self, seat: Seat, drafter: Drafter) -> Running:
         """Give a request a slot. If another text begins as its prompt does, the slot already holds that beginning."""

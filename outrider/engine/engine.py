@@ -82,6 +82,8 @@ class Engine:
         max_slots: Most requests that run at once; other requests wait.
         keep_warm: Whether the slot of an ended request stays allocated until another request needs it, so that a prompt
             with the same beginning can reuse its cache.
+        max_warm_tokens: Most tokens in such slots together. Where there are more, the slots that were used longest ago
+            are released. None sets no limit: the warm slots may fill the cache.
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests, first come first served. A
             smaller number delays decoding requests less when new prompts arrive. By default 512 on CPUs and 2,048 on
             GPUs.
@@ -112,6 +114,7 @@ class Engine:
         max_slots: int = 8,
         max_prefill_tokens: int | None = None,
         keep_warm: bool = True,
+        max_warm_tokens: int | None = None,
         dice: Callable[[Sequence[Running]], Dice] | None = None,
         needs_seeds: bool = False,
         refuses: Callable[[Parts], str | None] | None = None,
@@ -122,6 +125,8 @@ class Engine:
             max_prefill_tokens = prefill_size(parts.target.device)
         if max_prefill_tokens < 1:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
+        if max_warm_tokens is not None and max_warm_tokens < 0:
+            raise InputError(f"max_warm_tokens must be >= 0, got {max_warm_tokens}")
         self.tokenizer = tokenizer
         self.eos_ids = eos_ids
         self.stop = tuple(stop)
@@ -129,6 +134,7 @@ class Engine:
         self.rules = rules
         self.max_slots = max_slots
         self.max_prefill_tokens = max_prefill_tokens
+        self.max_warm_tokens = max_warm_tokens
         self.dice = dice
         self.watch: Watch | None = None
         self.between: Callable[[], None] | None = None
@@ -147,6 +153,7 @@ class Engine:
             max_slots=max_slots,
             max_warm=max_slots if keep_warm else 0,
             lender=None if lender is None else lender._schedule.prefixes,
+            max_warm_tokens=max_warm_tokens,
             deliver=self._mail.deliver,
             timed=functools.partial(warn_of_crowd, Crowd()) if watched else None,
         )
@@ -406,7 +413,8 @@ class Engine:
 
     @alone
     def swap(self, drafter: Drafter) -> None:
-        """Use another drafter for new requests. Running requests keep theirs.
+        """Use another drafter for new requests. Running requests keep theirs; with the last of them the old drafter is
+        let go.
 
         The length policy keeps the costs of steps and their acceptance if the drafter differs in its weights alone.
 
@@ -416,6 +424,9 @@ class Engine:
         old = self.parts
         alike = type(drafter) is type(old.drafter) and shapes(drafter.modules) == shapes(old.drafter.modules)
         self.parts = self._fitting(drafter, old.experience if alike else Experience(due=True))
+        if drafter is not old.drafter:
+            # Ended requests would keep the old weights in memory, and their cache is of no use to the new ones.
+            self._schedule.prefixes.forget(old.drafter)
 
     def refuses(self, drafter: Drafter) -> str | None:
         """Why a drafter does not fit the other parts, in one sentence; None if it does."""

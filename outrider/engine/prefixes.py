@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from outrider.core.types import Running
 from outrider.decoding.progress import end
 from outrider.decoding.protocol import Parts
+from outrider.drafters.none import NoDrafter
+from outrider.drafters.protocol import Drafter
 
 BLOCK = 256
 """Tokens that are compared at once."""
@@ -41,12 +43,14 @@ class Prefixes:
     Args:
         parts: The target and the drafters that hold the slots.
         most: Most slots that stay allocated.
+        most_tokens: Most tokens that they hold together; None sets no limit.
     """
 
-    def __init__(self, parts: Parts, most: int) -> None:
+    def __init__(self, parts: Parts, most: int, most_tokens: int | None = None) -> None:
         self.num_reused_tokens = 0
         self.parts = parts
         self._most = most
+        self._most_tokens = most_tokens
         self._warm: list[Running] = []
 
     def __len__(self) -> int:
@@ -68,10 +72,15 @@ class Prefixes:
         return tuple(self._warm)
 
     def keep(self, state: Running) -> None:
-        """Keep the slot of an ended request. If there are too many, release the slot that was used longest ago."""
+        """Keep the slot of an ended request. If there are too many slots, or too many tokens in them, release those
+        that were used longest ago.
+        """
         self._warm.append(state)
-        while len(self._warm) > self._most:
+        while len(self._warm) > self._most or self._is_over(sum(self.lengths)):
             self.evict()
+
+    def _is_over(self, tokens: int) -> bool:
+        return self._most_tokens is not None and tokens > self._most_tokens
 
     def evict(self) -> None:
         """Release the slot that was used longest ago."""
@@ -82,6 +91,13 @@ class Prefixes:
         while self._warm:
             self.evict()
 
+    def forget(self, drafter: Drafter) -> None:
+        """Release what a drafter keeps for ended requests. The target's cache stays."""
+        for state in self._warm:
+            if state.drafter is drafter:
+                drafter.close(state.drafter_state)
+                state.drafter, state.drafter_state = NoDrafter(), None
+
     def take(self, state: Running) -> None:
         """Remove a request whose slot a new request takes over."""
         self._warm = [other for other in self._warm if other is not state]
@@ -90,6 +106,27 @@ class Prefixes:
         """Mark a slot as just used, so that it is kept longer."""
         self.take(state)
         self._warm.append(state)
+
+    def is_read_by(self, prompt: Sequence[int], running: Iterable[Running], least: int) -> bool:
+        """Whether a running request still reads a beginning of this prompt, and at least `least` of its tokens.
+
+        Those tokens need not be read again if the prompt waits until they are in the cache. Tokens that are in some
+        cache already are not counted.
+        """
+        most = len(prompt) - 1
+        if most < least:
+            return False
+        prompt = list(prompt)
+        coming = []
+        for state in running:
+            read = self.parts.target.length(state.slot)
+            end = min(most, len(state.tokens) - 1)
+            if end - read >= least:
+                coming.append(_shared(state.tokens, prompt, end))
+        if not coming:
+            return False
+        found = self.longest(prompt, running)
+        return max(coming) - (0 if found is None else found.shared) >= least
 
     def longest(self, prompt: Sequence[int], running: Iterable[Running]) -> Found | None:
         """The request with the longest common beginning; an ended request wins a tie; None if there is none."""

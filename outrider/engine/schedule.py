@@ -31,6 +31,7 @@ class Schedule:
         max_slots: Most slots in use at once, warm ones included.
         max_warm: Most slots that are kept warm.
         lender: Slots that another engine over the same target keeps warm.
+        max_warm_tokens: Most tokens in them together; None sets no limit.
         deliver: Called with every update.
         timed: Called with the steps of each iteration that ran no prompt tokens.
     """
@@ -43,13 +44,16 @@ class Schedule:
         max_slots: int,
         max_warm: int,
         lender: Prefixes | None = None,
+        max_warm_tokens: int | None = None,
         deliver: Callable[[Update], None],
         timed: Callable[[Sequence[Step]], None] | None = None,
     ) -> None:
         self.seats: dict[str, Seat] = {}
         self._tokenizer = tokenizer
         self._deliver, self._timed = deliver, timed
-        self._admission = Admission(parts, max_slots=max_slots, max_warm=max_warm, lender=lender)
+        self._admission = Admission(
+            parts, max_slots=max_slots, max_warm=max_warm, max_warm_tokens=max_warm_tokens, lender=lender
+        )
 
     @property
     def waiting(self) -> Waiting:

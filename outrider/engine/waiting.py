@@ -24,16 +24,9 @@ class Waiting:
         self._by_priority.setdefault(seat.request.priority, deque()).append(seat)
         self.num_tokens += len(seat.request.prompt)
 
-    @property
-    def first(self) -> Seat:
-        """The request whose turn is next. Raises ValueError if none waits."""
-        return self._by_priority[min(self._by_priority)][0]
-
-    def take(self) -> Seat:
-        """Remove and return the first request. Raises ValueError if none waits."""
-        seat = self.first
-        self.remove(seat)
-        return seat
+    def in_turn(self) -> list[Seat]:
+        """All of them, in the order in which they get slots."""
+        return [seat for priority in sorted(self._by_priority) for seat in self._by_priority[priority]]
 
     def remove(self, seat: Seat) -> None:
         """Remove a request, if it waits."""

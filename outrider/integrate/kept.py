@@ -85,7 +85,12 @@ def _engine(model: PreTrainedModel, options: Setup) -> Engine:
         made.parts.target.hold_weakly()
     elif isinstance(made.parts.target, RecurrentModel):
         made.parts.target.model = weakref.proxy(model)
-    return Engine(made.parts, max_slots=made.max_slots, max_prefill_tokens=made.max_prefill_tokens)
+    return Engine(
+        made.parts,
+        max_slots=made.max_slots,
+        max_prefill_tokens=made.max_prefill_tokens,
+        max_warm_tokens=made.max_warm_tokens,
+    )
 
 
 @contextmanager

@@ -25,16 +25,20 @@ from outrider.serve.requests import ChatBody, CompletionBody, DetokenizeBody, Dr
 from outrider.serve.responses_request import ResponsesRequest
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
+from outrider.serve.traces import Traces
 
 
-def make_app(service: Service, settings: Settings | None = None) -> FastAPI:
+def make_app(service: Service, settings: Settings | None = None, traces: Traces | None = None) -> FastAPI:
     """The app of a service. The caller starts and closes the service.
+
+    Args:
+        traces: Where spans of requests go; None makes none.
 
     Raises:
         InputError: A response template that cannot be used.
     """
     settings = settings or Settings()
-    gateway = Gateway.of(service, settings)
+    gateway = Gateway.of(service, settings, traces)
     app = FastAPI(title="Outrider", version=gateway.version, docs_url=None, redoc_url=None)
     app.state.gateway = gateway
     app.state.metrics = Metrics(service, unread=lambda: gateway.counts["parse_failures"])

@@ -1,18 +1,21 @@
 """The outputs of one HTTP request: submitted together, read together, cancelled together."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
+from outrider import catalog
 from outrider.core.inputs import InputError
 from outrider.serve.errors import of_input
 from outrider.serve.gateway import Gateway
-from outrider.serve.outputs import Choice, Part
+from outrider.serve.outputs import Choice, Part, usage_of
 from outrider.serve.service import Ticket
 from outrider.serve.sse import gone
+from outrider.serve.traces import attributes_of
 
 Result = TypeVar("Result")
 Coming = asyncio.Queue[tuple[Choice, Part] | Exception | None]
@@ -28,25 +31,32 @@ class Call:
 
     Attributes:
         id: Its name.
+        error: The code of the error that ended it; None if none did.
     """
 
     gateway: Gateway
+    request: Request
     id: str
     choices: Sequence[Choice]
+    error: str | None = None
+    _began: float = field(default_factory=time.monotonic)
     _tickets: list[Ticket] = field(default_factory=list)
 
     @classmethod
-    def submit(cls, gateway: Gateway, id: str, choices: Sequence[Choice]) -> "Call":
+    def submit(cls, gateway: Gateway, request: Request, id: str, choices: Sequence[Choice]) -> "Call":
         """Queue all outputs, or none. Raises ApiError if one cannot be run, or JobError if there is no room."""
-        call = cls(gateway=gateway, id=id, choices=choices)
+        call = cls(gateway=gateway, request=request, id=id, choices=choices)
         try:
             call._tickets = gateway.service.submit([choice.job for choice in choices])
         except InputError as error:
             raise of_input(error) from None
         return call
 
-    async def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
+    def parts(self) -> AsyncIterator[tuple[Choice, Part]]:
         """What comes, in the order in which it comes. Leaving early cancels the rest."""
+        return self._of_one(self.choices[0], self._tickets[0]) if len(self._tickets) == 1 else self._of_many()
+
+    async def _of_many(self) -> AsyncIterator[tuple[Choice, Part]]:
         # What the client has not read stays in the tickets, which watch over slow clients.
         coming: Coming = asyncio.Queue(maxsize=1)
         pumps = [
@@ -58,7 +68,7 @@ class Call:
             while left:
                 found = await coming.get()
                 if isinstance(found, Exception):
-                    raise of_input(found) if isinstance(found, InputError) else found
+                    raise self._failed(found)
                 if found is None:
                     left -= 1
                 else:
@@ -68,6 +78,22 @@ class Call:
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _of_one(self, choice: Choice, ticket: Ticket) -> AsyncIterator[tuple[Choice, Part]]:
+        """The parts of a single output: no task stands between the ticket and the reader."""
+        try:
+            async for event in ticket:
+                yield choice, choice.take(event)
+        except Exception as error:
+            raise self._failed(error) from None
+        finally:
+            self.close()
+
+    def _failed(self, error: Exception) -> Exception:
+        """The error as a route raises it."""
+        found = of_input(error) if isinstance(error, InputError) else error
+        self.error = getattr(found, "code", "internal_error")
+        return found
 
     async def finish(self) -> None:
         """Read everything."""
@@ -80,7 +106,30 @@ class Call:
             ticket.cancel()
         if self.id in self.gateway.running:
             self.gateway.running.discard(self.id)
+            self._tell()
             self.gateway.counts["parse_failures"] += sum(choice.reader.failures for choice in self.choices)
+
+    def _tell(self) -> None:
+        """Leave what the log says of the request, and make its span."""
+        gateway, request, settings = self.gateway, self.request, self.gateway.settings
+        counts = usage_of(self.choices)
+        told: dict[str, Any] = {
+            "prompt_tokens": counts["prompt_tokens"],
+            "completion_tokens": counts["completion_tokens"],
+            "finish_reasons": [choice.finish_reason or "abort" for choice in self.choices],
+        }
+        if self.error is not None:
+            told["error"] = self.error
+        if settings.log_text:
+            prompts = {choice.prompt: choice.job.prompt for choice in self.choices}
+            told["prompts"] = [gateway.service.tokenizer.decode(list(each)) for each in prompts.values()]
+            told["outputs"] = [choice.output.text if choice.output is not None else None for choice in self.choices]
+        request.scope["state"]["told"] = told
+        if gateway.traces is not None and self._tickets:
+            verifier = catalog.name_of(gateway.service.engine.parts.verifier)
+            attributes = attributes_of(self.id, request.url.path, gateway.name, verifier, self.choices)
+            seconds = time.monotonic() - self._began
+            gateway.traces.add(request.headers, attributes, seconds=seconds, failed=self.error is not None)
 
 
 async def _pump(choice: Choice, ticket: Ticket, coming: Coming) -> None:

@@ -21,7 +21,7 @@ from outrider.serve.jobs import check, choices_of, fitted, named
 from outrider.serve.openapi import POSTED, body_of
 from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import ChatBody, NamedTool
-from outrider.serve.sse import DONE, event
+from outrider.serve.sse import BLANK, DONE, Form, event
 from outrider.serve.thinking import BehindThinking
 from outrider.serve.tools import Piece
 
@@ -72,6 +72,27 @@ class Written:
         return found
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Due:
+    """A part that is to be said.
+
+    Attributes:
+        begins: Whether it is the output's first.
+        called: Whether the output has called a tool so far.
+    """
+
+    choice: Choice
+    part: Part
+    begins: bool
+    called: bool
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it is content and nothing else."""
+        pieces = self.part.pieces
+        return not (self.begins or self.part.ended) and len(pieces) == 1 and pieces[0].kind == "content"
+
+
 @dataclass(kw_only=True)
 class ChatAnswer:
     """A chat completion that is being answered. Other routes of chats put its chunks into their formats.
@@ -115,7 +136,7 @@ class ChatAnswer:
                 reader=(lambda prompt: reading.reader(prompt, tools, name)) if reads_text else None,
                 wrap=wrap,
             )
-            call = Call.submit(gateway, id, choices)
+            call = Call.submit(gateway, request, id, choices)
         return cls(
             gateway=gateway,
             body=body,
@@ -153,39 +174,66 @@ class ChatAnswer:
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as a stream."""
-        async for chunk in self.chunks():
+        forms = self._forms()
+        async for due in self._dues():
+            if forms and due.is_text:
+                yield forms[due.choice.index].filled("".join([piece.text for piece in due.part.pieces]))
+            else:
+                for chunk in self._chunks_of(due):
+                    yield event(chunk)
+        for chunk in self._last():
             yield event(chunk)
         yield DONE
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         """The chunks of the answer."""
-        options = self.body.stream_options
+        async for due in self._dues():
+            for chunk in self._chunks_of(due):
+                yield chunk
+        for chunk in self._last():
+            yield chunk
+
+    async def _dues(self) -> AsyncIterator["_Due"]:
+        """What is to be said, in the order in which it comes."""
         intervals = [Interval(self.body.stream_interval) for _ in self.choices]
         begun, called = set[int](), set[int]()
         async for choice, part in self.call.parts():
-            if choice.index not in begun:
-                begun.add(choice.index)
-                yield self._chunk(choice, {"role": "assistant", "content": ""}, None)
             if any(piece.kind == "call" for piece in part.pieces):
                 called.add(choice.index)
-            due = intervals[choice.index].add(part)
-            if due is not None:
-                for chunk in self._chunks_of(choice, due, called=choice.index in called):
-                    yield chunk
-        if options is not None and options.include_usage:
-            last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
-            yield self._object("chat.completion.chunk", []) | last
+            found = intervals[choice.index].add(part)
+            if found is not None:
+                # The first part is never held back.
+                begins = choice.index not in begun
+                begun.add(choice.index)
+                yield _Due(choice=choice, part=found, begins=begins, called=choice.index in called)
 
-    def _chunks_of(self, choice: Choice, part: Part, *, called: bool) -> list[Chunk]:
+    def _last(self) -> list[Chunk]:
+        """The chunk behind all text, if it is wanted."""
+        options = self.body.stream_options
+        if options is None or not options.include_usage:
+            return []
+        last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
+        return [self._object("chat.completion.chunk", []) | last]
+
+    def _forms(self) -> list[Form]:
+        """The events of each output's content, where nothing but the text differs; otherwise none."""
+        options = self.body.stream_options
+        counts = options is not None and options.continuous_usage_stats
+        if self.body.logprobs or self.body.return_token_ids or counts:
+            return []
+        return [Form(self._chunk(choice, {"content": BLANK}, None)) for choice in self.choices]
+
+    def _chunks_of(self, due: "_Due") -> list[Chunk]:
         """The chunks of a part: one for each kind of text, the last one with the reason of the end."""
+        choice, part = due.choice, due.part
+        found = [self._chunk(choice, {"role": "assistant", "content": ""}, None)] if due.begins else []
         deltas = [delta for piece in part.pieces if (delta := self._delta(piece)) is not None]
         logprobs = self._logprobs(part)
         if not deltas and (part.ended or logprobs or (self.body.return_token_ids and part.tokens)):
             deltas = [{} if part.ended else {"content": ""}]
-        found = []
         for i, delta in enumerate(deltas):
             last = part.ended and i == len(deltas) - 1
-            chunk = self._chunk(choice, delta, (logprobs or []) if i == 0 else None, ended=last, called=called)
+            chunk = self._chunk(choice, delta, (logprobs or []) if i == 0 else None, ended=last, called=due.called)
             if self.body.return_token_ids and not self.hides:
                 chunk["choices"][0]["token_ids"] = list(part.tokens) if i == 0 else []
             found.append(chunk)

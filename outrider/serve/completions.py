@@ -21,7 +21,7 @@ from outrider.serve.openapi import POSTED, body_of
 from outrider.serve.options import logprobs_of, most_tokens
 from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import CompletionBody
-from outrider.serve.sse import DONE, event
+from outrider.serve.sse import BLANK, DONE, Form, event
 from outrider.serve.tokens import OldLogprobs
 
 router = APIRouter()
@@ -71,7 +71,7 @@ class Completion:
         with named(gateway, request, body) as id:
             choices = await choices_of(gateway, request, body, id, prompts)
             scores = await while_there(request, _scores(gateway, body, prompts))
-            call = Call.submit(gateway, id, [] if most_tokens(body) == 0 else choices)
+            call = Call.submit(gateway, request, id, [] if most_tokens(body) == 0 else choices)
         return cls(
             gateway=gateway,
             body=body,
@@ -99,6 +99,7 @@ class Completion:
         options, body = self.body.stream_options, self.body
         intervals = [Interval(body.stream_interval) for _ in self.choices]
         begun, offsets = set[int](), [0] * len(self.choices)
+        forms = self._forms()
         for choice in self.choices if most_tokens(body) == 0 else ():
             yield event(self._chunk(choice, self._opening(choice, []), offsets))
         async for choice, part in self.call.parts():
@@ -108,6 +109,10 @@ class Completion:
             if choice.index not in begun:
                 begun.add(choice.index)
                 opened = self._opening(choice, [due])
+            elif forms and not due.ended:
+                if due.pieces:
+                    yield forms[choice.index].filled("".join([piece.text for piece in due.pieces]))
+                continue
             elif due.pieces or due.ended or due.own or body.return_token_ids:
                 opened = _Opened.of([due])
             else:
@@ -117,6 +122,15 @@ class Completion:
             last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
             yield event(self._object([]) | last)
         yield DONE
+
+    def _forms(self) -> list[Form]:
+        """The events of each output's text, where nothing but the text differs; otherwise none."""
+        body, options = self.body, self.body.stream_options
+        counts = options is not None and options.continuous_usage_stats
+        if body.logprobs is not None or body.prompt_logprobs is not None or body.return_token_ids or counts:
+            return []
+        opened = _Opened(text=BLANK, tokens=[], new=[], own=[], top=[], ended=False)
+        return [Form(self._object([self._choice(choice, opened, ended=False)])) for choice in self.choices]
 
     def _opening(self, choice: Choice, parts: Sequence[Part]) -> "_Opened":
         """What parts bring, behind the prompt if it is echoed."""

@@ -13,6 +13,7 @@ from outrider.serve.answers import LEFT
 from outrider.serve.errors import ApiError
 from outrider.serve.ids import request_id
 from outrider.serve.keys import Keys
+from outrider.serve.logs import note_request
 from outrider.serve.messages_answer import error_body
 from outrider.serve.sse import dumps
 
@@ -85,7 +86,10 @@ class Front:
                 await _refusal(mistake, scope)(scope, hear, answer)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self._observe(route, LEFT if left else status, time.monotonic() - began)
+            seconds, status = time.monotonic() - began, LEFT if left else status
+            self._observe(route, status, seconds)
+            told = {"id": id, "route": route, "status": status, "seconds": round(seconds, 6), **state.get("told", {})}
+            note_request(log, told)
 
     def _is_guarded(self, scope: Scope) -> bool:
         path = scope["path"]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import pydantic
 from starlette.requests import Request
@@ -21,6 +21,9 @@ from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 from outrider.serve.tokens import Vocabulary
 from outrider.serve.tools import Reading
+
+if TYPE_CHECKING:
+    from outrider.serve.traces import Traces
 
 Body = TypeVar("Body", bound=pydantic.BaseModel)
 MOST_UNKNOWN = 1000
@@ -37,6 +40,7 @@ class Gateway:
         running: Names of the requests that run.
         counts: What happened how often: `parse_failures` counts tool calls that could not be read.
         unknown: Fields of requests so far that nobody knows.
+        traces: Where spans of requests go; None makes none.
     """
 
     service: Service
@@ -46,15 +50,17 @@ class Gateway:
     running: set[str] = field(default_factory=set)
     counts: Counter[str] = field(default_factory=Counter)
     unknown: set[str] = field(default_factory=set)
+    traces: "Traces | None" = None
 
     @classmethod
-    def of(cls, service: Service, settings: Settings) -> "Gateway":
+    def of(cls, service: Service, settings: Settings, traces: "Traces | None" = None) -> "Gateway":
         """The gateway of a service. Raises InputError for a response template that cannot be used."""
         return cls(
             service=service,
             settings=settings,
             vocabulary=Vocabulary(service.tokenizer, service.engine.parts.target.vocab_size),
             reading=Reading.of(service.tokenizer, settings.response_template),
+            traces=traces,
         )
 
     @property

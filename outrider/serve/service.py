@@ -66,6 +66,7 @@ class Service:
         drafters: Drafters that jobs may name, beside the engine's own, by their names.
         drafter: A name for the engine's own drafter; by default its name in the catalog, or that of its class.
         renewal: Loads drafters anew with weights that clients send; None refuses them.
+        learns: Whether the engine's own drafter gets new weights by itself, so that its name means the newest ones.
 
     Raises:
         InputError: There is no name, or a drafter does not fit the engine's other parts.
@@ -80,6 +81,7 @@ class Service:
         drafters: Mapping[str, Drafter] | None = None,
         drafter: str | None = None,
         renewal: Renewal | None = None,
+        learns: bool = False,
     ) -> None:
         if not names:
             raise InputError("a service needs at least one name for its model")
@@ -87,6 +89,7 @@ class Service:
         self.names = tuple(names)
         self.limits = limits or Limits()
         self.renewal = renewal
+        self._learns = learns
         self.started = time.time()
         parts = engine.parts
         self.drafter = drafter or catalog.name_of(parts.drafter)
@@ -260,7 +263,11 @@ class Service:
         return found
 
     def swap(self, drafter: Drafter) -> Awaitable[None]:
-        """Use another drafter for new jobs that name none. Raises InputError if it does not fit the other parts."""
+        """Use another drafter for new jobs that name none. Raises InputError if it does not fit the other parts, or if
+        the drafter learns.
+        """
+        if self._learns:
+            raise InputError("the drafter of this server learns from its requests, so nobody else replaces it")
         return asyncio.wrap_future(self._worker.call(partial(self.engine.swap, drafter)))
 
     async def renew(self, name: str, weights: Path) -> None:
@@ -298,7 +305,8 @@ class Service:
             max_draft_tokens=0 if off else _least(asked.max_tokens, job.options.max_draft_tokens),
             max_draft_context=_least(asked.max_context, job.options.max_draft_context),
         )
-        drafter = self._plain if off else None if asked.drafter is None else self.drafters[asked.drafter]
+        newest = asked.drafter is None or (self._learns and asked.drafter == self.drafter)
+        drafter = self._plain if off else None if newest else self.drafters[str(asked.drafter)]
         latest = time.monotonic() + self.limits.request_timeout
         return Run(
             ticket=Ticket(job.id, loop, self.limits, self._worker.cancel),

@@ -21,6 +21,7 @@ class Settings:
         lossy: Whether requests may name verifiers that do not keep the target's law.
         keep_alive_seconds: A stream without bytes for so long gets a comment.
         origins: Origins of pages in browsers that may use the server; `*` is all.
+        log_text: Whether the log of requests holds prompts and outputs.
         target: What the server calls the model's files in `/v1/models`.
     """
 
@@ -34,4 +35,5 @@ class Settings:
     lossy: bool = False
     keep_alive_seconds: float = 15.0
     origins: tuple[str, ...] = ()
+    log_text: bool = False
     target: str | None = None

@@ -12,8 +12,13 @@ from starlette.types import Message, Receive, Scope, Send
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "connection": "keep-alive"}
+BLANK = "\ue000\ue001\ue000"
+"""Stands for the text in a `Form`. Its characters are private ones of Unicode, which no name has."""
+LEAST_LOOK = 0.05
+"""Fewest seconds between two looks at a stream that is being written."""
 BREAKS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 """Characters at which some clients end a line."""
+_ENCODE = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 def dumps(value: Any) -> bytes:
@@ -23,7 +28,7 @@ def dumps(value: Any) -> bytes:
         >>> dumps({"text": "a\\u2028b"})
         b'{"text":"a\\\\u2028b"}'
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    text = _ENCODE(value)
     for letter, escape in BREAKS.items():
         text = text.replace(letter, escape)
     return text.encode("utf-8", errors="replace")
@@ -33,6 +38,28 @@ def event(value: Any, name: str | None = None) -> bytes:
     """One event with a JSON value."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + dumps(value) + b"\n\n"
+
+
+class Form:
+    """Events whose values differ in one text alone. What is the same is written once.
+
+    Args:
+        value: The value, with `BLANK` where the text stands. It must stand there once.
+
+    Example:
+        >>> Form({"id": 7, "text": BLANK}).filled("a\\n")
+        b'data: {"id":7,"text":"a\\\\n"}\\n\\n'
+    """
+
+    def __init__(self, value: Any) -> None:
+        before, *after = event(value).split(dumps(BLANK))
+        if len(after) != 1:
+            raise ValueError(f"the blank must stand in the value once, got {len(after)} of them")
+        self._before, self._after = before, after[0]
+
+    def filled(self, text: str) -> bytes:
+        """The event with this text."""
+        return self._before + dumps(text) + self._after
 
 
 class EventStream(StreamingResponse):
@@ -69,52 +96,70 @@ class EventStream(StreamingResponse):
         self._patience = patience
         self._pulse = pulse
         self._started = False
+        self._lock = asyncio.Lock()
+        self._sent = 0.0
+        self._writing: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the pieces until they end or the client leaves."""
+        self._sent = asyncio.get_running_loop().time()
         sending = asyncio.ensure_future(self._run(send))
         leaving = asyncio.ensure_future(gone(receive))
+        watching = asyncio.ensure_future(self._watch(send, sending))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if sending.done():
+            if sending.done() and not sending.cancelled():
                 sending.result()
         finally:
-            await _cancelled(sending, leaving)
+            await _cancelled(sending, leaving, watching)
             await _closed(self._pieces)
             self._close()
 
     async def _run(self, send: Send) -> None:
-        """Send pieces as they come, and comments between them."""
-        coming = asyncio.ensure_future(anext(self._pieces, None))
+        """Send pieces as they come. No task and no timer is made for a piece: one task watches over all of them."""
         try:
-            while True:
-                done, _ = await asyncio.wait((coming,), timeout=self._keep_alive)
-                piece = coming.result() if done else self._pulse
-                if piece is None:
-                    break
+            async for piece in self._pieces:
                 await self._send(send, piece)
-                if done:
-                    coming = asyncio.ensure_future(anext(self._pieces, None))
-        except TimeoutError:
-            # The client does not read.
-            return
         except Exception as error:
             if not self._started:
                 raise
             for piece in self._failed(error):
                 await self._send(send, piece)
-        finally:
-            await _cancelled(coming)
         await self._write(send, {"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def _watch(self, send: Send, sending: asyncio.Future[None]) -> None:
+        """Send a comment where nothing was sent for long, and give up a client that does not read."""
+        loop = asyncio.get_running_loop()
+        while True:
+            writes = self._writing is not None
+            due = self._patience + self._writing if self._writing is not None else self._sent + self._keep_alive
+            left = due - loop.time()
+            if left > 0:
+                await asyncio.sleep(min(left, max(self._patience, LEAST_LOOK)))
+                continue
+            if not writes:
+                try:
+                    await asyncio.wait_for(self._send(send, self._pulse), self._patience)
+                    continue
+                except TimeoutError:
+                    pass
+            sending.cancel()
+            return
+
     async def _send(self, send: Send, piece: bytes) -> None:
-        if not self._started:
-            self._started = True
-            await self._write(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._write(send, {"type": "http.response.body", "body": piece, "more_body": True})
+        async with self._lock:
+            if not self._started:
+                self._started = True
+                await self._write(send, {"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await self._write(send, {"type": "http.response.body", "body": piece, "more_body": True})
 
     async def _write(self, send: Send, message: Message) -> None:
-        await asyncio.wait_for(send(message), self._patience)
+        now = asyncio.get_running_loop().time
+        self._writing = now()
+        try:
+            await send(message)
+        finally:
+            self._writing, self._sent = None, now()
 
 
 async def gone(receive: Receive) -> None:

@@ -81,7 +81,8 @@ class Worker:
         error: What ended the thread; None while it lives, or if it was asked to stop.
 
     Args:
-        engine: The engine; nobody else may call it. Its `route` is set.
+        engine: The engine; nobody else may call it. Its `route` is set; the one before chooses for jobs that name no
+            drafter.
         places: The places in the queue, which the worker gives back.
         watch: The numbers that it counts.
     """
@@ -100,6 +101,7 @@ class Worker:
         self._ended_by: JobError | None = None
         self._refreshed = 0.0
         self._thread = threading.Thread(target=self._main, name="outrider-engine")
+        self._usual = engine.route
         engine.route = self._route
 
     @property
@@ -202,7 +204,9 @@ class Worker:
         """The drafter of a request, which the engine asks for when the request gets its slot."""
         self._places.admit(request.id)
         run = self._runs.get(request.id)
-        return self._engine.parts.drafter if run is None or run.drafter is None else run.drafter
+        if run is not None and run.drafter is not None:
+            return run.drafter
+        return self._engine.parts.drafter if self._usual is None else self._usual(request)
 
     def _cancel_late(self) -> None:
         """Cancel jobs whose deadline has passed."""

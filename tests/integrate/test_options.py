@@ -30,6 +30,7 @@ VALUES = {
     "max_slots": 2,
     "max_context": 60,
     "max_prefill_tokens": 5,
+    "max_warm_tokens": 40,
     "trust_remote_code": True,
     "threads": 1,
     "pad_to": 2,

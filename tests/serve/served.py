@@ -15,6 +15,7 @@ from outrider.serve.limits import Limits
 from outrider.serve.renewal import Renewal
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
+from outrider.serve.traces import Traces
 
 NAME = "pair"
 
@@ -31,6 +32,7 @@ def serving(
     limits: Limits | None = None,
     renewal: Renewal | None = None,
     drafter: str | None = None,
+    traces: Traces | None = None,
 ) -> Iterator[str]:
     """The address of a server that ends with the block."""
     ready, ending = threading.Event(), threading.Event()
@@ -38,7 +40,7 @@ def serving(
 
     names, limits = (NAME, "other-name"), limits or Limits()
     service = Service(engine, names=names, limits=limits, renewal=renewal, drafter=drafter)
-    app = make_app(service, settings)
+    app = make_app(service, settings, traces)
 
     async def run() -> None:
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none"))

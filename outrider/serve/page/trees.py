@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from outrider.decoding.protocol import Cycle
+from outrider.decoding.protocol import Cycle, Watch
 from outrider.engine.engine import Engine
 
 NodeKind = Literal["anchor", "accepted", "rejected", "recovered", "bonus", "plain"]
@@ -32,17 +32,19 @@ class Trees:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._newest: dict[str, list[Node]] = {}
+        self._before: Watch | None = None
 
     def open(self, id: str) -> None:
         """Look at a request from now on."""
+        if not self._newest:
+            # A drafter that learns watches too.
+            self._before, self._engine.watch = self._engine.watch, self.look
         self._newest[id] = []
-        self._engine.watch = self.look
 
     def close(self, id: str) -> None:
         """Look away."""
-        self._newest.pop(id, None)
-        if not self._newest:
-            self._engine.watch = None
+        if self._newest.pop(id, None) is not None and not self._newest:
+            self._engine.watch = self._before
 
     def newest(self, id: str) -> list[Node]:
         """The draft of the request's newest step, roots first; empty before its first one."""
@@ -50,6 +52,8 @@ class Trees:
 
     def look(self, cycle: Cycle) -> None:
         """Note the drafts of one step."""
+        if self._before is not None:
+            self._before(cycle)
         for number, state in enumerate(cycle.states):
             if state.request.id in self._newest:
                 self._newest[state.request.id] = nodes(cycle, number)

@@ -106,7 +106,7 @@ class Learning:
         if self.settings.snapshots is not None:
             folder = self.settings.snapshots if count == 1 else self.settings.snapshots / f"draft-{number}"
             snapshots = Snapshots(folder=folder, tokenizer=self._engine.tokenizer)
-            snapshots.check()
+            snapshots.check(resume=self.settings.resume)
         # `why_not` has let it pass. Each draft model begins as a value of its own.
         drafter = replace(cast(ModelDrafter, self._engine.parts.drafter))
         return Pupil(drafter, self.settings, snapshots)

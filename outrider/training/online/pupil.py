@@ -1,6 +1,6 @@
 """A draft model that learns from traffic: when it learns, when it goes back, what it keeps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.learning.divergences import divergence
-from outrider.training.online.corrections import Buffer
+from outrider.training.online.corrections import Buffer, Lesson
 from outrider.training.online.snapshots import Snapshots
 from outrider.training.online.weights import OnlineDraft
 
@@ -34,6 +34,7 @@ class OnlineSettings:
         least_drafted: Fewest draft tokens that say how good weights are.
         snapshots: The folder for snapshots; None writes none.
         snapshot_interval: Number of optimizer steps between two snapshots.
+        resume: Whether to go on from the newest snapshot in the folder, if it holds one.
 
     Raises:
         InputError: A value that is out of bounds.
@@ -56,6 +57,7 @@ class OnlineSettings:
     least_drafted: int = 512
     snapshots: Path | None = None
     snapshot_interval: int = 16
+    resume: bool = False
 
     def __post_init__(self) -> None:
         for name in ("interval", "max_length", "max_corrections", "least_drafted", "snapshot_interval"):
@@ -109,7 +111,9 @@ class Pupil:
         self._ended, self._drafted, self._accepted = 0, 0, 0
         self._waits = False
         self._worker = ThreadPoolExecutor(max_workers=1) if settings.in_thread else None
-        self._job: Future[float] | None = None
+        self._job: Future[None] | None = None
+        if settings.resume and snapshots is not None and (number := snapshots.newest()) is not None:
+            self.draft.resume(snapshots.read(number), number)
 
     def note(self, id: str, *, drafted: int, accepted: int) -> None:
         """Count a step of one of its requests."""
@@ -152,22 +156,23 @@ class Pupil:
         if not lessons:
             return
         if self._worker is not None:
-            self._job = self._worker.submit(self.draft.learn, lessons)
+            self._job = self._worker.submit(self._round, lessons)
         else:
-            self.draft.learn(lessons)
-            self._learnt()
+            self._round(lessons)
+            self._waits = True
+
+    def _round(self, lessons: Sequence[Lesson]) -> None:
+        """Make an optimizer step, and write a snapshot if it is time. Runs in any thread."""
+        self.draft.learn(lessons)
+        if self.draft.num_rounds % self._settings.snapshot_interval == 0:
+            self._save()
 
     def _collect(self, wait: bool) -> None:
         """Take note of a step that the thread has made. Raises the error that ended it."""
         if self._job is not None and (wait or self._job.done()):
             job, self._job = self._job, None
             job.result()
-            self._learnt()
-
-    def _learnt(self) -> None:
-        self._waits = True
-        if self.draft.num_rounds % self._settings.snapshot_interval == 0:
-            self._save()
+            self._waits = True
 
     def _goes_back(self) -> bool:
         """Compare the latest acceptance rate with the best one. If it has fallen too far, bring the best weights back.

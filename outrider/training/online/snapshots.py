@@ -1,13 +1,19 @@
 """Snapshots of a draft model that learns: folders that load with `--drafter model:path=...`."""
 
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider.core import files
 from outrider.core.inputs import InputError
+
+SNAPSHOT = re.compile(r"step-(\d{6,})")
+"""The name of a snapshot's folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +28,36 @@ class Snapshots:
     folder: Path
     tokenizer: PreTrainedTokenizerBase | None
 
-    def check(self) -> None:
-        """Make the folder. Raises InputError if it cannot be made, or holds anything."""
+    def check(self, *, resume: bool = False) -> None:
+        """Make the folder. Raises InputError if it cannot be made, or holds anything that it must not.
+
+        Args:
+            resume: Whether it may hold snapshots. What a killed process left unfinished is deleted.
+        """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            held = any(self.folder.iterdir())
+            if resume:
+                files.delete_unfinished(self.folder)
+            held = any(not (resume and SNAPSHOT.fullmatch(each.name)) for each in self.folder.iterdir())
         except OSError as error:
             raise InputError(f"the folder of snapshots {self.folder} cannot be used: {error.strerror}") from error
+        if held and resume:
+            raise InputError(f"the folder of snapshots {self.folder} holds other files too; give a new one")
         if held:
             raise InputError(f"the folder of snapshots {self.folder} is not empty; give a new one")
+
+    def newest(self) -> int | None:
+        """The optimizer step of the newest snapshot; None if there is none."""
+        found = [SNAPSHOT.fullmatch(each.name) for each in self.folder.iterdir()]
+        return max((int(match[1]) for match in found if match), default=None)
+
+    def read(self, number: int) -> PreTrainedModel:
+        """The model of a snapshot. Raises InputError if it cannot be read."""
+        try:
+            with torch.inference_mode(False):
+                return AutoModelForCausalLM.from_pretrained(self.place(number), use_safetensors=True)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise InputError(f"the snapshot {self.place(number)} cannot be read: {error}; delete it") from error
 
     def place(self, number: int) -> Path:
         """Where the snapshot of an optimizer step lies."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.learning.divergences import Divergence
 from outrider.lm.forwards.packed import packable
@@ -51,7 +52,8 @@ class OnlineDraft:
     ) -> None:
         self.drafter, self.num_rounds = drafter, 0
         self._divergence, self._clip, self._max_length = divergence, clip, max_length
-        self._first, self._replicas = drafter, list[LanguageModel | RecurrentModel]()
+        self._first: ModelDrafter | None = drafter
+        self._replicas = list[LanguageModel | RecurrentModel]()
         self.master = master_of(model_of(drafter))
         self._learning_rate = learning_rate
         self._optimizer = self._new_optimizer()
@@ -59,7 +61,8 @@ class OnlineDraft:
     def owns(self, drafter: object) -> bool:
         """Whether a drafter is this one, now or earlier."""
         lm = getattr(drafter, "lm", None)
-        return drafter is self._first or any(lm is replica for replica in self._replicas)
+        first = self._first is not None and drafter is self._first
+        return first or any(lm is replica for replica in self._replicas)
 
     def learn(self, lessons: Sequence[Lesson]) -> float:
         r"""One optimizer step on the mean divergence over all places. Returns that mean.
@@ -108,6 +111,23 @@ class OnlineDraft:
                 own.copy_(old)
         self._optimizer = self._new_optimizer()
 
+    def resume(self, model: PreTrainedModel, num_rounds: int) -> None:
+        """Go on with weights that an earlier run has learnt; new requests get them. The optimizer begins anew.
+
+        Args:
+            model: A snapshot.
+            num_rounds: Number of optimizer steps that the snapshot has behind it.
+
+        Raises:
+            InputError: The snapshot is one of another draft model.
+        """
+        newest, own = list(model.parameters()), list(self.master.parameters())
+        if [weight.shape for weight in newest] != [weight.shape for weight in own]:
+            raise InputError("the snapshots are those of another draft model; give another folder of snapshots")
+        self.restore(newest)
+        self.num_rounds = num_rounds
+        self.publish([])
+
     def written(self) -> PreTrainedModel:
         """A model with the newest weights, in the draft model's dtype."""
         return copy.deepcopy(self.master).to(model_of(self.drafter).dtype)
@@ -132,7 +152,10 @@ class OnlineDraft:
                 return replica
         if len(self._replicas) == REPLICAS:
             return None
-        self._replicas.append(replica_of(self._first.lm))
+        self._replicas.append(replica_of(self.drafter.lm))
+        if len(self._replicas) == REPLICAS:
+            # Nothing is copied from it any more, so that its memory can be freed.
+            self._first = None
         return self._replicas[-1]
 
 
