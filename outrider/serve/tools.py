@@ -93,7 +93,11 @@ class TemplateReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template: Template, prompt: str, tools: Sequence[Mapping[str, Any]]
     ) -> None:
-        self._parser = tokenizer.get_response_parser(dict(template), prefix=prompt, tools=list(tools))
+        try:
+            self._parser = tokenizer.get_response_parser(dict(template), prefix=prompt, tools=list(tools))
+        except ValueError:
+            # A prompt may hold calls that nobody can read.
+            self._parser = tokenizer.get_response_parser(dict(template), prefix="", tools=list(tools))
         self._open: str | None = None
         self._calls = 0
         self._raw = ""
