@@ -72,6 +72,13 @@ class SpeculationBody(Body):
     policy: Literal["auto"] | None = None
 
 
+class Prediction(Body):
+    """A text that the output may repeat."""
+
+    type: Literal["content"] = "content"
+    content: str | list[dict[str, Any]]
+
+
 class GenerationBody(Body):
     """What completions and chat completions have in common."""
 
@@ -106,6 +113,7 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: SpeculationBody | bool | None = None
+    prediction: Prediction | None = None
     priority: int = 0
     request_id: str | None = None
     user: str | None = None

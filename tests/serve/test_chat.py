@@ -198,6 +198,7 @@ def test_some_function_must_be_called(client: httpx.Client, tools: list[Any], st
     names = {tool["function"]["name"] for tool in tools}
     for seed in range(3):
         body = {**TALK, "tools": tools, "tool_choice": "required", "max_completion_tokens": 200}
+        body["parallel_tool_calls"] = False
         body |= {"temperature": 1.0, "seed": seed}
         if streams:
             message = joined(chunks(client, PATH, body))
@@ -211,6 +212,25 @@ def test_some_function_must_be_called(client: httpx.Client, tools: list[Any], st
         if call["name"] == "weather":
             assert value["place"] in ("Oslo", "Rome")
         assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_several_functions_may_be_called_at_once(client: httpx.Client, streams: bool) -> None:
+    grown = 0
+    for seed in range(4):
+        body = {**TALK, "tools": [CLOCK, WEATHER], "tool_choice": "required", "max_completion_tokens": 60}
+        body |= {"temperature": 1.0, "seed": seed}
+        if streams:
+            message = joined(chunks(client, PATH, body))
+            calls, reason = message["calls"], message["finish_reason"]
+        else:
+            choice = post(client, PATH, body)["choices"][0]
+            calls = [call["function"] for call in choice["message"]["tool_calls"]]
+            reason = choice["finish_reason"]
+        whole = calls if reason == "tool_calls" else calls[:-1]
+        assert all(call["name"] in ("clock", "weather") and json.loads(call["arguments"]) is not None for call in whole)
+        grown = max(grown, len(calls))
+    assert grown > 1
 
 
 def test_a_forced_call_that_was_cut_off_ends_by_length(client: httpx.Client) -> None:
