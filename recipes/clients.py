@@ -35,10 +35,13 @@ PROGRAMS = HERE / "client_programs"
 ADDRESS = re.compile(r"^serving .* at (http://\S+) ")
 SERVER = (
     *("serve", "--port", "0", "--dtype", "float32", "--served-model-name", "pair"),
+    *("--length", "fixed:3", "--no-probe"),
     *("--chat-template", str(PROGRAMS / "chat_template.jinja")),
     *("--response-template", str(PROGRAMS / "response_template.json")),
 )
-"""The server: the scores of lm-evaluation-harness are compared in float32, and agents want a template with tools."""
+"""The server: the scores of lm-evaluation-harness are compared in float32, load generators read the acceptance of
+drafts, and agents want a template with tools.
+"""
 
 
 @contextmanager

@@ -25,8 +25,8 @@ LAW = (
     "have the target's distribution."
 )
 LOSSY = "This server allows verifiers that change the law of outputs."
-PLACES = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "_commit_hash")
-"""Entries of a tokenizer's settings that say where its files lie."""
+PLACES = ("_path", "_file", "_dir", "_hash")
+"""Ends of the names of entries of a tokenizer's settings that say where its files lie."""
 
 
 @router.get("/v1/models", responses=errors(401))
@@ -73,7 +73,7 @@ async def detokenize(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """The settings of the tokenizer."""
     tokenizer = gateway_of(request).service.tokenizer
-    found = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if name not in PLACES}
+    found = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if not name.endswith(PLACES)}
     found |= {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     found["tokenizer_class"] = type(tokenizer).__name__
     found["chat_template"] = tokenizer.chat_template

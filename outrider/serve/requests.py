@@ -63,6 +63,8 @@ class SpeculationBody(Body):
     `enabled` false, or `max_tokens` 0, drafts nothing. `max_context`: no drafts above so many tokens of context.
     """
 
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
     enabled: bool | None = None
     max_tokens: int | None = Field(default=None, ge=0)
     drafter: str | None = None
