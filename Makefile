@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 XGRAMMAR := "xgrammar>=0.2.8"
 BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 
-.PHONY: demo test test-floor lint types layers check clean FORCE
+.PHONY: demo test test-floor lint types layers check clients schemathesis audit clean FORCE
 
 demo: $(PREPARED)
 	@echo "== The embedded pair speaks; then what was measured =="
@@ -47,6 +47,19 @@ layers: $(TOOLS)
 	$(BIN)/lint-imports
 
 check: lint types layers test
+
+# Each client has an environment of its own, below the user's cache; ENVIRONMENTS names another folder.
+clients: $(TOOLS)
+	@echo "== Clients that others wrote, against a server of ours; several GB, most of them for the load generators =="
+	$(BIN)/python -m recipes clients $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
+
+schemathesis: $(TOOLS)
+	@echo "== Requests made from the server's OpenAPI description =="
+	$(BIN)/python -m recipes clients --only schemathesis --examples 100 $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
+
+audit: $(TOOLS)
+	@echo "== Known vulnerabilities of the pinned versions =="
+	$(BIN)/python -m recipes audit $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
 
 clean:
 	rm -rf $(VENV) .venv-floor

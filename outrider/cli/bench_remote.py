@@ -41,7 +41,7 @@ def bench_remote(
     plan = RemotePlan(
         remote=found,
         model=str(card["id"]),
-        max_context=int(str(card["max_model_len"])),
+        max_context=_context(card),
         workload=options.workload,
         units=TraceUnits(seconds=options.trace_unit, block=options.trace_block),
         num_prompts=options.num_prompts or None,
@@ -60,6 +60,16 @@ def bench_remote(
     else:
         _print(figures)
     return 0
+
+
+def _context(card: Mapping[str, object]) -> int:
+    """The longest context of a model. Raises InputError if the server does not tell it."""
+    longest = card.get("max_model_len")
+    if not isinstance(longest, int):
+        raise InputError(
+            "the server does not tell its longest context (max_model_len in /v1/models), which bench needs"
+        )
+    return longest
 
 
 def _print(figures: Sequence[Mapping[str, Any]]) -> None:

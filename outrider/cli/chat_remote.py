@@ -9,7 +9,7 @@ from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import RequestOptions
 from outrider.cli.request_body import body_of
 from outrider.core.types import Sampling
-from outrider.serve.client.remote import Remote
+from outrider.serve.client.remote import Remote, understood
 from outrider.setup import Setup
 
 
@@ -40,15 +40,16 @@ class RemoteSpeaker:
         text, last = "", dict[str, Any]()
         stream = self._remote.stream("/v1/chat/completions", body | body_of(request))
         try:
-            for chunk in stream:
-                last = chunk if chunk.get("usage") else last
-                for choice in chunk["choices"]:
-                    delta = choice["delta"]
-                    if (thought := delta.get("reasoning") or "") and sys.stderr is not None:
-                        print(thought, end="", file=sys.stderr, flush=True)
-                    if piece := (delta.get("content") or "") + _calls(delta):
-                        text += piece
-                        show(piece)
+            with understood(f"{self._remote.url}/v1/chat/completions"):
+                for chunk in stream:
+                    last = dict(chunk) if chunk.get("usage") else last
+                    for choice in chunk["choices"]:
+                        delta = choice["delta"]
+                        if (thought := delta.get("reasoning") or "") and sys.stderr is not None:
+                            print(thought, end="", file=sys.stderr, flush=True)
+                        if piece := (delta.get("content") or "") + _calls(delta):
+                            text += piece
+                            show(piece)
         except KeyboardInterrupt:
             # Closing the connection cancels the answer.
             pass

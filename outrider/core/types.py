@@ -147,6 +147,7 @@ class Request:
         repeats: Whether drafts must not depend on other requests, so that drawn tokens depend on the seed alone, up to
             roundings. The engine sets it for requests that come with a seed, unless its verifier draws what no draft
             changes.
+        prediction: Tokens that the output may repeat. Drafters that copy earlier text copy them too.
 
     Raises:
         InputError: A value of the wrong kind. NumPy's numbers become Python's.
@@ -169,6 +170,7 @@ class Request:
     max_draft_tokens: int | None = None
     max_draft_context: int | None = None
     repeats: bool = False
+    prediction: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not all(type(token) is int for token in self.prompt):
@@ -179,6 +181,8 @@ class Request:
         for name in ("logprobs", "prompt_logprobs", "max_draft_tokens", "max_draft_context"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, whole(name, getattr(self, name)))
+        predicted = tuple(whole("a token of the prediction", token) for token in self.prediction)
+        object.__setattr__(self, "prediction", predicted)
         object.__setattr__(self, "eos_ids", frozenset(whole("a token of eos_ids", token) for token in self.eos_ids))
         if not isinstance(self.sampling, Sampling):
             raise InputError(f"sampling must be an outrider.Sampling, got {self.sampling!r}")

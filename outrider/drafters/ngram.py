@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.drafters.prediction import Prediction, counts, note_accepted
 from outrider.drafters.token_only import TokenOnly
 
 
@@ -17,11 +18,13 @@ class NgramState:
         ends: For each n-gram, the position behind its newest occurrence that something follows.
         indexed: Tokens of the context that have been indexed.
         start: Position of the context that the next draft copies from; -1 where nothing matched.
+        prediction: The text that the client predicts, if there is one; it goes before the context.
     """
 
     ends: dict[tuple[int, ...], int] = field(default_factory=dict)
     indexed: int = 0
     start: int = -1
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +62,31 @@ class NgramDrafter(TokenOnly):
             )
 
     def open(self, request: Request) -> NgramState:
-        return NgramState()
+        return NgramState(prediction=Prediction.of(request))
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
-        return Guess(tokens=np.array([self._first(s.tokens, _own(s)) for s in states]))
+        return Guess(tokens=np.array([self._begin(s.tokens, _own(s)) for s in states]))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         tokens = []
         for owner, depth in zip(frontier.owners.tolist(), frontier.depths.tolist(), strict=True):
-            context, at = states[owner].tokens, _own(states[owner]).start + depth
+            own = _own(states[owner])
+            if own.prediction is not None and own.prediction.drafts:
+                tokens.append(own.prediction.further(depth))
+                continue
+            context, at = states[owner].tokens, own.start + depth
             tokens.append(context[at] if at < len(context) else -1)
         return Guess(tokens=np.array(tokens))
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        note_accepted([_own(state).prediction for state in states], paths)
+
+    def predicted(self, state: object) -> tuple[int, int]:
+        return counts(state.prediction if isinstance(state, NgramState) else None)
+
+    def _begin(self, context: Sequence[int], own: NgramState) -> int:
+        predicted = -1 if own.prediction is None else own.prediction.begin(context)
+        return predicted if predicted >= 0 else self._first(context, own)
 
     def _first(self, context: Sequence[int], own: NgramState) -> int:
         for end in range(max(own.indexed, 1), len(context)):

@@ -152,6 +152,10 @@ class Drafter(Protocol):
         """As `reuse`, but the old state stays valid."""
         return self.open(request)
 
+    def predicted(self, state: object) -> tuple[int, int]:
+        """Draft tokens that it copied from the request's prediction: how many were accepted, and how many were not."""
+        return 0, 0
+
     def close(self, state: object) -> None:
         """Release what `open` allocated."""
         return

@@ -9,6 +9,7 @@ import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
+from outrider.drafters.prediction import Prediction, counts, note_accepted
 from outrider.drafters.token_only import TokenOnly
 from outrider.lm.target_info import TargetInfo
 
@@ -38,11 +39,14 @@ class SuffixMatch:
 
 @dataclass(kw_only=True)
 class SuffixState:
-    """One request's automaton, its place in the shared one, and the draft's matches by node; changes in place."""
+    """One request's automaton, its place in the shared one, the draft's matches by node, and the text that the client
+    predicts, if there is one; changes in place.
+    """
 
     own: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     shared: SuffixMatch | None = None
     drafting: dict[int, list[SuffixMatch]] = field(default_factory=dict)
+    prediction: Prediction | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +86,8 @@ class SuffixDrafter(TokenOnly):
         return self if self.corpus is None else replace(self, _shared=_read(Path(self.corpus), target_info))
 
     def open(self, request: Request) -> SuffixState:
-        return SuffixState(shared=None if self._shared is None else SuffixMatch(automaton=self._shared))
+        shared = None if self._shared is None else SuffixMatch(automaton=self._shared)
+        return SuffixState(shared=shared, prediction=Prediction.of(request))
 
     def begin(self, states: Sequence[Running], depths: Sequence[int]) -> Guess:
         tokens = []
@@ -94,22 +99,33 @@ class SuffixDrafter(TokenOnly):
             here = own.own.repeated_suffix()
             matches = [SuffixMatch(automaton=own.own, state=here, length=own.own.length[here])]
             own.drafting = {0: matches if own.shared is None else [*matches, own.shared]}
-            tokens.append(self._likeliest(own.drafting[0]))
+            predicted = -1 if own.prediction is None else own.prediction.begin(state.tokens)
+            tokens.append(predicted if predicted >= 0 else self._likeliest(own.drafting[0]))
         return Guess(tokens=np.array(tokens))
 
     def expand(self, states: Sequence[Running], frontier: Frontier) -> Guess:
         tokens = []
-        for owner, node, parent, token in zip(
+        for owner, node, parent, depth, token in zip(
             frontier.owners.tolist(),
             frontier.nodes.tolist(),
             frontier.parents.tolist(),
+            frontier.depths.tolist(),
             frontier.tokens.tolist(),
             strict=True,
         ):
             own = _own(states[owner])
+            if own.prediction is not None and own.prediction.drafts:
+                tokens.append(own.prediction.further(depth))
+                continue
             own.drafting[node] = [match.step(token) for match in own.drafting[parent]]
             tokens.append(self._likeliest(own.drafting[node]))
         return Guess(tokens=np.array(tokens))
+
+    def commit(self, states: Sequence[Running], paths: Sequence[Sequence[int]]) -> None:
+        note_accepted([_own(state).prediction for state in states], paths)
+
+    def predicted(self, state: object) -> tuple[int, int]:
+        return counts(state.prediction if isinstance(state, SuffixState) else None)
 
     def _likeliest(self, matches: Sequence[SuffixMatch]) -> int:
         best = max((match.shorten() for match in matches), key=lambda match: match.length)

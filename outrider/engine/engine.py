@@ -269,6 +269,7 @@ class Engine:
                 max_new_tokens=asked.max_new_tokens,
                 sampling=asked.sampling or self.sampling,
                 eos_ids=self.ends(asked),
+                prediction=tuple(asked.prediction),
                 stop=texts(asked.stop) + (() if asked.ignore_eos else self.stop),
                 **{name: getattr(asked, name) for name in OF_BOTH},
             )

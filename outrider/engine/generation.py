@@ -34,6 +34,8 @@ class Generation:
         priority: Of waiting requests, those with the lowest number get slots first.
         max_draft_tokens: Deepest draft of a step; 0 drafts nothing; by default what the length policy chooses.
         max_draft_context: Longest context, in tokens, in which to draft; by default any length.
+        prediction: Token ids that the output may repeat, such as a text that is to be edited. The drafters `ngram` and
+            `suffix` draft them; other drafters do not read them. They do not change the output's law.
         ignore_eos: Continue after the model's own end tokens and stop strings.
         constraint: A grammar that the output must follow, or any other constraint on tokens.
         allowed_token_ids: The only tokens that may come; by default all.
@@ -63,6 +65,7 @@ class Generation:
     priority: int = 0
     max_draft_tokens: int | None = None
     max_draft_context: int | None = None
+    prediction: Sequence[int] = ()
     ignore_eos: bool = False
     constraint: Constraint | Grammar | None = None
     allowed_token_ids: Sequence[int] | None = None
@@ -92,6 +95,7 @@ class SharedKeywords(TypedDict, total=False):
     priority: int
     max_draft_tokens: int | None
     max_draft_context: int | None
+    prediction: Sequence[int]
     ignore_eos: bool
     allowed_token_ids: Sequence[int] | None
     bad_words: str | Sequence[str]

@@ -58,6 +58,8 @@ class Output:
         logprobs: Log-softmax of the raw target logits at each token, if asked for.
         top_logprobs: The same for the likeliest tokens at each position, by token id, if asked for.
         prompt_logprobs: What the target makes of the prompt, if asked for.
+        accepted_prediction_tokens: Draft tokens that the drafter copied from the request's prediction, accepted ones.
+        rejected_prediction_tokens: The same, rejected ones.
         steps: Every step; `generate` fills it in.
         error: The exception that ended the request, if `finish_reason` is `error`. It keeps its traceback alive.
     """
@@ -80,6 +82,8 @@ class Output:
     context_full: bool = False
     stop_reason: str | int | None = None
     times: Times | None = None
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     steps: list[Step] = field(default_factory=list, repr=False)
     error: Exception | None = None
 

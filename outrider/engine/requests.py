@@ -44,6 +44,8 @@ def check(request: Request, target: LM, tokenizer: PreTrainedTokenizerBase | Non
                 f"and the target has 0 .. {width - 1}; name the target's own with tokenizer (--tokenizer)"
             )
         raise InputError(f"token id {wrong} is not in 0 .. {width - 1}")
+    if any(not 0 <= token < width for token in request.prediction):
+        raise InputError(f"the prediction names token ids outside 0 .. {width - 1}")
     if any(not 0 <= token < width for token in request.sampling.logit_bias):
         raise InputError(f"logit_bias names token ids outside 0 .. {width - 1}")
     if request.stop and tokenizer is None:

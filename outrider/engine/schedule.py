@@ -14,8 +14,7 @@ from outrider.engine.admission import Admission, Route
 from outrider.engine.output import FinishReason, Output, Update
 from outrider.engine.prefill import Chunk, plan
 from outrider.engine.prefixes import Prefixes
-from outrider.engine.seats import Seat
-from outrider.engine.text import Ending
+from outrider.engine.seats import Seat, ending_of
 from outrider.engine.waiting import Waiting
 
 
@@ -87,8 +86,7 @@ class Schedule:
 
     def queue(self, request: Request) -> None:
         """Add a request to the queue for a slot."""
-        ending = Ending(self._tokenizer, request.stop, include_stop=request.include_stop)
-        seat = Seat(request=request, ending=ending)
+        seat = Seat(request=request, ending=ending_of(request, self._tokenizer))
         self.seats[request.id] = seat
         self._admission.queue(seat)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from transformers import PreTrainedTokenizerBase
 
 from outrider.core.types import Request, Running, Step
+from outrider.decoding.drafting import drafter_of
 from outrider.decoding.reading import LogProbs
 from outrider.engine.output import FinishReason, Output, PromptLogprobs, Times
 from outrider.engine.text import Ending
@@ -84,7 +85,7 @@ class Seat:
     def start_over(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """After a step was undone: rebuild the text from the committed tokens; none of it is handed out again."""
         self.ready, self.suspect, self.ended = False, True, False
-        self.ending = Ending(tokenizer, self.request.stop, include_stop=self.request.include_stop)
+        self.ending = ending_of(self.request, tokenizer)
         output = self.state.output
         self.ending.keep(output, unchecked=min(self.request.min_tokens, len(output)))
         self.ending.take()
@@ -92,6 +93,8 @@ class Seat:
     def output(self, reason: FinishReason, error: Exception | None = None) -> Output:
         """The result of the request."""
         tokens = [] if self.running is None else self.running.output
+        running = self.running
+        predicted = (0, 0) if running is None else drafter_of(running).predicted(running.drafter_state)
         deepest, asked = max(self.accepted, default=0), self.request.logprobs
         return Output(
             id=self.request.id,
@@ -112,6 +115,8 @@ class Seat:
             context_full=reason == "length" and len(tokens) < self.request.max_new_tokens,
             stop_reason=self._stop_reason if reason == "stop" else None,
             times=self.times,
+            accepted_prediction_tokens=predicted[0],
+            rejected_prediction_tokens=predicted[1],
             error=error,
         )
 
@@ -122,3 +127,8 @@ class Seat:
             return self.ending.stopped_by
         newest = self.state.tokens[-1]
         return newest if newest in self.request.eos_ids else None
+
+
+def ending_of(request: Request, tokenizer: PreTrainedTokenizerBase | None) -> Ending:
+    """How the text of a request grows and ends."""
+    return Ending(tokenizer, request.stop, include_stop=request.include_stop, end_tokens=request.eos_ids)

@@ -1,6 +1,6 @@
 """Tokens to text as they come: UTF-8 safe, and ending exactly where a stop string begins."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -84,6 +84,7 @@ class Ending:
         tokenizer: None gives no text.
         stop: Strings that end the text; it ends before the first of them, and the token that completes it is kept.
         include_stop: Whether the text ends behind that string instead.
+        end_tokens: Tokens that end the output. They give no text, unless `include_stop` is given.
 
     Attributes:
         stopped_by: The stop string that ended the text; None if none did.
@@ -95,11 +96,17 @@ class Ending:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase | None, stop: Sequence[str], *, include_stop: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase | None,
+        stop: Sequence[str],
+        *,
+        include_stop: bool = False,
+        end_tokens: Collection[int] = (),
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
         self._include_stop = include_stop
+        self._silent = frozenset[int]() if include_stop else frozenset(end_tokens)
         self._stream = None if tokenizer is None else TextStream(tokenizer)
         self._stop = tuple(stop)
         self._taken = 0
@@ -119,10 +126,10 @@ class Ending:
         if self._stream is None:
             return len(tokens)
         if not self._stop:
-            self.text += self._stream.push(*tokens)
+            self.text += self._stream.push(*self._spoken(tokens))
             return len(tokens)
         for i, token in enumerate(tokens, 1):
-            piece = self._stream.push(token)
+            piece = self._stream.push(*self._spoken((token,)))
             if i <= unchecked:
                 self.text += piece
                 self._unchecked = len(self.text)
@@ -144,6 +151,10 @@ class Ending:
             self._add(self._stream.finish())
         self._stop = ()
         return self.take()
+
+    def _spoken(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The tokens that give text."""
+        return [token for token in tokens if token not in self._silent] if self._silent else tokens
 
     def _add(self, piece: str) -> bool:
         """Append text; whether a stop string is now complete, in which case the text is cut before it."""

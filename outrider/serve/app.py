@@ -13,7 +13,7 @@ from outrider.serve.answers import LEFT, as_api
 from outrider.serve.calls import ClientGone
 from outrider.serve.errors import ApiError
 from outrider.serve.failures import JobError
-from outrider.serve.front import Front
+from outrider.serve.front import Front, is_anthropics
 from outrider.serve.gateway import Gateway
 from outrider.serve.keys import Keys
 from outrider.serve.messages_request import CountRequest, MessagesRequest
@@ -63,7 +63,7 @@ def make_app(service: Service, settings: Settings | None = None, traces: Traces 
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    return as_api(error).response()
+    return _shaped(request, as_api(error))
 
 
 async def _left(request: Request, error: Exception) -> Response:
@@ -74,4 +74,9 @@ async def _not_found(request: Request, error: Exception) -> Response:
     status = error.status_code if isinstance(error, HTTPException) else 404
     said = "this route does not take this method" if status == 405 else "there is no such route"
     headers = dict(getattr(error, "headers", None) or {})
-    return ApiError(status, f"{said}: {request.method} {request.url.path[:200]}", headers=headers).response()
+    return _shaped(request, ApiError(status, f"{said}: {request.method} {request.url.path[:200]}", headers=headers))
+
+
+def _shaped(request: Request, error: ApiError) -> Response:
+    """An error in the format of the routes that it is about."""
+    return messages.error_response(error, request) if is_anthropics(request.url.path) else error.response()

@@ -49,7 +49,8 @@ def of_fields(errors: Sequence[Mapping[str, Any]], value: Any) -> ApiError:
     found: dict[str, list[str]] = {}
     for each in errors:
         path, given = _path(each["loc"], value, missing=each["type"] == "missing")
-        message = "is missing" if each["type"] == "missing" else _lower(each["msg"]) + f", got {shown(given)}"
+        known = {"missing": "is missing", "extra_forbidden": "is unknown"}
+        message = known.get(each["type"]) or _lower(each["msg"]) + f", got {shown(given)}"
         said = found.setdefault(path, [])
         if message not in said:
             said.append(message)

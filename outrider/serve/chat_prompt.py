@@ -58,12 +58,15 @@ def reads(tokenizer: PreTrainedTokenizerBase, name: str, template: str | None = 
     return any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts)
 
 
+def text_of(content: str | Sequence[Mapping[str, Any]], where: str) -> str:
+    """The text of a content, which may come in parts. Raises ApiError for parts that are no text."""
+    return content if isinstance(content, str) else "".join(_part(e, f"{where}.{i}") for i, e in enumerate(content))
+
+
 def _message(message: Message, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
     found |= {name: value for name, value in (message.model_extra or {}).items() if value is not None}
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(_part(each, f"{where}.content.{i}") for i, each in enumerate(content))
+    content = None if message.content is None else text_of(message.content, f"{where}.content")
     if content is None and not message.tool_calls:
         refuse(f"{where}.content", f"{where}.content is missing; a message needs content, or tool_calls")
     found["content"] = content or ""

@@ -19,19 +19,35 @@ NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProper
 KINDS = ("json_", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
-def grammar_of(body: GenerationBody, limits: Limits) -> Grammar | None:
-    """The grammar that a request asks for. Raises ApiError for one that cannot be followed."""
+def grammar_of(body: GenerationBody, limits: Limits, marks: tuple[str, str] | None = None) -> Grammar | None:
+    """The grammar that a request asks for. Raises ApiError for one that cannot be followed.
+
+    Args:
+        marks: The texts around a tool call in free text, if calls are JSON objects with `name` and `arguments`.
+    """
     asked = body.response_format
     if isinstance(body, ChatBody) and (tools := forced_tools(body)):
         named = isinstance(body.tool_choice, NamedTool)
-        return _schema(call_schema(tools, named=named), "tools", 0, limits)
+        several = body.parallel_tool_calls and not named
+        return _schema(call_schema(tools, named=named, several=several), "tools", 0, limits)
     if asked is not None and asked.type != "text":
         if asked.type == "json_object":
             return any_json(WHITESPACE)
         if asked.json_schema is None or asked.json_schema.schema_ is None:
             refuse("response_format.json_schema", "response_format of type json_schema needs json_schema.schema")
         return _schema(asked.json_schema.schema_, "response_format.json_schema.schema", WHITESPACE, limits)
-    return None if body.structured_outputs is None else _structured(body.structured_outputs, limits)
+    if body.structured_outputs is not None:
+        return _structured(body.structured_outputs, limits)
+    if marks is not None and isinstance(body, ChatBody) and (tools := strict_tools(body)):
+        return _calls(tools, marks, limits)
+    return None
+
+
+def strict_tools(body: ChatBody) -> Sequence[Tool]:
+    """The tools of which the model may call any, if one of them is strict; otherwise none."""
+    tools = body.tools or []
+    free = body.tool_choice in (None, "auto") and any(tool.function.strict for tool in tools)
+    return tools if free else []
 
 
 def forced_tools(body: ChatBody) -> Sequence[Tool]:
@@ -42,8 +58,12 @@ def forced_tools(body: ChatBody) -> Sequence[Tool]:
     return tools if choice == "required" else []
 
 
-def call_schema(tools: Sequence[Tool], *, named: bool) -> dict[str, Any]:
-    """The schema of a forced call: the arguments of the named function, or an object with `name` and `parameters`."""
+def call_schema(tools: Sequence[Tool], *, named: bool, several: bool = False) -> dict[str, Any]:
+    """The schema of forced calls: the arguments of the named function, or an object with `name` and `parameters`.
+
+    Args:
+        several: Whether it is a list of one or more such objects.
+    """
     if named:
         return tools[0].function.parameters or NOTHING
     calls, parameters = [], {}
@@ -58,7 +78,8 @@ def call_schema(tools: Sequence[Tool], *, named: bool) -> dict[str, Any]:
                 "additionalProperties": False,
             }
         )
-    return (calls[0] if len(calls) == 1 else {"anyOf": calls}) | {"$defs": parameters}
+    one = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    return ({"type": "array", "items": one, "minItems": 1} if several else one) | {"$defs": parameters}
 
 
 def field_of(body: GenerationBody) -> str | None:
@@ -67,7 +88,9 @@ def field_of(body: GenerationBody) -> str | None:
         return "tools"
     if body.response_format is not None and body.response_format.type != "text":
         return "response_format"
-    return None if body.structured_outputs is None else "structured_outputs"
+    if body.structured_outputs is not None:
+        return "structured_outputs"
+    return "tools" if isinstance(body, ChatBody) and strict_tools(body) else None
 
 
 def _structured(asked: StructuredOutputs, limits: Limits) -> Grammar:
@@ -91,6 +114,20 @@ def _structured(asked: StructuredOutputs, limits: Limits) -> Grammar:
     if asked.structural_tag is not None:
         return _tag(asked.structural_tag, space, limits)
     return _schema(asked.json_, "structured_outputs.json", space, limits)
+
+
+def _calls(tools: Sequence[Tool], marks: tuple[str, str], limits: Limits) -> Grammar:
+    """Free text in which every call is one of the tools, and those of strict tools have arguments that fit."""
+    opens, closes = marks
+    structures = []
+    for tool in tools:
+        name = json.dumps(tool.function.name, ensure_ascii=False)
+        schema = (tool.function.parameters or NOTHING) if tool.function.strict else {"type": "object"}
+        # Checked by itself, so that an error names the field.
+        _schema(schema, "tools", WHITESPACE, limits)
+        begin = f'{opens}\n{{"name": {name}, "arguments": '
+        structures.append({"begin": begin, "schema": schema, "end": f"}}\n{closes}"})
+    return structural_tag({"structures": structures, "triggers": [opens]}, WHITESPACE)
 
 
 def _tag(tag: Any, whitespace: int, limits: Limits) -> Grammar:

@@ -99,9 +99,19 @@ class Front:
         return bool(self._keys) and scope["method"] != "OPTIONS" and (self._guard_all or inside)
 
 
+def is_anthropics(path: str) -> bool:
+    """Whether the errors of a path have Anthropic's format.
+
+    Example:
+        >>> is_anthropics("/v1/messages/count_tokens"), is_anthropics("/v1/messagesx")
+        (True, False)
+    """
+    return path == ANTHROPIC or path.startswith(f"{ANTHROPIC}/")
+
+
 def _refusal(error: ApiError, scope: Scope) -> Response:
     """An error in the format of the routes that it is about."""
-    if not scope["path"].startswith(ANTHROPIC):
+    if not is_anthropics(scope["path"]):
         return error.response()
     return Response(
         dumps(error_body(error.status, error.message, scope["state"]["request_id"])),

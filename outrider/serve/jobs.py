@@ -12,6 +12,7 @@ from outrider.core.constraint import Constraint
 from outrider.core.inputs import InputError, shown
 from outrider.engine.generation import Generation
 from outrider.engine.requests import nth
+from outrider.serve.chat_prompt import text_of
 from outrider.serve.errors import ApiError, of_input, refuse
 from outrider.serve.formats import field_of, grammar_of
 from outrider.serve.gateway import Gateway
@@ -100,11 +101,13 @@ async def choices_of(
     service, began, key = gateway.service, time.monotonic(), request.scope["state"]["key"]
     sampling = sampling_of(body, service.engine.sampling)
     asked, constraint = speculation(body), await _constraint(gateway, body)
+    predicted = await _prediction(gateway, body)
     reads_raw = reader is not None or not body.skip_special_tokens
     hidden = frozenset[int]() if not body.skip_special_tokens else gateway.reading.hidden
     found: list[Choice] = []
     for place, prompt in enumerate(prompts):
         options = generation_of(body, gateway, room=service.max_context - len(prompt))
+        options = replace(options, prediction=predicted)
         if constraint is not None:
             ends = service.engine.ends(options)
             options = replace(options, constraint=constraint if wrap is None else wrap(constraint, ends, prompt))
@@ -131,9 +134,17 @@ async def choices_of(
     return found
 
 
+async def _prediction(gateway: Gateway, body: GenerationBody) -> tuple[int, ...]:
+    """The text that the client predicts, as token ids. Raises ApiError for parts that are no text."""
+    if body.prediction is None:
+        return ()
+    text = text_of(body.prediction.content, "prediction.content")
+    return tuple(await gateway.service.encode(text, special=False))
+
+
 async def _constraint(gateway: Gateway, body: GenerationBody) -> Constraint | None:
     """The form of the outputs, compiled. Raises ApiError if it is wrong or takes too long."""
-    grammar = grammar_of(body, gateway.service.limits)
+    grammar = grammar_of(body, gateway.service.limits, gateway.reading.call_marks)
     if grammar is None:
         return None
     options = Generation(ignore_eos=body.ignore_eos, stop_token_ids=tuple(body.stop_token_ids))

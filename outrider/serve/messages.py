@@ -16,7 +16,7 @@ from outrider.serve.errors import ApiError
 from outrider.serve.gateway import gateway_of
 from outrider.serve.messages_answer import OVERLOADED, Event, MessageAnswer, error_body
 from outrider.serve.messages_request import CountRequest, MessagesRequest, chat_body, prompt_body
-from outrider.serve.openapi import POSTED, body_of
+from outrider.serve.openapi import ANTHROPICS_ERROR, CHECKED, MESSAGES, answers, body_of, errors
 from outrider.serve.requests import ChatBody
 from outrider.serve.service import JobError
 from outrider.serve.sse import EventStream, event
@@ -25,6 +25,7 @@ router = APIRouter()
 Route = Callable[[Request], Awaitable[Response]]
 FULL = ("queue_full", "too_many_tokens_queued", "overloaded")
 """Codes of a queue without room."""
+COUNTED = errors(*(int(status) for status in CHECKED), schema=ANTHROPICS_ERROR) | answers("application/json")
 PING = event({"type": "ping"}, "ping")
 
 
@@ -54,7 +55,7 @@ def status_of(error: ApiError) -> int:
     return OVERLOADED if error.code in FULL else error.status
 
 
-@router.post("/v1/messages", responses=POSTED, openapi_extra=body_of(MessagesRequest))
+@router.post("/v1/messages", responses=MESSAGES, openapi_extra=body_of(MessagesRequest))
 @in_anthropics_words
 async def messages(request: Request) -> Response:
     """Answer the messages of a conversation."""
@@ -88,7 +89,7 @@ async def messages(request: Request) -> Response:
     )
 
 
-@router.post("/v1/messages/count_tokens", responses=POSTED, openapi_extra=body_of(CountRequest))
+@router.post("/v1/messages/count_tokens", responses=COUNTED, openapi_extra=body_of(CountRequest))
 @in_anthropics_words
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that a request would have, tools included."""

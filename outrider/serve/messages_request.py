@@ -8,15 +8,13 @@ from pydantic import Field
 
 from outrider.core.inputs import shown
 from outrider.serve.errors import refuse
+from outrider.serve.options import passed_on
 from outrider.serve.requests import Body
 
 LEAST_BUDGET = 1024
 """Fewest tokens of thinking that a client may ask for."""
-PASSED = (
-    *("seed", "min_p", "repetition_penalty", "priority", "speculation", "chat_template_kwargs", "vllm_xargs"),
-    *("ignore_eos", "min_tokens"),
-)
-"""Fields that are not Anthropic's and that chat completions read too."""
+PASSED = ("chat_template_kwargs", "vllm_xargs")
+"""Fields that are not Anthropic's and that chat completions read too, besides those of all routes that generate."""
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -99,7 +97,7 @@ def prompt_body(request: CountRequest) -> dict[str, Any]:
     messages = [] if request.system is None else [{"role": "system", "content": text_of(request.system, "system")}]
     for number, message in enumerate(request.messages):
         messages += _messages(message, f"messages.{number}")
-    passed = {name: value for name in PASSED if (value := request.given(name)) is not None}
+    passed = passed_on(request) | {name: value for name in PASSED if (value := request.given(name)) is not None}
     body = {"model": request.model, "messages": messages, **passed}
     if messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         # The answer continues the last message.

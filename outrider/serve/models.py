@@ -14,17 +14,19 @@ from outrider.serve.answers import json_response
 from outrider.serve.chat_prompt import arguments_of, check_template, messages_of
 from outrider.serve.errors import of_input, refuse
 from outrider.serve.gateway import Gateway, gateway_of
-from outrider.serve.openapi import CHECKED, body_of, errors
+from outrider.serve.openapi import CHECKED, answers, body_of, errors
 from outrider.serve.requests import DetokenizeBody, TokenizeBody
 
 router = APIRouter()
+STATE = {"type": "object", "required": ["status"], "properties": {"status": {"type": "string"}}}
+READY = answers(described="The server takes requests") | errors(503, schema=STATE)
 LAW = (
     "Speculation does not change the law of outputs: greedy outputs are those of the target alone, and drawn outputs "
     "have the target's distribution."
 )
 LOSSY = "This server allows verifiers that change the law of outputs."
-PLACES = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "_commit_hash")
-"""Entries of a tokenizer's settings that say where its files lie."""
+PLACES = ("_path", "_file", "_dir", "_hash")
+"""Ends of the names of entries of a tokenizer's settings that say where its files lie."""
 
 
 @router.get("/v1/models", responses=errors(401))
@@ -71,33 +73,33 @@ async def detokenize(request: Request) -> Response:
 async def tokenizer_info(request: Request) -> Response:
     """The settings of the tokenizer."""
     tokenizer = gateway_of(request).service.tokenizer
-    found = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if name not in PLACES}
+    found = {name: _plain(value) for name, value in tokenizer.init_kwargs.items() if not name.endswith(PLACES)}
     found |= {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     found["tokenizer_class"] = type(tokenizer).__name__
     found["chat_template"] = tokenizer.chat_template
     return json_response(found)
 
 
-@router.get("/health", responses=errors(503))
+@router.get("/health", response_class=Response, responses=READY)
 async def health(request: Request) -> Response:
     """Whether the server takes requests: an empty answer with status 200 if it does."""
     state = gateway_of(request).service.state
     return Response() if state == "ready" else json_response({"status": state}, 503)
 
 
-@router.get("/ping", responses=errors(503))
+@router.get("/ping", response_class=Response, responses=READY)
 async def ping(request: Request) -> Response:
     """The same as `/health`."""
     return await health(request)
 
 
-@router.post("/ping", responses=errors(503))
+@router.post("/ping", response_class=Response, responses=READY)
 async def ping_by_post(request: Request) -> Response:
     """The same as `/health`."""
     return await health(request)
 
 
-@router.get("/live")
+@router.get("/live", response_class=Response, responses=answers(described="The process answers"))
 async def live() -> Response:
     """Whether the process answers."""
     return Response()

@@ -23,6 +23,19 @@ ERROR: dict[str, Any] = {
         }
     },
 }
+ANTHROPICS_ERROR: dict[str, Any] = {
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": "string"},
+    },
+}
 WHY = {
     400: "A field that cannot be followed, or no JSON",
     401: "No key, or a wrong one",
@@ -33,25 +46,36 @@ WHY = {
     429: "The queue is full",
     500: "A mistake of the server",
     503: "The server is ending, or its engine is dead",
+    529: "The queue is full",
 }
+OPENAIS = tuple(status for status in WHY if status != 529)
+"""Statuses of errors of routes that generate, in OpenAI's format."""
 
 
-def errors(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def errors(*statuses: int, schema: dict[str, Any] = ERROR) -> dict[int | str, dict[str, Any]]:
     """The answers that are errors."""
     return {
-        status: {"description": WHY[status], "content": {"application/json": {"schema": ERROR}}} for status in statuses
+        status: {"description": WHY[status], "content": {"application/json": {"schema": schema}}} for status in statuses
     }
+
+
+def answers(*kinds: str, described: str = "The answer") -> dict[int | str, dict[str, Any]]:
+    """The answer with status 200, in one of some media types; without one it has no body."""
+    return {200: {"description": described, **({"content": {kind: {} for kind in kinds}} if kinds else {})}}
 
 
 CHECKED = errors(400, 401, 404, 413, 415, 500, 503)
 """Errors of routes that read a body."""
-POSTED: dict[int | str, dict[str, Any]] = errors(*WHY) | {
+WHOLE: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer, or its chunks",
         "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     }
 }
+POSTED = errors(*OPENAIS) | WHOLE
 """Answers of routes that generate."""
+MESSAGES = errors(*WHY, schema=ANTHROPICS_ERROR) | WHOLE
+"""The same in Anthropic's format."""
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -66,8 +90,15 @@ def describe(app: FastAPI, models: list[type[BaseModel]]) -> None:
 
     def described() -> dict[str, Any]:
         found = made()
+        for operations in found["paths"].values():
+            for operation in operations.values():
+                # FastAPI's own status for wrong fields, which is never sent.
+                operation["responses"].pop("422", None)
         schemas = models_json_schema([(model, "validation") for model in models], ref_template=REF)[1]["$defs"]
-        found.setdefault("components", {}).setdefault("schemas", {}).update(schemas)
+        known = found.setdefault("components", {}).setdefault("schemas", {})
+        known.update(schemas)
+        for name in ("HTTPValidationError", "ValidationError"):
+            known.pop(name, None)
         return found
 
     app.openapi = described  # type: ignore[method-assign]

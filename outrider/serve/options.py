@@ -8,7 +8,7 @@ from outrider.core.types import Sampling
 from outrider.engine.generation import Generation
 from outrider.serve.errors import of_input, refuse, refuse_key
 from outrider.serve.gateway import Gateway
-from outrider.serve.requests import ChatBody, CompletionBody, GenerationBody
+from outrider.serve.requests import Body, ChatBody, CompletionBody, GenerationBody
 
 DRAWING = ("temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 """Fields that are those of `Sampling`."""
@@ -24,11 +24,35 @@ REFUSED = {
     "audio": "only text is generated",
     "web_search_options": "only functions can be tools",
     "thinking_token_budget": "give max_tokens",
+    "mcp_servers": "only functions can be tools",
 }
 """Fields that change the output and that nothing here follows, with what to do instead."""
 NEUTRAL: dict[str, Any] = {"use_beam_search": False, "length_penalty": 1, "typical_p": 1, "no_repeat_ngram_size": 0}
-NEUTRAL |= {"mirostat": 0, "top_a": 0, "xtc_probability": 0, "dry_multiplier": 0, "tfs_z": 1, "modalities": ["text"]}
+NEUTRAL |= {
+    "mirostat": 0,
+    "top_a": 0,
+    "xtc_probability": 0,
+    "dry_multiplier": 0,
+    "tfs_z": 1,
+    "modalities": ["text"],
+    "echo": False,
+}
 """Fields that change the output unless they have these values."""
+
+
+OF_ROUTES = frozenset({"model", "max_tokens", "stream", "stream_options", "stream_interval", "prompt_logprobs", "user"})
+OF_ROUTES |= {"n", "return_token_ids", "return_tokens_as_token_ids", "request_id"}
+"""Fields of `GenerationBody` for which routes in other formats have their own, or none."""
+
+
+def passed_on(request: Body) -> dict[str, Any]:
+    """The fields of a request in another format that chat completions read too, and those that they refuse. Raises
+    ApiError if it asks for several outputs.
+    """
+    if request.given("n") not in (None, 1):
+        refuse_key("n", "one output is made")
+    names = [*(name for name in GenerationBody.model_fields if name not in OF_ROUTES), *REFUSED, *NEUTRAL]
+    return {name: value for name in names if (value := request.given(name)) is not None}
 
 
 def check_keys(body: GenerationBody) -> None:

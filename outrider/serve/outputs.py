@@ -140,11 +140,14 @@ class Interval:
 def usage_of(choices: Sequence[Choice]) -> Usage:
     """The numbers of tokens of a whole request. A prompt counts once, however many outputs it has."""
     prompts = {choice.prompt: choice for choice in reversed(choices)}.values()
+    outputs = [choice.output for choice in choices if choice.output is not None]
     return usage(
         sum(len(choice.job.prompt) for choice in prompts),
         sum(len(choice.tokens) for choice in choices),
         cached=sum(choice.cached for choice in prompts),
         reasoning=sum(choice.reasoning_tokens for choice in choices),
+        accepted=sum(each.accepted_prediction_tokens for each in outputs),
+        rejected=sum(each.rejected_prediction_tokens for each in outputs),
     )
 
 

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from outrider.serve.answers import LEFT
+from outrider.serve.openapi import answers
 from outrider.serve.service import Service
 from outrider.serve.watch import TO_FIRST, Histogram
 
@@ -61,7 +62,7 @@ router = APIRouter()
 Families = Iterator[Metric]
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=Response, responses=answers("text/plain", "application/openmetrics-text"))
 async def metrics(request: Request) -> Response:
     """The numbers of the server, for Prometheus."""
     found: Metrics = request.app.state.metrics

@@ -63,6 +63,8 @@ class SpeculationBody(Body):
     `enabled` false, or `max_tokens` 0, drafts nothing. `max_context`: no drafts above so many tokens of context.
     """
 
+    model_config = ConfigDict(strict=True, extra="forbid", protected_namespaces=())
+
     enabled: bool | None = None
     max_tokens: int | None = Field(default=None, ge=0)
     drafter: str | None = None
@@ -70,6 +72,13 @@ class SpeculationBody(Body):
     tree: str | None = None
     max_context: int | None = Field(default=None, ge=0)
     policy: Literal["auto"] | None = None
+
+
+class Prediction(Body):
+    """A text that the output may repeat."""
+
+    type: Literal["content"] = "content"
+    content: str | list[dict[str, Any]]
 
 
 class GenerationBody(Body):
@@ -106,6 +115,7 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     speculation: SpeculationBody | bool | None = None
+    prediction: Prediction | None = None
     priority: int = 0
     request_id: str | None = None
     user: str | None = None

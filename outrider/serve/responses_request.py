@@ -5,14 +5,11 @@ from typing import Any, NoReturn
 
 from outrider.core.inputs import shown
 from outrider.serve.errors import refuse, refuse_key
+from outrider.serve.options import passed_on
 from outrider.serve.requests import Body
 
-PASSED = (
-    *("seed", "stop", "ignore_eos", "chat_template_kwargs", "structured_outputs", "priority", "speculation"),
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
-    *("parallel_tool_calls", "vllm_xargs", "user", "min_tokens", "stop_token_ids", "logit_bias"),
-)
-"""Fields that chat completions read under the same name."""
+PASSED = ("chat_template_kwargs", "parallel_tool_calls", "vllm_xargs", "user")
+"""Fields that chat completions read under the same name, besides those of all routes that generate."""
 LOGPROBS = "message.output_text.logprobs"
 TEXTS = ("input_text", "output_text", "text", "refusal")
 """Types of content parts that are text."""
@@ -68,6 +65,7 @@ def chat_body(request: ResponsesRequest) -> dict[str, Any]:
         "response_format": _format((request.text or {}).get("format")),
         "stream": True,
         "stream_options": {"include_usage": True},
+        **passed_on(request),
         **{name: request.given(name) for name in PASSED},
     }
     if request.tools:

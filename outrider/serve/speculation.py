@@ -8,8 +8,8 @@ from outrider.serve.errors import refuse
 from outrider.serve.job import Speculation
 from outrider.serve.requests import GenerationBody, SpeculationBody
 
-OFF = ("disable_spec_decode", "disable_speculative_decoding")
-"""Other engines' names for drafting nothing."""
+OFF = {"disable_spec_decode": True, "disable_speculative_decoding": True, "speculative": False}
+"""Other engines' names for drafting nothing, with the value that says so."""
 DEPTH = "speculative.n_max"
 """llama.cpp's name for the deepest draft."""
 
@@ -33,11 +33,11 @@ def _given(body: GenerationBody) -> SpeculationBody:
     places: list[Any] = [body.speculation, *(_inner(extra.get(name)) for name in ("vllm_xargs", "extra_body"))]
     given = next((each for each in places if each is not None), None)
     found = given if isinstance(given, SpeculationBody) else _read(given)
-    for name in OFF:
-        if (off := extra.get(name)) is not None:
-            if not isinstance(off, bool):
+    for name, off in OFF.items():
+        if (value := extra.get(name)) is not None:
+            if not isinstance(value, bool):
                 refuse(name, f"{name} must be true or false")
-            found = found.model_copy(update={"enabled": not off})
+            found = found.model_copy(update={"enabled": value != off})
     if (depth := extra.get(DEPTH)) is not None:
         found = found.model_copy(update={"max_tokens": _read({"max_tokens": depth}).max_tokens})
     return found

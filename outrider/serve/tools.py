@@ -93,7 +93,11 @@ class TemplateReader:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, template: Template, prompt: str, tools: Sequence[Mapping[str, Any]]
     ) -> None:
-        self._parser = tokenizer.get_response_parser(dict(template), prefix=prompt, tools=list(tools))
+        try:
+            self._parser = tokenizer.get_response_parser(dict(template), prefix=prompt, tools=list(tools))
+        except ValueError:
+            # A prompt may hold calls that nobody can read.
+            self._parser = tokenizer.get_response_parser(dict(template), prefix="", tools=list(tools))
         self._open: str | None = None
         self._calls = 0
         self._raw = ""
@@ -177,21 +181,21 @@ class TemplateReader:
 
 @dataclass(kw_only=True)
 class ForcedReader:
-    """Reads an output that a grammar forces to be one tool call, behind what another reader takes for reasoning.
+    """Reads an output that a grammar forces to be tool calls, behind what another reader takes for reasoning.
 
     Attributes:
         inner: Tells the reasoning apart.
         name: The function, if the output is its arguments alone; None where the output is an object that begins with
-            `name` and ends with `parameters`.
+            `name` and ends with `parameters`, or a list of such objects.
     """
 
     inner: Reader
     name: str | None
     _text: str = field(default="", init=False)
-    _called: bool = field(default=False, init=False)
+    _calls: int = field(default=0, init=False)
+    _arguments: "Value | None" = field(default=None, init=False)
 
-    HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\S)')
-    TAIL = re.compile(r"\s*\}?\s*\Z")
+    HEAD = re.compile(r'[\s\[,]*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*(?=\S)')
 
     @property
     def reasons(self) -> bool:
@@ -208,12 +212,9 @@ class ForcedReader:
         return [each for piece in self.inner.feed(text) for each in self._turned(piece)]
 
     def end(self, *, cut: bool) -> list[Piece]:
-        """The last pieces. Of a call that was cut off, all that there is."""
+        """The last pieces. A call that was cut off within its name is left out, behind others."""
         found = [each for piece in self.inner.end(cut=cut) for each in self._turned(piece)]
-        rest = self._text if cut else self.TAIL.sub("", self._text)
-        if self.name is None and self._called and rest:
-            found.append(Piece(kind="call", text=rest))
-        elif not self._called and self._text:
+        if not self._calls and self._text:
             found.append(Piece(kind="content", text=self._text))
         self._text = ""
         return found
@@ -223,22 +224,65 @@ class ForcedReader:
         if piece.kind != "content":
             return [piece]
         if self.name is not None:
-            found = [] if self._called else [Piece(kind="call", id=call_id(), name=self.name)]
-            self._called = True
+            found = [] if self._calls else [Piece(kind="call", id=call_id(), name=self.name)]
+            self._calls = 1
             return [*found, Piece(kind="call", text=piece.text)]
         self._text += piece.text
         found = []
-        if not self._called:
-            head = self.HEAD.match(self._text)
-            if head is None:
-                return []
-            self._called, self._text = True, self._text[head.end() :]
-            found.append(Piece(kind="call", id=call_id(), name=json.loads(head[1])))
-        # The brace that may close the object around the arguments is held back.
-        held = self.TAIL.search(self._text)
-        certain = self._text[: held.start()] if held else self._text
-        self._text = self._text[len(certain) :]
-        return [*found, Piece(kind="call", text=certain)] if certain else found
+        while self._text:
+            if self._arguments is None:
+                head = self.HEAD.match(self._text)
+                if head is None:
+                    break
+                self._text, self._arguments, self._calls = self._text[head.end() :], Value(), self._calls + 1
+                found.append(Piece(kind="call", call=self._calls - 1, id=call_id(), name=json.loads(head[1])))
+            size = self._arguments.size(self._text)
+            text = self._text[:size] if self._arguments.inside else self._text[:size].rstrip()
+            if text:
+                found.append(Piece(kind="call", call=self._calls - 1, text=text))
+            if size < len(self._text):
+                # The brace that closes the object around the arguments.
+                self._arguments = None
+                size += 1
+            self._text = self._text[size:]
+        return found
+
+
+@dataclass(kw_only=True)
+class Value:
+    """A JSON value that is the last one of an object, as its text comes; changes in place."""
+
+    _depth: int = 0
+    _quoted: bool = False
+    _escaped: bool = False
+
+    @property
+    def inside(self) -> bool:
+        """Whether more must come. Behind the last character of a value only whitespace does."""
+        return self._depth > 0 or self._quoted
+
+    def size(self, text: str) -> int:
+        """How many more characters belong to the value: all of them, or those before the brace that ends the object.
+
+        Example:
+            >>> value = Value()
+            >>> value.size('{"a": "}'), value.size('"}}, {')
+            (8, 2)
+        """
+        for i, letter in enumerate(text):
+            if self._escaped:
+                self._escaped = False
+            elif self._quoted:
+                self._escaped, self._quoted = letter == "\\", letter != '"'
+            elif letter == '"':
+                self._quoted = True
+            elif letter in "{[":
+                self._depth += 1
+            elif letter in "}]":
+                if not self._depth:
+                    return i
+                self._depth -= 1
+        return len(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,6 +353,15 @@ class Reading:
             return inner
         return ForcedReader(inner=inner, name=None if forced is True else forced)
 
+    @property
+    def call_marks(self) -> tuple[str, str] | None:
+        """The texts around a call that is a JSON object with `name` and `arguments`; None if calls look otherwise."""
+        calls = {} if self.template is None else self.template["fields"].get("tool_calls", {})
+        if calls.get("content") != "json" or calls.get("transform") != {"type": "function", "function": "{content}"}:
+            return None
+        opens, closes = calls.get("open") or _literal(calls.get("open_pattern")), calls.get("close")
+        return (opens, closes) if isinstance(opens, str) and opens and isinstance(closes, str) else None
+
     @cached_property
     def hidden(self) -> frozenset[int]:
         """Special tokens that the template does not look for."""
@@ -357,6 +410,17 @@ class RawText:
         if stopped_by and (at := rest.rfind(stopped_by)) >= 0:
             rest = rest[: at + (len(stopped_by) if keeps_stop else 0)]
         return rest
+
+
+def _literal(pattern: str | None) -> str | None:
+    r"""The text that a pattern matches behind whitespace; None if it matches several.
+
+    Example:
+        >>> _literal(r"\s*<tool_call>"), _literal(r"<(a|b)>")
+        ('<tool_call>', None)
+    """
+    text = (pattern or "").removeprefix(r"\s*")
+    return text if text and not set(text) & set(r"\.^$*+?{}[]|()") else None
 
 
 def _known(tokenizer: PreTrainedTokenizerBase) -> tuple[str, Template | None]:

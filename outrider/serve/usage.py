@@ -23,6 +23,8 @@ class CompletionDetails(TypedDict):
     """Of the output's tokens."""
 
     reasoning_tokens: int
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
 
 
 class Usage(TypedDict):
@@ -35,14 +37,23 @@ class Usage(TypedDict):
     completion_tokens_details: CompletionDetails
 
 
-def usage(prompt: int, completion: int, *, cached: int = 0, reasoning: int = 0) -> Usage:
-    """The numbers of tokens of a request."""
+def usage(
+    prompt: int, completion: int, *, cached: int = 0, reasoning: int = 0, accepted: int = 0, rejected: int = 0
+) -> Usage:
+    """The numbers of tokens of a request.
+
+    Args:
+        accepted: Accepted draft tokens of the client's prediction.
+        rejected: Rejected draft tokens of the client's prediction.
+    """
     return Usage(
         prompt_tokens=prompt,
         completion_tokens=completion,
         total_tokens=prompt + completion,
         prompt_tokens_details=PromptDetails(cached_tokens=cached),
-        completion_tokens_details=CompletionDetails(reasoning_tokens=reasoning),
+        completion_tokens_details=CompletionDetails(
+            reasoning_tokens=reasoning, accepted_prediction_tokens=accepted, rejected_prediction_tokens=rejected
+        ),
     )
 
 

@@ -47,6 +47,20 @@ def test_an_output_says_which_string_or_token_ended_it():
     assert (out.finish_reason, out.stop_reason) == ("stop", free.tokens[6])
 
 
+def test_a_stop_token_gives_no_text_unless_it_is_wanted():
+    busy = outrider.load(dtype="float32")
+    [free] = busy.generate(["Once upon a time"], max_new_tokens=12, sampling=GREEDY, ignore_eos=True)
+    at = free.tokens.index(free.tokens[6])
+    options = {"max_new_tokens": 12, "sampling": GREEDY, "stop_token_ids": [free.tokens[at]]}
+    [without] = busy.generate(["Once upon a time"], **options)
+    [within] = busy.generate(["Once upon a time"], include_stop=True, **options)
+    [stopped] = busy.generate(["Once upon a time"], stop=["~~~"], **options)
+    assert without.tokens == within.tokens == free.tokens[: at + 1]
+    assert without.text == stopped.text == busy.tokenizer.decode(free.tokens[:at])
+    assert within.text == busy.tokenizer.decode(free.tokens[: at + 1])
+    assert within.text != without.text
+
+
 def test_requests_without_a_tokenizer_say_their_end_token():
     [free] = engine("model").generate([[3, 9, 4]], max_new_tokens=20, sampling=GREEDY)
     [out] = engine("model", eos_ids=frozenset({free.tokens[5]})).generate(

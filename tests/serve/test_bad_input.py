@@ -196,6 +196,33 @@ def test_nulls_count_as_not_given(client: httpx.Client) -> None:
     assert client.post(CHAT, json={**TALK, **dict.fromkeys(names)}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "shape"),
+    [
+        ("/v1/responses", {"input": "a", "max_output_tokens": 2}, "openai"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}, "anthropic"),
+        (CHAT, TALK, "openai"),
+    ],
+)
+def test_keys_that_change_the_output_are_refused_on_every_route(
+    client: httpx.Client, path: str, body: dict[str, Any], shape: str
+) -> None:
+    for key, value in (("guided_json", {}), ("use_beam_search", True), ("speculation", {"max_token": 1})):
+        answer = client.post(path, json={**body, key: value})
+        assert answer.status_code == 400, answer.text
+        assert key in answer.json()["error"]["message"]
+        assert ("param" in answer.json()["error"]) == (shape == "openai")
+    for wrong in (client.get(path), client.post(f"{path}/none/such", json={})):
+        assert wrong.status_code in (404, 405)
+        assert (wrong.json().get("type") == "error") == (shape == "anthropic")
+
+
+def test_other_names_for_drafting_nothing_are_read(client: httpx.Client) -> None:
+    for key, value in (("disable_spec_decode", True), ("speculative", False), ("speculative.n_max", 0)):
+        found = client.post(COMPLETIONS, json={**SMALL, key: value}).json()
+        assert found["metrics"]["speculative_decoding"] is None, key
+
+
 def test_unknown_keys_are_ignored(client: httpx.Client) -> None:
     assert client.post(CHAT, json={**TALK, "cache_prompt": True, "metadata": {"a": [1]}}).status_code == 200
 

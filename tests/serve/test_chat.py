@@ -9,6 +9,10 @@ import httpx
 import pytest
 
 import outrider
+from outrider.core.sampling import unpacked
+from outrider.serve.formats import grammar_of
+from outrider.serve.limits import Limits
+from outrider.serve.requests import ChatBody
 from outrider.serve.settings import Settings
 from tests.serve.served import loaded, serving
 from tests.serve.streams import chunks, post
@@ -198,6 +202,7 @@ def test_some_function_must_be_called(client: httpx.Client, tools: list[Any], st
     names = {tool["function"]["name"] for tool in tools}
     for seed in range(3):
         body = {**TALK, "tools": tools, "tool_choice": "required", "max_completion_tokens": 200}
+        body["parallel_tool_calls"] = False
         body |= {"temperature": 1.0, "seed": seed}
         if streams:
             message = joined(chunks(client, PATH, body))
@@ -211,6 +216,25 @@ def test_some_function_must_be_called(client: httpx.Client, tools: list[Any], st
         if call["name"] == "weather":
             assert value["place"] in ("Oslo", "Rome")
         assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_several_functions_may_be_called_at_once(client: httpx.Client, streams: bool) -> None:
+    grown = 0
+    for seed in range(4):
+        body = {**TALK, "tools": [CLOCK, WEATHER], "tool_choice": "required", "max_completion_tokens": 60}
+        body |= {"temperature": 1.0, "seed": seed}
+        if streams:
+            message = joined(chunks(client, PATH, body))
+            calls, reason = message["calls"], message["finish_reason"]
+        else:
+            choice = post(client, PATH, body)["choices"][0]
+            calls = [call["function"] for call in choice["message"]["tool_calls"]]
+            reason = choice["finish_reason"]
+        whole = calls if reason == "tool_calls" else calls[:-1]
+        assert all(call["name"] in ("clock", "weather") and json.loads(call["arguments"]) is not None for call in whole)
+        grown = max(grown, len(calls))
+    assert grown > 1
 
 
 def test_a_forced_call_that_was_cut_off_ends_by_length(client: httpx.Client) -> None:
@@ -332,3 +356,41 @@ def test_characters_at_which_clients_break_lines_arrive(client: httpx.Client) ->
     body = {**TALK, **literal(text)}
     assert post(client, PATH, body)["choices"][0]["message"]["content"] == text
     assert joined(chunks(client, PATH, body))["content"] == text
+
+
+def test_a_strict_tool_is_called_with_arguments_that_fit(engine: outrider.Engine) -> None:
+    strict = copy.deepcopy(WEATHER)
+    strict["function"]["strict"] = True
+    body = ChatBody.model_validate({**TALK, "tools": [strict, CLOCK]})
+    grammar = grammar_of(body, Limits(), ("<tool_call>", "</tool_call>"))
+    assert grammar is not None
+    rule = grammar.bind(engine.tokenizer, engine.parts.target.vocab_size, engine.eos_ids)
+    fits = '{"place": "Oslo", "days": 2}'
+    for arguments, allowed in ((fits, True), ('{"place": "Bonn", "days": 2}', False), ("{}", False)):
+        text = f'I look.<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call> Done.'
+        assert follows(rule, engine.tokenizer(text)["input_ids"]) is allowed, text
+    other = '<tool_call>\n{"name": "clock", "arguments": {"free": [1]}}\n</tool_call>'
+    assert follows(rule, engine.tokenizer(other)["input_ids"])
+    assert not follows(rule, engine.tokenizer(other.replace("clock", "watch"))["input_ids"])
+    assert grammar_of(ChatBody.model_validate({**TALK, "tools": [WEATHER]}), Limits(), ("<a>", "</a>")) is None
+    assert grammar_of(body, Limits(), None) is None
+
+
+def follows(rule: Any, tokens: list[int]) -> bool:
+    """Whether a constraint allows each of some tokens behind those before it."""
+    state = rule.open()
+    for token in tokens:
+        if not unpacked(rule.masks(state, [0], [-1]), token + 1)[0, token]:
+            return False
+        rule.commit(state, [token])
+    return True
+
+
+@pytest.mark.parametrize("content", ["One day, a dog", [{"type": "text", "text": "One day"}]])
+def test_a_prediction_changes_nothing_but_the_speed(client: httpx.Client, content: Any) -> None:
+    plain = post(client, PATH, TALK)
+    found = post(client, PATH, {**TALK, "prediction": {"type": "content", "content": content}})
+    assert found["choices"][0]["message"] == plain["choices"][0]["message"]
+    details = found["usage"]["completion_tokens_details"]
+    # This server's drafter is a model, which does not read predictions.
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)

@@ -116,6 +116,31 @@ def test_a_forced_call_that_was_cut_off_keeps_all_of_its_text() -> None:
     assert said(read(early, ['{"na'], cut=True)) == [("content", '{"na')]
 
 
+@pytest.mark.parametrize("size", [1, 4, 1000])
+def test_a_list_of_forced_calls_is_told_apart(size: int) -> None:
+    calls = (("f", '{"x": "},{"}'), ("g", '[1, "]"]'), ("f", "3"))
+    text = "[" + ", ".join(f'{{"name": "{name}", "parameters": {value}}}' for name, value in calls) + "]"
+    reader = ForcedReader(inner=PlainReader(), name=None)
+    pieces = read(reader, [text[i : i + size] for i in range(0, len(text), size)])
+    wanted = [(i, name, value) for i, (name, value) in enumerate(calls)]
+    assert [(piece.call, piece.name, piece.text) for piece in pieces] == wanted
+    assert len({piece.id for piece in pieces}) == 3
+
+
+def test_a_prompt_with_a_call_that_cannot_be_read_is_no_error(
+    engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading = known(engine, "<tool_call>", monkeypatch)
+    reader = reading_at(reading, "<|im_start|>assistant\n<tool_call>{weather}</tool_call>")
+    assert said(read(reader, ["Yes"])) == [("content", "Yes")]
+
+
+def test_marks_of_calls_are_those_of_json_templates(engine: outrider.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known(engine, "<tool_call>", monkeypatch).call_marks == ("<tool_call>", "</tool_call>")
+    assert known(engine, "<tool_call><function=", monkeypatch).call_marks is None
+    assert known(engine, "nothing", monkeypatch).call_marks is None
+
+
 def test_a_named_call_is_its_arguments() -> None:
     reader = ForcedReader(inner=PlainReader(), name="f")
     [piece] = read(reader, ['{"x"', ": 1}"])

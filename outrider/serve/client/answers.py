@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.serve.client.remote import Remote, RemoteError
+from outrider.serve.client.remote import Remote, RemoteError, understood
 
 PREFIX = "token_id:"
 """How a server writes a token as its id."""
@@ -35,14 +35,21 @@ class Place:
 def complete(remote: Remote, prompt: str | Sequence[int], **fields: Any) -> list[list[Place]]:
     """The tokens of each output after a prompt."""
     answer = remote.post("/v1/completions", _body(prompt) | fields)
-    return [places(choice) for choice in sorted(answer["choices"], key=lambda each: each["index"])]
+    with understood(f"{remote.url}/v1/completions"):
+        return [places(choice) for choice in sorted(answer["choices"], key=lambda each: each["index"])]
 
 
 def score(remote: Remote, tokens: Sequence[int], top: int) -> list[Place]:
     """The tokens of a text behind its first one, as the server scores them where it generates nothing."""
     body = _body(tokens) | {"echo": True, "max_tokens": 0, "logprobs": top, "temperature": 0}
-    found = remote.post("/v1/completions", body)["choices"][0]
-    return places(found, first=1)
+    with understood(f"{remote.url}/v1/completions"):
+        return places(remote.post("/v1/completions", body)["choices"][0], first=1)
+
+
+def tokenize(remote: Remote, body: Mapping[str, Any]) -> list[int]:
+    """The token ids of a text or of a conversation, as the server makes them."""
+    with understood(f"{remote.url}/tokenize"):
+        return [int(token) for token in remote.post("/tokenize", body)["tokens"]]
 
 
 def places(choice: Mapping[str, Any], first: int = 0) -> list[Place]:

@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -19,7 +19,8 @@ from outrider.bench.workloads.conversation import Conversation
 from outrider.bench.workloads.formats import TraceUnits
 from outrider.bench.workloads.workload import read_workload
 from outrider.core.inputs import InputError
-from outrider.serve.client.remote import Remote, RemoteError
+from outrider.serve.client.answers import tokenize
+from outrider.serve.client.remote import Remote, RemoteError, understood
 
 LOOK = 0.002
 """Seconds of a wait for chunks, so that requests that are due are sent in time."""
@@ -98,8 +99,7 @@ class RemoteEncoder(Encoder):
         return self._tokens({"prompt": BETWEEN.join(str(each["content"]) for each in messages)})
 
     def _tokens(self, body: dict[str, Any]) -> list[int]:
-        found: list[int] = self._remote.post("/tokenize", body)["tokens"]
-        return found
+        return tokenize(self._remote, body)
 
 
 class RemoteServer:
@@ -143,16 +143,18 @@ class RemoteServer:
         """Pass on the chunks of a request, in its thread."""
         try:
             text, counted, usage = "", 0, None
-            for each in self._remote.stream("/v1/completions", body):
-                usage = each.get("usage") or usage
-                if each["choices"]:
-                    choice = each["choices"][0]
-                    text += choice.get("text") or ""
-                    count = len(choice["token_ids"]) if choice.get("token_ids") is not None else 1
-                    counted += count
-                    self._coming.put(Chunk(id=id, num_tokens=count, drafted=0, accepted=0))
-            # Tokens that no chunk told count at the end.
-            rest = 0 if usage is None else max(0, usage["completion_tokens"] - counted)
+            stream = self._remote.stream("/v1/completions", body)
+            with closing(stream), understood(f"{self._remote.url}/v1/completions"):
+                for each in stream:
+                    usage = each.get("usage") or usage
+                    if each["choices"]:
+                        choice = each["choices"][0]
+                        text += choice.get("text") or ""
+                        count = len(choice["token_ids"]) if choice.get("token_ids") is not None else 1
+                        counted += count
+                        self._coming.put(Chunk(id=id, num_tokens=count, drafted=0, accepted=0))
+                # Tokens that no chunk told count at the end.
+                rest = 0 if usage is None else max(0, usage["completion_tokens"] - counted)
             self._coming.put(Chunk(id=id, num_tokens=rest, drafted=0, accepted=0, answer=text))
         except Exception as error:
             self._coming.put(error)

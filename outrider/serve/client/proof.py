@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from outrider.proof.statistics import LEAST_DEGREES, P_BOUND, ChiSquare, chi_square, tested
-from outrider.serve.client.answers import Place, complete, score
+from outrider.serve.client.answers import Place, complete, score, tokenize
 from outrider.serve.client.remote import Remote, RemoteError
 
 NUM_TOKENS = 32
@@ -147,7 +147,7 @@ def check_greedy(remote: Remote, prompts: Sequence[str], progress: Callable[[int
     """Generate greedily, and let the server score what came."""
     partings, noise, count = list[Parting](), 0.0, 0
     for number, prompt in enumerate(prompts):
-        tokens = remote.post("/tokenize", {"prompt": prompt})["tokens"]
+        tokens = tokenize(remote, {"prompt": prompt})
         [output] = complete(remote, tokens, temperature=0, max_tokens=NUM_TOKENS, logprobs=1)
         scored = score(remote, [*tokens, *(place.token for place in output)], top=1)[len(tokens) - 1 :]
         for position, (made, found) in enumerate(zip(output, scored, strict=True)):

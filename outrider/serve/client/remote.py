@@ -16,6 +16,9 @@ TIMEOUT = 600.0
 DONE = "[DONE]"
 
 
+STRANGE = "is it a server with OpenAI's API?"
+
+
 class RemoteError(InputError):
     """The server refused a request, or did not answer.
 
@@ -26,6 +29,21 @@ class RemoteError(InputError):
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+@contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Read an answer of a server. One that has another form becomes a sentence.
+
+    Raises:
+        RemoteError: A field is missing, or is of another kind.
+    """
+    try:
+        yield
+    except InputError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise RemoteError(f"{what} answered in another form than OpenAI's API has; {STRANGE}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,13 +102,19 @@ class Remote:
                 if data == DONE:
                     return
                 found = _value(data)
-                if isinstance(found, Mapping) and found.get("error"):
+                if not isinstance(found, Mapping):
+                    raise RemoteError(f"{self.url}{path} streamed {shown(found)}; {STRANGE}")
+                if found.get("error"):
                     raise RemoteError(f"the server ended the request: {_message(found)}")
                 yield found
+        raise RemoteError(f"{self.url}{path} ended its answer in the middle; see whether the server still runs")
 
     def models(self) -> list[dict[str, Any]]:
         """The models that it serves."""
-        found: list[dict[str, Any]] = self.get("/v1/models").get("data") or []
+        with understood(f"{self.url}/v1/models"):
+            found: list[dict[str, Any]] = list(self.get("/v1/models")["data"])
+            for card in found:
+                card["id"].encode()
         if not found:
             raise RemoteError(f"{self.url} serves no model")
         return found
@@ -114,8 +138,13 @@ class Remote:
                 text = answer.read(100_000).decode("utf-8", errors="replace")
                 raise RemoteError(f"{self.url}{path} answered {answer.status}: {_refusal(text)}", answer.status)
             yield answer
+        except http.client.IncompleteRead as error:
+            raise RemoteError(
+                f"{self.url}{path} ended its answer in the middle; see whether the server still runs"
+            ) from error
         except (OSError, http.client.HTTPException) as error:
-            raise RemoteError(f"{self.url}{path} does not answer: {error or type(error).__name__}") from error
+            reason = str(error) or type(error).__name__
+            raise RemoteError(f"{self.url}{path} does not answer: {reason}; see whether a server runs there") from error
         finally:
             connection.close()
 

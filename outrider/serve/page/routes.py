@@ -17,6 +17,7 @@ from outrider.serve.gateway import Gateway, gateway_of
 from outrider.serve.ids import request_id
 from outrider.serve.jobs import check, choices_of, fitted
 from outrider.serve.kinds import kinds
+from outrider.serve.openapi import OPENAIS, answers, body_of, errors
 from outrider.serve.page.trees import Node, Trees
 from outrider.serve.requests import GenerationBody
 from outrider.serve.service import Event, Job, Ticket
@@ -37,6 +38,7 @@ HEADERS = {
 }
 
 router = APIRouter()
+STREAMED = errors(*OPENAIS) | answers("text/event-stream", described="The tokens, step by step")
 
 
 class PageBody(GenerationBody):
@@ -66,7 +68,7 @@ async def file(name: str) -> Response:
     return _file(name)
 
 
-@router.post("/v1/outrider/stream")
+@router.post("/v1/outrider/stream", response_class=EventStream, responses=STREAMED, openapi_extra=body_of(PageBody))
 async def stream(request: Request) -> EventStream:
     """Continue a prompt. Each event has the tokens of one step, with the kind of each: accepted, recovered, bonus or
     plain.

@@ -1,0 +1,102 @@
+"""A text that a client predicts for the output: where the output stands in it, and what a draft copies from it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.core.types import Request
+
+MATCH = 2
+"""Tokens of the output's end that must stand in the prediction before drafts follow it again."""
+
+
+@dataclass(kw_only=True)
+class Prediction:
+    """The predicted text of one request; changes in place.
+
+    Drafts copy the prediction from its beginning, as long as the output agrees with it. After a difference they go on
+    behind the next place where the prediction has the newest tokens of the output.
+
+    Attributes:
+        tokens: The prediction.
+        first: Position of the output's first token in the context.
+        seen: Tokens of the context that have been compared.
+        place: Where in the prediction the next token of the output stands; -1 where that is unknown.
+        furthest: Behind the last place that agreed.
+        drafts: Whether the newest draft copies the prediction.
+        copied: Draft tokens that were copied from it.
+        accepted: Those of them that were accepted.
+
+    Example:
+        >>> prediction = Prediction(tokens=(5, 6, 7, 8, 9), first=1, seen=1)
+        >>> prediction.begin([3]), prediction.begin([3, 5, 4]), prediction.begin([3, 5, 4, 7, 8])
+        (5, -1, 9)
+    """
+
+    tokens: tuple[int, ...]
+    first: int
+    seen: int
+    place: int = 0
+    furthest: int = 0
+    drafts: bool = False
+    copied: int = 0
+    accepted: int = 0
+    _ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, request: Request) -> "Prediction | None":
+        """The prediction of a request; None if it has none."""
+        start = len(request.prompt)
+        return cls(tokens=request.prediction, first=start, seen=start) if request.prediction else None
+
+    def begin(self, context: Sequence[int]) -> int:
+        """The token that the prediction has behind the context; -1 where it has none."""
+        for token in context[self.seen :]:
+            agrees = 0 <= self.place < len(self.tokens) and self.tokens[self.place] == token
+            self.place = self.place + 1 if agrees else -1
+            self.furthest = max(self.furthest, self.place)
+        self.seen = len(context)
+        if self.place < 0 and len(context) - self.first >= MATCH:
+            self.place = self._found(tuple(context[-MATCH:]))
+        found = self._token(self.place)
+        self.drafts = found >= 0
+        return found
+
+    def further(self, depth: int) -> int:
+        """The token behind a node of a draft that copies the prediction; -1 where it ends.
+
+        Args:
+            depth: The node's distance from the root.
+        """
+        return self._token(self.place + depth)
+
+    def commit(self, accepted: int) -> None:
+        """Learn how many tokens of the newest draft were accepted."""
+        if self.drafts:
+            self.accepted += accepted
+        self.drafts = False
+
+    def _token(self, place: int) -> int:
+        if not 0 <= place < len(self.tokens):
+            return -1
+        self.copied += 1
+        return self.tokens[place]
+
+    def _found(self, end: tuple[int, ...]) -> int:
+        """The place behind these tokens: the next one, or else the first one; -1 where there is none."""
+        if not self._ends:
+            for at in range(MATCH, len(self.tokens) + 1):
+                self._ends.setdefault(self.tokens[at - MATCH : at], []).append(at)
+        places = self._ends.get(end, ())
+        return next((at for at in places if at > self.furthest), places[0] if places else -1)
+
+
+def note_accepted(predictions: Sequence[Prediction | None], paths: Sequence[Sequence[int]]) -> None:
+    """Let the predictions of some requests learn the accepted paths of their drafts."""
+    for prediction, path in zip(predictions, paths, strict=True):
+        if prediction is not None:
+            prediction.commit(len(path))
+
+
+def counts(prediction: Prediction | None) -> tuple[int, int]:
+    """Draft tokens copied from a prediction: how many were accepted, and how many were not."""
+    return (0, 0) if prediction is None else (prediction.accepted, prediction.copied - prediction.accepted)

@@ -1,0 +1,32 @@
+"""GuideLLM: a short load of streamed chats and one of completions, whose report it reads."""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from recipes.client_programs.steps import MODEL, command, must, told, uses
+
+REQUESTS = 12
+
+
+def main(url: str, target: str) -> None:
+    """Try it against a server of the weights of `target`."""
+    uses("guidellm")
+    for kind in ("/v1/chat/completions", "/v1/completions"):
+        with tempfile.TemporaryDirectory() as made:
+            report = Path(made) / "report.json"
+            load = ("--profile", "concurrent", "--rate", "4", "--max-requests", str(REQUESTS))
+            data = ("--data", "prompt_tokens=48,output_tokens=24", "--processor", target)
+            where = ("--target", url, "--model", MODEL, "--request-format", kind)
+            command("guidellm", "benchmark", "run", *where, *load, *data, "--output-path", report, HF_HUB_OFFLINE="1")
+            [run] = json.loads(report.read_text())["benchmarks"]
+        totals = run["metrics"]["request_totals"]
+        must(totals["successful"] == REQUESTS and not totals["errored"], f"{kind}: all requests succeed", totals)
+        first = run["metrics"]["time_to_first_token_ms"]["successful"]["count"]
+        must(first == REQUESTS, f"{kind}: every stream has a first token", first)
+        told(f"{kind}, streamed, 4 at once", f"{totals['successful']} of {REQUESTS} requests")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])
