@@ -17,6 +17,7 @@ from outrider.cli.request import RequestOptions
 from outrider.cli.serve import ServeOptions
 from outrider.cli.train import train
 from outrider.serve.limits import Limits
+from outrider.serve.vllm.options import EngineChoice, EngineOptions
 from outrider.setup import Setup
 
 app = App(name="outrider", help="Lossless speculative decoding for Hugging Face causal language models.")
@@ -50,6 +51,7 @@ def generate(
     setup: Setup,
     request: RequestOptions,
     learn: LearnOptions,
+    engine: EngineOptions,
     prompt: Annotated[list[str] | None, typer.Option(help="The text to continue; may be given several times.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -79,21 +81,24 @@ def generate(
     """
     from outrider.cli.generate import Task, run
 
-    run(
-        Task(
-            setup=setup,
-            request=request,
-            texts=tuple(prompt or ()),
-            file=prompt_file,
-            n=n,
-            logprobs=logprobs,
-            output=output,
-            as_json=as_json,
-            profile=profile,
-            compare=compare,
-            learn=learn,
-        )
+    task = Task(
+        setup=setup,
+        request=request,
+        texts=tuple(prompt or ()),
+        file=prompt_file,
+        n=n,
+        logprobs=logprobs,
+        output=output,
+        as_json=as_json,
+        profile=profile,
+        compare=compare,
+        learn=learn,
     )
+    if engine.is_vllm:
+        from outrider.cli.generate_vllm import run as run_vllm
+
+        run_vllm(task, engine)
+    run(task)
 
 
 @app.command()
@@ -117,12 +122,16 @@ def chat(
 
 @app.command()
 @with_options()
-def serve(setup: Setup, options: ServeOptions, limits: Limits) -> None:
+def serve(setup: Setup, options: ServeOptions, limits: Limits, engine: EngineOptions) -> None:
     """Serve the target with the APIs of OpenAI and Anthropic, at 127.0.0.1 if no other host is named.
 
     A page at / shows what is drafted and accepted. The first SIGTERM or interrupt lets running requests end, the second
     one cancels them.
     """
+    if engine.is_vllm:
+        from outrider.cli.serve_vllm import serve_vllm
+
+        raise typer.Exit(serve_vllm(setup, options, limits, engine))
     from outrider.cli.serve import serve
 
     raise typer.Exit(serve(setup, options, limits))
@@ -168,6 +177,7 @@ def bench(
     request: RequestOptions,
     options: BenchOptions,
     remote: RemoteOptions,
+    engine: EngineChoice,
     given: Annotated[
         list[str] | None,
         typer.Option(
@@ -190,6 +200,10 @@ def bench(
         from outrider.cli.bench_remote import bench_remote
 
         raise typer.Exit(bench_remote(setup, request, options, remote, given or [], as_json))
+    if engine.is_vllm:
+        from outrider.cli.bench_vllm import bench_vllm
+
+        raise typer.Exit(bench_vllm(setup, request, options, engine, given or [], as_json))
     from outrider.cli.bench import bench
 
     raise typer.Exit(bench(setup, request, options, given or [], as_json))

@@ -23,6 +23,7 @@ from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import field_value
 from outrider.learning.options import HeadOptions
 from outrider.serve.limits import Limits
+from outrider.serve.vllm.options import EngineChoice, EngineOptions
 from outrider.setup import Setup, documentation
 from outrider.training.loop.settings import Settings
 from outrider.training.options import DataOptions, WatchOptions
@@ -41,6 +42,8 @@ HEADINGS = {
     ServeOptions: "Server",
     RemoteOptions: "A server",
     Limits: "Limits",
+    EngineChoice: "Engine",
+    EngineOptions: "Engine",
 }
 """The heading of each dataclass's options in the help; of others, `DRAFTER`."""
 DRAFTER = "Drafter"
