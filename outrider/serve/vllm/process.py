@@ -116,9 +116,8 @@ class VllmProcess:
             if not self.alive:
                 raise InputError(f"vLLM did not start: {self.last_words()}")
             if time.monotonic() - began > self._patience:
-                raise InputError(
-                    f"vLLM was not ready within {self._patience:g} seconds; its last line: {self.last_words()}"
-                )
+                late = f"vLLM was not ready within {self._patience:g} seconds"
+                raise InputError(f"{late}; its last line: {self.last_words()}")
             time.sleep(LOOK)
         self._tell(f"vLLM is ready after {time.monotonic() - began:.0f} s")
 

@@ -60,7 +60,7 @@ class VllmPython:
         """
         if executable.is_dir():
             raise InputError(
-                f"--vllm-python must name a Python, and {executable} is a folder; try {executable}/bin/python"
+                f"--vllm-python must name a Python, and {executable} is a folder; its bin/python may be one"
             )
         if not executable.is_file() or not os.access(executable, os.X_OK):
             raise InputError(f"--vllm-python must name a Python that has vLLM, and there is no program {executable}")
