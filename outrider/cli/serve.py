@@ -46,6 +46,8 @@ class ServeOptions:
         per_request_metrics: What answers tell of their own speed: none, summary or detailed.
         cors_origin: An origin whose pages may use the server, or *; may be given several times.
         keep_alive_on_death: Answer on after the engine has died, instead of ending with status 1.
+        log_answers: Keep requests and answers in this file of JSON lines, for `outrider learn`; a request with
+            `"store": false` is not kept. The admin key lets clients read it at /v1/admin/answers.
     """
 
     host: str = "127.0.0.1"
@@ -63,6 +65,7 @@ class ServeOptions:
     per_request_metrics: str = "summary"
     cors_origin: tuple[str, ...] = ()
     keep_alive_on_death: bool = False
+    log_answers: Path | None = None
 
     def __post_init__(self) -> None:
         if self.per_request_metrics not in METRICS:
@@ -90,6 +93,7 @@ class ServeOptions:
             lossy=setup.allow_lossy,
             origins=self.cors_origin,
             target=None if setup.target is None else Path(str(setup.target)).name,
+            answers=self.log_answers,
         )
 
     def _response_template(self) -> Any:
@@ -139,8 +143,15 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits) -> int:
                 file=sys.stderr,
                 flush=True,
             )
+            note_answers(options)
 
         return run(make_app(service, settings), service, bound, endings, ready)
+
+
+def note_answers(options: ServeOptions) -> None:
+    """Say that requests and answers are kept, if they are."""
+    if options.log_answers is not None:
+        print(f"requests and answers are kept in {options.log_answers}", file=sys.stderr, flush=True)
 
 
 def check_extra() -> None:

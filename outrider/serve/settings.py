@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -22,6 +23,7 @@ class Settings:
         keep_alive_seconds: A stream without bytes for so long gets a comment.
         origins: Origins of pages in browsers that may use the server; `*` is all.
         target: What the server calls the model's files in `/v1/models`.
+        answers: The file where requests and answers are kept; None keeps none.
     """
 
     keys: tuple[str, ...] = ()
@@ -35,3 +37,4 @@ class Settings:
     keep_alive_seconds: float = 15.0
     origins: tuple[str, ...] = ()
     target: str | None = None
+    answers: Path | None = None

@@ -43,12 +43,19 @@ class Speculation:
         model: The draft model's or head's directory or hub id; None where it looks tokens up.
         num_tokens: Draft tokens of a step.
         verifier: vLLM's `rejection_sample_method`.
+        name: Our name of the drafter.
     """
 
     method: str
+    name: str = ""
     model: str | None = None
     num_tokens: int = TOKENS
     verifier: str = "standard"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What clients may call the drafter: our name, and vLLM's."""
+        return tuple(dict.fromkeys((self.name or self.method, self.method)))
 
     @property
     def config(self) -> dict[str, Any]:
@@ -77,6 +84,8 @@ class Launch:
         speculation: None decodes plainly.
         names: What clients call the model.
         flags: vLLM's flags for the rest of the setup.
+        more_flags: vLLM's flags for what a command asks besides.
+        updates_weights: Whether its drafter takes new weights while it runs.
         engine_args: What the user passes through; it goes last, so that it wins.
         threads: Threads on a CPU.
     """
@@ -84,6 +93,7 @@ class Launch:
     target: str
     speculation: Speculation | None = None
     names: tuple[str, ...] = ()
+    more_flags: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     engine_args: tuple[str, ...] = ()
     threads: int | None = None
@@ -127,7 +137,7 @@ class Launch:
         if self.names:
             found += ["--served-model-name", *self.names]
         found += ["--enable-per-request-metrics", "--per-request-spec-decode-metrics", "summary"]
-        found += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *self.flags]
+        found += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *self.flags, *self.more_flags]
         if self.speculation is not None:
             found += [SPECULATIVE, json.dumps(self.speculation.config)]
         if self.updates_weights:
@@ -174,13 +184,14 @@ def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> Speculati
     verifier = str(wanted.verifier or "token")
     if verifier not in VERIFIERS:
         raise InputError(f"vLLM has no verifier {verifier!r}; it has {' and '.join(VERIFIERS)}: leave out --verifier")
-    if verifier == "block" and "triton" not in python.has:
+    if verifier == "block" and (python.is_cpu or "triton" not in python.has):
+        # The first model runner would run the standard rule without a word.
         raise InputError(
-            "vLLM verifies blocks in its second model runner alone, which needs Triton, and that environment has none; "
-            "use --verifier token"
+            "vLLM verifies blocks in its second model runner alone, which needs Triton on a GPU, and this build has "
+            "none; use --verifier token"
         )
     length = _length(given.length)
-    return Speculation(method=VLLM[drafter], model=path, num_tokens=length, verifier=VERIFIERS[verifier])
+    return Speculation(method=VLLM[drafter], name=drafter, model=path, num_tokens=length, verifier=VERIFIERS[verifier])
 
 
 def drafter_of(wanted: Setup, given: Setup, python: VllmPython) -> tuple[str, str | None]:
