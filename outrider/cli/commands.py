@@ -10,6 +10,7 @@ from outrider.cli import pruning
 from outrider.cli.bench import NO_GRAMMAR, BenchOptions
 from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
+from outrider.cli.learn_from import LearnSettings, SourceOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.plan import PlanOptions
 from outrider.cli.remote import RemoteOptions
@@ -19,6 +20,7 @@ from outrider.cli.train import train
 from outrider.serve.limits import Limits
 from outrider.serve.vllm.options import EngineChoice, EngineOptions
 from outrider.setup import Setup
+from outrider.training.options import WatchOptions
 
 app = App(name="outrider", help="Lossless speculative decoding for Hugging Face causal language models.")
 app.add_typer(train)
@@ -135,6 +137,46 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, engine: EngineOpt
     from outrider.cli.serve import serve
 
     raise typer.Exit(serve(setup, options, limits))
+
+
+@app.command()
+@with_options()
+def learn(
+    options: SourceOptions,
+    settings: LearnSettings,
+    watch: WatchOptions,
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="A server that keeps its answers (`outrider serve --log-answers FILE`), as http://127.0.0.1:8000; or "
+            "a file of JSON lines with requests and answers.",
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="The target that gave the answers: a directory or a hub id.")],
+    drafter: Annotated[str, typer.Option(help="The drafter that learns, as `model:path=DIR` or `eagle3:path=DIR`.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the drafter that has learnt.")],
+    as_json: Json = False,
+) -> None:
+    """Train a drafter on with the answers of a running server, and give the server the new weights.
+
+    A server of Outrider takes them by its own route. A vLLM takes them by its weight-update routes, behind `outrider
+    serve --engine vllm` or by itself. Requests that run are answered first; nobody needs to restart anything.
+    """
+    from outrider.cli.learn_from import LearnTask
+    from outrider.cli.learn_from import learn as learn_from
+    from outrider.cli.train import run_training
+
+    task = LearnTask(
+        source=source,
+        options=options,
+        target=target,
+        drafter=drafter,
+        out=out,
+        settings=settings,
+        watch=watch,
+    )
+    run_training(drafter.partition(":")[0], learn_from(task), as_json)
 
 
 @app.command()

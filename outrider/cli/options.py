@@ -16,6 +16,7 @@ import typer
 from outrider.cli.bench import BenchOptions
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
+from outrider.cli.learn_from import LearnSettings, SourceOptions
 from outrider.cli.plan import PlanOptions
 from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import ENDING, RequestOptions
@@ -35,6 +36,8 @@ HEADINGS = {
     RequestOptions: "Sampling",
     LearnOptions: "Learning",
     Settings: "Training",
+    LearnSettings: "Training",
+    SourceOptions: "A server",
     DataOptions: "Texts",
     WatchOptions: "Watching",
     BenchOptions: "Measuring",

@@ -127,6 +127,11 @@ class Launch:
             **more,
         )
 
+    @property
+    def method(self) -> str:
+        """How it drafts, in a word or two."""
+        return "as its flags say" if self.speculation is None else self.speculation.method
+
     def arguments(self, port: int) -> list[str]:
         """What vLLM's command is called with.
 

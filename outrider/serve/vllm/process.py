@@ -37,11 +37,12 @@ class VllmProcess:
     Attributes:
         remote: The server.
         launch: How it was started.
+        tell: Called with sentences on how far it is.
 
     Args:
         python: The Python that has it.
         launch: What it serves.
-        tell: Called with sentences on how far it is.
+        tell: As the attribute.
         patience: Seconds that it may take to become ready.
     """
 
@@ -54,7 +55,7 @@ class VllmProcess:
         patience: float = PATIENCE,
     ) -> None:
         self.python, self.launch = python, launch
-        self._tell, self._patience = tell, patience
+        self.tell, self._patience = tell, patience
         self._process: subprocess.Popen[bytes] | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-vllm-"))
         self._log = (self._folder / "log.txt").open("ab")
@@ -111,7 +112,7 @@ class VllmProcess:
     def wait_ready(self) -> None:
         """Return when it answers. Raises InputError if it ends, with its last real error, or takes too long."""
         began = time.monotonic()
-        self._tell(f"vLLM {self.python.version} starts; loading and compiling may take minutes")
+        self.tell(f"vLLM {self.python.version} starts; loading and compiling may take minutes")
         while not self.answers():
             if not self.alive:
                 raise InputError(f"vLLM did not start: {self.last_words()}")
@@ -119,7 +120,7 @@ class VllmProcess:
                 late = f"vLLM was not ready within {self._patience:g} seconds"
                 raise InputError(f"{late}; its last line: {self.last_words()}")
             time.sleep(LOOK)
-        self._tell(f"vLLM is ready after {time.monotonic() - began:.0f} s")
+        self.tell(f"vLLM is ready after {time.monotonic() - began:.0f} s")
 
     def answers(self) -> bool:
         """Whether it takes requests."""
