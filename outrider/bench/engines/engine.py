@@ -24,6 +24,9 @@ class Engine:
         modes: Its ways to decode, as its driver knows them.
         environment: None is the one that this runs in.
         convert: None leaves models in the format of Hugging Face.
+        plain: The mode that decodes plainly and starts fastest.
+        digests_first: Whether the prompt's own forward says the first token, before there is a draft.
+        loads_heads: Whether it has modes for heads, by their names in the catalog.
     """
 
     title: str
@@ -31,6 +34,9 @@ class Engine:
     command: Command
     environment: Environment | None = None
     convert: Convert | None = None
+    plain: str = "plain"
+    digests_first: bool = False
+    loads_heads: bool = False
 
     @property
     def version(self) -> str:
