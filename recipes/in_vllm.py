@@ -157,7 +157,7 @@ def here(plan: Plan, prompts: Sequence[list[int]], drafter: str, new_tokens: int
 
 
 def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | None, engine: Engine) -> Said:
-    """What another engine decodes, in a process of its own. Its steps are those that had a draft, or 0 if it tells none.
+    """What another engine decodes, in a process of its own. Its steps are those with a draft, or 0 if it tells none.
 
     Raises:
         CannotMake: There is no such engine.

@@ -1,4 +1,4 @@
-"""`python -m outrider.bench.engines vllm --environments DIR` makes the environments of other engines that are missing."""
+"""`python -m outrider.bench.engines vllm --environments DIR` makes environments of other engines that are missing."""
 
 from pathlib import Path
 from typing import Annotated
