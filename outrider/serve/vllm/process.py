@@ -92,8 +92,15 @@ class VllmProcess:
         environment = self.python.environment(self.launch.threads) | {"VLLM_API_KEY": self.remote.key or ""}
         # It writes its own logs in colours and bars where it likes; these are for a file.
         environment |= {"VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1", "NO_COLOR": "1"}
+        beside = self._folder / "beside"
+        if self.python.package != "vllm":
+            write_alias(beside, self.python)
         if self.launch.updates_weights:
-            environment |= {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": str(write_plugin(self._folder / "plugin"))}
+            write_plugin(beside)
+            environment["VLLM_SERVER_DEV_MODE"] = "1"
+        if beside.exists():
+            # All that vLLM's Python sees of ours.
+            environment["PYTHONPATH"] = str(beside)
         command = [self.python.executable, "-m", MODULE, *self.launch.arguments(self._port)]
         try:
             self._process = subprocess.Popen(
@@ -166,21 +173,28 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def write_plugin(place: Path) -> Path:
-    """Write the plugin that lets vLLM read weights from files, as an installed package has it. Returns its folder.
+def write_alias(place: Path, python: VllmPython) -> None:
+    """Let the build for CPUs, a package of another name, find itself under the name that its own command asks for."""
+    write_package(place, "vllm", python.version if python.version.endswith("+cpu") else f"{python.version}+cpu")
 
-    The folder is all that vLLM's Python sees of ours.
-    """
+
+def write_plugin(place: Path) -> None:
+    """Write the plugin that lets vLLM read weights from files, as an installed package has it."""
     from outrider.serve.vllm import weight_files
 
-    about = place / "outrider_weight_files-1.0.dist-info"
-    about.mkdir(parents=True)
+    about = write_package(place, "outrider_weight_files", "1.0")
     shutil.copyfile(str(weight_files.__file__), place / "outrider_weight_files.py")
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: outrider_weight_files\nVersion: 1.0\n")
     (about / "entry_points.txt").write_text(
         "[vllm.general_plugins]\noutrider_weight_files = outrider_weight_files:register\n"
     )
-    return place
+
+
+def write_package(place: Path, name: str, version: str) -> Path:
+    """Write what Python reads of an installed package. Returns the folder."""
+    about = place / f"{name}-{version}.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return about
 
 
 def tell(sentence: str) -> None:
