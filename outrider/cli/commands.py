@@ -8,6 +8,7 @@ import typer
 from outrider import __version__
 from outrider.cli import pruning
 from outrider.cli.bench import NO_GRAMMAR, BenchOptions
+from outrider.cli.export import ExportOptions
 from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
 from outrider.cli.learn_from import LearnSettings, SourceOptions
@@ -274,6 +275,19 @@ def plan(
     from outrider.cli.plan import plan
 
     plan(setup, request, options, given or [], flags_for, as_json)
+
+
+@app.command()
+@with_options()
+def export(options: ExportOptions, as_json: Json = False) -> None:
+    """Write a drafter for another engine: its files, the command that starts it, and a smoke test to run there.
+
+    A drafter that the engine cannot load is refused, with the nearest one that it can. Without a target, the draft
+    model that ships with Outrider is exported.
+    """
+    from outrider.cli.export import export
+
+    raise typer.Exit(export(options, as_json))
 
 
 @app.command()

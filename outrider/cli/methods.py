@@ -20,7 +20,7 @@ TRAITS = ("rows", "context-pure", "reads hidden states", "keeps a cache", "train
 ABOUT_TRAITS = (
     "The class of each drafter states its traits; `outrider/drafters/protocol.py` says what they mean. Rows are",
     "`sampled` (a distribution after each prefix), `point` (one token) or `marginal` (a distribution per position).",
-    "A trainer is a command below `outrider train`. An export is a method of vLLM that loads a trained checkpoint.",
+    "A trainer is a command below `outrider train`. Exports are the engines for which `outrider export` writes it.",
 )
 
 

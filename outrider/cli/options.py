@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from outrider.cli.bench import BenchOptions
+from outrider.cli.export import ExportOptions
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
 from outrider.cli.learn_from import LearnSettings, SourceOptions
@@ -42,6 +43,7 @@ HEADINGS = {
     WatchOptions: "Watching",
     BenchOptions: "Measuring",
     PlanOptions: "Planning",
+    ExportOptions: "Export",
     ServeOptions: "Server",
     RemoteOptions: "A server",
     Limits: "Limits",

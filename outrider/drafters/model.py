@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Observed, Rows, check_longest
 from outrider.drafters.slotted import SlottedDrafter, TreeState, tree_segments
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
@@ -68,7 +69,13 @@ class ModelDrafter(SlottedDrafter[Tree]):
     state: ClassVar[type[Any]] = TreeState
     waits: ClassVar[bool] = True
     trainer: ClassVar[str | None] = "distill"
-    exports: ClassVar[tuple[str, ...]] = ("draft_model",)
+    exports: ClassVar[Exports] = Exports(
+        vllm="draft_model",
+        sglang="STANDALONE",
+        llama="draft-simple",
+        openvino="draft_model",
+        transformers="assistant_model",
+    )
 
     vocab_size: int | None = None
     short_list: ShortList | None = None

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.token_only import TokenOnly
 
 
@@ -47,6 +49,10 @@ class NgramDrafter(TokenOnly):
     References:
         Saxena 2023, prompt lookup decoding. https://github.com/apoorvumang/prompt-lookup-decoding
     """
+
+    exports: ClassVar[Exports] = Exports(
+        vllm="ngram", sglang="NGRAM", llama="ngram-simple", draws=False, has_files=False
+    )
 
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2

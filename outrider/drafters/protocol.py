@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.inputs import InputError
 from outrider.core.types import Frontier, Guess, Request, Running
+from outrider.drafters.exports import Exports
 from outrider.lm.slots.batch import upload
 from outrider.lm.target_info import TargetInfo
 
@@ -71,7 +72,7 @@ class Drafter(Protocol):
         keeps_cache: Whether it keeps keys and values, or something like them, of every request.
         waits: Whether calls of `observe` may be left out, because `begin` reads the tokens that it has not seen.
         trainer: The name of the method that trains it; None where there is nothing to train.
-        exports: The formats of other engines that fit its checkpoints.
+        exports: Which other engines run it, and by which names.
     """
 
     rows: ClassVar[Rows]
@@ -79,7 +80,7 @@ class Drafter(Protocol):
     keeps_cache: ClassVar[bool] = False
     waits: ClassVar[bool] = False
     trainer: ClassVar[str | None] = None
-    exports: ClassVar[tuple[str, ...]] = ()
+    exports: ClassVar[Exports] = Exports()
 
     @property
     def taps(self) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from outrider.core.types import Guess, InputError, Request, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.model import ModelDrafter, shared_words
 from outrider.drafters.protocol import Observed, check_longest
 from outrider.drafters.slotted import TreeState
@@ -61,7 +62,7 @@ class SteeredDrafter(ModelDrafter[SteeredState]):
     state: ClassVar[type[Any]] = SteeredState
     waits: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "steer"
-    exports: ClassVar[tuple[str, ...]] = ()
+    exports: ClassVar[Exports] = Exports(instead="model")
 
     steering: Steering
 

@@ -4,11 +4,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
 from outrider.drafters.automaton import SEPARATOR, SuffixAutomaton
+from outrider.drafters.exports import Exports
 from outrider.drafters.token_only import TokenOnly
 from outrider.lm.target_info import TargetInfo
 
@@ -68,6 +70,8 @@ class SuffixDrafter(TokenOnly):
     References:
         Oliaro et al. 2024, SuffixDecoding. https://arxiv.org/abs/2411.04975
     """
+
+    exports: ClassVar[Exports] = Exports(vllm="suffix", draws=False, has_files=False)
 
     min_match: int = 2
     corpus: str | None = None

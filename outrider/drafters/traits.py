@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Drafter, Rows
 
 
@@ -12,6 +13,7 @@ class Traits:
 
     Attributes:
         reads_hidden_states: Whether it has taps.
+        exports: The other engines that run it.
 
     Example:
         >>> from outrider.drafters.ngram import NgramDrafter
@@ -37,8 +39,8 @@ class Traits:
         Raises:
             TypeError: It is none of these.
         """
-        spec = kind if hasattr(kind, "published") else None
-        drafter: Any = spec.drafter if spec is not None else kind if Drafter in kind.__mro__ else _bound(kind)
+        spec = _spec(kind)
+        drafter = _drafter(kind)
         trainer = drafter.trainer if spec is None else None if spec.options is None else spec.name
         return cls(
             rows=drafter.rows,
@@ -46,8 +48,28 @@ class Traits:
             reads_hidden_states=drafter.taps is not Drafter.taps,
             keeps_cache=drafter.keeps_cache,
             trainer=trainer,
-            exports=drafter.exports if spec is None else spec.exports,
+            exports=exports_of(kind).engines,
         )
+
+
+def exports_of(kind: Any) -> Exports:
+    """Which other engines run a kind of drafters; `Traits.of` says what a kind is."""
+    spec = _spec(kind)
+    found: Exports = _drafter(kind).exports if spec is None else spec.exports
+    return found
+
+
+def _spec(kind: Any) -> Any:
+    """The spec of a head; None for other drafters."""
+    return kind if hasattr(kind, "published") else None
+
+
+def _drafter(kind: Any) -> Any:
+    """The class of drafters of a kind."""
+    spec = _spec(kind)
+    if spec is not None:
+        return spec.drafter
+    return kind if Drafter in kind.__mro__ else _bound(kind)
 
 
 def _bound(make: type) -> type:

@@ -18,6 +18,7 @@ from torch.nn.functional import relu
 
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.model import ModelDrafter, ModelPath
 from outrider.drafters.protocol import Observed, Rows
 from outrider.heads.head import TrainedHead
@@ -527,4 +528,5 @@ SPEC = HeadSpec(
     trained=TrainedBlockwise,
     options=BlockwiseOptions,
     objective=BlockwiseObjective,
+    exports=Exports(instead="medusa"),
 )

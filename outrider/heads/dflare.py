@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.drafters.exports import Exports
 from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockHead, BlockObjective, BlockOptions, TrainedBlocks
@@ -73,4 +74,5 @@ SPEC = HeadSpec(
     trained=TrainedBlocks,
     options=DFlareOptions,
     objective=BlockObjective,
+    exports=Exports(instead="dflash"),
 )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from outrider.drafters.exports import Exports
 from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockHead, BlockObjective, BlockOptions, TrainedBlocks
@@ -54,5 +55,5 @@ SPEC = HeadSpec(
     trained=TrainedBlocks,
     options=DFlashOptions,
     objective=BlockObjective,
-    exports=("dflash",),
+    exports=Exports(vllm="dflash", sglang="DFLASH", llama="draft-dflash", instead="eagle3"),
 )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from outrider.core.inputs import InputError, unknown
 from outrider.core.types import Frontier, Guess, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Rows
 from outrider.heads.dflash import DFlashHead
 from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
@@ -401,5 +402,5 @@ SPEC = HeadSpec(
     trained=TrainedBlocks,
     options=DSparkOptions,
     objective=BlockObjective,
-    exports=("dspark",),
+    exports=Exports(vllm="dspark", sglang="DSPARK", llama="draft-dspark", instead="dflash"),
 )

@@ -11,6 +11,7 @@ from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
+from outrider.drafters.exports import Exports
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext, Places
@@ -208,6 +209,22 @@ class EagleHead(FeatureHead):
         }
         return config, self.state_dict()
 
+    def exported(
+        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """vLLM's form has no bias behind the fusion, and SGLang's has one."""
+        config, tensors = self.record(target, dtype, name)
+        biased = "fc.bias" in tensors
+        if engine == "vllm" and biased:
+            raise InputError(
+                "vllm reads no EAGLE head whose fusion has a bias; train it without --bias, from this head's data"
+            )
+        if engine == "sglang":
+            config |= {"architectures": [ARCHITECTURES[1]], "bias": True}
+            # SGLang makes the bias without reading it, where the file has none.
+            tensors = {"fc.bias": torch.zeros(len(tensors["fc.weight"])), **tensors}
+        return config, tensors
+
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         weight = next(self.layers.parameters())
         return self.ends.norm(states).to(weight.device, weight.dtype)
@@ -332,5 +349,5 @@ SPEC = HeadSpec(
     trained=TrainedEagle,
     options=EagleOptions,
     objective=EagleObjective,
-    exports=("eagle",),
+    exports=Exports(vllm="eagle", sglang="EAGLE", instead="eagle3"),
 )

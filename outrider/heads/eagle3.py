@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
+from outrider.drafters.exports import Exports
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.layer_config import (
@@ -40,6 +41,13 @@ ARCHITECTURE, VERSION = "Eagle3Speculator", "0.2.0"
 LEGACY = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 TAPS = "eagle_aux_hidden_state_layer_ids"
 """The key that names the tapped states. In the layout of speculators, id k is what enters layer k."""
+
+UNKNOWN = {
+    "sglang": ("norm_before_residual", "norm_before_fc", "fc_norm"),
+    "llama.cpp": ("norm_before_fc", "fc_norm", "norm_output"),
+    "openvino": ("norm_before_fc", "fc_norm", "norm_output"),
+}
+"""The choices that engines other than vLLM do not know."""
 
 H = TypeVar("H", bound="Eagle3Head")
 
@@ -265,6 +273,59 @@ class Eagle3Head(FeatureHead):
             tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
         return config, tensors
 
+    def exported(
+        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """vLLM reads the layout of speculators, and others that of the authors."""
+        if engine == "vllm":
+            return self.record(target, dtype, name)
+        sizes = self.sizes
+        choices = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        if foreign := [choice for choice in choices if choice in UNKNOWN[engine] and getattr(sizes, choice)]:
+            raise InputError(
+                f"{engine} knows no EAGLE-3 head with {foreign[0]}; train one without it: outrider train eagle3"
+            )
+        if sizes.layer.num_hidden_layers > 1:
+            raise InputError(
+                f"{engine} reads EAGLE-3 heads of one layer, and this one has {sizes.layer.num_hidden_layers}; train "
+                "one: outrider train eagle3"
+            )
+        if engine == "llama.cpp" and sizes.taps != default_taps(target.num_layers):
+            raise InputError(
+                f"llama.cpp reads the hidden states {list(default_taps(target.num_layers))} of this target, and the "
+                f"head reads {list(sizes.taps)}; train one with --taps "
+                f"{'x'.join(map(str, default_taps(target.num_layers)))}"
+            )
+        config, tensors = self.native(target, dtype)
+        if engine == "sglang":
+            # Its id k is what leaves layer k.
+            config["eagle_config"][TAPS] = [tap - 1 for tap in sizes.taps]
+        return config, {_of_authors(name): tensor for name, tensor in tensors.items()}
+
+    def native(self, target: TargetShape, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The config of the authors' layout, and the tensors under our names, with the list of tokens."""
+        sizes = self.sizes
+        config = {
+            **described(sizes.layer),
+            "architectures": [NATIVE[0]],
+            "vocab_size": target.vocab_size,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            "draft_vocab_size": sizes.draft_vocab_size,
+            "target_hidden_size": sizes.target_hidden_size,
+            "norm_before_residual": sizes.norm_before_residual,
+            "norm_before_fc": sizes.norm_before_fc,
+            "fc_norm": sizes.fc_norm,
+            "norm_output": sizes.norm_output,
+            "num_aux_hidden_states": len(sizes.taps),
+            "eagle_config": {TAPS: list(sizes.taps), "use_aux_hidden_state": True},
+            TARGET: target.record(),
+        }
+        tensors = self.state_dict()
+        ids = torch.arange(sizes.draft_vocab_size) if self.ids is None else self.ids.cpu()
+        tensors["d2t"] = ids - torch.arange(len(ids))
+        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        return config, tensors
+
     def extra_repr(self) -> str:
         """The choices that no tensor shows."""
         names = ("taps", "norm_before_residual", "norm_output")
@@ -435,7 +496,7 @@ class Eagle3Layout:
     def _norm_output(self, answers: "TrainedEagle3") -> bool:
         if answers.norm_output is not None:
             return answers.norm_output
-        if self._flag("norm_output") and not _is_speculators(self.given):
+        if self._flag("norm_output") and not _is_speculators(self.given) and self.target is None:
             raise InputError(
                 f"the config of {self.path} has norm_output, which vLLM and SGLang read as: feed the normed output "
                 "back. Heads of SpecForge were trained without that. Add norm_output=true behind the path to feed the "
@@ -503,6 +564,11 @@ def _name(name: str) -> str:
     return name
 
 
+def _of_authors(name: str) -> str:
+    """The name of a tensor of `Eagle3Head` in the authors' layout."""
+    return name.replace("layers.0.", "midlayer.")
+
+
 SPEC = HeadSpec(
     name="eagle3",
     head=Eagle3Head,
@@ -511,5 +577,5 @@ SPEC = HeadSpec(
     trained=TrainedEagle3,
     options=Eagle3Options,
     objective=FeatureObjective,
-    exports=("eagle3",),
+    exports=Exports(vllm="eagle3", sglang="EAGLE3", llama="draft-eagle3", openvino="eagle3"),
 )

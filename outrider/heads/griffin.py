@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
+from outrider.drafters.exports import Exports
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, TrainedEagle
 from outrider.heads.parts.layers import DecoderLayer, GatedMLP, norm_of
 from outrider.heads.spec import HeadSpec
@@ -205,4 +206,5 @@ SPEC = HeadSpec(
     trained=TrainedEagle,
     options=GriffinOptions,
     objective=GriffinObjective,
+    exports=Exports(instead="eagle"),
 )

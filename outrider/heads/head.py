@@ -63,6 +63,20 @@ class Head(nn.Module):
         """
         raise NotImplementedError
 
+    def exported(
+        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """The config and the tensors that another engine reads; by default those that are written here.
+
+        Args:
+            engine: One of those that the spec's `exports` names.
+            target: As in `record`, like the others.
+
+        Raises:
+            InputError: The engine does not know such a head.
+        """
+        return self.record(target, dtype, name)
+
     @classmethod
     def init_from(cls, place: "TrainedHead", options: Any, context: "HeadContext") -> "Head":
         """The head on disk that is trained further. The arguments are those of `load` and `new`."""

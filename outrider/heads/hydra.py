@@ -13,6 +13,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError, Request, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Observed
 from outrider.heads.head import TrainedHead
 from outrider.heads.parts.layer_config import layer_config, qkv_bias_of
@@ -362,4 +363,11 @@ def _sizes(given: Mapping[str, Any], tensors: Mapping[str, Tensor], path: str) -
     )
 
 
-SPEC = HeadSpec(name="hydra", head=HydraHeads, drafter=HydraDrafter, published=published, trained=TrainedHydra)
+SPEC = HeadSpec(
+    name="hydra",
+    head=HydraHeads,
+    drafter=HydraDrafter,
+    published=published,
+    trained=TrainedHydra,
+    exports=Exports(instead="medusa"),
+)

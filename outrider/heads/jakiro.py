@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from outrider.core.types import Frontier, Guess, InputError, Running
+from outrider.drafters.exports import Exports
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleTrunkOptions, TrainedEagle
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import Places
@@ -353,4 +354,5 @@ SPEC = HeadSpec(
     trained=TrainedJakiro,
     options=JakiroOptions,
     objective=JakiroObjective,
+    exports=Exports(instead="eagle"),
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from outrider.core.types import InputError
+from outrider.drafters.exports import Exports
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
@@ -223,6 +224,7 @@ class MedusaHeads(StateHeads):
             "truncated_vocab_size": config.width,
             "medusa_fc_bias": config.medusa_fc_bias,
             "original_lm_head": config.original_lm_head,
+            "logit_scale": config.logit_scale,
             "torch_dtype": str(dtype).removeprefix("torch."),
             TARGET: target.record(),
         }
@@ -326,5 +328,5 @@ SPEC = HeadSpec(
     published=published,
     options=MedusaOptions,
     objective=StateHeadsObjective,
-    exports=("medusa",),
+    exports=Exports(vllm="medusa", draws=False, instead="eagle3"),
 )

@@ -2,7 +2,7 @@ r"""MLP speculators: a recurrent state that reads one draft token after another 
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from outrider.core.types import InputError
+from outrider.drafters.exports import Exports
 from outrider.heads.head import TrainedHead
+from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.last_state import randomise
 from outrider.heads.trunks.sequential import SequentialDrafter, SequentialHead
-from outrider.lm.hf.checkpoint import MOST_COUNT, Checkpoint, made, size
+from outrider.lm.hf.checkpoint import MOST_COUNT, TARGET, Checkpoint, TargetShape, made, size
 from outrider.lm.tabular import TABLE_FEATURES
 from outrider.lm.target_info import TargetInfo
 
@@ -108,6 +110,36 @@ class MLPSpeculator(SequentialHead):
         trained.check_vocabulary(config.vocab_size, target)
         return head
 
+    @classmethod
+    def new(cls, options: Any, context: HeadContext) -> "MLPSpeculator":
+        info = context.info
+        config = MLPSpeculatorConfig(
+            vocab_size=info.vocab_size,
+            emb_dim=info.hidden_size,
+            inner_dim=info.hidden_size,
+            n_predict=context.depth,
+        )
+        return cls(config)
+
+    def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """As its authors write it. Weights that all depths share are written once."""
+        config, tied = self.config, self.config.tie_weights
+        described = {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": NAME,
+            **asdict(config),
+            "top_k_tokens_per_head": [1] * config.n_predict,
+            "n_candidates": 1,
+            "torch_dtype": str(dtype).removeprefix("torch."),
+            TARGET: target.record(),
+        }
+        tensors = {
+            f"speculator.{name}": tensor
+            for name, tensor in self.state_dict().items()
+            if not tied or int(name.split(".")[1]) <= int(name.startswith("proj"))
+        }
+        return described, tensors
+
     @property
     def weight(self) -> Tensor:
         return self.emb[0].weight  # type: ignore[return-value]
@@ -153,4 +185,10 @@ def _shared(tensors: Mapping[str, Tensor], config: MLPSpeculatorConfig) -> dict[
     return found
 
 
-SPEC = HeadSpec(name=NAME, head=MLPSpeculator, drafter=SequentialDrafter, published=published)
+SPEC = HeadSpec(
+    name=NAME,
+    head=MLPSpeculator,
+    drafter=SequentialDrafter,
+    published=published,
+    exports=Exports(vllm="mlp_speculator", draws=False, instead="eagle3"),
+)

@@ -14,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Guess, Request, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Observed, check_longest
 from outrider.heads.trunks.features import (
     BACKLOG,
@@ -31,6 +32,9 @@ from outrider.lm.slots.batch import upload
 from outrider.lm.tabular import TabularHead
 from outrider.lm.target_info import TargetInfo
 from outrider.trees.chained import Follow
+
+EXPORTS = Exports(vllm="mtp", sglang="NEXTN", llama="draft-mtp", has_files=False)
+"""The layers are part of the target's checkpoint."""
 
 
 class MtpHead(nn.Module):
@@ -112,6 +116,8 @@ class MtpDrafter(FeatureDrafter):
         DeepSeek-AI 2024, DeepSeek-V3, section 2.2. https://arxiv.org/abs/2412.19437
     """
 
+    exports: ClassVar[Exports] = EXPORTS
+
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
@@ -157,6 +163,8 @@ class MtpLayersDrafter(FeatureDrafter[LayersState]):
         lm: The first layer.
         deeper: The further layers.
     """
+
+    exports: ClassVar[Exports] = EXPORTS
 
     state: ClassVar[type[Any]] = LayersState
 

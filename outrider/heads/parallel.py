@@ -18,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Guess, InputError, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.heads.eagle3 import MASK, SPECULATORS, Eagle3Head, TrainedEagle3
 from outrider.heads.head import TrainedHead
@@ -46,6 +47,8 @@ PEAGLE = "peagle"
 """The `speculators_model_type` of P-EAGLE heads."""
 MASK_IDS = ("mask_token_id", "pard_token")
 """The keys of a config that name the mask token of a P-EAGLE head: that of trainers, and vLLM's own."""
+TOKENS = "num_speculative_tokens"
+"""The key of a config in the authors' layout that says how many tokens a P-EAGLE head drafts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +168,15 @@ class ParallelHead(FeatureHead):
         }
         return config, self.state_dict()
 
+    def exported(
+        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """No engine reads it."""
+        raise InputError(
+            f"{engine} reads P-EAGLE heads, which have one vector for all mask slots, and no parallel heads that were "
+            "trained here; the nearest is an EAGLE-3 head: outrider train eagle3"
+        )
+
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         normed = self.ends.norm(states)
         return normed.to(self.slots.device, self.slots.dtype)
@@ -241,6 +253,13 @@ class PEagleHead(Eagle3Head):
                 "behind the path, one less than the tokens of a draft"
             )
         return cls(inner, mask_id, hidden, num_slots)
+
+    def exported(
+        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """In the layout of the authors of EAGLE-3: the conversion of the other layout forgets `fc_norm`."""
+        config, tensors = self.native(target, dtype)
+        return {**config, "pard_token": self.mask_id, TOKENS: self.num_slots + 1}, tensors
 
     def extra_repr(self) -> str:
         """The choices that no tensor shows."""
@@ -455,6 +474,8 @@ def is_peagle(config: Mapping[str, Any], names: Collection[str]) -> bool:
 
 def _num_slots(config: Mapping[str, Any], path: str) -> int | None:
     """One slot less than the draft has tokens, because the last pair guesses the first; None if no config says it."""
+    if config.get(TOKENS) is not None:
+        return size_in(config, TOKENS, path, most=MOST_COUNT) - 1
     try:
         method = config["speculators_config"]["proposal_methods"][0]
         method["speculative_tokens"]
@@ -484,4 +505,5 @@ SPEC = HeadSpec(
     trained=TrainedParallel,
     options=ParallelOptions,
     objective=ParallelObjective,
+    exports=Exports(vllm="eagle3", draws=False, options={"parallel_drafting": True}, instead="eagle3"),
 )

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from outrider.core.types import Frontier, Guess, InputError, Request, Running
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Observed
 from outrider.heads.eagle import EagleHead, EagleObjective, EagleOptions, has_specialists
 from outrider.heads.eagle3 import Eagle3Head, Eagle3Options, Eagle3SizeOptions, TrainedEagle3
@@ -433,4 +434,5 @@ SPEC = HeadSpec(
     trained=TrainedPoss,
     options=PossOptions,
     objective=PossObjective,
+    exports=Exports(instead="eagle"),
 )

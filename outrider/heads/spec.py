@@ -7,11 +7,15 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from outrider.core.inputs import InputError, field_values
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Drafter
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.options import HeadOptions
 from outrider.lm.target_info import TargetInfo
+
+NOWHERE = Exports()
+"""Of a head that no other engine knows."""
 
 
 @runtime_checkable
@@ -41,7 +45,7 @@ class HeadSpec:
         options: What it can be told in training; the first lines of the words are the help of its command. None: it is
             not trained here.
         objective: What it learns; None with `options`.
-        exports: The formats of other engines that fit its checkpoints.
+        exports: Which other engines run it, and by which names.
     """
 
     name: str
@@ -51,7 +55,7 @@ class HeadSpec:
     trained: type[TrainedHead] = TrainedHead
     options: type[HeadOptions] | None = None
     objective: type[HeadObjective] | None = None
-    exports: tuple[str, ...] = ()
+    exports: Exports = NOWHERE
 
     def at(self, path: str, **fields: Any) -> TrainedHead:
         """A head of this kind in a directory or at a hub id; the fields are those of `trained`."""

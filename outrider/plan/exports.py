@@ -7,33 +7,13 @@ from itertools import pairwise
 
 from outrider import catalog
 from outrider.core.inputs import InputError, unknown
+from outrider.drafters.exports import Exports
+from outrider.drafters.traits import exports_of
 from outrider.plan.prediction import Prediction, ranked
 from outrider.plan.verdict import Advice
 
 ENGINES = ("vllm", "sglang", "llama.cpp")
-VLLM = {
-    "model": "draft_model",
-    **{
-        name: name
-        for name in ("ngram", "suffix", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash", "dspark", "mtp")
-    },
-}
-"""vLLM's name for each drafter."""
-SGLANG = {
-    "model": "STANDALONE",
-    "eagle": "EAGLE",
-    "eagle3": "EAGLE3",
-    "mtp": "NEXTN",
-    "ngram": "NGRAM",
-}
-LLAMA = {
-    "model": "draft-simple",
-    "eagle3": "draft-eagle3",
-    "dflash": "draft-dflash",
-    "dspark": "draft-dspark",
-    "mtp": "draft-mtp",
-    "ngram": "ngram-simple",
-}
+"""Those whose flags are known here."""
 
 
 def exported(advice: Advice, engine: str) -> str:
@@ -56,10 +36,14 @@ def exported(advice: Advice, engine: str) -> str:
         return ""
     lengths = {b: _best_chain(found, drafter).way.length for b, found in sorted(advice.by_requests.items())}
     name, path = _named(drafter)
-    names: Mapping[str, str] = {"vllm": VLLM, "sglang": SGLANG, "llama.cpp": LLAMA}[engine]
-    if name not in names:
-        raise InputError(f"{engine} has no drafter like {name!r}; it has those of {', '.join(names)}")
-    return {"vllm": _vllm, "sglang": _sglang, "llama.cpp": _llama}[engine](names[name], path, lengths)
+    known = {each: exports_of(row.kind) for each, row in catalog.rows("drafter").items()}
+    method = known[name].method(engine)
+    if method is None:
+        able = ", ".join(each for each, exports in known.items() if exports.method(engine))
+        raise InputError(f"{engine} has no drafter like {name!r}; it has those of {able}")
+    if engine == "vllm":
+        return _vllm(method, path, lengths, known[name])
+    return {"sglang": _sglang, "llama.cpp": _llama}[engine](method, path, lengths)
 
 
 def batch_table(lengths: Mapping[int, int]) -> list[list[int]]:
@@ -96,27 +80,38 @@ def _named(drafter: str) -> tuple[str, str | None]:
     return catalog.name_of(made), None if path is None else str(path)
 
 
-def _vllm(method: str, path: str | None, lengths: Mapping[int, int]) -> str:
-    longest = max(lengths.values())
+def _vllm(method: str, path: str | None, lengths: Mapping[int, int], exports: Exports) -> str:
     config = {
         "method": method,
         **({} if path is None else {"model": path}),
-        "num_speculative_tokens": longest,
+        "num_speculative_tokens": max(lengths.values()),
         "num_speculative_tokens_per_batch_size": batch_table(lengths),
         # Its default drafts greedily, which accepts less above temperature 0.
-        **({} if method in ("ngram", "suffix") else {"draft_sample_method": "probabilistic"}),
+        **({"draft_sample_method": "probabilistic"} if exports.draws else {}),
+        **exports.options,
     }
     return f"--speculative-config {shlex.quote(json.dumps(config))}"
 
 
 def _sglang(algorithm: str, path: str | None, lengths: Mapping[int, int]) -> str:
-    length = next(iter(lengths.values())) or max(lengths.values())
+    return shlex.join(sglang_flags(algorithm, next(iter(lengths.values())) or max(lengths.values()), path))
+
+
+def sglang_flags(algorithm: str, length: int, path: str | None) -> list[str]:
+    """SGLang's flags for chains.
+
+    Args:
+        length: Draft tokens of a step.
+        path: The drafter's folder; None where it has none.
+    """
     flags = ["--speculative-algorithm", algorithm]
-    if algorithm == "NGRAM":
-        return shlex.join([*flags, "--speculative-num-draft-tokens", str(length + 1)])
     flags += [] if path is None else ["--speculative-draft-model-path", path]
-    steps = ["--speculative-num-steps", str(length), "--speculative-eagle-topk", "1"]
-    return shlex.join([*flags, *steps, "--speculative-num-draft-tokens", str(length + 1)])
+    if algorithm == "DSPARK":
+        return [*flags, "--speculative-dspark-block-size", str(length)]
+    if algorithm not in ("NGRAM", "DFLASH"):
+        flags += ["--speculative-num-steps", str(length), "--speculative-eagle-topk", "1"]
+    # The anchor counts as one.
+    return [*flags, "--speculative-num-draft-tokens", str(length + 1)]
 
 
 def _llama(kind: str, path: str | None, lengths: Mapping[int, int]) -> str:

@@ -265,7 +265,7 @@ def test_methods_show_the_traits_that_the_classes_of_drafters_state(monkeypatch,
         "reads_hidden_states": False,
         "keeps_cache": False,
         "trainer": None,
-        "exports": [],
+        "exports": ["vllm", "transformers"],
     }
     assert traits["model"]["keeps_cache"] is ModelDrafter.keeps_cache is True
     assert traits["model"]["rows"] == ModelDrafter.rows == "sampled"
@@ -274,10 +274,10 @@ def test_methods_show_the_traits_that_the_classes_of_drafters_state(monkeypatch,
     for options in ([], ["--markdown"]):
         page = run(monkeypatch, capsys, "methods", *options)[1]
         [line] = [line for line in page.splitlines() if re.match(r"\|? *`?model\b.*sampled", line)]
-        assert re.findall(r"[\w-]+", line) == [
+        assert re.findall(r"[\w.-]+", line) == [
             *("model", "sampled", "yes", "no", "yes"),
             ModelDrafter.trainer,
-            *ModelDrafter.exports,
+            *ModelDrafter.exports.engines,
         ]
 
 

@@ -273,7 +273,7 @@ def test_greedy_block_is_refused_because_rows_depend_on_more_than_the_tokens():
 
 def test_its_traits_say_what_it_is():
     traits = Traits.of(SteeredPath)
-    assert (traits.rows, traits.trainer, traits.exports) == ("sampled", "steer", ())
+    assert (traits.rows, traits.trainer, traits.exports) == ("sampled", "steer", ("transformers",))
     assert traits.reads_hidden_states
     assert traits.keeps_cache
     assert not traits.context_pure

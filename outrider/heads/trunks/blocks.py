@@ -25,6 +25,7 @@ from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import SlotState, SlottedDrafter
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
+from outrider.heads.parts.block_exports import exported_config
 from outrider.heads.parts.block_formats import (
     Answers,
     BlockConfig,
@@ -298,6 +299,12 @@ class BlockHead(Head):
         """In the layout of speculators."""
         config = {**speculators_config(self.config, name), TARGET: target.record()}
         return {**config, "torch_dtype": str(dtype).removeprefix("torch.")}, self.state_dict()
+
+    def exported(
+        self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        config = exported_config(self.config, engine, target, name)
+        return {**config, "torch_dtype": str(dtype).removeprefix("torch."), TARGET: target.record()}, self.state_dict()
 
     @property
     def ids(self) -> Int[Tensor, " width"] | None:

@@ -1,0 +1,13 @@
+"""What each engine needs: a file per engine."""
+
+from outrider.handoff.engines import llama, openvino, sglang, transformers, vllm
+from outrider.handoff.engines.engine import Engine
+
+KNOWN: dict[str, Engine] = {
+    "vllm": vllm.ENGINE,
+    "sglang": sglang.ENGINE,
+    "llama.cpp": llama.ENGINE,
+    "openvino": openvino.ENGINE,
+    "transformers": transformers.ENGINE,
+}
+"""The engines by name."""

@@ -1,0 +1,53 @@
+"""vLLM: its own server, with a `speculative_config`."""
+
+import json
+from collections.abc import Sequence
+
+from outrider.handoff.engines.engine import Engine
+from outrider.handoff.handed import Handed
+from outrider.plan.exports import batch_table
+
+V2_ONLY = ("dspark",)
+"""Methods that its newer model runner alone knows; that one needs a GPU."""
+V1_ONLY = ("medusa", "mlp_speculator")
+"""Methods that its older model runner alone knows."""
+
+
+def launch(handed: Handed) -> Sequence[str]:
+    """The server, with a table of draft lengths where a plan says them."""
+    config = handed.speculative()
+    if handed.lengths:
+        config["num_speculative_tokens_per_batch_size"] = batch_table(handed.lengths)
+    command = 'exec vllm serve "$TARGET" --dtype ' + handed.dtype + ' --speculative-config "$SPECULATIVE" "$@"'
+    return [*handed.heading, "SPECULATIVE=$(cat <<JSON", json.dumps(config), "JSON", ")", command]
+
+
+def losses(handed: Handed) -> Sequence[str]:
+    """What vLLM does otherwise."""
+    found = [
+        "The verifier becomes vLLM's `standard` (token by token). Its `block` is Outrider's `block`, and its newer "
+        "model runner alone has it: set rejection_sample_method to block there. The older runner takes block for "
+        "standard without a word, and then drafts greedily."
+    ]
+    if handed.speculative()["draft_sample_method"] == "greedy":
+        found.append(
+            "Drafts are greedy there. Above temperature 0, fewer draft tokens are accepted than with Outrider's drawn "
+            "drafts. The outputs keep their law."
+        )
+    if handed.method in V2_ONLY:
+        found.append(f"{handed.method} needs vLLM's newer model runner, and so a GPU; its CPU build refuses it.")
+    if handed.method in V1_ONLY or handed.exports.options:
+        found.append(f"vLLM runs {handed.name} heads with its older model runner, which verifies by `standard` alone.")
+    if handed.lengths:
+        found.append("vLLM ignores draft lengths by batch size under data parallelism.")
+    if handed.fixed and handed.most is not None and handed.length != handed.most:
+        found.append(
+            f"The head learnt blocks that guess {handed.most} tokens. vLLM makes blocks of {handed.length}, which "
+            "changes what their positions see, so fewer tokens are accepted than measured here."
+        )
+    if not handed.same_vocabulary:
+        found.append("The vocabularies differ, so vLLM drafts greedily and translates tokens.")
+    return found
+
+
+ENGINE = Engine(title="vLLM", launch=launch, losses=losses, check="vllm.py")

@@ -1,0 +1,254 @@
+"""`outrider export`: a drafter becomes a folder that another engine loads, with the command that starts it."""
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from outrider.core import files
+from outrider.core.destination import check_free, locked
+from outrider.core.inputs import InputError
+from outrider.handoff.engines import KNOWN
+from outrider.handoff.handed import Handed
+from outrider.handoff.lengths import PlanFile
+from outrider.handoff.losses import predicted
+from outrider.handoff.order import Order
+from outrider.handoff.smoke import EXPECTED, engine_of, expected, scripts
+from outrider.handoff.source import DEPTH, Source, open_source
+from outrider.heads.head import Head
+from outrider.integrate.generate import write_custom_generate
+from outrider.lm.hf.checkpoint import CONFIG, write_head
+
+LAUNCH, README = "launch.sh", "README.md"
+WEIGHTS_AT_ONCE = "100TB"
+"""Larger than any file, so that there is one."""
+OF_MACHINES = ("_name_or_path", "name_or_path")
+"""Keys of configs that hold a path of this machine."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        order: What was wanted.
+        handed: The drafter as the engine gets it.
+        command: The lines of the launch script.
+        losses: What is lost, a sentence each.
+        expected: The content of `expected.json`.
+    """
+
+    order: Order
+    handed: Handed
+    command: Sequence[str]
+    losses: Sequence[str]
+    expected: Mapping[str, Any]
+
+    def values(self) -> dict[str, Any]:
+        """The same as values of JSON."""
+        measured = {key: self.expected[key] for key in ("tokens_per_step", "acceptance_rate") if key in self.expected}
+        return {
+            "out": str(self.order.out),
+            "engine": self.order.to,
+            "drafter": self.handed.name,
+            "method": self.handed.method,
+            "num_speculative_tokens": self.handed.length,
+            "num_speculative_tokens_per_requests": dict(self.handed.lengths),
+            "launch": list(self.command),
+            "losses": list(self.losses),
+            "untrained": self.order.dry_run,
+            **measured,
+        }
+
+
+def export(order: Order) -> Exported:
+    """Write a drafter for another engine. The folder appears when it is complete.
+
+    Raises:
+        InputError: The engine cannot load the drafter, the drafter does not fit the target, or the folder cannot be
+            written. Then nothing is left behind.
+    """
+    check_free(order.out)
+    with locked(order.out.parent / f".{order.out.name}.lock", order.out):
+        source = open_source(order)
+        plan = None if order.plan is None else PlanFile.read(order.plan, order.drafter)
+        handed = handed_over(order, source, plan)
+        try:
+            order.out.parent.mkdir(parents=True, exist_ok=True)
+            with files.written(order.out), files.replaced(order.out) as fresh:
+                fresh.mkdir()
+                found = _filled(order, source, handed, plan, fresh)
+                # Another program may have written there meanwhile.
+                check_free(order.out)
+        except OSError as error:
+            raise InputError(
+                f"cannot write to {order.out}: {files.reason(error)}; give another folder with --out"
+            ) from error
+    return found
+
+
+def handed_over(order: Order, source: Source, plan: PlanFile | None) -> Handed:
+    """The drafter as the engine gets it. Raises InputError for a draft length that the head does not have."""
+    lengths = {} if plan is None else plan.lengths
+    if lengths and not any(lengths.values()):
+        raise InputError(f"the plan {order.plan} advises not to speculate with {source.name}; leave out --plan")
+    planned = next((length for length in lengths.values() if length), None)
+    length = order.num_speculative_tokens or planned or source.most or DEPTH
+    if source.most is not None and length > source.most:
+        raise InputError(
+            f"the {source.name} head guesses {source.most} tokens, and --num-speculative-tokens is {length}; give at "
+            f"most {source.most}"
+        )
+    method = source.exports.method(order.to)
+    if method is None:
+        raise InputError(f"{order.to} cannot load {source.name}")
+    return Handed(
+        name=source.name,
+        method=method,
+        exports=source.exports,
+        target=order.public_target,
+        dtype=str(source.target.dtype).removeprefix("torch."),
+        length=length if order.to != "vllm" or not lengths else max(length, *lengths.values()),
+        lengths=lengths,
+        most=source.most,
+        fixed=_is_fixed(source.head),
+        has_files=source.exports.has_files,
+        same_vocabulary=source.same_vocabulary,
+    )
+
+
+def _is_fixed(head: Head | None) -> bool:
+    """Whether positions of a block see later ones, so that its length changes what all of them compute."""
+    config = getattr(head, "config", None)
+    sights = getattr(config, "sights", None)
+    return sights is not None and not (sights and all(sight.causal for sight in sights))
+
+
+def _filled(order: Order, source: Source, handed: Handed, plan: PlanFile | None, folder: Path) -> Exported:
+    """All files of the folder."""
+    if source.exports.has_files:
+        write_checkpoint(order, source, handed, folder)
+    if handed.method == "custom_generate":
+        write_custom_generate(folder, length=f"fixed:{handed.length}")
+    engine = engine_of(order, source, folder, handed) if order.measure else None
+    told = expected(order, handed, engine)
+    losses = [*KNOWN[order.to].losses(handed), *(plan.costs() if plan else predicted(order, handed, engine))]
+    losses += [f"{name} of the drafter has no counterpart there." for name in source.unused]
+    command = list(KNOWN[order.to].launch(handed))
+    found = Exported(order=order, handed=handed, command=command, losses=losses, expected=told)
+    written = {
+        **scripts(order.to),
+        EXPECTED: json.dumps(told) + "\n",
+        LAUNCH: "\n".join(command) + "\n",
+        README: readme(found),
+    }
+    for name, text in written.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    os.chmod(folder / LAUNCH, 0o755)
+    return found
+
+
+def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path) -> None:
+    """Write the weights in the engine's layout: one file, and no path of this machine."""
+    if source.head is not None:
+        public = handed.target or Path(order.target).name
+        record = source.head.record if order.to == "transformers" else None
+        config, tensors = (
+            record(source.shape, source.target.dtype, public)
+            if record is not None
+            else source.head.exported(order.to, source.shape, source.target.dtype, public)
+        )
+        write_head(folder, _named(config, source, handed), tensors, source.target.dtype)
+        return
+    draft = source.draft
+    if draft is None:
+        # A drafter of Outrider's own that is neither: transformers runs Outrider itself, which reads its folder.
+        _copy(order, folder)
+        return
+    draft.generation_config.eos_token_id = source.target.generation_config.eos_token_id
+    if order.to == "transformers":
+        draft.generation_config.num_assistant_tokens = handed.length
+        draft.generation_config.num_assistant_tokens_schedule = "constant"
+        # Stopping early would be another length than the one that was measured.
+        draft.generation_config.assistant_confidence_threshold = 0.0
+    draft.save_pretrained(folder, max_shard_size=WEIGHTS_AT_ONCE)
+    tokenizer = source.draft_tokenizer or source.tokenizer
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    for file in folder.glob("*.json"):
+        _cleaned(file)
+
+
+def _named(config: dict[str, Any], source: Source, handed: Handed) -> dict[str, Any]:
+    """A config with the draft length and the kind of target where its layout has a place for them."""
+    inner = config.get("speculators_config")
+    if inner is None:
+        return config
+    methods = [{**inner["proposal_methods"][0], "speculative_tokens": handed.length}]
+    verifier = {**inner["verifier"], "architectures": [type(source.target).__name__]}
+    return {**config, "speculators_config": {**inner, "proposal_methods": methods, "verifier": verifier}}
+
+
+def _cleaned(file: Path) -> None:
+    """Take paths of this machine out of a JSON file, and add the keys that older versions of transformers read."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        return
+    for key in OF_MACHINES:
+        found.pop(key, None)
+    if file.name == CONFIG:
+        rope = found.get("rope_parameters")
+        if isinstance(rope, dict) and rope.get("rope_type", "default") == "default" and "rope_theta" in rope:
+            found |= {"rope_theta": rope["rope_theta"], "rope_scaling": None}
+        if "dtype" in found:
+            found["torch_dtype"] = found["dtype"]
+    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _copy(order: Order, folder: Path) -> None:
+    """Copy the files of a drafter, without its training folder."""
+    place = Path(order.drafter.partition("path=")[2].partition(",")[0] or order.drafter)
+    if not place.is_dir():
+        raise InputError(f"the drafter {order.drafter} lies in no folder here; give its directory")
+    for each in sorted(place.iterdir()):
+        if each.is_file() and not each.name.startswith("."):
+            shutil.copyfile(each, folder / each.name)
+
+
+def readme(found: Exported) -> str:
+    """The page beside the files."""
+    engine, handed, expected = KNOWN[found.order.to], found.handed, found.expected
+    target = f"`{handed.target}`" if handed.target else "the target that it was trained for"
+    state = (
+        "Its weights are drawn at random: it tries the path, and drafts nothing useful." if found.order.dry_run else ""
+    )
+    lines = [
+        f"# A drafter for {engine.title}",
+        "",
+        f"A drafter of the kind `{handed.name}` for {target}, written by Outrider. {state}".rstrip(),
+        "",
+        "## Start",
+        "",
+        "```sh",
+        *found.command[1:],
+        "```",
+        "",
+        f"`sh {LAUNCH}` runs this. Arguments behind it go to the engine.",
+        "",
+        "## Check",
+        "",
+        f"`python check.py --target TARGET`, in the environment of {engine.title}, compares tokens and tokens per step "
+        f"with `{EXPECTED}`. `--url` asks a server that runs.",
+        "",
+    ]
+    if "tokens_per_step" in expected:
+        lines += [
+            f"Outrider measured {expected['tokens_per_step']:.2f} tokens per step at temperature 0 with drafts of "
+            f"{handed.length} tokens; {expected['acceptance_rate']:.0%} of the draft tokens were accepted.",
+            "",
+        ]
+    lines += ["## What is lost", "", *(f"- {line}" for line in found.losses), ""]
+    return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""What an engine should say with an exported drafter, measured here; and the check that runs there."""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import outrider
+from outrider.bench.workload import PROMPTS, questions
+from outrider.core.inputs import InputError
+from outrider.core.types import Sampling
+from outrider.engine.engine import Engine
+from outrider.handoff.engines import KNOWN
+from outrider.handoff.handed import OWN, Handed
+from outrider.handoff.order import Order
+from outrider.handoff.source import Source
+from outrider.lm.hf.open import logit_width
+
+EXPECTED, CHECK, ENGINE = "expected.json", "check.py", "engine.py"
+"""The files of the smoke test: what is expected, what compares, and what decodes with the engine."""
+GREEDY = Sampling(temperature=0.0)
+LENGTH = 12
+"""Tokens of a prompt where there is no tokenizer to write one."""
+
+
+def engine_of(order: Order, source: Source, folder: Path, handed: Handed) -> Engine:
+    """An engine with the drafter that was written, as Outrider reads it."""
+    drafter = handed.name if not handed.has_files else str(folder)
+    return outrider.load(
+        source.target,
+        drafter=drafter,
+        length=f"fixed:{handed.length}",
+        tokenizer=source.tokenizer,
+        ignore_generation_config=True,
+        max_slots=min(8, order.prompts),
+        probe=False,
+        forward="eager",
+    )
+
+
+def prompts_of(order: Order, engine: Engine) -> list[list[int]]:
+    """Prompts for a target: those that ship with Outrider, or numbers where it has no tokenizer."""
+    if engine.tokenizer is None:
+        width = logit_width(engine.parts.target.modules["model"])  # type: ignore[arg-type]
+        return [[(7 * i + 3 * k * k + 5) % width for k in range(LENGTH)] for i in range(order.prompts)]
+    longest = engine.parts.target.max_context - order.new_tokens - 16
+    found = questions(PROMPTS, order.prompts, encode=engine.encode, longest=longest)
+    return [list(each.tokens) for each in found]
+
+
+def expected(order: Order, handed: Handed, engine: Engine | None) -> dict[str, Any]:
+    """The content of `expected.json`.
+
+    Where the other engine's forward of a prompt says the first token, the steps are counted from the second token on.
+
+    Args:
+        engine: None where nothing is measured.
+    """
+    told = {
+        "engine": order.to,
+        "method": handed.method,
+        "target": handed.target,
+        "dtype": handed.dtype,
+        "num_speculative_tokens": handed.length,
+        "engine_options": options_of(order, handed),
+        "new_tokens": order.new_tokens,
+    }
+    if engine is None:
+        return {**told, "prompts": [], "tokens": []}
+    prompts = prompts_of(order, engine)
+    plain = engine.plain().generate(prompts, max_new_tokens=order.new_tokens, sampling=GREEDY, ignore_eos=True)
+    engine.rest()
+    begun, count = [list(prompt) for prompt in prompts], order.new_tokens
+    if KNOWN[order.to].digests_first and count > 1:
+        begun = [[*prompt, out.tokens[0]] for prompt, out in zip(prompts, plain, strict=True)]
+        count -= 1
+    drafted = engine.generate(begun, max_new_tokens=count, sampling=GREEDY, ignore_eos=True)
+    steps, tokens = sum(out.num_steps for out in drafted), sum(len(out.tokens) for out in drafted)
+    accepted = sum(out.num_accepted_tokens for out in drafted)
+    proposed = sum(out.num_draft_tokens for out in drafted)
+    return {
+        **told,
+        "prompts": prompts,
+        "tokens": [list(out.tokens) for out in plain],
+        "steps": steps,
+        "verified_tokens": tokens,
+        "tokens_per_step": tokens / steps,
+        "acceptance_rate": accepted / max(1, proposed),
+    }
+
+
+def options_of(order: Order, handed: Handed) -> Mapping[str, Any]:
+    """What the check tells the engine of the drafter."""
+    if order.to == "vllm":
+        return handed.speculative()
+    if handed.method == "custom_generate":
+        return {"drafter": f"{handed.name}:path={OWN}" if handed.has_files else handed.name}
+    return {}
+
+
+def scripts(to: str) -> dict[str, str]:
+    """The programs that run in the engine's environment, by the names of their files."""
+    place = files("outrider.handoff.checks")
+    return {
+        CHECK: place.joinpath("check.py").read_text(encoding="utf-8"),
+        ENGINE: place.joinpath(KNOWN[to].check).read_text(encoding="utf-8"),
+    }
+
+
+def run_check(folder: Path, python: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run the smoke test of an export in an engine's environment.
+
+    Raises:
+        InputError: There is no such Python.
+    """
+    if not python.is_file():
+        raise InputError(f"there is no Python {python}; give the interpreter of the engine's environment")
+    # vLLM's CPU build wants this OpenMP library before any other.
+    library = sorted(python.parents[1].glob("lib/libiomp5.so"))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if library:
+        environment["LD_PRELOAD"] = str(library[0])
+    command = [str(python), str(folder / CHECK), *arguments]
+    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -1,0 +1,371 @@
+"""A drafter that is exported is read back with the same logits, and its folder says all that an engine needs."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from outrider import catalog
+from outrider.core.types import InputError
+from outrider.drafters.exports import ENGINES
+from outrider.drafters.traits import exports_of
+from outrider.handoff import smoke
+from outrider.handoff.checks import check
+from outrider.handoff.export import LAUNCH, export
+from outrider.handoff.order import Order
+from outrider.heads.parts.block_exports import exported_config
+from outrider.heads.parts.block_formats import Answers, Sight, block_config
+from outrider.heads.spec import HeadSpec
+from outrider.lm.hf.checkpoint import TargetShape
+from outrider.lm.hf.open import open_model
+from outrider.lm.model import LanguageModel
+from outrider.lm.target_info import TargetInfo
+from tests.cli.runs import run
+from tests.world.block_heads import block_head
+from tests.world.forced import forced_guesses
+from tests.world.learners import head_learner, moved
+from tests.world.models import llama
+from tests.world.own_heads import peagle
+from tests.world.published import mlp_speculator
+from tests.world.zoo import VOCAB, scrambled
+
+DEPTH = 3
+TEXT = [7, 3, 11, 5, 2, 9, 14, 6, 8]
+DRAFTERS = {name: row.kind for name, row in catalog.rows("drafter").items()}
+HEADS = {name: kind for name, kind in DRAFTERS.items() if isinstance(kind, HeadSpec)}
+PAIRS = [
+    (name, engine)
+    for name, kind in HEADS.items()
+    for engine in kind.exports.engines
+    if name != "assistant" and (engine != "transformers" or kind.options is not None)
+]
+"""The heads of the catalog and the engines that read them. An assistant belongs to a target of its own."""
+OPTIONS = {
+    "dflash": {"block_size": 4, "layers": 2},
+    "dflare": {"block_size": 4, "layers": 2},
+    "dspark": {"block_size": 4, "layers": 2, "markov_rank": 6},
+}
+NO_PATH = re.compile(r"(?<![\w$])/(?:tmp|work|home|root|var)\b")
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory) -> Path:
+    """A tiny target on disk, deep enough for every layout."""
+    place = tmp_path_factory.mktemp("models") / "target"
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+    )
+    scrambled(LlamaForCausalLM(config)).float().save_pretrained(place)
+    return place
+
+
+@pytest.fixture(scope="module")
+def model(target) -> PreTrainedModel:
+    return open_model(str(target), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def heads(model, tmp_path_factory):
+    """Makes the folder of a head as training leaves it; the weights are always the same."""
+    place = tmp_path_factory.mktemp("heads")
+
+    def made(name: str) -> Path:
+        folder = place / name
+        if folder.exists():
+            return folder
+        folder.mkdir()
+        around = TargetInfo.of(LanguageModel(model, max_slots=1), None)
+        if name == "parallel":
+            peagle(folder, around, tokens=DEPTH)
+        elif HEADS[name].options is None:
+            mlp_speculator(folder, around)
+        else:
+            moved(head_learner(name, model, depth=DEPTH, **OPTIONS.get(name, {}))).write(folder)
+        (folder / "training").mkdir()
+        (folder / "training" / "log.jsonl").write_text("{}\n")
+        return folder
+
+    return made
+
+
+def guesses(path: str, model: PreTrainedModel) -> dict[tuple[int, int], torch.Tensor]:
+    """What Outrider guesses with a head that it reads."""
+    lm = LanguageModel(model, max_slots=2)
+    drafter = catalog.make("drafter", path)
+    return forced_guesses(drafter.bind(TargetInfo.of(lm, None)), lm, TEXT, 4, DEPTH)
+
+
+def ordered(to: str, target: Path, drafter: str, out: Path, **more) -> Order:
+    return Order(to=to, target=str(target), drafter=drafter, out=out, **{"measure": False, "device": "cpu"} | more)
+
+
+def texts_in(folder: Path) -> dict[str, str]:
+    """The files of a folder that hold text."""
+    return {
+        each.relative_to(folder).as_posix(): each.read_text(encoding="utf-8")
+        for each in folder.rglob("*")
+        if each.is_file() and each.suffix not in (".safetensors", ".pyc")
+    }
+
+
+@pytest.mark.parametrize("name, engine", PAIRS)
+def test_an_exported_head_is_read_back_with_equal_logits(name, engine, target, model, heads, tmp_path):
+    source, out = heads(name), tmp_path / "out"
+    export(ordered(engine, target, f"{name}:path={source}", out, verifier_id="org/target"))
+    here, back = guesses(f"{name}:path={source}", model), guesses(str(out), model)
+    assert here.keys() == back.keys() != set()
+    assert [place for place, row in here.items() if not torch.equal(row, back[place])] == []
+    assert [each.name for each in out.rglob("*") if each.suffix in (".safetensors", ".bin", ".pt")] == [
+        "model.safetensors"
+    ]
+    assert not (out / "training").exists()
+    assert {name for name, text in texts_in(out).items() if NO_PATH.search(text)} == set()
+    assert str(target) not in "".join(texts_in(out).values())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exported_draft_model_has_the_same_logits_and_one_file(engine, target, model, tmp_path):
+    draft, out = tmp_path / "draft", tmp_path / "out"
+    llama(num_layers=1).float().save_pretrained(draft, max_shard_size="20KB")
+    assert len(list(draft.glob("*.safetensors"))) > 1
+    export(ordered(engine, target, f"model:path={draft}", out, num_speculative_tokens=4))
+    here, back = guesses(f"model:path={draft}", model), guesses(f"model:path={out}", model)
+    assert all(torch.equal(row, back[place]) for place, row in here.items())
+    assert [each.name for each in out.rglob("*.safetensors")] == ["model.safetensors"]
+    assert {name for name, text in texts_in(out).items() if NO_PATH.search(text)} == set()
+    config = json.loads((out / "config.json").read_text())
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
+    if engine == "transformers":
+        generation = json.loads((out / "generation_config.json").read_text())
+        assert (generation["num_assistant_tokens"], generation["num_assistant_tokens_schedule"]) == (4, "constant")
+
+
+@pytest.mark.parametrize("name", [name for name, kind in HEADS.items() if kind.options and kind.exports.vllm])
+def test_a_dry_run_writes_the_layout_of_a_trained_head(name, target, heads, tmp_path):
+    if name == "parallel":
+        with pytest.raises(InputError, match="outrider train eagle3"):
+            export(ordered("vllm", target, name, tmp_path / "out", dry_run=True))
+        return
+    options = ",".join(f"{key}={value}" for key, value in OPTIONS.get(name, {}).items())
+    order = {"dry_run": True, "num_speculative_tokens": DEPTH}
+    export(ordered("vllm", target, f"{name}:{options}", tmp_path / "dry", **order))
+    trained = tmp_path / "trained"
+    export(ordered("vllm", target, f"{name}:path={heads(name)}", trained, num_speculative_tokens=DEPTH))
+    dry, real = (load_file(place / "model.safetensors") for place in (tmp_path / "dry", trained))
+    assert {key: each.shape for key, each in dry.items()} == {key: each.shape for key, each in real.items()}
+    assert json.loads((tmp_path / "dry" / "config.json").read_text()) == json.loads(
+        (trained / "config.json").read_text()
+    )
+
+
+def test_a_dry_run_of_a_draft_model_is_a_smaller_target(target, tmp_path):
+    export(ordered("vllm", target, "model", tmp_path / "out", dry_run=True))
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["vocab_size"], config["architectures"]) == (
+        2,
+        VOCAB,
+        ["LlamaForCausalLM"],
+    )
+
+
+@pytest.mark.parametrize(
+    "name, engine, nearest",
+    [
+        ("griffin", "vllm", "eagle"),
+        ("jakiro", "sglang", "eagle"),
+        ("poss", "vllm", "eagle"),
+        ("hydra", "vllm", "medusa"),
+        ("hydra", "llama.cpp", "eagle3"),
+        ("dflare", "vllm", "dflash"),
+        ("dflash", "openvino", "eagle3"),
+        ("blockwise", "vllm", "medusa"),
+        ("steered", "vllm", "distill"),
+        ("medusa", "openvino", "eagle3"),
+    ],
+)
+def test_what_an_engine_cannot_load_is_refused_with_the_nearest_that_it_can(name, engine, nearest, target, tmp_path):
+    assert exports_of(DRAFTERS[name]).method(engine) is None
+    with pytest.raises(InputError, match=rf"{engine} cannot load .*'{name}'.*`outrider train {nearest} --target"):
+        export(ordered(engine, target, f"{name}:path=nowhere", tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_every_kind_has_a_way_or_a_nearest_one():
+    for name, kind in DRAFTERS.items():
+        exports = exports_of(kind)
+        assert exports.engines or name == "none"
+        assert exports.instead is None or exports.instead in DRAFTERS
+
+
+def test_sequential_heads_that_no_engine_has_are_refused(model, target, tmp_path):
+    config = head_learner("dspark", model, depth=DEPTH, markov="rnn", **OPTIONS["dspark"]).head.config
+    shape = TargetShape(num_layers=8, hidden_size=32, vocab_size=VOCAB, taps=config.taps)
+    with pytest.raises(InputError, match="outrider train dspark --markov vanilla"):
+        exported_config(config, "vllm", shape, "org/target")
+    assert exported_config(config, "sglang", shape, "org/target")["markov_head_type"] == "rnn"
+
+
+@pytest.mark.parametrize(
+    "sights, keys",
+    [
+        ((), None),
+        ((Sight(window=5), Sight()), None),
+        ((Sight(window=5, causal=True), Sight()), (None, None)),
+        ((Sight(causal=True), Sight(causal=True)), (True, True)),
+        ((Sight(window=5, causal=True), Sight(window=5, causal=True)), (True, True)),
+    ],
+)
+def test_what_a_block_sees_is_said_so_that_vllm_reads_the_same(sights, keys, model):
+    """Without keys the layout is that of speculators, whose one key would make all layers causal."""
+    around = TargetInfo.of(LanguageModel(model, max_slots=1), None)
+    config = block_head("dflash", around).config
+    for layer, sight in enumerate(sights):
+        config.layers.layer_types = [*(config.layers.layer_types or ["full_attention"] * 2)]
+        config.layers.layer_types[layer] = "full_attention" if sight.window is None else "sliding_attention"
+        config.layers.sliding_window = sight.window or config.layers.sliding_window
+    config = type(config)(**{**vars(config), "sights": sights})
+    shape = TargetShape(num_layers=8, hidden_size=32, vocab_size=VOCAB, taps=config.taps)
+    found = exported_config(config, "vllm", shape, "org/target")
+    assert block_config(found, "there", Answers()).sights == sights
+    if keys is None:
+        assert found["sliding_window_non_causal"] is True
+        return
+    assert "speculators_config" not in found
+    assert (found.get("is_causal"), found["dflash_config"].get("causal")) == keys
+    assert found["dflash_config"]["target_layer_ids"] == [tap - 1 for tap in config.taps]
+    assert found["sample_from_anchor"] is False
+
+
+def test_the_launch_of_vllm_says_every_key(target, heads, tmp_path):
+    found = export(ordered("vllm", target, f"eagle3:path={heads('eagle3')}", tmp_path / "out"))
+    script = (tmp_path / "out" / LAUNCH).read_text()
+    config = json.loads(re.search(r"<<JSON\n(.*)\nJSON", script)[1])
+    assert config == {
+        "method": "eagle3",
+        "model": "$HERE",
+        "num_speculative_tokens": 5,
+        "rejection_sample_method": "standard",
+        "draft_sample_method": "probabilistic",
+    }
+    assert ': "${TARGET:?' in script
+    assert any("chains" in line for line in found.losses)
+
+
+def test_a_plan_gives_lengths_by_batch_size_and_the_price_of_a_chain(target, heads, tmp_path):
+    drafter = f"eagle3:path={heads('eagle3')}"
+
+    def way(name: str, tokens: float, speed: float, **options) -> dict:
+        return {"name": name, "block_efficiency": {"value": tokens}, "speedup": {"value": speed}, **options}
+
+    tree = way("a tree", 3.5, 2.0, drafter=drafter, tree="gumbel:2x2", verifier="recursive", length="fixed:2")
+    own = {"drafter": drafter, "tree": "chain", "length": "fixed:4"}
+    chains = [way("blocks", 2.7, 1.5, verifier="block", **own), way("tokens", 2.5, 1.5, verifier="token", **own)]
+    plain = way("plain", 1.0, 1.0, drafter="none")
+    plans = [
+        {"requests": 1, "predictions": [tree, *chains, plain]},
+        {"requests": 8, "predictions": [plain, tree, *chains]},
+    ]
+    (tmp_path / "plan.json").write_text(json.dumps({"plans": plans}))
+    found = export(ordered("vllm", target, drafter, tmp_path / "out", plan=tmp_path / "plan.json"))
+    config = json.loads(re.search(r"<<JSON\n(.*)\nJSON", (tmp_path / "out" / LAUNCH).read_text())[1])
+    assert config["num_speculative_tokens_per_batch_size"] == [[1, 7, 4], [8, 8, 0]]
+    assert config["num_speculative_tokens"] == 4
+    told = " ".join(found.losses)
+    assert "2.70 tokens per step instead of 3.50" in told
+    assert "2.50 tokens per step instead of 2.70" in told
+    (tmp_path / "other.json").write_text("[]")
+    with pytest.raises(InputError, match="is no plan; give what `outrider plan --json` printed"):
+        export(ordered("vllm", target, drafter, tmp_path / "no", plan=tmp_path / "other.json"))
+
+
+@pytest.fixture(scope="module")
+def measured(target, heads, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("measured") / "out"
+    order = ordered("vllm", target, f"medusa:path={heads('medusa')}", out, measure=True, prompts=2, new_tokens=8)
+    export(order)
+    return out
+
+
+def test_the_smoke_test_passes_what_outrider_says_and_fails_other_tokens(measured, capsys):
+    expected = json.loads((measured / smoke.EXPECTED).read_text())
+    assert expected["tokens_per_step"] == expected["verified_tokens"] / expected["steps"] >= 1
+    assert expected["verified_tokens"] == 2 * 7
+    right = {"tokens": expected["tokens"], "steps": expected["steps"]}
+    assert check.judged(expected, right)[1]
+    assert not check.judged(expected, {**right, "steps": 2 * expected["steps"]})[1]
+    other = [[*expected["tokens"][0][:-1], 99], expected["tokens"][1]]
+    lines, good = check.judged(expected, {**right, "tokens": other})
+    assert (good, lines[1]) == (False, f"output 0 differs at token 7: [99], not [{expected['tokens'][0][7]}]")
+    assert check.judged({**expected, "dtype": "bfloat16"}, {**right, "tokens": other})[1]
+
+
+def test_the_smoke_test_runs_where_outrider_is_not_installed(measured, tmp_path):
+    """The engine is a fake: it says what is expected."""
+    import shutil
+    import sys
+
+    place = tmp_path / "export"
+    shutil.copytree(measured, place)
+    fake = "def decode(expected, target, url):\n    return {'tokens': expected['tokens'], 'steps': expected['steps']}\n"
+    (place / smoke.ENGINE).write_text(fake)
+    done = smoke.run_check(place, Path(sys.executable), ["--target", "there"])
+    assert (done.returncode, "2 of 2 outputs" in done.stdout) == (0, True), done.stdout
+    (place / smoke.ENGINE).write_text(fake.replace("expected['steps']}", "expected['steps'] * 2}"))
+    assert smoke.run_check(place, Path(sys.executable), ["--target", "there"]).returncode == 1
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (("--to", "vlm"), "unknown engine 'vlm'; did you mean 'vllm'?"),
+        ((), "give --to"),
+        (("--to", "vllm", "--drafter", "eagle3:path=nowhere"), "nowhere"),
+        (("--to", "vllm", "--drafter", "eagle3"), "needs path"),
+        (("--to", "vllm", "--drafter", "suffix", "--dry-run"), "no weights of its own"),
+        (("--to", "vllm", "--drafter", "egle", "--dry-run"), "did you mean 'eagle'"),
+        (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--check"), "give its Python with --vllm-python"),
+        (("--to", "sglang", "--drafter", "eagle3", "--vllm-python", "python"), "--vllm-python goes with --to vllm"),
+        (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--verifier-id", "/models/x"), "a public name"),
+    ],
+)
+def test_wrong_input_gets_a_sentence_and_leaves_nothing(options, said, target, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "out"
+    own = () if "--drafter" not in options else ("--target", str(target))
+    status, _, err = run(monkeypatch, capsys, "export", *options, "--out", str(out), *own)
+    assert (status, said in " ".join(err.split())) == (2, True), err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads, tmp_path):
+    narrow = tmp_path / "narrow"
+    llama().float().save_pretrained(narrow)
+    with pytest.raises(InputError, match="this target has 2 layers"):
+        export(ordered("vllm", narrow, f"eagle3:path={heads('eagle3')}", tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="exists already"):
+        export(ordered("vllm", target, f"eagle3:path={heads('eagle3')}", tmp_path / "full"))
+    assert [each.name for each in (tmp_path / "full").iterdir()] == ["mine.txt"]
+
+
+def test_a_full_disk_leaves_nothing(target, heads, tmp_path, monkeypatch):
+    from outrider.handoff import export as exporting
+
+    def full(*given: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(exporting, "write_head", full)
+    with pytest.raises(InputError, match="No space left on device"):
+        export(ordered("vllm", target, f"eagle3:path={heads('eagle3')}", tmp_path / "out"))
+    assert list(tmp_path.iterdir()) == []
