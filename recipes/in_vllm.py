@@ -36,6 +36,8 @@ from outrider.bench.turns import turns
 from outrider.bench.workload import PROMPTS, questions
 from outrider.core.types import InputError, Sampling
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
+from outrider.handoff.export import export
+from outrider.handoff.order import Order
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.batch import Document
 from outrider.lm.hf.open import open_tokenizer
@@ -208,19 +210,32 @@ def compared(
     drafter: Drafter, plan: Plan, prompts: Sequence[list[int]], plain: Said, engine: Engine, place: Path
 ) -> Row:
     """One drafter in both engines."""
-    source = written(drafter, plan, prompts, plain, place / "trained")
-    given = f"{drafter.head}:path={source}"
+    given = f"{drafter.head}:path={written(drafter, plan, prompts, plain, place / 'trained')}"
+    exported = exported_to(engine, given, plan, place / "exported")
     first = int(engine.digests_first)
     begun = [[*prompt, *output[:first]] for prompt, output in zip(prompts, plain.tokens, strict=True)]
     ours = here(plan, begun, given, plan.max_new_tokens - first)
     row: Row = {"engine": engine.title, "head": drafter.label, "ours": counted(ours)}
     try:
-        theirs = there(plan, prompts, drafter.mode, source, engine)
+        theirs = there(plan, prompts, drafter.mode, exported, engine)
     except (CannotMake, Stopped, Refused) as error:
         return row | {"refused": str(error)}
     equal = sum(list(a) == list(b) for a, b in zip(theirs.tokens, plain.tokens, strict=True))
     told = counted(theirs)
     return row | {"theirs": told | {"tokens": told["tokens"] - first * len(prompts)}, "equal": equal}
+
+
+def exported_to(engine: Engine, drafter: str, plan: Plan, place: Path) -> Path:
+    """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays."""
+    if not place.exists():
+        order = {
+            "to": engine.exports or "transformers",
+            "target": str(EMBEDDED_TARGET),
+            "drafter": drafter,
+            "out": place,
+        }
+        export(Order(**order, dtype=plan.dtype, num_speculative_tokens=DEPTH, measure=False))
+    return place
 
 
 def counted(said: Said) -> Row:

@@ -43,7 +43,16 @@ def bench_vllm(
             )
     fields = {name: value for name, value in body_of(request).items() if name not in ("max_tokens", "seed")}
     drafting = engine.process(setup, options.vllm_python)
-    drafting.stop()
+    try:
+        return _measured(drafting, request, options, fields, as_json)
+    finally:
+        drafting.stop()
+
+
+def _measured(
+    drafting: VllmProcess, request: RequestOptions, options: BenchOptions, fields: dict[str, Any], as_json: bool
+) -> int:
+    """Measure with the launch of a process, whose folder may hold the drafter, and without its drafter."""
     check_request(fields, drafting.launch.speculation is not None)
     plain = replace(drafting.launch, speculation=None)
     ways = [("vllm, plain", plain)]

@@ -202,19 +202,39 @@ def swapped(task: LearnTask) -> bool:
 
     from outrider import catalog
     from outrider.serve.client.remote import RemoteError
-    from outrider.serve.renewal import WEIGHTS
     from outrider.serve.vllm.weights import WeightRoutes
 
-    remote, weights = task.remote(str(task.server)), task.out / WEIGHTS
-    if not weights.is_file():
-        raise InputError(f"{task.out} has no single file {WEIGHTS}, and a server takes one; restart it with the folder")
+    remote = task.remote(str(task.server))
     name = catalog.name_of(catalog.make("drafter", task.drafter))
-    try:
-        remote.put(f"/v1/admin/drafter/{quote(name)}/weights", weights)
-    except RemoteError as error:
-        if error.status not in (404, 405):
-            raise
-        # A vLLM that nobody stands in front of.
-        WeightRoutes(remote).renew(weights, version=task.out.name)
+    route = f"/v1/admin/drafter/{quote(name)}/weights"
+    with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
+        is_vllm = "engine" in remote.get("/version")
+        try:
+            remote.put(route, _weights(task, name, Path(scratch) / "drafter" if is_vllm else None))
+        except RemoteError as error:
+            if is_vllm or error.status not in (404, 405):
+                raise
+            # A vLLM that nobody stands in front of, which reads the file itself.
+            WeightRoutes(remote).renew(_weights(task, name, Path(scratch) / "drafter"), version=task.out.name)
     print(f"{task.server} drafts with the new weights", file=sys.stderr)
     return True
+
+
+def _weights(task: LearnTask, name: str, exported: Path | None) -> Path:
+    """The file of weights for a server.
+
+    Args:
+        exported: Where a head goes as vLLM reads it; None for Outrider's own engine.
+    """
+    from outrider.handoff.export import export
+    from outrider.handoff.order import Order
+    from outrider.serve.renewal import WEIGHTS
+
+    place = task.out
+    if exported is not None and name != "model":
+        drafter = f"{name}:path={task.out}"
+        export(Order(to="vllm", target=task.target, drafter=drafter, out=exported, measure=False))
+        place = exported
+    if not (place / WEIGHTS).is_file():
+        raise InputError(f"{place} has no single file {WEIGHTS}, and a server takes one; restart it with the folder")
+    return place / WEIGHTS

@@ -21,7 +21,9 @@ def scripted(_: Room | None) -> list[str]:
     return [sys.executable, "-m", "tests.recipes.scripted_driver"]
 
 
-SCRIPTED = Engine(title="Scripted", modes=("plain",), command=scripted, digests_first=True, loads_heads=True)
+SCRIPTED = Engine(
+    title="Scripted", modes=("plain",), command=scripted, digests_first=True, loads_heads=True, exports="vllm"
+)
 ENGINES = {"vllm": SCRIPTED}
 
 

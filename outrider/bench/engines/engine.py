@@ -27,6 +27,7 @@ class Engine:
         plain: The mode that decodes plainly and starts fastest.
         digests_first: Whether the prompt's own forward says the first token, before there is a draft.
         loads_heads: Whether it has modes for heads, by their names in the catalog.
+        exports: Its name in `outrider export`.
     """
 
     title: str
@@ -37,6 +38,7 @@ class Engine:
     plain: str = "plain"
     digests_first: bool = False
     loads_heads: bool = False
+    exports: str | None = None
 
     @property
     def version(self) -> str:

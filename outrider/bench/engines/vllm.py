@@ -119,6 +119,7 @@ ENGINE = Engine(
     plain=PLAIN,
     digests_first=True,
     loads_heads=True,
+    exports="vllm",
 )
 
 

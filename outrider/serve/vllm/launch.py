@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ UNSUPPORTED = {
 """Options of a setup that vLLM has no form for, and what to do instead."""
 VERIFIERS = {"token": "standard", "block": "block"}
 """vLLM's names of our verifiers."""
+SMOKE_TEST = "expected.json"
+"""The file by which an exported drafter is known."""
 TOKENS = 5
 """Draft tokens of a step where no length is given."""
 
@@ -44,10 +46,14 @@ class Speculation:
         num_tokens: Draft tokens of a step.
         verifier: vLLM's `rejection_sample_method`.
         name: Our name of the drafter.
+        draws: Whether its drafts are drawn (`draft_sample_method`); otherwise they are greedy.
+        options: What else the drafter needs of vLLM.
     """
 
     method: str
     name: str = ""
+    draws: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
     model: str | None = None
     num_tokens: int = TOKENS
     verifier: str = "standard"
@@ -71,8 +77,44 @@ class Speculation:
         found |= {"num_speculative_tokens": self.num_tokens, "rejection_sample_method": self.verifier}
         # Its default drafts greedily, which accepts less above temperature 0. What looks tokens up has no rows.
         if self.model is not None:
-            found["draft_sample_method"] = "probabilistic"
-        return found
+            found["draft_sample_method"] = "probabilistic" if self.draws else "greedy"
+        return found | dict(self.options)
+
+    def exported(self, launch: "Launch", setup: Setup, folder: Path) -> "Speculation":
+        """The same with a head that is written as vLLM reads it. A draft model, or what was exported before, stays.
+
+        Args:
+            folder: Where it goes; the folder does not exist yet.
+
+        Raises:
+            InputError: vLLM cannot load the head. The message names what it can.
+        """
+        if self.model is None or self.method == "draft_model" or (Path(self.model) / SMOKE_TEST).is_file():
+            return self
+        # The refusals above come without the models that an export loads.
+        from outrider.handoff.export import export
+        from outrider.handoff.order import Order
+
+        made = export(
+            Order(
+                to="vllm",
+                target=launch.target,
+                drafter=f"{self.name}:path={self.model}",
+                out=folder,
+                num_speculative_tokens=None if setup.length is None else self.num_tokens,
+                measure=False,
+                revision=setup.revision,
+                trust_remote_code=setup.trust_remote_code,
+            )
+        )
+        told = made.handed.speculative()
+        return replace(
+            self,
+            model=str(folder),
+            num_tokens=told["num_speculative_tokens"],
+            draws=told["draft_sample_method"] == "probabilistic",
+            options=made.handed.exports.options,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +173,12 @@ class Launch:
     def method(self) -> str:
         """How it drafts, in a word or two."""
         return "as its flags say" if self.speculation is None else self.speculation.method
+
+    def exported(self, setup: Setup, folder: Path) -> "Launch":
+        """The same, with a head that is written to a folder as vLLM reads it."""
+        if self.speculation is None:
+            return self
+        return replace(self, speculation=self.speculation.exported(self, setup, folder))
 
     def arguments(self, port: int) -> list[str]:
         """What vLLM's command is called with.

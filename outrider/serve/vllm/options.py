@@ -59,7 +59,13 @@ class EngineChoice:
                 "it has an environment of its own"
             )
         found = VllmPython.of(python)
-        return VllmProcess(found, Launch.of(setup, found, self.engine_args, **launch), tell=tell)
+        process = VllmProcess(found, Launch.of(setup, found, self.engine_args, **launch), tell=tell)
+        try:
+            process.launch = process.launch.exported(setup, process.folder / "drafter")
+        except BaseException:
+            process.stop()
+            raise
+        return process
 
 
 @dataclass(frozen=True, kw_only=True)

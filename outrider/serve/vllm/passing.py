@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from outrider.core.inputs import InputError
 from outrider.serve.answers import LEFT, as_api, json_response
 from outrider.serve.answers_log import AnswersLog, opened_log
 from outrider.serve.bodies import save, whole
@@ -101,7 +102,7 @@ def make_passing_app(service: PassingService, settings: Settings) -> FastAPI:
     app.add_api_route("/metrics", passing.metrics, methods=["GET"])
     app.add_api_route("/v1/admin/drafter/{drafter}/weights", passing.renew, methods=["PUT"])
     app.add_api_route("/{path:path}", passing.passed, methods=["GET", "POST", "DELETE", "PUT"])
-    for kind in (ApiError, Exception):
+    for kind in (ApiError, InputError):
         app.add_exception_handler(kind, _refused)
     app.add_exception_handler(HTTPException, _no_route)
     app.add_exception_handler(ClientGone, _left)

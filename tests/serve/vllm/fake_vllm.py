@@ -63,7 +63,8 @@ class Handler(BaseHTTPRequestHandler):
             GO_ON.set()
             self.say(200, {})
         elif route == "/tokenize":
-            tokens = [ord(letter) for letter in body["prompt"]]
+            text = body.get("prompt") or body["messages"][-1]["content"]
+            tokens = [ord(letter) for letter in text[:20]]
             self.say(200, {"count": len(tokens), "max_model_len": 64, "tokens": tokens})
         elif os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
             self.weights(route, body)
@@ -109,7 +110,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("content-type", "text/event-stream; charset=utf-8")
-        self.send_header("connection", "close")
+        self.send_header("transfer-encoding", "chunked")
         self.end_headers()
         self.chunk({"choices": [choice | {"text": "sa", "token_ids": choice["token_ids"][:1], "finish_reason": None}]})
         if body.get("seed") == 1:
@@ -118,11 +119,14 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(7)
         self.chunk({"choices": [choice | {"text": "id", "token_ids": choice["token_ids"][1:]}]})
         self.chunk({"choices": []} | about)
-        self.wfile.write(b"data: [DONE]\n\n")
-        self.close_connection = True
+        self.piece(b"data: [DONE]\n\n")
+        self.piece(b"")
 
     def chunk(self, value: Any) -> None:
-        self.wfile.write(b"data: " + json.dumps(value).encode() + b"\n\n")
+        self.piece(b"data: " + json.dumps(value).encode() + b"\n\n")
+
+    def piece(self, content: bytes) -> None:
+        self.wfile.write(b"%x\r\n%s\r\n" % (len(content), content))
         self.wfile.flush()
 
     def say(self, status: int, value: Any) -> None:
