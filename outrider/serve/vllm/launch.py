@@ -10,7 +10,7 @@ from typing import Any
 from outrider import catalog
 from outrider.assembly import completed
 from outrider.core.inputs import InputError
-from outrider.plan.exports import VLLM
+from outrider.drafters.traits import exports_of
 from outrider.serve.vllm.python import VllmPython
 from outrider.setup import Setup
 
@@ -244,7 +244,16 @@ def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> Speculati
             "none; use --verifier token"
         )
     length = _length(given.length)
-    return Speculation(method=VLLM[drafter], name=drafter, model=path, num_tokens=length, verifier=VERIFIERS[verifier])
+    exports = exports_of(catalog.rows("drafter")[drafter].kind)
+    return Speculation(
+        method=str(exports.vllm),
+        name=drafter,
+        draws=exports.draws,
+        options=exports.options,
+        model=path,
+        num_tokens=length,
+        verifier=VERIFIERS[verifier],
+    )
 
 
 def drafter_of(wanted: Setup, given: Setup, python: VllmPython) -> tuple[str, str | None]:
@@ -262,8 +271,9 @@ def drafter_of(wanted: Setup, given: Setup, python: VllmPython) -> tuple[str, st
             "vLLM's drafter suffix needs arctic-inference, which that environment lacks; install it there, or use "
             "--drafter ngram"
         )
-    if name not in VLLM:
-        raise InputError(f"vLLM has no drafter like {name!r}; it has those of {', '.join(VLLM)}")
+    if exports_of(catalog.rows("drafter")[name].kind).vllm is None:
+        able = ", ".join(each for each, row in catalog.rows("drafter").items() if exports_of(row.kind).vllm)
+        raise InputError(f"vLLM has no drafter like {name!r}; it has those of {able}")
     path = getattr(made, "path", None)
     return name, None if path is None else _absolute(str(path))
 
