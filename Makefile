@@ -14,7 +14,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 XGRAMMAR := "xgrammar>=0.2.8"
 BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 
-.PHONY: demo test test-floor lint types layers check clients schemathesis audit clean FORCE
+# Where environments of other engines are made: `make vllm-environment DIR=envs`.
+DIR ?= $(HOME)/.cache/outrider/peers
+
+.PHONY: demo test test-floor lint types layers check clients schemathesis audit clean FORCE \
+	vllm-environment engine-environments in-vllm
 
 demo: $(PREPARED)
 	@echo "== The embedded pair speaks; then what was measured =="
@@ -60,6 +64,18 @@ schemathesis: $(TOOLS)
 audit: $(TOOLS)
 	@echo "== Known vulnerabilities of the pinned versions =="
 	$(BIN)/python -m recipes audit $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
+
+vllm-environment: $(TOOLS)
+	@echo "== vLLM in an environment of its own, below $(DIR); minutes, and three gigabytes =="
+	$(BIN)/python -m outrider.bench.engines vllm --environments $(DIR)
+
+engine-environments: $(TOOLS)
+	@echo "== vLLM, llama.cpp and OpenVINO GenAI, each in an environment of its own, below $(DIR) =="
+	$(BIN)/python -m outrider.bench.engines vllm llama openvino --environments $(DIR)
+
+in-vllm: $(TOOLS)
+	@echo "== Exported drafters in vLLM, llama.cpp and OpenVINO GenAI, against what Outrider measured =="
+	$(BIN)/python -m recipes in_vllm --environments $(DIR) --out runs/in-vllm
 
 clean:
 	rm -rf $(VENV) .venv-floor

@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from outrider.bench.engines.environments import CannotMake, Environment, reason
+from outrider.bench.side_by_side.peers import usual_folder
 from recipes.client_runs import install
-from recipes.peers import environments
 
 PINS = Path(__file__).parents[1] / "constraints.txt"
 AUDITOR = Environment(name="pip-audit", pins=("pip-audit==2.10.1",), make=install)
@@ -67,7 +67,7 @@ class Audit:
 def main(
     environments: Annotated[
         Path, typer.Option(help="Folder of pip-audit's environment.", show_default=False)
-    ] = environments(),  # noqa: B008
+    ] = usual_folder(),  # noqa: B008
 ) -> None:
     """Check the pinned versions."""
     try:

@@ -24,10 +24,10 @@ import typer
 from outrider.bench.evidence import Row
 from outrider.bench.folder import folder
 from outrider.bench.report import Findings, Table
+from outrider.bench.side_by_side.peers import usual_folder
 from outrider.core.inputs import InputError, unknown
 from recipes import options
 from recipes.client_runs import CLIENTS, Client, Outcome, tried
-from recipes.peers import environments
 
 QUICK = {"only": "curl"}
 HERE = Path(__file__).parent
@@ -124,7 +124,7 @@ def cells(row: Row) -> list[str]:
 def main(
     environments: Annotated[
         Path, typer.Option(help="Folder of the clients' environments, several GB.", show_default=False)
-    ] = environments(),  # noqa: B008
+    ] = usual_folder(),  # noqa: B008
     only: Annotated[str, typer.Option(help=f"Names with commas: {', '.join(CLIENTS)}.")] = ",".join(CLIENTS),
     examples: Annotated[int, typer.Option(min=1, help="Requests that schemathesis makes for each route.")] = 40,
     out: options.Out = None,

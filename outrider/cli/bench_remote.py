@@ -58,7 +58,7 @@ def bench_remote(
         for each in figures:
             print(json.dumps(each))
     else:
-        _print(figures)
+        print_figures(figures)
     return 0
 
 
@@ -72,7 +72,7 @@ def _context(card: Mapping[str, object]) -> int:
     return longest
 
 
-def _print(figures: Sequence[Mapping[str, Any]]) -> None:
+def print_figures(figures: Sequence[Mapping[str, Any]]) -> None:
     """The most important figures of each load."""
     console = Console(highlight=False, soft_wrap=True, width=max(WIDTH, Console().width))
     table = Table(box=None)

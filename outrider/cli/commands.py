@@ -11,6 +11,7 @@ from outrider.cli.bench import NOT_MEASURED, BenchOptions
 from outrider.cli.export import ExportOptions
 from outrider.cli.help import App
 from outrider.cli.learn import LearnOptions
+from outrider.cli.learn_from import LearnSettings, SourceOptions
 from outrider.cli.options import Json, with_options
 from outrider.cli.plan import PlanOptions
 from outrider.cli.remote import RemoteOptions
@@ -18,7 +19,9 @@ from outrider.cli.request import RequestOptions
 from outrider.cli.serve import ServeOptions
 from outrider.cli.train import train
 from outrider.serve.limits import Limits
+from outrider.serve.vllm.options import EngineChoice, EngineOptions
 from outrider.setup import Setup
+from outrider.training.options import WatchOptions
 
 app = App(name="outrider", help="Lossless speculative decoding for Hugging Face causal language models.")
 app.add_typer(train)
@@ -51,6 +54,7 @@ def generate(
     setup: Setup,
     request: RequestOptions,
     learn: LearnOptions,
+    engine: EngineOptions,
     prompt: Annotated[list[str] | None, typer.Option(help="The text to continue; may be given several times.")] = None,
     prompt_file: Annotated[
         Path | None,
@@ -80,21 +84,24 @@ def generate(
     """
     from outrider.cli.generate import Task, run
 
-    run(
-        Task(
-            setup=setup,
-            request=request,
-            texts=tuple(prompt or ()),
-            file=prompt_file,
-            n=n,
-            logprobs=logprobs,
-            output=output,
-            as_json=as_json,
-            profile=profile,
-            compare=compare,
-            learn=learn,
-        )
+    task = Task(
+        setup=setup,
+        request=request,
+        texts=tuple(prompt or ()),
+        file=prompt_file,
+        n=n,
+        logprobs=logprobs,
+        output=output,
+        as_json=as_json,
+        profile=profile,
+        compare=compare,
+        learn=learn,
     )
+    if engine.is_vllm:
+        from outrider.cli.generate_vllm import run as run_vllm
+
+        run_vllm(task, engine)
+    run(task)
 
 
 @app.command()
@@ -118,15 +125,59 @@ def chat(
 
 @app.command()
 @with_options()
-def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptions) -> None:
+def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptions, engine: EngineOptions) -> None:
     """Serve the target with the APIs of OpenAI and Anthropic, at 127.0.0.1 if no other host is named.
 
     A page at / shows what is drafted and accepted. The first SIGTERM or interrupt lets running requests end, the second
     one cancels them.
     """
+    if engine.is_vllm:
+        from outrider.cli.serve_vllm import serve_vllm
+
+        raise typer.Exit(serve_vllm(setup, options, limits, learn, engine))
     from outrider.cli.serve import serve
 
     raise typer.Exit(serve(setup, options, limits, learn))
+
+
+@app.command()
+@with_options()
+def learn(
+    options: SourceOptions,
+    settings: LearnSettings,
+    watch: WatchOptions,
+    source: Annotated[
+        str,
+        typer.Option(
+            "--from",
+            help="A server that keeps its answers (`outrider serve --log-answers FILE`), as http://127.0.0.1:8000; or "
+            "a file of JSON lines with requests and answers.",
+        ),
+    ],
+    target: Annotated[str, typer.Option(help="The target that gave the answers: a directory or a hub id.")],
+    drafter: Annotated[str, typer.Option(help="The drafter that learns, as `model:path=DIR` or `eagle3:path=DIR`.")],
+    out: Annotated[Path, typer.Option(help="A new folder for the drafter that has learnt.")],
+    as_json: Json = False,
+) -> None:
+    """Train a drafter on with the answers of a running server, and give the server the new weights.
+
+    A server of Outrider takes them by its own route. A vLLM takes them by its weight-update routes, behind `outrider
+    serve --engine vllm` or by itself. Requests that run are answered first; nobody needs to restart anything.
+    """
+    from outrider.cli.learn_from import LearnTask
+    from outrider.cli.learn_from import learn as learn_from
+    from outrider.cli.train import run_training
+
+    task = LearnTask(
+        source=source,
+        options=options,
+        target=target,
+        drafter=drafter,
+        out=out,
+        settings=settings,
+        watch=watch,
+    )
+    run_training(drafter.partition(":")[0], learn_from(task), as_json)
 
 
 @app.command()
@@ -169,6 +220,7 @@ def bench(
     request: RequestOptions,
     options: BenchOptions,
     remote: RemoteOptions,
+    engine: EngineChoice,
     given: Annotated[
         list[str] | None,
         typer.Option(
@@ -191,6 +243,10 @@ def bench(
         from outrider.cli.bench_remote import bench_remote
 
         raise typer.Exit(bench_remote(setup, request, options, remote, given or [], as_json))
+    if engine.is_vllm:
+        from outrider.cli.bench_vllm import bench_vllm
+
+        raise typer.Exit(bench_vllm(setup, request, options, engine, given or [], as_json))
     from outrider.cli.bench import bench
 
     raise typer.Exit(bench(setup, request, options, given or [], as_json))

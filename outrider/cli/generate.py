@@ -4,7 +4,8 @@ import hashlib
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -148,24 +149,29 @@ def run(task: Task) -> None:
     """Make the outputs, and print or write each as it ends."""
     prompts = entries(task.texts, task.file)
     check_count(task.n, len(prompts))
-    if task.output is None:
-        _make(task, prompts)
-        return
-    OutputFile(path=task.output).check()
-    with locked_file(task.output):
-        _make(task, prompts)
+    with held_outputs(task, prompts) as wanted:
+        if wanted:
+            _make(task, prompts, wanted)
 
 
-def _make(task: Task, prompts: Sequence[Entry]) -> None:
-    """The same, once the file of outputs is held."""
+@contextmanager
+def held_outputs(task: Task, prompts: Sequence[Entry]) -> Iterator[list[Wanted]]:
+    """The outputs that are still to be made. The file of outputs, if there is one, is held meanwhile."""
     wanted = task.wanted(prompts)
-    if task.output is not None:
-        held = OutputFile(path=task.output).held(wanted)
+    if task.output is None:
+        yield wanted
+        return
+    file = OutputFile(path=task.output)
+    file.check()
+    with locked_file(task.output):
+        held = file.held(wanted)
         if held:
             print(f"{len(held)} of {len(wanted)} outputs are in {task.output} already", file=sys.stderr)
-        wanted = [each for each in wanted if each.index not in held]
-    if not wanted:
-        return
+        yield [each for each in wanted if each.index not in held]
+
+
+def _make(task: Task, prompts: Sequence[Entry], wanted: Sequence[Wanted]) -> None:
+    """Make the outputs that are wanted."""
     made = Run(task=task)
     engine = opened(task.setup)
     made.forwards = chosen(engine)
@@ -178,7 +184,7 @@ def _make(task: Task, prompts: Sequence[Entry]) -> None:
             _stream(engine, prompts[0], made)
         else:
             _together(engine, prompts, wanted, made)
-            _complain(made)
+            complain_of(made)
     finally:
         if learning is not None:
             learning.finish()
@@ -249,7 +255,7 @@ def _together(engine: Engine, prompts: Sequence[Entry], wanted: Sequence[Wanted]
             raise typer.Exit(INTERRUPTED) from None
 
 
-def _complain(made: Run) -> None:
+def complain_of(made: Run) -> None:
     """Print the prompts that have no output. If all fail for one reason, raise that error."""
     errors = list(made.failed.values())
     if errors and not made.outputs and len({str(error) for error in errors}) == 1:

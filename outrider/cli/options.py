@@ -17,6 +17,7 @@ from outrider.cli.bench import BenchOptions
 from outrider.cli.export import ExportOptions
 from outrider.cli.failure import INTERRUPTED
 from outrider.cli.learn import LearnOptions
+from outrider.cli.learn_from import LearnSettings, SourceOptions
 from outrider.cli.plan import PlanOptions
 from outrider.cli.remote import RemoteOptions
 from outrider.cli.request import ENDING, RequestOptions
@@ -24,6 +25,7 @@ from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import field_value
 from outrider.learning.options import HeadOptions
 from outrider.serve.limits import Limits
+from outrider.serve.vllm.options import EngineChoice, EngineOptions
 from outrider.setup import Setup, documentation
 from outrider.training.loop.settings import Settings
 from outrider.training.options import DataOptions, WatchOptions
@@ -35,6 +37,8 @@ HEADINGS = {
     RequestOptions: "Sampling",
     LearnOptions: "Learning",
     Settings: "Training",
+    LearnSettings: "Training",
+    SourceOptions: "A server",
     DataOptions: "Texts",
     WatchOptions: "Watching",
     BenchOptions: "Measuring",
@@ -43,6 +47,8 @@ HEADINGS = {
     ServeOptions: "Server",
     RemoteOptions: "A server",
     Limits: "Limits",
+    EngineChoice: "Engine",
+    EngineOptions: "Engine",
 }
 """The heading of each dataclass's options in the help; of others, `DRAFTER`."""
 DRAFTER = "Drafter"

@@ -51,6 +51,8 @@ class ServeOptions:
         log_text: Let these lines hold prompts and outputs.
         otlp_traces_endpoint: Send a span of each request to this URL, by OTLP over HTTP, without prompts and outputs.
         keep_alive_on_death: Answer on after the engine has died, instead of ending with status 1.
+        log_answers: Keep requests and answers in this file of JSON lines, for `outrider learn`; a request with
+            `"store": false` is not kept. The admin key lets clients read it at /v1/admin/answers.
     """
 
     host: str = "127.0.0.1"
@@ -71,6 +73,7 @@ class ServeOptions:
     log_text: bool = False
     otlp_traces_endpoint: str | None = None
     keep_alive_on_death: bool = False
+    log_answers: Path | None = None
 
     def __post_init__(self) -> None:
         if self.per_request_metrics not in METRICS:
@@ -101,6 +104,7 @@ class ServeOptions:
             origins=self.cors_origin,
             log_text=self.log_text,
             target=None if setup.target is None else Path(str(setup.target)).name,
+            answers=self.log_answers,
         )
 
     def _response_template(self) -> Any:
@@ -164,6 +168,7 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
                 file=sys.stderr,
                 flush=True,
             )
+            note_answers(options)
 
         try:
             return run(make_app(service, settings, traces), service, bound, endings, ready)
@@ -172,6 +177,12 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
                 traces.close()
             if learner is not None:
                 learner.finish()
+
+
+def note_answers(options: ServeOptions) -> None:
+    """Say that requests and answers are kept, if they are."""
+    if options.log_answers is not None:
+        print(f"requests and answers are kept in {options.log_answers}", file=sys.stderr, flush=True)
 
 
 def check_extra() -> None:

@@ -48,7 +48,7 @@ SHOWN = 3
 """Most prompts without an answer that are named."""
 REPORT = "report.html"
 """The page of a run, beside its log."""
-KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"}
+KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report", "swapped"}
 """What is told of every run; the rest was found out about its drafter."""
 
 
@@ -104,7 +104,7 @@ class HeadCommand(Command):
                 from outrider.training.task import TrainTask, train_head
 
             task = TrainTask(target=target, out=out, settings=settings, data=texts, watch=watch, estimate=estimate)
-            _run(spec.name, functools.partial(train_head, spec, options, task), as_json)
+            run_training(spec.name, functools.partial(train_head, spec, options, task), as_json)
 
         one = App(name=str(self.name))
         one.command(self.name, help=self.help)(with_options()(command))
@@ -172,7 +172,7 @@ def distill(
     task = run.TrainTask(
         target=target, drafter=drafter, out=out, settings=settings, data=texts, watch=watch, estimate=estimate
     )
-    _run("model", functools.partial(run.distill, options, task), as_json)
+    run_training("model", functools.partial(run.distill, options, task), as_json)
 
 
 @train.command(help=help_in(SteerOptions.__doc__))
@@ -195,7 +195,7 @@ def steer(
     task = run.TrainTask(
         target=target, drafter=drafter, out=out, settings=settings, data=texts, watch=watch, estimate=estimate
     )
-    _run("steered", functools.partial(run.steer, options, task), as_json)
+    run_training("steered", functools.partial(run.steer, options, task), as_json)
 
 
 def _answer(task: AnswerTask) -> None:
@@ -257,7 +257,7 @@ def _answer(task: AnswerTask) -> None:
     console.print(f"{done.num_answers} answers with {done.num_tokens} tokens in {task.out}{kept}{failed}", style="cyan")
 
 
-def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) -> None:
+def run_training(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) -> None:
     """Do the work with progress on standard error, and print what was reached.
 
     Args:

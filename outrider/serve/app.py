@@ -10,6 +10,7 @@ from starlette.responses import Response
 from outrider.core.inputs import InputError
 from outrider.serve import admin, chat, completions, messages, models, prometheus, responses_api
 from outrider.serve.answers import LEFT, as_api
+from outrider.serve.answers_log import AnswersLog, opened_log
 from outrider.serve.calls import ClientGone
 from outrider.serve.errors import ApiError
 from outrider.serve.failures import JobError
@@ -50,6 +51,8 @@ def make_app(service: Service, settings: Settings | None = None, traces: Traces 
         app.add_exception_handler(kind, _refused)
     app.add_exception_handler(HTTPException, _not_found)
     app.add_exception_handler(ClientGone, _left)
+    if settings.answers is not None:
+        app.add_middleware(AnswersLog, file=opened_log(settings.answers), admin_key=settings.admin_key)
     if settings.origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.origins, allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(

@@ -30,7 +30,7 @@ async def read(request: Request, model: type[Body], *, most_bytes: int, most_dep
     kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise ApiError(415, f"the body must be JSON (Content-Type: application/json), got {shown(kind)}")
-    value = parsed(await _bytes(request, most_bytes), most_depth)
+    value = parsed(await whole(request, most_bytes), most_depth)
     if not isinstance(value, dict):
         refuse(None, "the body must be a JSON object", "invalid_json")
     return checked(model, value)
@@ -77,7 +77,7 @@ async def save(request: Request, place: Path, most: int) -> None:
             await asyncio.to_thread(file.write, chunk)
 
 
-async def _bytes(request: Request, most: int) -> bytes:
+async def whole(request: Request, most: int) -> bytes:
     """The body. Stops reading as soon as it is too long, whatever its header says."""
     return b"".join([chunk async for chunk in _chunks(request, most)])
 

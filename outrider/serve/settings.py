@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 
@@ -23,6 +24,7 @@ class Settings:
         origins: Origins of pages in browsers that may use the server; `*` is all.
         log_text: Whether the log of requests holds prompts and outputs.
         target: What the server calls the model's files in `/v1/models`.
+        answers: The file where requests and answers are kept; None keeps none.
     """
 
     keys: tuple[str, ...] = ()
@@ -37,3 +39,4 @@ class Settings:
     origins: tuple[str, ...] = ()
     log_text: bool = False
     target: str | None = None
+    answers: Path | None = None

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
 import outrider
 from outrider import Engine
 from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
 from outrider.serve.renewal import Renewal
+from outrider.serve.server import Drained
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 from outrider.serve.traces import Traces
@@ -35,12 +37,17 @@ def serving(
     traces: Traces | None = None,
 ) -> Iterator[str]:
     """The address of a server that ends with the block."""
-    ready, ending = threading.Event(), threading.Event()
-    found: list[str] = []
-
     names, limits = (NAME, "other-name"), limits or Limits()
     service = Service(engine, names=names, limits=limits, renewal=renewal, drafter=drafter)
-    app = make_app(service, settings, traces)
+    with listening(make_app(service, settings, traces), service) as url:
+        yield url
+
+
+@contextlib.contextmanager
+def listening(app: FastAPI, service: Drained) -> Iterator[str]:
+    """The address of an app over a service, which both end with the block."""
+    ready, ending = threading.Event(), threading.Event()
+    found: list[str] = []
 
     async def run() -> None:
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none"))

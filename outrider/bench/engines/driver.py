@@ -28,6 +28,7 @@ class Options:
         ngram: Longest run of tokens that is looked for in the text before.
         batch: Most prompts at once.
         context: Most tokens of a prompt and its output together.
+        counts: Whether drafts are counted, where an engine counts them at a cost.
     """
 
     mode: str
@@ -39,6 +40,7 @@ class Options:
     ngram: int
     batch: int
     context: int
+    counts: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,10 @@ class Engine:
         modes: Its ways to decode, as its driver knows them.
         environment: None is the one that this runs in.
         convert: None leaves models in the format of Hugging Face.
+        plain: The mode that decodes plainly and starts fastest.
+        digests_first: Whether the prompt's own forward says the first token, before there is a draft.
+        loads_heads: Whether it has modes for heads, by their names in the catalog.
+        exports: Its name in `outrider export`.
     """
 
     title: str
@@ -31,6 +35,10 @@ class Engine:
     command: Command
     environment: Environment | None = None
     convert: Convert | None = None
+    plain: str = "plain"
+    digests_first: bool = False
+    loads_heads: bool = False
+    exports: str | None = None
 
     @property
     def version(self) -> str:

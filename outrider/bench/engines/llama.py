@@ -171,4 +171,5 @@ ENGINE = Engine(
     command=command,
     environment=Environment(name="llama", pins=("llama-cpp-python==0.3.36", "gguf==0.19.0"), make=make),
     convert=convert,
+    exports="llama.cpp",
 )

@@ -51,6 +51,7 @@ struct engine {
     llama_context * target;
     llama_context * draft = nullptr;
     common_speculative_ptr speculative;
+    int drafts = 0, draft_tokens = 0, accepted_tokens = 0;
 
     engine(const json & options, llama_model * model, llama_model * draft_model, int count)
         : options(options), model(model), target(open_context(model, count)) {
@@ -167,6 +168,9 @@ struct engine {
             const auto ids = common_sampler_sample_and_accept_n(each.sampler.get(), target, each.rows, each.draft);
             if (speculative) {
                 common_speculative_accept(speculative.get(), i, ids.size() - 1);
+                drafts += !each.draft.empty();
+                draft_tokens += each.draft.size();
+                accepted_tokens += ids.size() - 1;
             }
             for (const auto id : ids) {
                 each.past.push_back(each.last);
@@ -240,7 +244,12 @@ int main(int count, char ** arguments) {
             const auto began = std::chrono::steady_clock::now();
             const json tokens = own->decode(asked);
             const std::chrono::duration<double> spent = std::chrono::steady_clock::now() - began;
-            std::cout << json{ { "tokens", tokens }, { "seconds", spent.count() } } << std::endl;
+            json answer{ { "tokens", tokens }, { "seconds", spent.count() } };
+            if (own->speculative) {
+                answer["counts"] = { { "drafts", own->drafts }, { "draft_tokens", own->draft_tokens },
+                                     { "accepted_tokens", own->accepted_tokens } };
+            }
+            std::cout << answer << std::endl;
         }
     } catch (const std::exception & error) {
         std::cerr << error.what() << std::endl;

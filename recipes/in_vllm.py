@@ -1,0 +1,362 @@
+"""Exported drafters in vLLM, llama.cpp and OpenVINO: the same tokens as without them, and Outrider's acceptance.
+
+`python -m recipes in_vllm --environments DIR` exports the draft model and the head that ship with Outrider, and a head
+of every kind that vLLM knows, trained here for a minute on what the target says to these very prompts. Each engine
+decodes the same prompts at temperature 0, without and with each drafter. An engine's environment is made when it is
+missing. If that fails, or an engine refuses a drafter, the recipe says why and goes on.
+
+Outrider drafts the same chains: of a fixed length, from the same token on. Where the forward of the prompt says the
+first token without a draft, as in vLLM, Outrider gets that token with the prompt. A difference of numbering, of a norm
+or of a position shows as fewer tokens per step than in Outrider.
+"""
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from transformers import PreTrainedModel
+
+import outrider
+from outrider import catalog
+from outrider.bench.engines.driver import Asked, Options
+from outrider.bench.engines.engine import DRAFT_MODEL, Engine, converted
+from outrider.bench.engines.environments import CannotMake
+from outrider.bench.engines.process import Process, Refused, Stopped
+from outrider.bench.evidence import Row
+from outrider.bench.folder import folder
+from outrider.bench.report import Findings, Table
+from outrider.bench.side_by_side.peers import OUTSIDE, usual_folder
+from outrider.bench.turns import turns
+from outrider.bench.workload import PROMPTS, questions
+from outrider.core.types import InputError, Sampling
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
+from outrider.handoff.export import export
+from outrider.handoff.order import Order
+from outrider.heads.objective import HeadContext, HeadObjective
+from outrider.learning.batch import Document
+from outrider.lm.hf.open import open_tokenizer
+from outrider.training.data.batches import Batches
+from outrider.training.loop.steps import train
+from recipes import options
+from recipes.trained import embedded_target, short_run
+
+DEPTH = 5
+"""Draft tokens of a step."""
+NUM_ROWS = 8
+"""Rows of a step of training."""
+GREEDY = Sampling(temperature=0.0)
+QUICK = {"engines": "vllm", "heads": "medusa", "num_prompts": 2, "max_new_tokens": 24, "steps": 4}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is compared.
+
+    Attributes:
+        environments: Folder of the engines' environments.
+        engines: Names of the engines.
+        heads: Names of drafters.
+        steps: Optimizer steps of each head.
+    """
+
+    out: Path | None = None
+    environments: Path
+    engines: tuple[str, ...] = ("vllm",)
+    heads: tuple[str, ...]
+    prompts: Path = PROMPTS
+    num_prompts: int = 8
+    max_new_tokens: int = 96
+    steps: int = 60
+    dtype: str = "float32"
+    threads: int = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafter:
+    """A drafter in an engine, as what takes turns.
+
+    Attributes:
+        engine: The engine's name.
+        label: What tables call it.
+        head: The catalog's name.
+        mode: How the engine's driver decodes with it.
+        shipped: Where it lies; None: it is trained here.
+    """
+
+    engine: str
+    label: str
+    head: str
+    mode: str
+    shipped: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Unique among the drafters."""
+        return f"{self.engine}: {self.label}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Said:
+    """What an engine decoded, in how many steps, and how many of its draft tokens were accepted.
+
+    Attributes:
+        steps: Forwards of the target that verify drafts, summed over outputs.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    steps: int
+    drafted: int
+    accepted: int
+
+
+LEARNERS: Mapping[str, Mapping[str, Any]] = {
+    "medusa": {},
+    "eagle": {"unrolled": 3, "decay": 1.0, "noise": 0.0},
+    "eagle3": {"unrolled": DEPTH},
+    "dflash": {"layers": 2, "block_size": DEPTH + 1},
+    "dspark": {"layers": 2, "block_size": DEPTH, "markov_rank": 32},
+}
+"""What each head is told in training."""
+EMBEDDED = "embedded eagle"
+DRAFTERS = (DRAFT_MODEL, EMBEDDED, *LEARNERS)
+"""Names of drafters."""
+
+
+def learner(name: str, target: PreTrainedModel) -> HeadObjective:
+    """A fresh head of a target that guesses `DEPTH` tokens."""
+    spec = catalog.rows("drafter")[name].kind
+    context = HeadContext(target=target, tokenizer=open_tokenizer(str(EMBEDDED_TARGET)), depth=DEPTH)
+    found: HeadObjective = spec.learner(spec.options(divergence="fkl", **LEARNERS[name]), context)
+    return found
+
+
+def write_head(name: str, plan: Plan, documents: Sequence[Document], place: Path) -> None:
+    """Train a head on these documents, and write it."""
+    longest = max(len(each.tokens) for each in documents)
+    batches = Batches(documents, batch_size=NUM_ROWS, max_length=longest, seed=0)
+    train(learner(name, embedded_target()), batches, short_run(0, plan.steps, NUM_ROWS, longest, 1e-3), place)
+
+
+def here(plan: Plan, prompts: Sequence[list[int]], drafter: str, new_tokens: int) -> Said:
+    """The same in Outrider."""
+    engine = outrider.load(
+        str(EMBEDDED_TARGET), drafter=drafter, length=f"fixed:{DEPTH}", dtype=plan.dtype, device="cpu"
+    )
+    made = engine.generate(list(prompts), max_new_tokens=new_tokens, sampling=GREEDY, ignore_eos=True)
+    return Said(
+        tokens=[out.tokens for out in made],
+        steps=sum(out.num_steps for out in made),
+        drafted=sum(out.num_draft_tokens for out in made),
+        accepted=sum(out.num_accepted_tokens for out in made),
+    )
+
+
+def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | None, engine: Engine) -> Said:
+    """What another engine decodes, in a process of its own. Its steps are those with a draft, or 0 if it tells none.
+
+    Raises:
+        CannotMake: There is no such engine.
+        Stopped: It ended, which is how it refuses a drafter.
+        Refused: It failed while it decoded.
+    """
+    room = engine.environment.made(plan.environments) if engine.environment else None
+    target, draft = (
+        converted(engine, room, place, plan.environments, plan.dtype) if engine.convert else place.absolute()
+        for place in (EMBEDDED_TARGET, drafter or EMBEDDED_TARGET)
+    )
+    given = Options(
+        mode=mode,
+        target=str(target),
+        draft=str(draft),
+        dtype=plan.dtype,
+        threads=plan.threads,
+        draft_tokens=DEPTH,
+        ngram=3,
+        batch=len(prompts),
+        context=max(map(len, prompts)) + plan.max_new_tokens + 2 * (DEPTH + 1),
+        counts=mode != engine.plain,
+    )
+    with Process(engine.command(room)) as driver:
+        driver.start(given)
+        made = driver.ask(Asked(prompts=list(prompts), new_tokens=plan.max_new_tokens, temperature=0.0, seed=0))
+    return Said(
+        tokens=made.tokens,
+        steps=made.counts.get("drafts", 0),
+        drafted=made.counts.get("draft_tokens", 0),
+        accepted=made.counts.get("accepted_tokens", 0),
+    )
+
+
+def written(drafter: Drafter, plan: Plan, prompts: Sequence[list[int]], plain: Said, place: Path) -> Path:
+    """The folder of a drafter: the one that ships with Outrider, or a head that is trained here."""
+    if drafter.shipped is not None:
+        return drafter.shipped
+    documents = [
+        Document(tokens=np.array([*prompt, *output]), start=len(prompt))
+        for prompt, output in zip(prompts, plain.tokens, strict=True)
+    ]
+    write_head(drafter.head, plan, documents, place)
+    return place
+
+
+def compared(
+    drafter: Drafter, plan: Plan, prompts: Sequence[list[int]], plain: Said, engine: Engine, place: Path
+) -> Row:
+    """One drafter in both engines."""
+    given = f"{drafter.head}:path={written(drafter, plan, prompts, plain, place / 'trained')}"
+    exported = exported_to(engine, given, plan, place / "exported")
+    first = int(engine.digests_first)
+    begun = [[*prompt, *output[:first]] for prompt, output in zip(prompts, plain.tokens, strict=True)]
+    ours = here(plan, begun, given, plan.max_new_tokens - first)
+    row: Row = {"engine": engine.title, "head": drafter.label, "ours": counted(ours)}
+    try:
+        theirs = there(plan, prompts, drafter.mode, exported, engine)
+    except (CannotMake, Stopped, Refused) as error:
+        return row | {"refused": str(error)}
+    equal = sum(list(a) == list(b) for a, b in zip(theirs.tokens, plain.tokens, strict=True))
+    told = counted(theirs)
+    return row | {"theirs": told | {"tokens": told["tokens"] - first * len(prompts)}, "equal": equal}
+
+
+def exported_to(engine: Engine, drafter: str, plan: Plan, place: Path) -> Path:
+    """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays."""
+    if not place.exists():
+        order = {
+            "to": engine.exports or "transformers",
+            "target": str(EMBEDDED_TARGET),
+            "drafter": drafter,
+            "out": place,
+        }
+        export(Order(**order, dtype=plan.dtype, num_speculative_tokens=DEPTH, measure=False))
+    return place
+
+
+def counted(said: Said) -> Row:
+    """What is kept of an engine's run: tokens and steps, and draft tokens beside them."""
+    tokens = sum(map(len, said.tokens))
+    return {"tokens": tokens, "steps": said.steps, "drafted": said.drafted, "accepted": said.accepted}
+
+
+def rate(counts: Row | None) -> float | None:
+    """Tokens per step. They compare engines better than shares of draft tokens: vLLM drafts beyond the last token.
+
+    Example:
+        >>> rate({"tokens": 9, "steps": 4}), rate(None), rate({"tokens": 9, "steps": 0})
+        (2.25, None, None)
+    """
+    return None if counts is None or not counts["steps"] else counts["tokens"] / counts["steps"]
+
+
+def shown_rate(value: float | None) -> str:
+    """A rate in a table."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def findings(plan: Plan, rows: Sequence[Row], engines: Sequence[Engine], missing: Mapping[str, str]) -> Findings:
+    """A line for each drafter in each engine; what an engine refuses, with its reason."""
+    lines = []
+    for row in rows:
+        ours, theirs = rate(row["ours"]), rate(row.get("theirs"))
+        apart = "-" if ours is None or theirs is None else f"{theirs / ours - 1:+.1%}"
+        equal = f"{row['equal']} of {plan.num_prompts}" if "equal" in row else "-"
+        lines.append([row["engine"], row["head"], equal, shown_rate(theirs), shown_rate(ours), apart])
+    head = ("engine", "drafter", "outputs as without it", "tokens per step there", "in Outrider", "apart")
+    tables = [Table(head=head, lines=lines)]
+    if refused := [[row["engine"], row["head"], row["refused"]] for row in rows if "refused" in row]:
+        tables.append(Table(title="Refused", head=("engine", "drafter", "what it says"), lines=refused))
+    if missing:
+        tables.append(Table(title="Left out", head=("engine", "why"), lines=list(map(list, missing.items()))))
+    text = (
+        f"Drafters for the embedded target, heads trained in {plan.steps} steps on the outputs of {plan.num_prompts} "
+        f"prompts, drafts of {DEPTH} tokens, {plan.max_new_tokens} tokens at temperature 0 in {plan.dtype}. "
+        f"{'; '.join(f'{each.title}: {each.version}' for each in engines)}."
+    )
+    return Findings(tables=tables, text=text)
+
+
+@contextmanager
+def kept(out: Path | None) -> Iterator[Path]:
+    """A folder for the heads: beside the rows, or for a while."""
+    if out is not None:
+        yield out / "heads"
+        return
+    with tempfile.TemporaryDirectory() as place:
+        yield Path(place)
+
+
+def drafters_of(name: str, engine: Engine, wanted: Sequence[str]) -> list[Drafter]:
+    """What an engine is tried with: the pair that ships with Outrider, and in vLLM the heads too."""
+    found = [Drafter(engine=name, label=DRAFT_MODEL, head="model", mode=DRAFT_MODEL, shipped=EMBEDDED_DRAFT)]
+    if engine.loads_heads:
+        found.append(Drafter(engine=name, label=EMBEDDED, head="eagle", mode="eagle", shipped=EMBEDDED_HEAD))
+        found += [Drafter(engine=name, label=head, head=head, mode=head) for head in LEARNERS]
+    return [each for each in found if each.label in wanted]
+
+
+def run(plan: Plan, engines: Mapping[str, Engine] = OUTSIDE) -> Findings:
+    """Write drafters, decode with each in both engines, and say what was found."""
+    for what, names, known in (("drafter", plan.heads, DRAFTERS), ("engine", plan.engines, tuple(engines))):
+        if unknown := [name for name in names if name not in known]:
+            raise InputError(f"unknown {what} {unknown[0]!r}; available: {', '.join(known)}")
+    torch.set_num_threads(plan.threads)
+    with folder(plan.out, "in_vllm", vars(plan)) as place, kept(plan.out) as heads:
+        first = outrider.load(str(EMBEDDED_TARGET), drafter="none")
+        longest = first.parts.target.max_context - plan.max_new_tokens - 2 * (DEPTH + 1)
+        chosen = questions(plan.prompts, plan.num_prompts, encode=first.encode, longest=longest)
+        prompts = [list(question.tokens) for question in chosen]
+        plain: dict[str, Said] = {}
+        missing: dict[str, str] = {}
+        for name in plan.engines:
+            engine = engines[name]
+            try:
+                plain[name] = there(plan, prompts, engine.plain, None, engine)
+            except (CannotMake, Stopped, Refused) as error:
+                missing[engine.title] = f"does not run here, so nothing was compared: {error}"
+        ways = [each for name in plain for each in drafters_of(name, engines[name], plan.heads)]
+
+        def turn(each: Any) -> Row:
+            way: Drafter = each.way
+            return compared(way, plan, prompts, plain[way.engine], engines[way.engine], heads / way.engine / way.label)
+
+        jobs = [Drafter(engine="", label="prompts", head="", mode="")]
+        rows = place.take("drafters", list(turns(ways, jobs)), turn)
+        found = findings(plan, rows, [engines[name] for name in plan.engines], missing)
+        place.finish(found)
+        return found
+
+
+def main(
+    environments: Annotated[
+        Path, typer.Option(help="Folder of the engines' environments, several GB.", show_default=False)
+    ] = usual_folder(),  # noqa: B008
+    out: options.Out = None,
+    engines: Annotated[str, typer.Option(help="Names with commas.")] = ",".join(OUTSIDE),
+    heads: Annotated[str, typer.Option(help="Drafters: names with commas.")] = ",".join(DRAFTERS),
+    prompts: options.Prompts = PROMPTS,
+    num_prompts: options.NumPrompts = 8,
+    max_new_tokens: options.MaxNewTokens = 96,
+    steps: options.Steps = 60,
+    dtype: Annotated[str, typer.Option(help="What both compute in: bfloat16 or float32.")] = "float32",
+    threads: options.Threads = 2,
+) -> None:
+    """Let other engines draft with what was written here."""
+    run(
+        Plan(
+            out=out,
+            environments=environments,
+            engines=tuple(name.strip() for name in engines.split(",")),
+            heads=tuple(name.strip() for name in heads.split(",")),
+            prompts=prompts,
+            num_prompts=num_prompts,
+            max_new_tokens=max_new_tokens,
+            steps=steps,
+            dtype=dtype,
+            threads=threads,
+        )
+    )

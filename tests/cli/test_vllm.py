@@ -1,0 +1,113 @@
+"""`--engine vllm` on commands, and `outrider learn`. vLLM is a fake here: a program that answers as it does."""
+
+import json
+import re
+import signal
+import urllib.request
+
+import pytest
+from safetensors.torch import load_file
+
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from tests.cli.runs import run, start
+from tests.serve.vllm.fakes import fake_python
+
+GREEDY = ("--prompt", "Once upon a time", "--max-new-tokens", "4", "--temperature", "0")
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory) -> tuple[str, ...]:
+    return "--engine", "vllm", "--vllm-python", str(fake_python(tmp_path_factory.mktemp("fake")))
+
+
+def test_generate_writes_the_records_of_our_own_engine(monkeypatch, capsys, engine):
+    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, "-n", "2", "--json", *engine)
+    assert status == 0, err
+    record, other = (json.loads(line) for line in sorted(out.splitlines()))
+    assert {record["sample_index"], other["sample_index"]} == {0, 1}
+    assert (record["text"], len(record["tokens"])) == ("said", 4)
+    assert record["num_draft_tokens"] == 4
+    assert record["accepted_per_position"] == [1, 1]
+    assert record["num_accepted_tokens"] == 2
+    assert record["num_steps"] == 3
+    assert record["block_efficiency"] == pytest.approx(4 / 3)
+    assert record["seconds"] == pytest.approx(0.004)
+
+
+def test_generate_streams_one_prompt_and_reads_vllms_counters(monkeypatch, capsys, engine):
+    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, *engine)
+    assert status == 0, err
+    assert out == "Once upon a timesaid\n"
+    assert "vLLM counted 2 of 4 draft tokens accepted in 2 drafts, 2.00 tokens per draft; by position 1, 1" in err
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--min-p", "0.1"], "vLLM does not keep min_p while it drafts"),
+        (["--logit-bias", '{"3": 1}'], "vLLM does not keep logit_bias while it drafts"),
+        (["--learn"], "--learn is about Outrider's own engine"),
+        (["--tree", "dynamic"], "vLLM has no tree 'dynamic'"),
+        (["--engine-args=--no-such"], "vLLM did not start: no such layer"),
+    ],
+)
+def test_what_vllm_cannot_do_is_one_sentence(monkeypatch, capsys, engine, options, sentence):
+    status, out, err = run(monkeypatch, capsys, "generate", *GREEDY, *engine, *options)
+    assert (status, out) == (2, "")
+    assert sentence in err.splitlines()[-1]
+
+
+def test_bench_measures_vllm_with_and_without_drafts(monkeypatch, capsys, engine):
+    few = ("--num-prompts", "2", "--rounds", "1", "--max-new-tokens", "4", "--json")
+    status, out, err = run(monkeypatch, capsys, "bench", *few, *engine)
+    assert status == 0, err
+    plain, drafting = (json.loads(line) for line in out.splitlines())
+    assert (plain["engine"], plain["speedup"]) == ("vllm, plain", 1)
+    assert drafting["engine"] == "vllm, draft_model"
+    assert drafting["speculation"]["accepted_per_position"] == [2, 2]
+    assert drafting["acceptance_length"] == 2
+
+
+def test_a_signal_ends_the_server_and_vllm(engine):
+    with start("serve", "--port", "0", *engine) as process:
+        try:
+            line = ""
+            while "serving" not in line:
+                line = process.stderr.readline()
+                assert line, process.wait()
+            url = re.search(r"http://\S+", line)[0]
+            with urllib.request.urlopen(f"{url}/v1/models") as answer:
+                assert json.load(answer)["data"][0]["id"] == "outrider"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+
+
+def test_learn_trains_a_draft_model_on_a_log_of_answers(monkeypatch, capsys, tmp_path):
+    log, out = tmp_path / "answers.jsonl", tmp_path / "learnt"
+    body = {"choices": [{"index": 0, "text": " there was a dog. The dog was big.", "finish_reason": "stop"}]}
+    line = {"url": "/v1/completions", "body": {"prompt": "Once upon a time"}, "response": {"body": body}}
+    log.write_text("".join(json.dumps(line) + "\n" for _ in range(6)) + '{"half')
+    given = ["--from", str(log), "--target", str(EMBEDDED_TARGET), "--out", str(out)]
+    small = ["--steps", "1", "--batch-size", "2", "--warmup", "0", "--json"]
+    drafter = f"model:path={EMBEDDED_DRAFT}"
+    status, printed, err = run(monkeypatch, capsys, "learn", *given, "--drafter", drafter, *small)
+    assert status == 0, err
+    assert json.loads(printed)["step"] in (0, 1)
+    assert load_file(out / "model.safetensors").keys() == load_file(EMBEDDED_DRAFT / "model.safetensors").keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "drafter", "sentence"),
+    [
+        ("none.jsonl", f"model:path={EMBEDDED_DRAFT}", "there is no log of answers file"),
+        ("none.jsonl", "suffix", "the drafter suffix cannot be trained on"),
+        ("http://127.0.0.1:9", f"model:path={EMBEDDED_DRAFT}", "new weights need the server's admin key"),
+    ],
+)
+def test_learning_from_nothing_is_one_sentence(monkeypatch, capsys, tmp_path, source, drafter, sentence):
+    given = ["--from", source, "--target", str(EMBEDDED_TARGET), "--out", str(tmp_path / "o"), "--drafter", drafter]
+    status, _, err = run(monkeypatch, capsys, "learn", *given)
+    assert status == 2
+    assert sentence in err

@@ -1,0 +1,46 @@
+"""A server of Outrider in front of a fake of vLLM."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from outrider.serve.limits import Limits
+from outrider.serve.settings import Settings
+from outrider.serve.vllm.launch import Launch, Speculation
+from outrider.serve.vllm.passing import PassingService, make_passing_app
+from outrider.serve.vllm.process import VllmProcess
+from outrider.serve.vllm.python import VllmPython
+from tests.serve.served import listening
+from tests.serve.vllm.fakes import fake_python
+
+DRAFTS = Speculation(method="draft_model", name="model", model="/a/draft")
+
+
+@pytest.fixture(scope="session")
+def python(tmp_path_factory) -> VllmPython:
+    return VllmPython.of(fake_python(tmp_path_factory.mktemp("fake")))
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> Path:
+    """Where answers are kept."""
+    return tmp_path_factory.mktemp("answers") / "answers.jsonl"
+
+
+@pytest.fixture(scope="module")
+def passing(python, answers) -> Iterator[str]:
+    """The address of a server in front of the fake."""
+    launch = Launch(target="/a/target", speculation=DRAFTS, names=("mine",), updates_weights=True)
+    settings = Settings(keys=("secret",), admin_key="admin", answers=answers)
+    with VllmProcess(python, launch) as process:
+        service = PassingService(process, Limits(max_body_bytes=10_000))
+        with listening(make_passing_app(service, settings), service) as url:
+            yield url
+
+
+@pytest.fixture
+def client(passing) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=passing, timeout=30, headers={"authorization": "Bearer secret"}) as found:
+        yield found
