@@ -25,6 +25,8 @@ class DataOptions:
         held_out: Texts to watch, best written by the target; may be given several times. By default a twentieth of
             --data.
         held_out_split: The split of --held-out. By default that of --data.
+        pack: Let several short texts stand in one row of the forwards of the target and of a draft model, so that no
+            padding is computed. No text sees another, and the loss stays as it is.
         capture: Capture the target's hidden states along --data once, in the folder of the run, and read them in every
             epoch. That pays where texts come more than once.
 
@@ -40,6 +42,7 @@ class DataOptions:
     regenerate: bool = False
     held_out: tuple[str, ...] = ()
     held_out_split: str | None = None
+    pack: bool = False
     capture: bool = False
 
     def __post_init__(self) -> None:

@@ -208,6 +208,8 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         device=device,
     )
     learner = plan.learner(context)
+    if task.data.pack:
+        learner.pack()
     about = {
         **plan.about,
         "target": Path(task.target).name,
