@@ -48,7 +48,7 @@ SHOWN = 3
 """Most prompts without an answer that are named."""
 REPORT = "report.html"
 """The page of a run, beside its log."""
-KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"}
+KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report", "decoded"}
 """What is told of every run; the rest was found out about its drafter."""
 
 
@@ -285,6 +285,9 @@ def _run(name: str, work: Callable[[Console], dict[str, Any]], as_json: bool) ->
         return
     if "before" in record:
         _tell_acceptance(record, console)
+    if "decoded" in record:
+        rates = ", ".join(f"{each:.3f}" for each in record["decoded"])
+        console.print(f"tokens per step when held-out prompts are decoded, by measurement: {rates}", style="cyan")
     for what in record.keys() - KNOWN:
         console.print(f"{what}: {record[what]}", style="cyan")
     console.print(f"the drafter is in {record['out']}; use it with --drafter {name}:path={record['out']}", style="cyan")

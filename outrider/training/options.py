@@ -65,15 +65,20 @@ class WatchOptions:
     Attributes:
         depth: Draft tokens per step whose acceptance is watched.
         watch_temperature: Keep the drafter with the best block efficiency at this temperature, 1 or 0.
+        watch_prompts: Decode so many held-out prompts at every measurement, with the drafter as it is then, and log the
+            tokens per step. That takes time; 0 decodes nothing.
 
     Raises:
-        InputError: The temperature is neither.
+        InputError: The temperature is neither, or the number is below 0.
     """
 
     depth: int = 5
     watch_temperature: int = 1
+    watch_prompts: int = 0
 
     def __post_init__(self) -> None:
+        if self.watch_prompts < 0:
+            raise InputError(f"watch_prompts must be >= 0, got {self.watch_prompts}")
         if self.watch_temperature not in (0, 1):
             raise InputError(f"watch_temperature must be 1 or 0, got {self.watch_temperature}")
 
