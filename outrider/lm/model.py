@@ -356,6 +356,17 @@ class LanguageModel(SlottedLM):
                 )
         except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             raise InputError(f"{self.anatomy.name} cannot be run with masks and a cache of our own: {error}") from error
+        except RuntimeError as error:
+            if self.anatomy.num_processes == 1:
+                raise
+            asking, asked = (
+                getattr(self.anatomy.text, f"num_{kind}_heads", "?") for kind in ("attention", "key_value")
+            )
+            raise InputError(
+                f"{self.anatomy.num_processes} processes cannot divide {self.anatomy.name} among them: it has {asking} "
+                f"query heads and {asked} key heads, and each process needs equally many; choose another number of "
+                "processes"
+            ) from error
         check_logits(output.logits, self.model, self.anatomy.name)
         return int(output.logits.shape[-1])
 
