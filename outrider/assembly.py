@@ -10,9 +10,11 @@ from torch.nn import Module
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from outrider import catalog
+from outrider.core.ranks import together
 from outrider.core.row import Family
 from outrider.core.types import InputError, Sampling
 from outrider.decoding.protocol import Decoding, Parts, Settling
+from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
@@ -39,7 +41,7 @@ OTHERWISE = {"goodput": "fixed:5", "goodput:fallback=4": "fixed:4"}
 """Default lengths, and what is used with parts that need drafts of one length."""
 MAX_SLOTS = 8
 """Most requests at once, by default."""
-OF_LOADING = ("device", "dtype", "device_map", "quantization_config", "attn_implementation", "revision")
+OF_LOADING = ("device", "dtype", "device_map", "tp_plan", "quantization_config", "attn_implementation", "revision")
 """Options that say how a target is loaded."""
 KINDS: dict[Family, tuple[type, ...]] = {
     "drafter": (Drafter, Unbound),
@@ -80,7 +82,7 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
         verifier = _part("verifier", _best_verifier(drafter, tree))
     parts = Parts(target=target, drafter=drafter, tree=tree, verifier=verifier, length=length, decoding=decoding)
     refuses = partial(why_not, allow_lossy=wanted.allow_lossy)
-    if setup.length is None and refuses(parts) is not None:
+    if setup.length is None and (refuses(parts) is not None or together() > 1):
         parts = replace(parts, length=_part("length", OTHERWISE[str(wanted.length)]))
     if (reason := refuses(parts)) is not None:
         raise InputError(reason)
@@ -143,7 +145,7 @@ def tokenizer_of(setup: Setup) -> PreTrainedTokenizerBase | None:
 
 def why_not(parts: Parts, allow_lossy: bool = False) -> str | None:
     """Why parts do not fit each other, in one sentence; None if they fit."""
-    return refusal(cell(parts), allow_lossy) or chains_only(parts)
+    return refusal(cell(parts), allow_lossy) or chains_only(parts) or by_a_clock(parts)
 
 
 def cell(parts: Parts) -> Cell:
@@ -167,6 +169,24 @@ def chains_only(parts: Parts) -> str | None:
     for role, reason in (("target", parts.target.chains_only), ("draft model", parts.drafter.chains_only)):
         if reason is not None:
             return f"the {role} {reason}"
+    return None
+
+
+def by_a_clock(parts: Parts) -> str | None:
+    """What of the parts depends on times, which processes that hold one target together measure differently; None if
+    nothing does.
+    """
+    if together() == 1:
+        return None
+    for family, part, clocked, instead in (
+        ("length", parts.length, isinstance(parts.length, LoadPolicy), "fixed:5"),
+        ("decoding", parts.decoding, not isinstance(parts.decoding, StepDecoding), "step"),
+    ):
+        if clocked:
+            return (
+                f"the target is held by {together()} processes, and {family} {catalog.name_of(part)!r} depends on "
+                f"times, which they measure differently; choose {family} {instead!r}"
+            )
     return None
 
 
@@ -206,6 +226,7 @@ def _model(setup: Setup) -> PreTrainedModel:
             dtype=setup.dtype,
             device=setup.device,
             device_map=setup.device_map,
+            tp_plan=setup.tp_plan,
             quantization_config=setup.quantization_config,
             attn_implementation=setup.attn_implementation,
             revision=setup.revision,

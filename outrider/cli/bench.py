@@ -135,8 +135,11 @@ def bench(
     """Measure, print and write. Returns the exit status: 1 if the gate stopped a configuration."""
     from transformers.utils import logging
 
+    from outrider.cli.opened import check_undivided
+
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    check_undivided(setup)
     plan = plan_of(setup, request, options, configurations)
     if options.out is not None:
         check_plots()

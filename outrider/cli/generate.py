@@ -24,6 +24,7 @@ from outrider.cli.prompts import Entry, entries
 from outrider.cli.request import RequestOptions
 from outrider.core.destination import locked_file
 from outrider.core.inputs import InputError
+from outrider.core.ranks import is_first
 from outrider.core.types import Sampling, Step
 from outrider.engine.engine import Engine
 from outrider.engine.generation import Generation
@@ -69,6 +70,11 @@ class Task:
             raise InputError(f"logprobs must be >= 0, got {self.logprobs}")
         if self.logprobs is not None and not self.as_json and self.output is None:
             raise InputError("log-probabilities are in JSON only; give --json or --output, or leave out --logprobs")
+        if self.setup.tp_plan is not None and (self.compare or self.learn.learn or self.output is not None):
+            raise InputError(
+                "with tp_plan several processes decode together, which cannot compare, learn or write one file; leave "
+                "out --compare, --learn and --output (--json prints the outputs)"
+            )
         if self.compare and (self.learn.learn_drafts or 1) > 1:
             raise InputError("--compare measures one draft model; leave out --compare or --learn-drafts")
         # Check the input before a model is loaded.
@@ -173,7 +179,7 @@ def held_outputs(task: Task, prompts: Sequence[Entry]) -> Iterator[list[Wanted]]
 def _make(task: Task, prompts: Sequence[Entry], wanted: Sequence[Wanted]) -> None:
     """Make the outputs that are wanted."""
     made = Run(task=task)
-    engine = opened(task.setup)
+    engine = opened(task.setup, divided=True)
     made.forwards = chosen(engine)
     if engine.tokenizer is None:
         raise InputError("there is no tokenizer beside the target, and a text needs one; name it with --tokenizer")
@@ -278,7 +284,7 @@ def _report(engine: Engine, prompts: Sequence[Prompt], made: Run) -> None:
         for record in made.records if report is not None else ():
             print_json(record | {"compare": report})
         return
-    if made.outputs:
+    if made.outputs and is_first():
         print_measures(made.outputs)
     if task.profile:
         print_profile(profile([step for steps in made.steps.values() for step in steps]), chosen(engine))

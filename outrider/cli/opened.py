@@ -1,11 +1,14 @@
 """The engine of a command."""
 
+import os
 import sys
 import warnings
 
 from transformers.utils import logging
 
 from outrider.assembly import assemble
+from outrider.core.inputs import InputError
+from outrider.core.ranks import is_first
 from outrider.engine.crowd import CrowdedWarning
 from outrider.engine.engine import Engine
 from outrider.lm.hf.weights import check_weights
@@ -15,12 +18,34 @@ USUAL = warnings.formatwarning
 """How Python shows warnings."""
 
 
-def opened(setup: Setup) -> Engine:
-    """The engine that a setup describes, without transformers' own messages. Its warning is one line."""
+def opened(setup: Setup, *, divided: bool = False) -> Engine:
+    """The engine that a setup describes, without transformers' own messages. Its warning is one line.
+
+    Args:
+        divided: Whether the command can run in several processes that hold one target. The first one prints.
+
+    Raises:
+        InputError: The target is to be divided among processes, and the command cannot run so.
+    """
+    if not divided:
+        check_undivided(setup)
     warnings.formatwarning = _one_line
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return assemble(setup)
+    engine = assemble(setup)
+    if not is_first():
+        # Errors reach standard error all the same.
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    return engine
+
+
+def check_undivided(setup: Setup) -> None:
+    """Raise InputError if the target is to be divided among processes, for a command that runs in one."""
+    if setup.tp_plan is not None:
+        raise InputError(
+            "tp_plan is for `outrider generate` and for outrider.load; other commands run in one process, so leave it "
+            "out"
+        )
 
 
 def check_numbers(engine: Engine) -> None:

@@ -32,7 +32,7 @@ def serve_vllm(setup: Setup, options: ServeOptions, limits: Limits, learn: Learn
             raise InputError(f"--{name.replace('_', '-')} is not for --engine vllm: {advice}")
     if learn.learn:
         raise InputError(
-            "--learn is not for --engine vllm: keep the answers with --log-answers, and train with `outrider learn --from`"
+            "--learn is not for --engine vllm; keep the answers with --log-answers, and train with `outrider learn`"
         )
     if not (is_loopback(options.host) or options.keys() or options.allow_no_key):
         raise InputError(

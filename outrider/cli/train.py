@@ -32,7 +32,7 @@ OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repet
 """Options of requests that answers for training have."""
 NOT_OF_ANSWERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
 """Options of requests that they lack."""
-NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture")
+NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture", "pack")
 """Options of texts that prompts lack."""
 NOT_OF_DRAFT_MODELS = ("init_from", "slot_balanced")
 """Options of heads that draft models lack."""
@@ -48,7 +48,8 @@ SHOWN = 3
 """Most prompts without an answer that are named."""
 REPORT = "report.html"
 """The page of a run, beside its log."""
-KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report", "swapped"}
+KNOWN = {"out", "step", "log", "before", "after", "improved", "score_before", "score_later", "report"}
+KNOWN |= {"swapped", "decoded"}
 """What is told of every run; the rest was found out about its drafter."""
 
 
@@ -285,6 +286,9 @@ def run_training(name: str, work: Callable[[Console], dict[str, Any]], as_json: 
         return
     if "before" in record:
         _tell_acceptance(record, console)
+    if "decoded" in record:
+        rates = ", ".join(f"{each:.3f}" for each in record["decoded"])
+        console.print(f"tokens per step when held-out prompts are decoded, by measurement: {rates}", style="cyan")
     for what in record.keys() - KNOWN:
         console.print(f"{what}: {record[what]}", style="cyan")
     console.print(f"the drafter is in {record['out']}; use it with --drafter {name}:path={record['out']}", style="cyan")

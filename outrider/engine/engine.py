@@ -10,6 +10,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.constraints.grammar import Grammar
+from outrider.core import ranks
 from outrider.core.constraint import Constraint
 from outrider.core.dice import Dice
 from outrider.core.inputs import whole
@@ -157,7 +158,7 @@ class Engine:
             deliver=self._mail.deliver,
             timed=functools.partial(warn_of_crowd, Crowd()) if watched else None,
         )
-        self._seeds = np.random.SeedSequence()
+        self._seeds = np.random.SeedSequence(ranks.of_first(np.random.SeedSequence().entropy))
 
     @property
     def parts(self) -> Parts:

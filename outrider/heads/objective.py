@@ -17,10 +17,10 @@ from outrider.core.types import InputError
 from outrider.learning.batch import Batch, Document, on_device
 from outrider.learning.divergences import CHUNK, HARD, Divergence, among_likeliest, chunked, cross_entropy, divergence
 from outrider.learning.learner import Judged, Learner, Loss
-from outrider.learning.target_rows import rows_at, with_rows
+from outrider.learning.packing import check_apart
+from outrider.learning.target_rows import rows_at, states_along, with_rows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.checkpoint import TargetShape, write_head
-from outrider.lm.hf.taps import tapped
 from outrider.lm.target_info import TargetInfo
 
 
@@ -88,6 +88,7 @@ class HeadObjective(Learner):
     """
 
     chunk = CHUNK
+    _packed = False
 
     def __init__(self, head: Any, options: Any, context: HeadContext) -> None:
         super().__init__()
@@ -128,10 +129,13 @@ class HeadObjective(Learner):
         wanted = set(self.captured_taps)
         if wanted <= batch.hidden.keys():
             return batch
-        target = self.context.target
-        with torch.no_grad(), tapped(self.context.anatomy.layers, sorted(wanted)) as seen:
-            cast(PreTrainedModel, target.base_model)(input_ids=batch.tokens, use_cache=False)
-        return replace(batch, hidden=dict(seen))
+        below, layers = cast(PreTrainedModel, self.context.target.base_model), self.context.anatomy.layers
+        with torch.no_grad():
+            return replace(batch, hidden=states_along(below, layers, sorted(wanted), batch, packed=self._packed))
+
+    def pack(self) -> None:
+        check_apart(self.context.target, "the target")
+        self._packed = True
 
     def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The config and the tensors that are written."""

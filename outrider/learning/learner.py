@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Real
 from torch import Tensor, nn
 
+from outrider.core.inputs import InputError
 from outrider.learning.batch import Batch
 
 
@@ -47,6 +48,15 @@ class Learner(nn.Module):
     @abstractmethod
     def write(self, folder: Path) -> None:
         """Write the drafter into an empty folder, as a user loads it."""
+
+    def pack(self) -> None:
+        """Run the models' forwards along the texts of a step without padding: several texts stand in one row, and none
+        sees another. This changes no loss but by rounding.
+
+        Raises:
+            InputError: The learner or one of the models cannot do so.
+        """
+        raise InputError("this drafter is trained on rows of one text each; leave out --pack")
 
     def found(self, out: Path, batches: Iterable[Batch]) -> Mapping[str, str]:
         """What is found out about the drafter after its training, in words for a person, by name; by default nothing.

@@ -1,14 +1,39 @@
-"""The target's logits along a batch, made once where several guesses compare with the same ones."""
+"""The target's states and logits along a batch; logits are made once where several guesses compare with the same."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import worth_keeping
+from outrider.learning.packing import along
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
+from outrider.lm.hf.taps import tapped
+
+
+def states_along(
+    below: PreTrainedModel, layers: nn.ModuleList | None, taps: Sequence[int], batch: Batch, *, packed: bool
+) -> dict[int, Float[Tensor, "rows length hidden"]]:
+    """Hidden states of a model along the texts of a batch, by tap.
+
+    Args:
+        below: The model below its output layer.
+        layers: Its layers.
+        packed: Whether several texts stand in one row of the forward.
+    """
+
+    def forward(tokens: Int[Tensor, "rows length"], positions: Int[Tensor, "rows length"] | None) -> list[Tensor]:
+        placed = {} if positions is None else {"position_ids": positions}
+        with tapped(layers, taps) as seen:
+            below(input_ids=tokens, use_cache=False, **placed)
+            return [seen[tap] for tap in taps]
+
+    found = along(forward, batch) if packed else forward(batch.tokens, None)
+    return dict(zip(taps, found, strict=True))
 
 
 def with_rows(batch: Batch, ends: EmbeddingAndHead, last: int, width: int) -> Batch:

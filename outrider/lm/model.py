@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from outrider.core.ranks import join
 from outrider.core.types import InputError
 from outrider.lm.fingerprint import shape_of
 from outrider.lm.forwards import flex
@@ -26,6 +27,7 @@ from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy, Span
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head, output_layer
 from outrider.lm.hf.mtp import load_mtp
+from outrider.lm.hf.spread import check_devices, is_spread
 from outrider.lm.hf.support import refusal
 from outrider.lm.hf.weights import check_logits
 from outrider.lm.protocol import Segment
@@ -59,7 +61,7 @@ class LanguageModel(SlottedLM):
         narrow: Most tokens of a compiled forward; larger ones run eager. None: any number.
 
     Args:
-        model: The model, on one device.
+        model: The model, on one device, or on several where `device_map` put its layers there.
         max_slots: Most slots at once.
         max_context: Most tokens of one slot. None takes as many as the model's `max_position_embeddings`, its rotary
             scheme and free memory allow.
@@ -116,6 +118,8 @@ class LanguageModel(SlottedLM):
         if self.anatomy.recurrent or self.anatomy.spans is None:
             raise InputError(f"{self.anatomy.name} has recurrent layers; open it with RecurrentModel")
         check_context(self.anatomy, max_context)
+        if self.anatomy.num_processes > 1:
+            join(self.anatomy.num_processes)
         self.model = model.eval()
         self.device, self.dtype = model.device, model.dtype
         self.num_layers, self.hidden_size = self.anatomy.num_layers, self.anatomy.hidden_size
@@ -125,7 +129,7 @@ class LanguageModel(SlottedLM):
         self._builder = mask_builder(model, self.anatomy, self.anatomy.spans or Span())
         probe = Probe()
         self.vocab_size = checked_width(self._probe(probe), vocab_size)
-        check_devices(probe.devices, self.device)
+        check_devices(model, probe.devices)
         self._slots = Slots.fitting(
             probe.layers,
             max_slots=max_slots,
@@ -352,6 +356,17 @@ class LanguageModel(SlottedLM):
                 )
         except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
             raise InputError(f"{self.anatomy.name} cannot be run with masks and a cache of our own: {error}") from error
+        except RuntimeError as error:
+            if self.anatomy.num_processes == 1:
+                raise
+            asking, asked = (
+                getattr(self.anatomy.text, f"num_{kind}_heads", "?") for kind in ("attention", "key_value")
+            )
+            raise InputError(
+                f"{self.anatomy.num_processes} processes cannot divide {self.anatomy.name} among them: it has {asking} "
+                f"query heads and {asked} key heads, and each process needs equally many; choose another number of "
+                "processes"
+            ) from error
         check_logits(output.logits, self.model, self.anatomy.name)
         return int(output.logits.shape[-1])
 
@@ -407,12 +422,6 @@ def checked_width(width: int, vocab_size: int | None) -> int:
     return vocab_size or width
 
 
-def check_devices(found: set[torch.device], device: torch.device) -> None:
-    """Raise InputError if a model is spread over several devices."""
-    if found != {device}:
-        raise InputError(f"the model must be on one device, got {', '.join(sorted(str(d) for d in found))}")
-
-
 def runnable(model: PreTrainedModel, forward: Forward | None) -> Forward | None:
     """The kind of forward that was asked for if the model can run so, otherwise `eager`; None stays None."""
     anatomy = Anatomy.of(model)
@@ -423,6 +432,10 @@ def runnable(model: PreTrainedModel, forward: Forward | None) -> Forward | None:
 
 def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str | None:
     """Why this model's forwards cannot run so here, in one sentence; None if they can."""
+    if forward != "eager" and anatomy.num_processes > 1:
+        return f"forward={forward} is for models in one process, and {anatomy.name} is in several; choose forward=eager"
+    if forward != "eager" and is_spread(anatomy.layers):
+        return f"forward={forward} is for models on one device, and {anatomy.name} is on several; choose forward=eager"
     if forward == "replayed" and model.device.type not in RECORDERS:
         return f"forward=replayed is for GPUs, and {anatomy.name} is on {model.device}; leave out forward"
     if forward == "compiled" and model.device.type != "cpu":

@@ -16,11 +16,12 @@ from outrider.core.types import InputError
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
 from outrider.lm.hf.mtp import load_mtp
+from outrider.lm.hf.spread import check_devices
 from outrider.lm.hf.states import State, StateCache
 from outrider.lm.hf.support import refusal
 from outrider.lm.hf.taps import tapped
 from outrider.lm.hf.weights import check_logits
-from outrider.lm.model import check_context, check_devices, checked_width
+from outrider.lm.model import check_context, checked_width
 from outrider.lm.protocol import Extension, Segment
 from outrider.lm.slots.batch import joined, upload
 from outrider.lm.slots.budget import Room, activation_bytes, available_bytes, promise
@@ -123,7 +124,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
         self.num_forwards = self.num_replays = self.num_replayed_tokens = 0
         width, state = self._probe()
         self.vocab_size = checked_width(width, vocab_size)
-        check_devices(probe.devices | {tensor.device for tensor in state}, self.device)
+        check_devices(model, probe.devices | {tensor.device for tensor in state}, alone=True)
         activations = activation_bytes(
             self.device,
             hidden_size=self.hidden_size,
@@ -149,7 +150,7 @@ class RecurrentModel(OverSlots[StatefulSlot]):
             device=self.device,
             most_bytes=room.most_bytes,
         )
-        promise(cache, self.device, taken + room.promised(probe.layers, max_slots), activations)
+        promise(cache, {self.device: 1.0}, taken + room.promised(probe.layers, max_slots), activations)
         self._slots = SlotTable(cache, max_slots=max_slots, room=room)
         if (reason := self._misread()) is not None:
             raise InputError(reason)

@@ -26,6 +26,7 @@ from outrider.learning.divergences import (
     over_top_rows,
 )
 from outrider.learning.learner import Judged, Learner, Loss
+from outrider.learning.packing import along, check_apart
 from outrider.learning.top_rows import TopRows
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead, find_embedding_and_head
@@ -80,23 +81,34 @@ class States:
 
     Attributes:
         of: States along rows of tokens, at positions of their own or, with None, at 0, 1, 2, ...
+        packed: The same along rows of several texts, each of which begins at position 0 and sees itself alone.
         head: Logits from states.
     """
 
     of: Callable[[Int[Tensor, "rows length"], Int[Tensor, "rows length"] | None], Float[Tensor, "rows length hidden"]]
     head: Callable[[Float[Tensor, "*batch hidden"]], Float[Tensor, "*batch vocab"]]
+    packed: Callable[[Int[Tensor, "rows length"], Int[Tensor, "rows length"]], Float[Tensor, "rows length hidden"]]
     ends: EmbeddingAndHead | None = None
 
     @classmethod
     def find(cls, model: PreTrainedModel) -> "States":
         """The model in two parts. One whose output layer cannot be told apart has its logits for states."""
         below = model.base_model
-        whole = cls(of=lambda tokens, at: model(**_inputs(tokens, at)).logits, head=lambda logits: logits)
+        whole = cls(
+            of=lambda tokens, at: model(**_inputs(tokens, at)).logits,
+            packed=lambda tokens, at: model(input_ids=tokens, position_ids=at, use_cache=False).logits,
+            head=lambda logits: logits,
+        )
         try:
             ends = find_embedding_and_head(model, Anatomy.of(model))
         except InputError:
             return whole
-        parts = cls(of=lambda tokens, at: below(**_inputs(tokens, at))[0], head=ends.head, ends=ends)
+        parts = cls(
+            of=lambda tokens, at: below(**_inputs(tokens, at))[0],
+            packed=lambda tokens, at: below(input_ids=tokens, position_ids=at, use_cache=False)[0],
+            head=ends.head,
+            ends=ends,
+        )
         tokens = torch.arange(3, 7, device=model.device)[None] % model.get_input_embeddings().weight.shape[0]
         with torch.no_grad():
             ours, theirs = parts.head(parts.of(tokens, None)), whole.of(tokens, None)
@@ -142,6 +154,7 @@ class Distilled(Learner):
         theirs = self._states[1]
         if sampler is None and loss is not None and theirs is not None and theirs.ends is not None:
             self.captured_taps = (self._taps,)
+        self._packed = False
         self._width = min(logit_width(each) for each in (model, target) if each is not None)
 
     def forward(self, batch: Batch) -> Loss:
@@ -168,10 +181,31 @@ class Distilled(Learner):
             parts={"agreement": agreed.sum()},
         )
 
+    def pack(self) -> None:
+        """Let several texts stand in one row of the forwards of both models."""
+        if self.positions is not None:
+            raise InputError("--pack begins positions at 0 in every text; leave out --positions or --pack")
+        check_apart(self.model, "the draft model")
+        self._check_target_apart()
+        self._packed = True
+
+    def _check_target_apart(self) -> None:
+        """Raise InputError if the target lets texts of one row see each other."""
+        target = cast(PreTrainedModel | None, self._target[0])
+        if target is not None:
+            check_apart(target, "the target")
+
+    def _along(self, states: States, batch: Batch) -> Float[Tensor, "rows length hidden"]:
+        """A model's states along the texts of a batch."""
+        if not self._packed:
+            return states.of(batch.tokens, None)
+        return along(lambda tokens, at: [states.packed(tokens, at)], batch)[0]
+
     def _hidden(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
         """The draft model's states below its output layer, as they are trained."""
-        at = None if self.positions is None else self.positions(batch)
-        return self._states[0].of(batch.tokens, at)
+        if self.positions is None:
+            return self._along(self._states[0], batch)
+        return self._states[0].of(batch.tokens, self.positions(batch))
 
     def judged(self, batch: Batch, depth: int) -> Judged:
         """Drafts along the texts of a batch. A row of a draft model depends on the tokens alone."""
@@ -225,7 +259,7 @@ class Distilled(Learner):
             if theirs.ends is not None and self._taps in batch.hidden:
                 states = theirs.ends.norm(batch.hidden[self._taps][places])
             else:
-                states = theirs.of(batch.tokens, None)[places]
+                states = self._along(theirs, batch)[places]
 
         def live(of: Divergence, rows: slice, draft: Tensor) -> Tensor:
             with torch.no_grad():

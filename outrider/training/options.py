@@ -25,6 +25,8 @@ class DataOptions:
         held_out: Texts to watch, best written by the target; may be given several times. By default a twentieth of
             --data.
         held_out_split: The split of --held-out. By default that of --data.
+        pack: Let several short texts stand in one row of the forwards of the target and of a draft model, so that no
+            padding is computed. No text sees another, and the loss stays as it is.
         capture: Capture the target's hidden states along --data once, in the folder of the run, and read them in every
             epoch. That pays where texts come more than once.
 
@@ -40,6 +42,7 @@ class DataOptions:
     regenerate: bool = False
     held_out: tuple[str, ...] = ()
     held_out_split: str | None = None
+    pack: bool = False
     capture: bool = False
 
     def __post_init__(self) -> None:
@@ -62,15 +65,20 @@ class WatchOptions:
     Attributes:
         depth: Draft tokens per step whose acceptance is watched.
         watch_temperature: Keep the drafter with the best block efficiency at this temperature, 1 or 0.
+        watch_prompts: Decode so many held-out prompts at every measurement, with the drafter as it is then, and log the
+            tokens per step. That takes time; 0 decodes nothing.
 
     Raises:
-        InputError: The temperature is neither.
+        InputError: The temperature is neither, or the number is below 0.
     """
 
     depth: int = 5
     watch_temperature: int = 1
+    watch_prompts: int = 0
 
     def __post_init__(self) -> None:
+        if self.watch_prompts < 0:
+            raise InputError(f"watch_prompts must be >= 0, got {self.watch_prompts}")
         if self.watch_temperature not in (0, 1):
             raise InputError(f"watch_temperature must be 1 or 0, got {self.watch_temperature}")
 

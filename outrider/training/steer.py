@@ -20,8 +20,8 @@ from outrider.drafters.steering import CONFIG, Steering, SteeringConfig, read_st
 from outrider.learning.batch import Batch
 from outrider.learning.divergences import CHUNK, Divergence
 from outrider.learning.learner import Judged, Loss
+from outrider.learning.target_rows import states_along
 from outrider.lm.hf.anatomy import Anatomy
-from outrider.lm.hf.taps import tapped
 from outrider.lm.steered import steered, up_projections
 from outrider.training.distill import Data, Distilled, States, distilled, guessing
 from outrider.training.positions import Positions
@@ -148,9 +148,15 @@ class Steered(Distilled):
         if wanted <= batch.hidden.keys() or (captured and set(self.steering.config.taps) <= batch.hidden.keys()):
             return batch
         target = cast(PreTrainedModel, self._target[0])
-        with torch.no_grad(), tapped(self._layers[0], sorted(wanted)) as seen:
-            target.base_model(input_ids=batch.tokens, use_cache=False)
-        return replace(batch, hidden=dict(seen))
+        with torch.no_grad():
+            hidden = states_along(target.base_model, self._layers[0], sorted(wanted), batch, packed=self._packed)
+        return replace(batch, hidden=hidden)
+
+    def pack(self) -> None:
+        """Let several texts stand in one row of the target's forward."""
+        # The vectors that steer the draft model are made for rows of one text each, so the target alone is packed.
+        self._check_target_apart()
+        self._packed = True
 
     def _target_states(self, batch: Batch) -> Float[Tensor, "rows length hidden"]:
         """The target's states below its output layer."""

@@ -6,7 +6,7 @@ with any learner.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.data.sources import Part
+from outrider.training.decoded import DecodedPrompts
 from outrider.training.distill import Data, Distilled, distilled
 from outrider.training.estimate import Work, estimate, trial
 from outrider.training.loop import processes
@@ -208,6 +209,8 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         device=device,
     )
     learner = plan.learner(context)
+    if task.data.pack:
+        learner.pack()
     about = {
         **plan.about,
         "target": Path(task.target).name,
@@ -216,7 +219,8 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         "documents": fingerprint_of(learnt),
         "held_out": fingerprint_of(watched),
         "capture": task.data.capture,
-        **asdict(task.watch),
+        "depth": task.watch.depth,
+        "watch_temperature": task.watch.watch_temperature,
     }
     console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
     captured = _captured(task, learner, target, learnt, console) if task.data.capture and not task.estimate else None
@@ -228,6 +232,7 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         depth=task.watch.depth,
         max_length=settings.max_length,
         temperature=1 if task.watch.watch_temperature else 0,
+        decode=_decode(plan, task, target, tokenizer, watched, settings.max_length),
     )
     if task.estimate or newest(task.out / FOLDER) is None:
         planned = _estimated(learner, target, batches, settings)
@@ -238,6 +243,30 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         done = train(learner, batches, settings, task.out, watch, show, about=about)
     found = learner.found(done.out, watch.batches()) if processes.is_first() else {}
     return _record(task, done) | dict(found) if processes.is_first() else {}
+
+
+def _decode(
+    plan: Plan,
+    task: TrainTask,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    watched: Sequence[Document],
+    max_length: int,
+) -> Callable[[Learner], float] | None:
+    """What decodes held-out prompts at every measurement; None: nothing does."""
+    if not task.watch.watch_prompts:
+        return None
+    prompts = DecodedPrompts(
+        target,
+        tokenizer,
+        watched,
+        drafter=plan.name,
+        count=task.watch.watch_prompts,
+        depth=task.watch.depth,
+        temperature=task.watch.watch_temperature,
+        max_length=max_length,
+    )
+    return prompts.block_efficiency
 
 
 def _estimated(learner: Learner, target: PreTrainedModel, batches: Batches, settings: Settings) -> str:
@@ -371,5 +400,7 @@ def _record(task: TrainTask, done: Trained) -> dict[str, Any]:
         judged = names[0] if task.watch.watch_temperature else names[1]
         first, *later = (line[judged] for line in watched)
         record |= {"before": {name: watched[0][name] for name in names}, "after": {name: kept[name] for name in names}}
+        if "block_efficiency_decoded" in kept:
+            record["decoded"] = [line.get("block_efficiency_decoded") for line in watched]
         record |= {"improved": kept[judged] > first, "score_before": first, "score_later": max(later, default=first)}
     return record

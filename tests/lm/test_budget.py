@@ -51,7 +51,7 @@ def test_what_forwards_need_is_no_room_for_caches_and_counts_once_because_models
     with gpu():
         assert available_bytes(DEVICE, need) == MEMORY - need
         cache = fitted().cache
-        promise(cache, DEVICE, cache.num_bytes + 10**9, need)
+        promise(cache, {DEVICE: 1.0}, cache.num_bytes + 10**9, need)
         assert available_bytes(DEVICE) == available_bytes(DEVICE, need // 2) == MEMORY - 10**9 - need
         assert available_bytes(DEVICE, 2 * need) == MEMORY - 10**9 - 2 * need
     assert available_bytes(torch.device("cpu"), 10**18) != 0

@@ -299,8 +299,10 @@ def test_another_tracker_of_accelerate_gets_the_curves(tmp_path: Path, monkeypat
     monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "trackio", NotingTracker)
     monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.TRACKIO])
     train(Bigram(), batches(), replace(SETTINGS, tracker="trackio"), tmp_path)
+    both = train(Bigram(), batches(), replace(SETTINGS, tracker="tensorboard,trackio"), tmp_path / "both")
+    assert any((both.log.parent / "tensorboard").glob("events*"))
     steps = [step for step, values in NotingTracker.noted if "step/loss" in values]
-    assert (steps, NotingTracker.ended) == (list(range(1, 13)), [True])
+    assert (steps, NotingTracker.ended) == ([*range(1, 13), *range(1, 13)], [True, True])
     assert not (tmp_path / FOLDER / "tensorboard").exists()
 
 

@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from outrider.core.inputs import InputError
+from outrider.core.ranks import together
 from outrider.host import remembered
 from outrider.host.cores import Usage, crowded, shares
 from outrider.lm.fingerprint import shape_of
@@ -50,6 +51,9 @@ def choose(
         lasting: Whether the weights will stay as they are. Otherwise only forwards that read them each time are chosen.
         taps: The hidden states that forwards will return; compiled ones need a library that does.
     """
+    if together() > 1 and forward is None:
+        # Processes that hold one target together would measure different times.
+        return _applied(lm, Choice(forward="eager", pad_to=pad_to or _paddings(lm)[-1]))
     if forward is not None:
         candidates = [forward]
     else:

@@ -5,10 +5,12 @@ from contextlib import nullcontext
 
 from transformers import PreTrainedModel
 
+from outrider.core.ranks import rows_of_first
 from outrider.lm.forwards import flex
 from outrider.lm.forwards.grouped import lean
 from outrider.lm.hf import alibi
 from outrider.lm.hf.anatomy import Anatomy
+from outrider.lm.hf.spread import copied_once, is_spread
 from outrider.lm.hf.taps import tapped
 from outrider.lm.slots.batch import upload
 from outrider.lm.slots.slotted import Inputs, Outputs
@@ -26,6 +28,7 @@ class EagerForward:
         anatomy = Anatomy.of(model)
         self._layers, self._flex = anatomy.layers, anatomy.flex
         self._text, self._sdpa = anatomy.text, anatomy.attention == "sdpa"
+        self._spread, self._shared = is_spread(anatomy.layers), anatomy.num_processes > 1
 
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, columns, device = inputs.batch, inputs.columns, self.model.device
@@ -36,6 +39,7 @@ class EagerForward:
             alibi.bias_in_mask(self.model),
             flex.uncompiled() if self._flex else nullcontext(),
             lean(self._text) if is_lean else nullcontext(),
+            copied_once(self._layers, device) if self._spread and self._layers is not None else nullcontext(),
         ):
             logits = self.model(
                 input_ids=batch.tokens(device),
@@ -45,4 +49,9 @@ class EagerForward:
                 use_cache=True,
                 logits_to_keep=0 if some is None else upload([some], device)[0],
             ).logits
+        if self._spread:
+            logits = logits.to(device)
+            seen = {tap: states.to(device, non_blocking=True) for tap, states in seen.items()}
+        if self._shared:
+            logits, seen = rows_of_first(logits, seen)
         return Outputs(logits=logits, columns=columns, taps=seen)

@@ -23,6 +23,7 @@ from outrider.core.types import InputError
 from outrider.lm.forwards.packed import packed
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.narrow import LEAVE, cut
+from outrider.lm.hf.spread import DISPATCHED, Returning, is_dispatched, is_spread
 
 _TOLERANCE = 1e-2
 
@@ -134,6 +135,9 @@ def find_embedding_and_head(model: PreTrainedModel, anatomy: Anatomy) -> Embeddi
             f"{anatomy.name} has no single list of decoder layers, so a drafter cannot read its hidden states"
         )
     norm, seen = _final_norm(model, anatomy.layers, anatomy.name)
+    if is_spread(anatomy.layers) and isinstance(norm, nn.Module):
+        # A drafter is on the device of the model's inputs.
+        norm = Returning(norm, model.device)
     head = output_layer(model)
     try:
         ours = head(norm(seen.leaving))
@@ -209,11 +213,14 @@ class OutputLayer:
 
     def __init__(self, shell: PreTrainedModel, layer: nn.Module | None) -> None:
         self._shell, self.layer = shell, layer
+        self._spread = layer is not None and is_dispatched(layer)
 
     def __call__(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         # Copied without asking whether it must be: an exported graph would then serve numbers of one kind only.
         flat = hidden.clone(memory_format=torch.contiguous_format).view(1, -1, hidden.shape[-1])
         logits: Tensor = self._shell(inputs_embeds=flat, use_cache=False).logits
+        if self._spread:
+            logits = logits.to(hidden.device)
         return logits.reshape(*hidden.shape[:-1], logits.shape[-1])
 
     def cut(self, ids: Sequence[int]) -> "OutputLayer":
@@ -246,6 +253,10 @@ def output_layer(model: PreTrainedModel, *, pack: bool = False) -> OutputLayer:
 def _with(model: PreTrainedModel, children: Mapping[str, nn.Module | None]) -> PreTrainedModel:
     """A model that shares everything with another but some of its children."""
     shell = copy.copy(model)
+    if is_dispatched(model):
+        # Its `forward` is bound to the model.
+        for name in DISPATCHED:
+            vars(shell).pop(name, None)
     shell._modules = {**model._modules, **children}
     return shell
 

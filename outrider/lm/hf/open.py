@@ -1,6 +1,7 @@
 """Open models and tokenizers from a directory or a hub id, with a clear error if that fails."""
 
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from transformers.utils import is_accelerate_available
 
 from outrider.core.inputs import needs, shown
 from outrider.core.place import check_place
+from outrider.core.ranks import launched
 from outrider.core.types import InputError
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import Forward
@@ -60,6 +62,7 @@ def open_model(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
     device_map: str | Mapping[str, Any] | None = None,
+    tp_plan: str | Mapping[str, Any] | None = None,
     quantization_config: object | None = None,
     attn_implementation: str | None = None,
     revision: str | None = None,
@@ -72,6 +75,7 @@ def open_model(
 
     Args:
         device_map: Where transformers puts the layers; it takes the place of `device`.
+        tp_plan: How transformers divides the weights among the processes that `torchrun` started.
         quantization_config: How transformers quantises the weights.
 
     Raises:
@@ -81,7 +85,14 @@ def open_model(
     _exists(path, revision=revision)
     if device is not None and device_map is not None:
         raise InputError("device and device_map both say where the model goes; give one of them")
+    if tp_plan is not None:
+        _check_processes(device_map, device)
     if (base := base_of(path)) is not None:
+        if tp_plan is not None:
+            raise InputError(
+                f"{path} is an adapter of {base}, and PEFT's layers do not know weights that are divided among "
+                "processes; give the directory of a model that the adapter was merged into"
+            )
         _check_peft(path, base)
         plain = open_model(
             base,
@@ -94,8 +105,8 @@ def open_model(
         )
         return _adapted(path, base, plain)
     place, kind = as_device(device), as_dtype(dtype)
-    device_map = straight_to(place) if device_map is None else device_map
-    given = {"device_map": device_map, "quantization_config": quantization_config}
+    device_map = straight_to(place) if device_map is None and tp_plan is None else device_map
+    given = {"device_map": device_map, "quantization_config": quantization_config, **_divided(tp_plan)}
     config = None
     check_sizes(path, revision)
     try:
@@ -123,8 +134,38 @@ def open_model(
             "the config that belongs to it"
         )
     # Weights that were quantised at loading are where they belong, and some kinds of them refuse to be moved.
-    stays = device_map is not None or (model.device.type == place.type and getattr(model, "is_quantized", False))
+    stays = (
+        device_map is not None
+        or tp_plan is not None
+        or (model.device.type == place.type and getattr(model, "is_quantized", False))
+    )
     return model.eval() if stays else model.to(place).eval()
+
+
+def _check_processes(device_map: object, device: object) -> None:
+    """Raise InputError if weights cannot be divided among processes."""
+    if device_map is not None or device is not None:
+        raise InputError("tp_plan and device or device_map both say where the model goes; give one of them")
+    if launched() == 1:
+        raise InputError(
+            "tp_plan divides the target among several processes, and this is one; start them with "
+            "torchrun --nproc-per-node 2 -m outrider ..."
+        )
+
+
+def _divided(plan: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """What transformers is told to divide weights among processes."""
+    if plan is None:
+        return {}
+    if isinstance(plan, str) and plan != "auto":
+        raise InputError(f"tp_plan must be auto or a JSON object, got {plan!r}")
+    try:
+        from transformers.distributed.configuration_utils import DistributedConfig
+    except ImportError:
+        return {"tp_plan": plan}
+    if "tp_plan" not in inspect.signature(DistributedConfig).parameters:
+        return {"tp_plan": plan}
+    return {"distributed_config": DistributedConfig(tp_plan=plan, tp_size=launched())}
 
 
 def _check_peft(path: str, base: str) -> None:

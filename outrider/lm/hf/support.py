@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 
+import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from outrider.lm.hf import alibi
@@ -165,10 +166,17 @@ def _flexless(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
 
 
 def _processes(model: Anatomy, kind: type[PreTrainedModel]) -> str | None:
-    if model.num_processes > 1:
+    if model.num_processes == 1:
+        return None
+    if model.recurrent:
         return (
-            f"the model is spread over {model.num_processes} processes, and each of them would draft by its own clock "
-            "and draw by its own seed, so that they part; load it in one process, without tp_plan"
+            f"{model.name} has recurrent layers, whose states in {model.num_processes} processes are not known here; "
+            "load it in one process, without tp_plan"
+        )
+    if model.num_processes != dist.get_world_size():
+        return (
+            f"the model is spread over {model.num_processes} of {dist.get_world_size()} processes; start as many as "
+            "hold it"
         )
     return None
 
@@ -213,7 +221,7 @@ REFUSALS: Mapping[str, Callable[[Anatomy, type[PreTrainedModel]], str | None]] =
     "dynamic rotary scaling": _dynamic,
     "8-bit layers that look at several tokens": _outliers,
     "activations that are quantised in every forward": _rounded,
-    "models that are spread over processes": _processes,
+    "recurrent layers that are spread over processes": _processes,
 }
 """What is refused, and the check that says why; in this order. Contexts beyond `context_limit` are refused too."""
 

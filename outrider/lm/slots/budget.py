@@ -5,12 +5,13 @@ A cache begins small and grows. So the memory that is free when a second one is 
 promised to the first. On CPUs memory is shared with other processes and can be swapped; there, what is free now counts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
 
+from outrider.core.ranks import least
 from outrider.core.types import InputError
 from outrider.lm.slots.cache import FIRST, SHARE, Layer, SlotCache, fitting_context, free_bytes, worst_bytes
 
@@ -41,12 +42,50 @@ class _Promise:
     activations: int
 
 
-_PROMISED: WeakKeyDictionary[SlotCache, _Promise] = WeakKeyDictionary()
+_PROMISED: WeakKeyDictionary[SlotCache, Sequence[_Promise]] = WeakKeyDictionary()
 
 
-def promise(cache: SlotCache, device: torch.device, num_bytes: int, activations: int = 0) -> None:
-    """Note how many bytes a cache, and the forwards over it, can come to need, as long as the cache lives."""
-    _PROMISED[cache] = _Promise(device=device, most=num_bytes, activations=activations)
+def promise(cache: SlotCache, shares: Mapping[torch.device, float], num_bytes: int, activations: int = 0) -> None:
+    """Note how many bytes a cache, and the forwards over it, can come to need, as long as the cache lives.
+
+    Args:
+        shares: What part of the cache lies on each device.
+    """
+    _PROMISED[cache] = [
+        _Promise(device=device, most=int(share * num_bytes), activations=activations)
+        for device, share in shares.items()
+    ]
+
+
+def shares_of(layers: Mapping[int, Layer], device: torch.device) -> dict[torch.device, float]:
+    """What part of the cache of these layers lies on each device.
+
+    Args:
+        device: Where layers are that do not say otherwise.
+
+    Example:
+        >>> from outrider.lm.slots.cache import Shape
+        >>> shape = Shape(heads=1, dim=4, dtype=torch.float32)
+        >>> first, second = (Layer(keys=shape, values=shape, device=torch.device("cuda", k)) for k in (0, 1))
+        >>> shares_of({0: first, 1: second, 2: second, 3: second}, torch.device("cuda", 0))
+        {device(type='cuda', index=0): 0.25, device(type='cuda', index=1): 0.75}
+    """
+    found: dict[torch.device, int] = {}
+    for layer in layers.values():
+        place = layer.device or device
+        found[place] = found.get(place, 0) + layer.num_bytes
+    whole = sum(found.values())
+    return {place: count / whole for place, count in found.items()} or {device: 1.0}
+
+
+def available_over(shares: Mapping[torch.device, float], activations: int = 0) -> int | None:
+    """Bytes that a new cache may count on that lies on several devices: the fullest of them says how many.
+
+    None if no device knows. Processes that hold one target together count on as much as the fullest of them has.
+    """
+    found = {device: available_bytes(device, activations) for device in shares}
+    known = [int(free / shares[device]) for device, free in found.items() if free is not None]
+    return least(min(known, default=None))
 
 
 def available_bytes(device: torch.device, activations: int = 0) -> int | None:
@@ -58,8 +97,8 @@ def available_bytes(device: torch.device, activations: int = 0) -> int | None:
     free = free_bytes(device)
     if free is None or device.type == "cpu":
         return free
-    others = [(cache, promised) for cache, promised in _PROMISED.items() if promised.device == device]
-    growing = sum(max(0, promised.most - cache.num_bytes) for cache, promised in others)
+    others = [(cache, each) for cache, promised in _PROMISED.items() for each in promised if each.device == device]
+    growing = sum(max(0, promised.most - cache.bytes_on(device)) for cache, promised in others)
     needed = max([activations, *(promised.activations for _, promised in others)])
     return max(0, free - growing - needed)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.core.types import InputError
 from outrider.lm.slots.buckets import bucket_rows
-from outrider.lm.slots.window import Window
+from outrider.lm.slots.window import SpreadWindow, Window
 
 _STEP = 64
 FIRST = 256
@@ -36,31 +36,43 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """What one layer keeps per position; the sizes of keys and values may differ."""
+    """What one layer keeps per position; the sizes of keys and values may differ.
+
+    Attributes:
+        device: Where the layer is; None: where the cache is.
+    """
 
     keys: Shape
     values: Shape
+    device: torch.device | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.num_bytes + self.values.num_bytes
 
 
 class Probe:
     """A cache that records only the shapes of keys and values.
 
     Attributes:
-        layers: What each layer keeps, by its index. Layers that share another's keys and values are not there.
-        devices: Where keys and values were.
+        layers: What each layer keeps, and where, by its index. Layers that share another's keys and values are not
+            there.
     """
 
     is_initialized = True
 
     def __init__(self) -> None:
         self.layers: dict[int, Layer] = {}
-        self.devices: set[torch.device] = set()
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         shapes = [Shape(heads=s.shape[1], dim=s.shape[3], dtype=s.dtype) for s in (keys, values)]
-        self.layers[layer_idx] = Layer(keys=shapes[0], values=shapes[1])
-        self.devices.update((keys.device, values.device))
+        self.layers[layer_idx] = Layer(keys=shapes[0], values=shapes[1], device=keys.device)
         return keys, values
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """Where keys and values were."""
+        return {layer.device for layer in self.layers.values() if layer.device is not None}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -90,7 +102,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 def worst_bytes(layers: Mapping[int, Layer], max_slots: int, max_context: int) -> int:
     """Most memory that the slots can need: all slots full, plus half as much while storage grows."""
-    position = sum(layer.keys.num_bytes + layer.values.num_bytes for layer in layers.values())
+    position = sum(layer.num_bytes for layer in layers.values())
     return position * max_slots * _round_up(max_context + 1) * 3 // 2
 
 
@@ -138,10 +150,10 @@ class SlotCache:
         position_bytes: Bytes of one position of one slot.
 
     Args:
-        layers: What each layer keeps.
+        layers: What each layer keeps. Keys and values lie where their layer is.
         max_slots: Most slots at once.
         max_context: Most tokens and nodes of one slot.
-        device: Where it lies.
+        device: Where the places are counted, and where layers are that do not say otherwise.
         num_rows: Rows at first, and at least.
         most_bytes: Most memory of the storages; None: as much as all slots can come to need.
     """
@@ -161,10 +173,13 @@ class SlotCache:
         self._max_capacity = _round_up(max_context + 1)
         self._device = device
         self._shapes: list[Shape] = []
+        self._devices: list[torch.device] = []
         self._entries: dict[int, tuple[int, int]] = {}
         for index, layer in sorted(layers.items()):
             self._entries[index] = (len(self._shapes), len(self._shapes) + 1)
             self._shapes += [layer.keys, layer.values]
+            self._devices += 2 * [layer.device or device]
+        self._window = Window if set(self._devices) <= {device} else SpreadWindow
         self.position_bytes = sum(shape.num_bytes for shape in self._shapes)
         self._least_rows, self._most_bytes = num_rows, most_bytes
         self._row_of: dict[int, int] = {}
@@ -172,17 +187,21 @@ class SlotCache:
         self._parts: dict[tuple[int, int], Sequence[Tensor]] = {}
         self.num_rows, self.capacity, self.generation = num_rows, min(FIRST, self._max_capacity), 1
         # A compiler that writes into a part of a tensor copies all of it, so each layer's keys are one, and its values.
-        self._storages = [self._allocated(shape) for shape in self._shapes]
+        self._storages = [self._allocated(*each) for each in zip(self._shapes, self._devices, strict=True)]
 
-    def _allocated(self, shape: Shape) -> Float[Tensor, "rows capacity heads dim"]:
+    def _allocated(self, shape: Shape, device: torch.device) -> Float[Tensor, "rows capacity heads dim"]:
         size = (self.num_rows, self.capacity, shape.heads, shape.dim)
         with torch.inference_mode(False):
             # Zeros, because even a masked key reaches the output if it is not finite.
-            return torch.zeros(size, dtype=shape.dtype, device=self._device)
+            return torch.zeros(size, dtype=shape.dtype, device=device)
 
     @property
     def num_bytes(self) -> int:
         return sum(each.nbytes for each in self._storages)
+
+    def bytes_on(self, device: torch.device) -> int:
+        """Memory held on one device."""
+        return sum(each.nbytes for each, place in zip(self._storages, self._devices, strict=True) if place == device)
 
     @property
     def storages(self) -> Sequence[Float[Tensor, "_ _ _ _"]]:
@@ -357,8 +376,8 @@ class SlotCache:
     def _grow(self, rows: int, capacity: int) -> None:
         self.num_rows, self.capacity = rows, capacity
         self.generation += 1
-        for i, shape in enumerate(self._shapes):
-            old, self._storages[i] = self._storages[i], self._allocated(shape)
+        for i, (shape, device) in enumerate(zip(self._shapes, self._devices, strict=True)):
+            old, self._storages[i] = self._storages[i], self._allocated(shape, device)
             kept = slice(min(len(old), rows)), slice(min(old.shape[1], capacity))
             self._storages[i][kept].copy_(old[kept])
             if old.is_cuda and torch.cuda.is_initialized():
@@ -394,10 +413,10 @@ class SlotCache:
         first, last, flat = rows[0], rows[-1] + 1, places.reshape(-1)
         if last - first > len(rows):
             select = torch.tensor(rows).to(self._device, non_blocking=True)
-            return Window(self._entries, self._storages, flat, view, select)
+            return self._window(self._entries, self._storages, flat, view, select)
         if first:
             flat = flat - first * self.capacity
-        return Window(self._entries, self._between(first, last), flat, view)
+        return self._window(self._entries, self._between(first, last), flat, view)
 
     def window_in_front(self, num_rows: int, places: Int[Tensor, "rows width"], view: int) -> Window:
         """What a forward over the first rows reads and extends, as long as `generation` stays."""
@@ -414,10 +433,12 @@ class SlotCache:
         offsets = [(self._row_of[slot] * self.capacity, pair) for slot, pair in moves.items()]
         sources = np.concatenate([offset + pair[0] for offset, pair in offsets])
         targets = np.concatenate([offset + pair[1] for offset, pair in offsets])
-        both = torch.from_numpy(np.stack([sources, targets])).to(self._device, non_blocking=True)
-        for flat in (storage.flatten(0, 1) for storage in self._storages):
-            moved = flat.index_select(0, both[0])
-            flat.index_copy_(0, both[1], moved)
+        both = torch.from_numpy(np.stack([sources, targets]))
+        on = {device: both.to(device, non_blocking=True) for device in dict.fromkeys(self._devices)}
+        for storage, device in zip(self._storages, self._devices, strict=True):
+            flat, (source, target) = storage.flatten(0, 1), on[device]
+            moved = flat.index_select(0, source)
+            flat.index_copy_(0, target, moved)
             self.bytes_moved += moved.nbytes
 
     def shorten(self, slot: int, used: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Int
 
 from outrider.lm.protocol import Segment
-from outrider.lm.slots.budget import Room, available_bytes, promise
+from outrider.lm.slots.budget import Room, available_over, promise, shares_of
 from outrider.lm.slots.cache import Layer, SlotCache
 
 
@@ -214,7 +214,7 @@ class Slots(SlotTable[Slot]):
             max_slots: Most slots at once.
             max_context: Most tokens of one slot. None takes as many as `limit` and memory allow.
             limit: Most tokens that the model allows; None where there is no limit.
-            device: Where the cache lies.
+            device: Where the cache lies, but for layers that are elsewhere.
             num_rows: Rows that the cache begins with. Compiled forwards begin with 2, because a compiler treats a size
                 of 1 as a kind of its own.
             activations: Bytes that forwards need besides weights and caches, on a GPU.
@@ -223,12 +223,13 @@ class Slots(SlotTable[Slot]):
         Raises:
             InputError: The cache does not fit.
         """
+        shares = shares_of(layers, device)
         room = Room.of(
             layers,
             max_slots=max_slots,
             max_context=max_context,
             limit=limit,
-            free=available_bytes(device, activations),
+            free=available_over(shares, activations),
             spare=BRANCHES,
             num_rows=num_rows,
             overcommit=overcommit,
@@ -241,7 +242,7 @@ class Slots(SlotTable[Slot]):
             num_rows=num_rows,
             most_bytes=room.most_bytes,
         )
-        promise(cache, device, room.promised(layers, max_slots, BRANCHES), activations)
+        promise(cache, shares, room.promised(layers, max_slots, BRANCHES), activations)
         return cls(cache, max_slots=max_slots, room=room)
 
     def truncate(self, slot: int, length: int) -> None:

@@ -9,6 +9,7 @@ left there.
 
 from collections.abc import Mapping, Sequence
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -54,3 +55,29 @@ class Window:
         storage.view(-1, heads, dim).index_copy_(0, self.places, flat)
         rows = storage[:, : self.view]
         return (rows if self.select is None else rows.index_select(0, self.select)).transpose(1, 2)
+
+
+class SpreadWindow(Window):
+    """The same where layers are on several devices. Places and rows go to each device once in a forward.
+
+    Its arguments are those of `Window`, with places and rows on any device.
+    """
+
+    def __init__(
+        self,
+        entries: Mapping[int, tuple[int, int]],
+        storages: Sequence[Float[Tensor, "_ _ _ _"]],
+        places: Int[Tensor, " places"],
+        view: int,
+        select: Int[Tensor, " rows"] | None = None,
+    ) -> None:
+        super().__init__(entries, storages, places, view, select)
+        self._on: dict[torch.device, Window] = {}
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        device = self.storages[self.entries[layer_idx][0]].device
+        if device not in self._on:
+            select = None if self.select is None else self.select.to(device, non_blocking=True)
+            places = self.places.to(device, non_blocking=True)
+            self._on[device] = Window(self.entries, self.storages, places, self.view, select)
+        return self._on[device].update(keys, values, layer_idx)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,30 @@ from accelerate.tracking import get_available_trackers
 
 from outrider.core import files
 from outrider.core.types import InputError
+from outrider.training.loop.settings import TENSORBOARD
 
 BEGINNING = b'{"kind": "settings"'
 """How every log begins."""
 
 
 class Journal:
-    """What happened at each step, in `log.jsonl` and as curves of TensorBoard or of a tracker that accelerate runs.
+    """What happened at each step, in `log.jsonl` and as curves of TensorBoard and of trackers that accelerate runs.
 
     A run that goes on drops the lines of the steps that it will make again.
 
     Args:
         folder: Where the files are.
         step: How many steps the run has made.
-        accelerator: Runs the tracker that it was made with; None writes TensorBoard's files.
+        accelerator: Runs the trackers that it was made with; None: there are none.
+        tensorboard: Whether TensorBoard's files are written.
 
     Raises:
-        InputError: The files cannot be written, or the tracker does not start.
+        InputError: The files cannot be written, or a tracker does not start.
     """
 
-    def __init__(self, folder: Path, *, step: int, accelerator: Accelerator | None = None) -> None:
+    def __init__(
+        self, folder: Path, *, step: int, accelerator: Accelerator | None = None, tensorboard: bool = True
+    ) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._accelerator = accelerator
@@ -39,14 +43,16 @@ class Journal:
             kept = [each for each in read(self.path) if each.get("step", 0) <= step] if step else []
             files.replace(self.path, "".join(json.dumps(each) + "\n" for each in kept).encode())
             purged = step + 1 if step else None
-            self._events = None if accelerator else SummaryWriter(str(folder / "tensorboard"), purge_step=purged)
+            place = str(folder / "tensorboard")
+            self._events = SummaryWriter(place, purge_step=purged) if tensorboard else None
         except OSError as error:
             raise self._unwritten(error) from error
         if accelerator is not None:
             try:
                 accelerator.init_trackers("outrider")
             except Exception as error:
-                raise InputError(f"the tracker {accelerator.log_with[0]} does not start: {error}") from error
+                names = ", ".join(str(each) for each in accelerator.log_with)
+                raise InputError(f"the tracker {names} does not start: {error}") from error
 
     def add(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
         """Write a line. Numbers also become curves."""
@@ -81,17 +87,18 @@ def begins_run(path: Path) -> bool:
         return file.read(len(BEGINNING)) == BEGINNING
 
 
-def tracker_of(name: str) -> str | None:
-    """The tracker that accelerate runs; None where the journal writes TensorBoard's files itself.
+def trackers_of(names: Sequence[str]) -> list[str]:
+    """The trackers that accelerate runs: all but TensorBoard, whose files the journal writes itself.
 
     Raises:
-        InputError: The tracker is not installed.
+        InputError: A tracker is not installed.
     """
-    if name == "tensorboard":
-        return None
-    if name not in [str(each) for each in get_available_trackers()]:
-        raise InputError(f"the tracker {name} is not installed; install its package, or use --tracker tensorboard")
-    return name
+    there = [str(each) for each in get_available_trackers()]
+    found = [name for name in names if name != TENSORBOARD]
+    for name in found:
+        if name not in there:
+            raise InputError(f"the tracker {name} is not installed; install its package, or use --tracker tensorboard")
+    return found
 
 
 def read(path: Path) -> list[dict[str, Any]]:

@@ -18,7 +18,8 @@ SMALLEST = {
 """The smallest value of each number that has one."""
 PRECISIONS = ("no", "bf16", "fp16")
 SCHEDULES = ("cosine", "constant")
-TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio", "swanlab", "comet_ml", "clearml", "dvclive", "aim")
+TENSORBOARD = "tensorboard"
+TRACKERS = (TENSORBOARD, "wandb", "mlflow", "trackio", "swanlab", "comet_ml", "clearml", "dvclive", "aim")
 """The experiment trackers that accelerate knows."""
 
 
@@ -48,7 +49,7 @@ class Settings:
         keep_best: Keep the drafter with the highest block efficiency, not the last.
         device: `cpu` stays on the CPU; None uses the GPU where there is one.
         tracker: Where curves go besides the log: `tensorboard`, to files in the run's folder, or another tracker that
-            accelerate knows and that is installed, such as `wandb` or `mlflow`.
+            accelerate knows and that is installed, such as `wandb` or `mlflow`; several with commas between them.
     """
 
     steps: int = 1000
@@ -84,14 +85,24 @@ class Settings:
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise InputError(f"{name} must be >= 0 and below 1, got {getattr(self, name)}")
-        for name, known in (("precision", PRECISIONS), ("schedule", SCHEDULES), ("tracker", TRACKERS)):
-            value = getattr(self, name)
+        said = [("precision", self.precision, PRECISIONS), ("schedule", self.schedule, SCHEDULES)]
+        for name, value, known in [*said, *(("tracker", each, TRACKERS) for each in self.trackers)]:
             if value is not None and value not in known:
                 raise InputError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         if self.device not in (None, "cpu"):
             raise InputError(
                 f"device must be cpu or left out, got {self.device!r}; choose among GPUs with CUDA_VISIBLE_DEVICES"
             )
+
+    @property
+    def trackers(self) -> list[str]:
+        """The names of the trackers.
+
+        Example:
+            >>> Settings(tracker="tensorboard,wandb").trackers
+            ['tensorboard', 'wandb']
+        """
+        return list(dict.fromkeys(each.strip() for each in self.tracker.split(",")))
 
     def rate(self, step: int) -> float:
         r"""The learning rate of a step, from 0.

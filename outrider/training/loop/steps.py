@@ -29,10 +29,10 @@ from outrider.core.types import InputError
 from outrider.learning.learner import Judging, Learner, Loss
 from outrider.training.data.batches import Batches
 from outrider.training.loop import checkpoint, processes
-from outrider.training.loop.journal import Journal, begins_run, tracker_of
+from outrider.training.loop.journal import Journal, begins_run, trackers_of
 from outrider.training.loop.optimizer import adamw
 from outrider.training.loop.prefetch import Prefetch, StepData
-from outrider.training.loop.settings import Settings, check_same
+from outrider.training.loop.settings import TENSORBOARD, Settings, check_same
 from outrider.training.loop.watch import Watch, Watched
 
 FOLDER = "training"
@@ -195,11 +195,11 @@ class _Run:
         self.identity = settings.fixed() | about
         # An older run in this process may have had another precision.
         AcceleratorState._reset_state()
-        tracker = tracker_of(settings.tracker)
+        trackers = trackers_of(settings.trackers)
         self.accelerator = Accelerator(
             mixed_precision=settings.precision,
             cpu=settings.device == "cpu",
-            log_with=tracker,
+            log_with=trackers or None,
             project_dir=str(self.folder),
         )
         self.share = self._own_rows()
@@ -210,9 +210,9 @@ class _Run:
         self.spent = 0.0
         self._resume()
         self.began, self.began_at = time.perf_counter(), self.step
-        run = None if tracker is None else self.accelerator
-        main = self.accelerator.is_main_process
-        self.journal = Journal(self.folder, step=self.step, accelerator=run) if main else None
+        run = self.accelerator if trackers else None
+        main, events = self.accelerator.is_main_process, TENSORBOARD in settings.trackers
+        self.journal = Journal(self.folder, step=self.step, accelerator=run, tensorboard=events) if main else None
         self.prefetch = self._prefetch()
         if self.step == 0:
             self._write_settings()
@@ -375,6 +375,8 @@ class _Run:
                 self.learner.eval()
                 with self.accelerator.autocast():
                     found = self.watch.look(cast(Judging, self.learner), self.accelerator.device)
+                if self.watch.decode is not None:
+                    found = replace(found, decoded=self.watch.decode(self.learner))
                 self.learner.train()
                 score = self.watch.score(found)
                 if self.best is None or score > self.best.score:

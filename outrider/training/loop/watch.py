@@ -1,6 +1,6 @@
 """What is watched while a drafter learns: how many of its tokens the target would accept on held-out texts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.core.dice import Purpose, corpus_generator
 from outrider.core.types import InputError
 from outrider.learning.batch import Batch, Document
-from outrider.learning.learner import Judged, Judging
+from outrider.learning.learner import Judged, Judging, Learner
 from outrider.training.data.batches import Batches
 
 
@@ -24,11 +24,13 @@ class Watched:
         accepted: Probability that the first k draft tokens are accepted, for k = 1, 2, ..., at temperature 1.
         accepted_greedy: The same at temperature 0.
         num_steps: How many places the estimate is taken over.
+        decoded: Tokens per step in real decoding; None if nothing was decoded.
     """
 
     accepted: tuple[float, ...]
     accepted_greedy: tuple[float, ...]
     num_steps: int
+    decoded: float | None = None
 
     @property
     def block_efficiency(self) -> float:
@@ -48,11 +50,12 @@ class Watched:
             "accepted": list(self.accepted),
             "accepted_greedy": list(self.accepted_greedy),
             "num_places": self.num_steps,
+            **({} if self.decoded is None else {"block_efficiency_decoded": self.decoded}),
         }
 
 
 class Watch:
-    r"""Measures a drafter along held-out texts, without decoding.
+    r"""Measures a drafter along held-out texts, without decoding; beside that it may decode some prompts.
 
     At temperature 1, $P(\text{first } k \text{ draft tokens accepted}) = \sum_{x_{1..k}} \prod_j \min(p, q)(x_j) =
     E_{y \sim p}\left[\prod_{j \le k} \min(1, q(y_j)/p(y_j))\right]$, so that a text written by the target gives it
@@ -70,6 +73,7 @@ class Watch:
         max_length: Most tokens of a text.
         rows_at_once: Texts of a forward.
         temperature: Which block efficiency says what drafter is best, 1 or 0.
+        decode: Decodes prompts with the learner's drafter, and gives the tokens per step; None decodes nothing.
 
     Raises:
         InputError: There is no text, or none with `depth` tokens to learn.
@@ -83,6 +87,7 @@ class Watch:
         max_length: int = 512,
         rows_at_once: int = 8,
         temperature: Literal[0, 1] = 1,
+        decode: Callable[[Learner], float] | None = None,
     ) -> None:
         if depth < 1:
             raise InputError(f"depth must be >= 1, got {depth}")
@@ -93,7 +98,7 @@ class Watch:
         kept = [d for d in cut if len(d.tokens) - max(d.start, 1) >= depth]
         if not kept:
             raise InputError(f"no held-out text has {depth} tokens after its prompt; give more text")
-        self.depth, self.temperature = depth, temperature
+        self.depth, self.temperature, self.decode = depth, temperature, decode
         self._texts = [kept[i : i + rows_at_once] for i in range(0, len(kept), rows_at_once)]
 
     def look(self, learner: Judging, device: torch.device | None = None) -> Watched:
