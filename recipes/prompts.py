@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 import typer
@@ -79,16 +79,25 @@ def model_of(job: Job) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).to(getattr(torch, job.dtype)).eval()
 
 
-def ways(job: Job, prompt: Sequence[int]) -> dict[str, Callable[[], Any]]:
-    """Each way to read the prompt and to say one token."""
+def ways(job: Job) -> dict[str, Callable[[Sequence[int]], Any]]:
+    """Each way to read a prompt and to say one token."""
     model = model_of(job)
-    engine = outrider.load(model, drafter="none", keep_warm=False)
-    ids = torch.tensor([prompt])
-    mask, greedy = torch.ones_like(ids), outrider.Sampling(temperature=0)
-    return {
-        ENGINE: lambda: engine.generate([list(prompt)], max_new_tokens=1, sampling=greedy),
-        GENERATE: lambda: model.generate(ids, attention_mask=mask, max_new_tokens=1, do_sample=False, pad_token_id=0),
-    }
+    engine = outrider.load(model, drafter="none")
+    greedy = outrider.Sampling(temperature=0)
+
+    def by_engine(prompt: Sequence[int]) -> list[int]:
+        # A slot that is still warm would know the prompt.
+        engine.rest()
+        return engine.generate([list(prompt)], max_new_tokens=1, sampling=greedy)[0].tokens
+
+    def by_generate(prompt: Sequence[int]) -> list[int]:
+        ids = torch.tensor([prompt])
+        found = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0
+        )
+        return cast(torch.Tensor, found)[0, len(prompt) :].tolist()
+
+    return {ENGINE: by_engine, GENERATE: by_generate}
 
 
 def status(name: str) -> float:
@@ -103,18 +112,18 @@ def measure(part: str, job: Job, turns: int, threads: int) -> Row:
     """Run by a fresh process."""
     torch.set_num_threads(threads)
     prompt = [(place * 7919 + 11) % 8192 for place in range(job.tokens)]
-    # Reading a few tokens first imports and allocates what every prompt needs.
-    named, few = ways(job, prompt), ways(job, prompt[:32])
+    named = ways(job)
     if part != "seconds":
-        few[part]()
+        # A few tokens import and allocate what every prompt needs.
+        named[part](prompt[:32])
         before = status("VmRSS")
-        named[part]()
+        named[part](prompt)
         return {"megabytes": status("VmHWM") - before}
     seconds: dict[str, list[float]] = {way: [] for way in named}
     for turn in range(-1, turns):
         for way in [*named][:: 1 if turn % 2 else -1]:
             began = time.perf_counter()
-            named[way]()
+            named[way](prompt)
             if turn >= 0:
                 seconds[way].append(time.perf_counter() - began)
     return {"seconds": seconds}
