@@ -50,7 +50,8 @@ class Setup:
         vocab_size: Number of token ids that can be drawn. By default all ids up to the tokenizer's last one.
         max_slots: Most requests at once. By default 8; in `chat` 1; inside transformers the batch size, at most 64.
         max_context: Longest context in tokens. By default the model's own limit, or less if memory is short.
-        max_prefill_tokens: Most prompt tokens that one step prefills, over all requests. By default 512, on GPUs 2,048.
+        max_prefill_tokens: Most prompt tokens that one step prefills, over all requests. By default 2,048, and 512 on
+            CPUs while other requests decode.
         max_warm_tokens: Most tokens of ended requests, over all slots, that stay in the cache for prompts that begin
             alike; the least recently used ones leave first. By default as many as the slots hold.
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.

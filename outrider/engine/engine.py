@@ -44,7 +44,6 @@ from outrider.host.threads import threads_are_bound
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.hf.generation_config import GenerationRules
-from outrider.lm.slots.budget import prefill_size
 from outrider.trees.chain import ChainTree
 from outrider.verifiers.match import MatchVerifier
 
@@ -86,8 +85,8 @@ class Engine:
         max_warm_tokens: Most tokens in such slots together. Where there are more, the slots that were used longest ago
             are released. None sets no limit: the warm slots may fill the cache.
         max_prefill_tokens: Most prompt tokens that one step prefills, over all requests, first come first served. A
-            smaller number delays decoding requests less when new prompts arrive. By default 512 on CPUs and 2,048 on
-            GPUs.
+            smaller number delays decoding requests less when new prompts arrive. By default 2,048, and 512 on CPUs
+            while other requests decode.
         dice: Makes the dice of one step; by default those that the verifier wants, keyed by each request's seed.
         needs_seeds: Whether requests above temperature 0 must come with a seed.
         refuses: Returns in one sentence why parts do not fit each other, or None; called when a part is replaced.
@@ -122,9 +121,7 @@ class Engine:
         measure: Callable[[Parts], Experience] | None = None,
         lender: "Engine | None" = None,
     ) -> None:
-        if max_prefill_tokens is None:
-            max_prefill_tokens = prefill_size(parts.target.device)
-        if max_prefill_tokens < 1:
+        if max_prefill_tokens is not None and max_prefill_tokens < 1:
             raise InputError(f"max_prefill_tokens must be >= 1, got {max_prefill_tokens}")
         if max_warm_tokens is not None and max_warm_tokens < 0:
             raise InputError(f"max_warm_tokens must be >= 0, got {max_warm_tokens}")

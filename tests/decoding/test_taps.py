@@ -56,7 +56,7 @@ def plain_states(tokens: list[int]) -> dict[int, Tensor]:
 
 
 def test_observe_hears_every_position_but_the_anchor_once_and_in_order(monkeypatch):
-    monkeypatch.setattr(budget, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(budget, "WIDE_CHUNK", 7)
     listener = Listener(prompt_lookup_min=1)
     target = LanguageModel(tiny("llama"), max_slots=3)
     parts = Parts(

@@ -235,7 +235,8 @@ def forwards_by_step(busy: Engine, lengths: Sequence[int]) -> list[int]:
         ((40, 33, 36), [1, 1, 1, 1]),  # prompts of like length too
         ((120, 40), [3, 1, 1, 1]),  # others have forwards of their own
         ((1, 40), [2, 1, 1, 1]),  # whoever decodes does not wait in the forward of a prompt
-        ((200, 200, 200), [3, 2, 1, 1, 1]),  # 512 tokens a step: the last of the third prompt come one step later
+        ((200, 200, 200), [1, 1, 1, 1]),  # while nobody decodes, a step reads up to 2,048 tokens
+        ((800, 800, 800), [3, 2, 1, 1, 1]),  # the last of the third prompt come one step later
     ],
 )
 def test_prompts_share_forwards_where_that_wastes_little(lengths, expected):

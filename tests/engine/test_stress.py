@@ -185,8 +185,10 @@ def long_context() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-@pytest.mark.parametrize(("prompts", "most"), [((4000,), 512), ((1300,) * 5, 512), ((1000, 900, 1), 100)])
-def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, most):
+@pytest.mark.parametrize(
+    ("prompts", "given", "most"), [((4000,), None, 512), ((1300,) * 5, 512, 512), ((1000, 900, 1), 100, 100)]
+)
+def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, given, most):
     lm = Counting(long_context, max_slots=8)
     parts = Parts(
         target=lm,
@@ -196,7 +198,7 @@ def test_long_prompts_hold_up_no_step_of_others(long_context, prompts, most):
         length=FixedLength(),
         decoding=StepDecoding(),
     )
-    engine = Engine(parts, max_prefill_tokens=most)
+    engine = Engine(parts, max_prefill_tokens=given)
     greedy = Sampling(temperature=0, seed=0)
     decoding = [engine.add([3, 4, 5 + i], max_new_tokens=500, sampling=greedy) for i in range(3)]
     engine.step()

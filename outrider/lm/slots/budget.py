@@ -15,8 +15,10 @@ from outrider.core.ranks import least
 from outrider.core.types import InputError
 from outrider.lm.slots.cache import FIRST, SHARE, Layer, SlotCache, fitting_context, free_bytes, worst_bytes
 
-PREFILL_CHUNK, GPU_CHUNK = 512, 2048
-"""Most prompt tokens of one forward, by default, on CPUs and on GPUs. A GPU launches 512 as slowly as 2,048."""
+PREFILL_CHUNK, WIDE_CHUNK = 512, 2048
+"""Most prompt tokens of one forward, by default: on a CPU while other requests decode and wait for it, and otherwise.
+Every chunk reads all weights and the whole context before it, and a GPU launches 512 as slowly as 2,048.
+"""
 BUFFERS = 16
 """Tensors as wide as the hidden states that a forward holds at once. A layer's inner ones, which are wider, count as
 several.
@@ -103,9 +105,13 @@ def available_bytes(device: torch.device, activations: int = 0) -> int | None:
     return max(0, free - growing - needed)
 
 
-def prefill_size(device: torch.device) -> int:
-    """Most prompt tokens of one forward on a device, by default."""
-    return PREFILL_CHUNK if device.type == "cpu" else GPU_CHUNK
+def prefill_size(device: torch.device, *, decoding: bool = False) -> int:
+    """Most prompt tokens of one forward on a device, by default.
+
+    Args:
+        decoding: Whether other requests decode meanwhile.
+    """
+    return PREFILL_CHUNK if decoding and device.type == "cpu" else WIDE_CHUNK
 
 
 def activation_bytes(
