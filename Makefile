@@ -8,7 +8,8 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 PREPARED := $(VENV)/.prepared
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Python compiles a module when it is imported first; most of what is installed never is.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # xgrammar without what it names: it names triton, a gigabyte that only its kernels for GPUs import. Builds of torch for
 # GPUs bring triton themselves. These are the others, as far as torch and transformers do not bring them.
 XGRAMMAR := "xgrammar>=0.2.8"

@@ -5,9 +5,10 @@ from contextlib import contextmanager
 
 from outrider.lengths.costs import CostTable
 from outrider.lengths.experience import Experience
+from outrider.lm.forwards import choice
 from outrider.plan import table
 
-_MEASURE, _RECALLED = table.measure, Experience.recalled
+_MEASURE, _RECALLED, _CROWDED = table.measure, Experience.recalled, choice.crowded
 
 
 def made_up(requests: int, length: int) -> float:
@@ -16,15 +17,18 @@ def made_up(requests: int, length: int) -> float:
 
 
 def stop() -> None:
-    """From now on nothing is timed at loading, and engines remember no acceptance of earlier ones."""
+    """From now on no steps are timed at loading, and engines remember no acceptance of earlier ones. Forwards of a
+    model are timed once: what was measured counts, whatever else runs on the machine.
+    """
     table.measure = lambda parts, **options: CostTable.of_formula(made_up)
     Experience.recalled = classmethod(lambda cls, costs, key: cls(costs))
+    choice.crowded = lambda seen, threads: False
 
 
 @contextmanager
 def running() -> Iterator[None]:
     """Within this context steps are timed at loading, and acceptance is remembered, as users have it."""
-    table.measure, Experience.recalled = _MEASURE, _RECALLED
+    table.measure, Experience.recalled, choice.crowded = _MEASURE, _RECALLED, _CROWDED
     try:
         yield
     finally:

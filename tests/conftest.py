@@ -1,6 +1,7 @@
 """What all tests share: shapes checked at run time, one thread (models are tiny), no network, a cache folder of
 their own, draft lengths that no clock chooses, float64 on request."""
 
+import functools
 import gc
 import os
 import tempfile
@@ -16,12 +17,15 @@ shapes.check("outrider")
 
 import pytest  # noqa: E402 (the hook must come first)
 import torch  # noqa: E402
+import typer  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from tests import clocks  # noqa: E402
 
 clocks.stop()
 torch.set_num_threads(1)
+# A process of a user makes the commands once, and so does a process of tests.
+typer.main.get_command = functools.cache(typer.main.get_command)
 _CACHE = tempfile.TemporaryDirectory(prefix="outrider-")
 os.environ["OUTRIDER_CACHE"] = _CACHE.name
 

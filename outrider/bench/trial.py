@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider import catalog
+from outrider.assembly import assemble
 from outrider.bench.counts import Chain, listen, rows_of, rows_told
 from outrider.bench.evidence import Row
 from outrider.bench.folder import Folder
@@ -24,6 +25,7 @@ from outrider.host.threads import use_threads
 from outrider.lengths.fixed import FixedLength
 from outrider.load import load
 from outrider.plan.tree_coverage import Branches, DraftedTree, Paths, Said
+from outrider.setup import Setup
 from outrider.theory.coverage import Rule
 from outrider.trees.gumbel import GumbelTree
 from outrider.trees.iid import IidTree
@@ -156,9 +158,8 @@ class Bench:
         if key not in self._engines:
             parts = self.first.parts
             target: Any = parts.target
-            loaded = load(
-                target.model,
-                drafter=parts.drafter,
+            setup = Setup(
+                target=target.model,
                 tree=method.tree,
                 verifier=method.verifier,
                 length=method.length,
@@ -167,8 +168,9 @@ class Bench:
                 max_slots=self.max_slots,
                 ignore_generation_config=True,
             )
+            loaded = assemble(setup, target=parts.target, drafter=parts.drafter)
             self._engines[key] = Engine(
-                replace(loaded.parts, target=parts.target),
+                loaded.parts,
                 tokenizer=self.first.tokenizer,
                 eos_ids=self.first.eos_ids,
                 stop=self.first.stop,

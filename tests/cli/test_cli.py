@@ -282,7 +282,8 @@ def test_methods_show_the_traits_that_the_classes_of_drafters_state(monkeypatch,
 
 
 def test_prove_holds_for_the_embedded_pair(monkeypatch, capsys):
-    status, out, _ = run(monkeypatch, capsys, "prove", "--num-draws", "100", "--json")
+    # The README's command proves the default length.
+    status, out, _ = run(monkeypatch, capsys, "prove", "--length", "fixed:3", "--num-draws", "100", "--json")
     found = json.loads(out)
     assert found["law_error"] < 1e-12
     assert found["greedy_identical"]["holds"]

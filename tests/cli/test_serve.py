@@ -78,14 +78,8 @@ def test_a_second_signal_ends_them_at_once():
         assert process.wait(timeout=30) == 0
 
 
-def test_an_interrupt_ends_an_idle_server():
-    with server() as (process, _):
-        process.send_signal(signal.SIGINT)
-        assert process.wait(timeout=30) == 0
-
-
-def test_a_key_of_the_environment_guards_the_api():
-    with server("--served-model-name", "mine", "--api-key", "other", OUTRIDER_API_KEY="secret") as (_, url):
+def test_a_key_of_the_environment_guards_the_api_and_an_interrupt_ends_an_idle_server():
+    with server("--served-model-name", "mine", "--api-key", "other", OUTRIDER_API_KEY="secret") as (process, url):
         for key in ("secret", "other"):
             with post(url, {"prompt": "Once", "max_tokens": 2}, Authorization=f"Bearer {key}") as answer:
                 assert json.load(answer)["model"] == "mine"
@@ -95,6 +89,8 @@ def test_a_key_of_the_environment_guards_the_api():
             assert answer.code == 401
         assert status_of(f"{url}/health") == 200
         assert status_of(f"{url}/metrics") == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
 
 
 def test_other_machines_are_let_in_with_a_key_alone(monkeypatch, capsys):

@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -205,18 +206,21 @@ def test_a_cache_that_is_no_folder_is_a_sentence(tmp_path, monkeypatch, place):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """Within this test no file can grow beyond 1000 bytes."""
+    """Within this context no file can grow beyond 1000 bytes, what pytest itself writes to a file included."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_what_cannot_be_written_while_compiling_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch, small_files):
+def test_what_cannot_be_written_while_compiling_is_a_sentence_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
-    with pytest.raises(InputError, match=r"the forward of layer cannot be compiled ahead of time: .*File too large"):
+    message = r"the forward of layer cannot be compiled ahead of time: .*File too large"
+    with small_files(), pytest.raises(InputError, match=message):
         layer().make()
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     assert [path.name for path in layer().folder.parent.iterdir()] == []

@@ -4,6 +4,7 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ METHODS = {
     "sharing": sharing.methods(),
     "stopping": stopping.methods(),
 }
+SMALL: dict[str, Any] = {"threads": 1, "dtype": "float32"}
+"""What is cheap on every CPU."""
 PHASES = ("pilot", "counted")
 FILES = {"rows.jsonl", "table.md", "plot.svg", "claims.json", "circumstances.json", "report.html"}
 
@@ -51,7 +54,7 @@ def test_names_of_methods_are_unique():
 
 
 def test_block_efficiency_leaves_out_steps_that_the_end_cuts(tmp_path):
-    bench = Bench(Setting(out=tmp_path, max_new_tokens=16, threads=1))
+    bench = Bench(Setting(out=tmp_path, max_new_tokens=16, **SMALL))
     [job] = bench.jobs(bench.questions(1))
     method = Method(name="m", length="fixed:8", deepest=8)
     made = bench.run(method, job)
@@ -67,13 +70,13 @@ def test_block_efficiency_leaves_out_steps_that_the_end_cuts(tmp_path):
 
 
 def test_block_gain_writes_its_folder(tmp_path):
-    setting = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=40, threads=1)
+    setting = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=40, **SMALL)
     assert block_gain.INQUIRY.run(setting, clock=True) == []
     assert {path.name for path in setting.out.iterdir()} == FILES - {"claims.json", "plot.svg"}
     rows = [json.loads(line) for line in (setting.out / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(block_gain.METHODS)
     assert all(sum(row["drafted_per_position"]) == row["drafted"] for row in rows)
-    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=9, threads=1)
+    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=9, **SMALL)
     found = block_gain.INQUIRY.run(setting, timed=tmp_path / "clock")
     assert {path.name for path in setting.out.iterdir()} == FILES
     assert json.loads((setting.out / "claims.json").read_text()) == json.loads(json.dumps(found))
@@ -102,7 +105,7 @@ def test_prompts_that_cannot_be_read_are_one_sentence_and_leave_nothing(tmp_path
     given: Path = tmp_path / "prompts.jsonl"
     if text is not None:
         given.write_text(text)
-    setting = Setting(out=tmp_path / "run", prompts=given, threads=1)
+    setting = Setting(out=tmp_path / "run", prompts=given, **SMALL)
     with pytest.raises(InputError, match=sentence):
         block_gain.INQUIRY.run(setting)
     assert not setting.out.exists()
@@ -110,7 +113,7 @@ def test_prompts_that_cannot_be_read_are_one_sentence_and_leave_nothing(tmp_path
 
 def test_more_prompts_than_there_are_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"40 prompts of at most .* 41 are needed"):
-        block_gain.INQUIRY.run(Setting(out=tmp_path / "run", prompts=PROMPTS, num_prompts=41, threads=1))
+        block_gain.INQUIRY.run(Setting(out=tmp_path / "run", prompts=PROMPTS, num_prompts=41, **SMALL))
 
 
 def nodes(shape: budgets.Shape) -> int:
@@ -142,7 +145,7 @@ def test_compared_methods_of_the_budgets_are_measured_ones():
 
 def test_budgets_writes_its_folder(tmp_path):
     known("tree", "gumbel")
-    setting = Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1)
+    setting = Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, **SMALL)
     budgets.run(setting, budgets=(6,), pilot_prompts=1, families=budgets.FAMILIES[:2])
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert {path.name for path in tmp_path.iterdir()} == FILES | {"sums.jsonl"}
@@ -164,8 +167,8 @@ def test_budgets_refuses_one_that_it_has_no_shapes_for(tmp_path):
 
 
 def test_stopping_compares_with_the_best_static_length(tmp_path):
-    timing = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=40, threads=1)
-    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=17, threads=1)
+    timing = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=40, **SMALL)
+    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=17, **SMALL)
     stoppers = [name for name in stopping.STOPPERS if name in catalog.rows("length")]
     stopping.inquiry(lengths=(1, 3), stoppers=stoppers).run(timing, clock=True)
     found = stopping.inquiry(lengths=(1, 3), stoppers=stoppers).run(setting, timed=tmp_path / "clock")
@@ -184,7 +187,7 @@ def test_batches_hold_each_prompt_once_per_seed():
 
 
 def test_sharing_runs_whole_batches(tmp_path):
-    setting = Setting(out=tmp_path, num_prompts=2, max_new_tokens=8, threads=1)
+    setting = Setting(out=tmp_path, num_prompts=2, max_new_tokens=8, **SMALL)
     policies = [name for name, text in sharing.POLICIES.items() if text.split(":")[0] in catalog.rows("length")]
     sharing.run(replace(setting, out=tmp_path / "clock"), policies=policies, lengths=(2,), sizes=(2,), clock=True)
     rows = [json.loads(line) for line in (tmp_path / "clock" / "rows.jsonl").read_text().splitlines()]
@@ -202,16 +205,16 @@ def test_sharing_refuses_fewer_prompts_than_a_batch(tmp_path):
 
 def test_marginals_writes_its_folder(tmp_path):
     known("tree", "lattice")
-    timing = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=30, threads=1)
+    timing = Setting(out=tmp_path / "clock", num_prompts=1, max_new_tokens=30, **SMALL)
     marginals.INQUIRY.run(timing, clock=True)
-    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=8, threads=1)
+    setting = Setting(out=tmp_path / "run", num_prompts=1, max_new_tokens=8, **SMALL)
     found = marginals.INQUIRY.run(setting, timed=tmp_path / "clock")
     assert {path.name for path in setting.out.iterdir()} == FILES
     assert [claim["paper_value"] for claim in found] == [37.7, 35.3, 47.7, 44.5]
 
 
 def test_pearl_measures_both_clocks_and_says_whether_overlapping_pays(tmp_path):
-    found = pearl.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, threads=1), lengths=(2,))
+    found = pearl.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=8, **SMALL), lengths=(2,))
     assert {path.name for path in tmp_path.iterdir()} == FILES
     assert len(found) == 6
     rows = {row["method"]: row for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines())}
@@ -258,7 +261,7 @@ def test_three_drafts_without_replacement_are_exact_in_the_mean_over_where_the_p
 
 
 def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
-    optimal_rate.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=3, threads=1), every=2)
+    optimal_rate.run(Setting(out=tmp_path, num_prompts=1, max_new_tokens=3, **SMALL), every=2)
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == len(optimal_rate.TEMPERATURES)
     for row in [each for made in rows for each in made["each"]]:
@@ -270,7 +273,7 @@ def test_optimal_rate_writes_its_folder_and_no_rule_beats_its_optimum(tmp_path):
 
 
 def test_a_trace_orders_the_rules_on_every_prompt(tmp_path):
-    setting = Setting(out=tmp_path / "run", num_prompts=2, max_new_tokens=24, threads=1)
+    setting = Setting(out=tmp_path / "run", num_prompts=2, max_new_tokens=24, **SMALL)
     block_trace.run(setting)
     made = [json.loads(line) for line in (tmp_path / "run" / "rows.jsonl").read_text().splitlines()]
     rows = [each for row in made for each in row["each"]]
@@ -309,7 +312,7 @@ def test_a_run_that_was_cut_off_is_judged_as_it_is(tmp_path):
 
 def test_nothing_is_judged_of_no_whole_prompt(tmp_path):
     with pytest.raises(InputError, match="no prompt that all methods have done"):
-        stopping.inquiry(lengths=(1, 3)).run(Setting(out=tmp_path, max_new_tokens=20, threads=1, as_is=True))
+        stopping.inquiry(lengths=(1, 3)).run(Setting(out=tmp_path, max_new_tokens=20, **SMALL, as_is=True))
 
 
 def test_trees_whose_steps_texts_tell_are_those_that_rules_judge_node_by_node():

@@ -37,7 +37,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def run(given: list[str], *more: str) -> int:
     with pytest.raises(SystemExit) as ended:
-        main(["heads", *given, *more])
+        main(["heads", *given, "--dtype", "float32", *more])
     return ended.value.code
 
 

@@ -60,7 +60,7 @@ def mixed(tokenizer) -> list[Job]:
     for i in range(64):
         prompt = tokenizer(texts[i % 5] + " and the" * (i % 7))["input_ids"]
         options = Generation(
-            max_new_tokens=int(random.integers(1, 40)),
+            max_new_tokens=int(random.integers(1, 24)),
             sampling=Sampling(temperature=0, repetition_penalty=1.3 if i % 11 == 0 else 1.0),
             stop=(" the", ".") if i % 3 == 0 else (),
             logprobs=2 if i % 4 == 0 else None,

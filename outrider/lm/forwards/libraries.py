@@ -47,6 +47,8 @@ MANY = 1 << 20
 UNUSED, ABANDONED = 30 * 86400, 86400
 """Seconds until what nobody opens is deleted: a library, and what a compilation that was cut off has left."""
 
+OWN = {"aten", "prim", "prims", "mkldnn", "onednn", "quantized", "inductor", "higher_order"}
+"""Namespaces of torch's operators. What others have registered is found before anything is compiled."""
 VERSIONED = {"torch", "transformers", *sys.stdlib_module_names}
 """Packages whose versions are in a library's key, so that their source need not be."""
 
@@ -257,12 +259,12 @@ class Library(ABC):
         with _scratch(), shapes.patch(backed_size_oblivious=True), settings.patch(options):  # type: ignore[attr-defined]
             module, inputs, sizes = self.traced()
             exported = torch.export.export(module, inputs, dynamic_shapes=sizes, strict=False)
+            _refuse(foreign(exported))
             graph: Any = exported.module(check_guards=False)
             written: Any = inductor.aot_compile(graph, *exported.example_inputs)
             paths = [Path(path) for path in written if isinstance(path, str)]
             calls = [json.loads(path.read_bytes()) for path in paths if path.name.endswith(CALLED)]
-            if outside := sorted({each["node"]["target"] for found in calls for each in found.get("nodes", ())}):
-                raise RuntimeError(f"it calls {', '.join(outside)}, which the compiler does not know")
+            _refuse({each["node"]["target"] for found in calls for each in found.get("nodes", ())})
             shutil.copyfile(next(path for path in paths if path.suffix == ".so"), folder / LIBRARY)
 
 
@@ -362,6 +364,19 @@ def _options(dtype: torch.dtype) -> dict[str, Any]:
     """How the compiler makes a library."""
     own = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "CPP"}
     return {"freezing": True, **(own if _own_products(dtype) else {})}
+
+
+def foreign(exported: torch.export.ExportedProgram) -> set[str]:
+    """The operators of an exported graph that are not torch's own."""
+    graphs = [module.graph for module in exported.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]
+    targets = {node.target for graph in graphs for node in graph.nodes}
+    return {each.name() for each in targets if isinstance(each, torch._ops.OpOverload) and each.namespace not in OWN}
+
+
+def _refuse(unknown: set[str]) -> None:
+    """Raise RuntimeError if there are operators that the compiler does not know."""
+    if unknown:
+        raise RuntimeError(f"it calls {', '.join(sorted(unknown))}, which the compiler does not know")
 
 
 def _own_products(dtype: torch.dtype) -> bool:

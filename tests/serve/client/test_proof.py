@@ -34,7 +34,7 @@ def test_an_honest_server_is_proven(monkeypatch, capsys):
         assert proof.greedy.noise < 0.05
         assert proof.drawn.verdict == "fits", proof.drawn
         assert proof.drawn.num_draft_tokens > 0
-        status, out, err = run(monkeypatch, capsys, "prove", "--url", url, "--num-draws", "160")
+        status, out, err = run(monkeypatch, capsys, "prove", "--url", url, "--num-draws", "64")
         assert status == 0, err
         assert "greedy identical   holds" in out
         assert "samples            FAILS" not in out
