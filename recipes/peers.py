@@ -9,6 +9,8 @@ token which the target finds clearly less likely: it does not run the same model
 Each temperature is a measurement of its own (`outrider.bench.side_by_side`), in a folder of its own.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -35,7 +37,14 @@ MODELS = ("embedded", "stand-in")
 DTYPES = ("bfloat16", "float32")
 CONFIGURATIONS = (DEFAULT, named("suffix", {"drafter": "suffix"}))
 """Of Outrider, beside plain decoding; the default drafts with the draft model."""
-QUICK = {"peers": "transformers", "num_prompts": 2, "max_new_tokens": 8, "rounds": 1, "batch_sizes": "1,2"}
+QUICK = {
+    "peers": "transformers",
+    "num_prompts": 2,
+    "max_new_tokens": 8,
+    "rounds": 1,
+    "batch_sizes": "1,2",
+    "temperatures": "0",
+}
 
 
 def setup_of(model: str, dtype: str, environments: Path, threads: int) -> Setup:
@@ -71,29 +80,42 @@ def main(
 ) -> None:
     """Compare Outrider with other engines on the same weights."""
     sizes, warm = options.whole_numbers("--batch-sizes", batch_sizes), options.numbers("--temperatures", temperatures)
-    # transformers assists one prompt at a time, in the same process.
-    names = [
-        name
-        for each in map(str.strip, peers.split(","))
-        for name in ((each, ASSISTED) if each == TRANSFORMERS else (each,))
-    ]
-    others = PeerOptions(names=tuple(names), environments=environments, make=True, draft_tokens=draft_tokens)
-    setup = setup_of(model, dtype, environments, threads)
-    for temperature in warm:
-        plan = Plan(
-            setup=setup,
-            configurations=CONFIGURATIONS,
-            generation=Generation(
-                max_new_tokens=max_new_tokens, sampling=Sampling(temperature=temperature), ignore_eos=True
-            ),
-            workload=str(prompts),
-            num_prompts=num_prompts,
-            loads=tuple(ClosedLoop(concurrency=size) for size in sizes),
-            rounds=rounds,
-            peers=others,
-            out=None if out is None else out / f"temperature-{temperature:g}",
+    plan = Plan(
+        setup=setup_of(model, dtype, environments, threads),
+        configurations=CONFIGURATIONS,
+        generation=Generation(max_new_tokens=max_new_tokens, ignore_eos=True),
+        workload=str(prompts),
+        num_prompts=num_prompts,
+        loads=tuple(ClosedLoop(concurrency=size) for size in sizes),
+        rounds=rounds,
+        peers=PeerOptions(names=names_of(peers), environments=environments, make=True, draft_tokens=draft_tokens),
+        out=out,
+    )
+    for each in at_temperatures(plan, warm):
+        measure(each, finish=_told)
+
+
+def names_of(peers: str) -> tuple[str, ...]:
+    """The peers of a text. With transformers comes its own speculation, which takes one prompt at a time.
+
+    Example:
+        >>> names_of("transformers, llama")
+        ('transformers', 'assisted', 'llama')
+    """
+    names = map(str.strip, peers.split(","))
+    return tuple(name for each in names for name in ((each, ASSISTED) if each == TRANSFORMERS else (each,)))
+
+
+def at_temperatures(plan: Plan, temperatures: Sequence[float]) -> list[Plan]:
+    """The same measurement at each temperature, in a folder of its own."""
+    return [
+        replace(
+            plan,
+            generation=replace(plan.generation, sampling=Sampling(temperature=each)),
+            out=None if plan.out is None else plan.out / f"temperature-{each:g}",
         )
-        measure(plan, finish=_told)
+        for each in temperatures
+    ]
 
 
 def _told(found: Measurement, place: Folder) -> None:

@@ -61,7 +61,12 @@ class RemoteSpeaker:
 
 
 def _calls(delta: Mapping[str, Any]) -> str:
-    """The piece of a tool's call that a chunk holds, as text: the tool's name, then its arguments."""
+    r"""The piece of a tool's call that a chunk holds, as text: the tool's name, then its arguments.
+
+    Example:
+        >>> _calls({"tool_calls": [{"function": {"name": "time", "arguments": "{}"}}]})
+        '\ntime {}'
+    """
     calls = [call.get("function") or {} for call in delta.get("tool_calls") or ()]
     return "".join((f"\n{call['name']} " if call.get("name") else "") + (call.get("arguments") or "") for call in calls)
 

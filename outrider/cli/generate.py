@@ -94,7 +94,8 @@ class Task:
     def wanted(self, prompts: Sequence[Entry]) -> list[Wanted]:
         """The outputs to make."""
         settings = repr(sorted(self.request.given().items()))
-        shared = [self.n, self.logprobs, str(self.setup.target), settings, repr(self.request.constraint())]
+        grammar = repr(self.request.constraint())
+        shared: list[object] = [self.n, self.logprobs, str(self.setup.target), settings, grammar]
         shared += [self.request.tool_schemas()] if self.request.tools is not None else []
         found: list[Wanted] = []
         for number, entry in enumerate(prompts):

@@ -49,10 +49,10 @@ class RequestOptions:
         stop: End before this text; may be given several times.
         stop_token_ids: End with this token; may be given several times.
         ignore_eos: Continue after the model's end tokens.
-        json_schema: Output JSON that fits this schema, a file or the schema itself; '{}' is any JSON.
+        json_schema: Output JSON that fits a schema: a file, or its text.
         regex: Output text that matches this regular expression.
         grammar: Output text of this file's grammar: GBNF (rule `root`) or Lark (rule `start`).
-        tools: Tools that the assistant may call in a chat: a file with a JSON list of their schemas.
+        tools: Tools of a chat: a file with a JSON list of schemas.
     """
 
     max_new_tokens: int | None = None

@@ -142,10 +142,10 @@ class Engine:
         self._measure = measure
         self._lender = lender
         # Both engines change the target's slots, so one thread at a time runs either.
-        self._lock = Lock() if lender is None else lender._lock
+        self._lock: Lock = Lock() if lender is None else lender._lock
         self._mail = Mailboxes()
         watched = parts.target.device.type == "cpu" and not threads_are_bound()
-        self._schedule = Schedule(
+        self._schedule: Schedule = Schedule(
             parts,
             tokenizer,
             max_slots=max_slots,

@@ -164,7 +164,7 @@ def test_a_snapshot_that_cannot_be_written_leaves_nothing_and_requests_go_on(tmp
     with pytest.warns(RuntimeWarning, match="step-000001 was not written"):
         [output] = serve(busy, prompts(1))
     assert output.finish_reason == "length"
-    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["kept"]
     with pytest.warns(RuntimeWarning, match="was not written"):
         learning.finish()
 
@@ -289,8 +289,6 @@ def test_a_folder_of_snapshots_is_held_until_learning_ends(tmp_path: Path):
     assert json.loads(lock.read_text())["pid"] == os.getpid()
     learning.finish()
     assert not lock.exists()
-    with pytest.raises(InputError, match="has no weights to train"):
-        Learning(engine("ngram"), OnlineSettings(snapshots=folder))
     (folder / "file").write_text("")
     with pytest.raises(InputError, match="is not empty"):
         Learning(engine("model"), OnlineSettings(snapshots=folder))

@@ -79,14 +79,10 @@ class Learning:
         if engine.between is not None or engine.route is not None:
             raise InputError("something else replaces this engine's drafters already; end it first")
         self._engine, self._choose, self._watched = engine, route, engine.watch
+        self.pupils = [self._pupil(number, num_drafts) for number in range(num_drafts)]
         self._held = ExitStack()
         if (folder := self.settings.snapshots) is not None:
             self._held.enter_context(locked(folder.with_name(f".{folder.name}.lock"), folder))
-        try:
-            self.pupils = [self._pupil(number, num_drafts) for number in range(num_drafts)]
-        except BaseException:
-            self._held.close()
-            raise
         engine.watch, engine.between = self._note, self._between
         if route is not None:
             engine.route = self._route
