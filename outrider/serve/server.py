@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from outrider.core.inputs import InputError
+from outrider.serve.headers import bounded
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 DEATH_SECONDS = 5.0
@@ -122,6 +123,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             app,
+            http=bounded(endings.header_bytes),
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -11,6 +11,7 @@ import uvicorn
 import outrider
 from outrider import Engine
 from outrider.serve.app import make_app
+from outrider.serve.headers import bounded
 from outrider.serve.limits import Limits
 from outrider.serve.renewal import Renewal
 from outrider.serve.service import Service
@@ -43,7 +44,8 @@ def serving(
     app = make_app(service, settings, traces)
 
     async def run() -> None:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none"))
+        http = bounded(limits.max_header_bytes)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="off", ws="none"))
         service.start()
         try:
             serving = asyncio.ensure_future(server.serve())
