@@ -1,48 +1,75 @@
-"""HTTP of requests whose headers have a longest length, which uvicorn's fast parser does not limit itself."""
+"""HTTP of requests whose headers end soon and are not too long, which uvicorn's fast parser does not see to itself."""
 
+import asyncio
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-TOO_LONG = "The headers are too long."
+TOO_LONG, TOO_LATE = "The headers are too long.", "The headers took too long."
 """What a client is told."""
 
 
-def bounded(most: int) -> type[Any]:
-    """uvicorn's protocol, which closes connections whose headers pass so many bytes.
+class Bounded(HttpToolsProtocol):
+    """A connection that closes when headers pass a number of bytes, or of seconds.
 
-    Where httptools is not installed it is the one of h11, which has a limit of its own
-    (`h11_max_incomplete_event_size`).
+    Attributes:
+        most: Longest headers in bytes.
+        seconds: How long a client may take to send them, from the opening of the connection or from their beginning.
     """
-    try:
-        from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-    except ImportError:
-        return AutoHTTPProtocol
 
-    class Bounded(HttpToolsProtocol):
-        """Counts the bytes of headers as they come, so that a client which never ends them is not kept."""
+    most = 64 * 1024
+    seconds = 30.0
+    _reads_head = True
+    _head = 0
+    _alarm: asyncio.TimerHandle | None = None
 
-        _reads_head = True
-        _head = 0
+    def connection_made(self, transport: Any) -> None:
+        """A new connection."""
+        super().connection_made(transport)
+        self._set_alarm()
 
-        def data_received(self, data: bytes) -> None:
-            """Parse new bytes. Those of a head that is not complete count."""
-            super().data_received(data)
-            if self._reads_head:
-                self._head += len(data)
-                if self._head > most and not self.transport.is_closing():
-                    self.send_400_response(TOO_LONG)
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._end_alarm()
+        super().connection_lost(exc)
 
-        def on_message_begin(self) -> None:
-            """A new request."""
-            super().on_message_begin()
-            self._reads_head, self._head = True, 0
+    def data_received(self, data: bytes) -> None:
+        """Parse new bytes. Those of headers that are not complete count."""
+        super().data_received(data)
+        if self._reads_head:
+            self._head += len(data)
+            if self._head > self.most and not self.transport.is_closing():
+                self.send_400_response(TOO_LONG)
 
-        def on_headers_complete(self) -> None:
-            """The headers are whole. Raises ValueError, which the parser answers with 400, if they are too long."""
-            self._reads_head, self._head = False, 0
-            if sum([len(name) + len(value) + 4 for name, value in self.headers]) > most:
-                raise ValueError(TOO_LONG)
-            super().on_headers_complete()
+    def on_message_begin(self) -> None:
+        """A new request."""
+        super().on_message_begin()
+        self._reads_head, self._head = True, 0
+        if self._alarm is None:
+            self._set_alarm()
 
-    return Bounded
+    def on_headers_complete(self) -> None:
+        """The headers are whole. Raises ValueError, which the parser answers with 400, if they are too long."""
+        self._reads_head, self._head = False, 0
+        self._end_alarm()
+        if sum([len(name) + len(value) + 4 for name, value in self.headers]) > self.most:
+            raise ValueError(TOO_LONG)
+        super().on_headers_complete()
+
+    def _set_alarm(self) -> None:
+        self._alarm = self.loop.call_later(self.seconds, self._late)
+
+    def _end_alarm(self) -> None:
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+
+    def _late(self) -> None:
+        if not self.transport.is_closing():
+            self.send_400_response(TOO_LATE)
+
+
+def bounded(most: int, seconds: float) -> type[Bounded]:
+    """The protocol with these bounds, for uvicorn."""
+    found: type[Any] = type("Bounded", (Bounded,), {"most": most, "seconds": seconds})
+    return found

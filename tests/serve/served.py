@@ -44,7 +44,7 @@ def serving(
     app = make_app(service, settings, traces)
 
     async def run() -> None:
-        http = bounded(limits.max_header_bytes)
+        http = bounded(limits.max_header_bytes, limits.header_seconds)
         server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="off", ws="none"))
         service.start()
         try:

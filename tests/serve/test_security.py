@@ -58,10 +58,13 @@ def secret(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+TIGHT = Limits(max_schema_bytes=200, max_schema_depth=4, max_outputs=3, header_seconds=0.2)
+
+
 @pytest.fixture(scope="module")
 def tight() -> Iterator[str]:
     """A server with small limits."""
-    with serving(loaded(), limits=Limits(max_schema_bytes=200, max_schema_depth=4, max_outputs=3)) as url:
+    with serving(loaded(), limits=TIGHT) as url:
         yield url
 
 
@@ -188,3 +191,14 @@ def test_headers_that_are_too_long_end_the_connection(url: str, client: httpx.Cl
     assert client.get("/health", headers={"x-a": "a" * 60_000}).status_code == 200
     # One connection may carry many requests.
     assert [client.get("/health", headers={"x-a": "a" * 30_000}).status_code for _ in range(3)] == [200] * 3
+
+
+def test_headers_that_do_not_end_in_time_end_the_connection(tight: str) -> None:
+    for said in (b"", b"GET /health HTTP/1.1\r\nhost: a\r\nx-a: "):
+        with socket.create_connection(("127.0.0.1", int(tight.rpartition(":")[2])), timeout=30) as wire:
+            wire.sendall(said)
+            assert wire.recv(1000).startswith(b"HTTP/1.1 400 ")
+    # A request that was sent in time is answered, however long that takes, and so is the next one on its connection.
+    body = {"prompt": "Once", "max_tokens": 60, "ignore_eos": True, "speculation": False}
+    with httpx.Client(base_url=tight, timeout=60) as client:
+        assert [client.post(COMPLETIONS, json=body).status_code for _ in range(2)] == [200, 200]
