@@ -50,11 +50,11 @@ from recipes.serve_clients import Answer, Tally, bad_client, complete, good_clie
 from recipes.serve_process import Served, served
 
 QUICK = {
-    "minutes": 0.03,
+    "minutes": 0.02,
     "clients": 6,
-    "distinct": 6,
+    "distinct": 4,
     "levels": "2",
-    "requests": 4,
+    "requests": 2,
     "rounds": 1,
     "plain": "request",
     "kills": False,
