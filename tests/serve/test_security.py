@@ -1,10 +1,8 @@
 """What a client must not reach: files, other machines, code, and more of the server than its limits give."""
 
-import pickle
 import socket
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ import pytest
 from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import InputError
 from outrider.serve.limits import Limits
-from outrider.serve.renewal import Renewal
 from outrider.serve.server import is_loopback
-from outrider.serve.settings import Settings
 from tests.serve.served import loaded, serving
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -146,39 +142,6 @@ def test_only_this_machine_is_served_unless_somebody_says_otherwise() -> None:
     assert Limits().max_body_bytes <= 2**23
     with pytest.raises(InputError, match="api_key must not be empty"):
         ServeOptions(api_key=("",))
-
-
-class Pickled:
-    """Would write a file when it is unpickled."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.place,)
-
-
-def test_weights_that_are_no_safetensors_are_not_unpickled(tmp_path: Path) -> None:
-    from outrider.assembly import assemble
-    from outrider.embedded import EMBEDDED_DRAFT
-    from outrider.setup import Setup
-
-    engine, touched = loaded(length="fixed:3"), tmp_path / "touched"
-
-    def load(spec: str) -> Any:
-        setup = Setup(dtype="float32", length="fixed:3", drafter=spec, probe=False)
-        return assemble(replace(setup), target=engine.parts.target).parts.drafter
-
-    renewal = Renewal(specs={"model": f"model:path={EMBEDDED_DRAFT}"}, load=load)
-    with serving(engine, Settings(admin_key="root"), renewal=renewal, drafter="model") as url:
-        answer = httpx.put(
-            f"{url}/v1/admin/drafter/model/weights",
-            content=pickle.dumps(Pickled(touched)),
-            headers={"authorization": "Bearer root"},
-            timeout=60,
-        )
-        assert answer.status_code == 400, answer.text
-    assert not touched.exists()
 
 
 @pytest.mark.parametrize("ends", [False, True])
