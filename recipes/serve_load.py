@@ -9,6 +9,8 @@ connection, send no JSON, JSON that is too deep, bytes that are no UTF-8, or ten
 - Every finished answer equals the answer that the same request got alone: greedy, token by token.
 - The server's memory grows by at most 1 % per 1,000 requests, by a straight line through what it held after each
   hundred, the first third left out.
+- A server that learns and is killed by SIGKILL leaves whole snapshots; one that is started again goes on from the
+  newest, and answers as before.
 - At the end no request is left, all slots work, and the server ends with status 0.
 
 Then, without chaos, the default and plain decoding take turns at 1, 2, 4 ... 64 requests at once, each in a server of
@@ -21,8 +23,11 @@ Rates want a quiet machine. The rest does not depend on the clock.
 import asyncio
 import json
 import math
+import os
 import random
+import signal
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -44,7 +49,16 @@ from recipes import options
 from recipes.serve_clients import Answer, Tally, bad_client, complete, good_client
 from recipes.serve_process import Served, served
 
-QUICK = {"minutes": 0.03, "clients": 6, "distinct": 6, "levels": "2", "requests": 4, "rounds": 1, "plain": "request"}
+QUICK = {
+    "minutes": 0.02,
+    "clients": 6,
+    "distinct": 4,
+    "levels": "2",
+    "requests": 2,
+    "rounds": 1,
+    "plain": "request",
+    "kills": False,
+}
 ALLOWED_SLOPE, ALLOWED_SPEED = 0.01, 0.98
 """Most growth of memory per 1,000 requests, as a share; the least speed over plain decoding."""
 SLOW_SECONDS = 2
@@ -173,7 +187,8 @@ def load_row(server: Served, asked: Sequence[Mapping[str, Any]], clients: int, s
         # All slots at once, so that one which was lost would be missed.
         again = await asyncio.gather(*[complete(server.port, asked[i % len(asked)]) for i in range(clients)])
         wrong = [str(answer) for i, answer in enumerate(again) if answer.said != expected[i % len(asked)].said]
-        return {**asdict(tally), "left": left, "wrong_afterwards": wrong}
+        said = [list(answer.said) for answer in expected]
+        return {**asdict(tally), "left": left, "wrong_afterwards": wrong, "said": said}
 
     row = asyncio.run(run())
     metrics = server.metrics()
@@ -184,6 +199,54 @@ def load_row(server: Served, asked: Sequence[Mapping[str, Any]], clients: int, s
     }
     running = sum(value for name, value in metrics.items() if name.startswith("vllm:num_requests_"))
     return {**row, "slope": slope(row["memory"]), "served_errors": served_errors, "running": running}
+
+
+def killed_row(asked: Sequence[Mapping[str, Any]], common: Sequence[str], threads: int) -> Row:
+    """The phase in which a server that learns is killed in the middle of its work, and started again."""
+    with tempfile.TemporaryDirectory() as scratch:
+        kept = Path(scratch) / "kept"
+        learns = (*common, "--length", "fixed:3", "--learn", "--learn-interval", "1", "--learn-snapshots", str(kept))
+
+        async def until_killed(server: Served) -> None:
+            async def client(number: int) -> None:
+                while True:
+                    await complete(server.port, asked[number % len(asked)])
+
+            clients = [asyncio.ensure_future(client(number)) for number in range(8)]
+            while not snapshots(kept) and not all(each.done() for each in clients):
+                await asyncio.sleep(0.05)
+            os.kill(server.pid, signal.SIGKILL)
+            for each in clients:
+                each.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+
+        with served(learns, threads=threads, killed=True) as server:
+            asyncio.run(until_killed(server))
+        before = snapshots(kept)
+        with served(learns, threads=threads) as server:
+            answers = asyncio.run(alone(server.port, asked))
+        return {"before": before, "after": snapshots(kept), "said": [list(answer.said) for answer in answers]}
+
+
+def snapshots(kept: Path) -> list[str]:
+    """The names in a folder of snapshots that are whole."""
+    found = kept.iterdir() if kept.is_dir() else ()
+    return sorted(each.name for each in found if (each / "model.safetensors").is_file() and each.name[0] != ".")
+
+
+def faults_of_kill(row: Row, expected: Sequence[Any]) -> list[str]:
+    """What went wrong when a server that learns was killed, in sentences."""
+    found = []
+    if not row["before"]:
+        found.append("the server that was killed had written no snapshot")
+    elif not set(row["before"]) <= set(row["after"]):
+        found.append(f"snapshots were lost: {row['before']} before the restart, {row['after']} after it")
+    elif max(row["after"]) <= max(row["before"]):
+        found.append("the server that was started again learnt nothing more")
+    wrong = sum(one != other for one, other in zip(row["said"], expected, strict=True))
+    if wrong:
+        found.append(f"{wrong} answers were others after a kill")
+    return found
 
 
 def faults(row: Row) -> list[str]:
@@ -248,9 +311,13 @@ def summarise(rows: Sequence[Row]) -> list[dict[str, Any]]:
     return found
 
 
-def findings(row: Row, entries: Sequence[dict[str, Any]]) -> Findings:
-    """Tables, a plot of the rates, and a sentence."""
-    wrong = faults(row)
+def findings(row: Row, kill: Row | None, entries: Sequence[dict[str, Any]]) -> Findings:
+    """Tables, a plot of the rates, and a sentence.
+
+    Args:
+        kill: The row of a server that was killed; None if none was.
+    """
+    wrong = faults(row) + ([] if kill is None else faults_of_kill(kill, row["said"]))
     growth = "not known from so few requests" if row["slope"] is None else f"{row['slope']:+.3%} per 1,000 requests"
     chaos = sum(row["chaos"].values())
     lines = [
@@ -259,6 +326,11 @@ def findings(row: Row, entries: Sequence[dict[str, Any]]) -> Findings:
         *[[f"clients: {name}", count] for name, count in row["chaos"].items()],
         ["growth of memory", growth],
         ["requests left at the end", row["left"]],
+        *(
+            []
+            if kill is None
+            else [["newest snapshot at a kill, and later", f"{kill['before'][-1:]} {kill['after'][-1:]}"]]
+        ),
     ]
     tables = [Table(head=("under load", ""), lines=lines, title="Load")]
     if entries:
@@ -296,6 +368,7 @@ def run(
     requests: int = 64,
     rounds: int = 3,
     plain: str = "process",
+    kills: bool = True,
     dtype: str = "float32",
     threads: int = 2,
 ) -> dict[str, Any]:
@@ -322,6 +395,9 @@ def run(
         def loaded(turn: Turn[Way, Level]) -> Row:
             return load_row(server_of(turn.way), asked[:distinct], clients, 60 * minutes)
 
+        def killed(turn: Turn[Way, Level]) -> Row:
+            return killed_row(asked[:distinct], common, threads)
+
         def rated(turn: Turn[Way, Level]) -> Row:
             return rate_row(server_of(turn.way), asked[:requests], turn.job.concurrency, turn.way)
 
@@ -329,8 +405,11 @@ def run(
         if steps:
             # Every shape of forward runs once before anything is timed.
             place.take("warm-up", turns(ways, steps[-1:]), rated, quiet=True)
+        kill = None
+        if kills:
+            [kill] = place.take("kill", turns(ways[:1], [Level(concurrency=8)]), killed)
         entries = summarise(place.take("rates", turns(ways, steps, rounds=rounds), rated))
-        found = findings(row, entries)
+        found = findings(row, kill, entries)
         place.finish(found)
     summary: dict[str, Any] = found.summary  # type: ignore[assignment]
     return summary
@@ -345,6 +424,7 @@ def main(
     requests: Annotated[int, typer.Option(min=1, help="Requests of one turn without chaos.")] = 64,
     rounds: options.Rounds = 3,
     plain: Annotated[str, typer.Option(help="Plain decoding in a `process` of its own, or by `request`.")] = "process",
+    kills: Annotated[bool, typer.Option(help="Also kill a server that learns, and start it again.")] = True,
     dtype: options.Dtype = "float32",
     threads: options.Threads = 2,
 ) -> None:

@@ -70,8 +70,11 @@ class Served:
 
 
 @contextmanager
-def served(options: Sequence[str], *, threads: int) -> Iterator[Served]:
+def served(options: Sequence[str], *, threads: int, killed: bool = False) -> Iterator[Served]:
     """A server with these options, for the time of the block. It ends by SIGTERM.
+
+    Args:
+        killed: Whether the block kills it.
 
     Raises:
         RuntimeError: It did not start, or its exit status is not 0.
@@ -87,12 +90,13 @@ def served(options: Sequence[str], *, threads: int) -> Iterator[Served]:
             reader = threading.Thread(target=told.extend, args=(process.stderr,), daemon=True)
             reader.start()
             yield Served(pid=process.pid, port=port)
-            process.send_signal(signal.SIGTERM)
+            if not killed:
+                process.send_signal(signal.SIGTERM)
             status = process.wait(timeout=ENDING_SECONDS)
             reader.join()
         finally:
             process.kill()
-    if status:
+    if status and not killed:
         raise RuntimeError(f"the server ended with status {status}: {''.join(told)[-2000:]}")
 
 

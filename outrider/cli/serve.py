@@ -159,6 +159,7 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
             drain_seconds=limits.drain_seconds,
             survives_death=options.keep_alive_on_death,
             header_bytes=limits.max_header_bytes,
+            header_seconds=limits.header_seconds,
         )
 
         def ready() -> None:

@@ -198,8 +198,9 @@ class ChatAnswer:
         intervals = [Interval(self.body.stream_interval) for _ in self.choices]
         begun, called = set[int](), set[int]()
         async for choice, part in self.call.parts():
-            if any(piece.kind == "call" for piece in part.pieces):
-                called.add(choice.index)
+            for piece in part.pieces:
+                if piece.kind == "call":
+                    called.add(choice.index)
             found = intervals[choice.index].add(part)
             if found is not None:
                 # The first part is never held back.

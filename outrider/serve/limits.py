@@ -30,6 +30,7 @@ class Limits:
         max_tools: Most tools of a request.
         max_body_bytes: Most bytes of a request's body.
         max_header_bytes: Most bytes of a request's headers.
+        header_seconds: Seconds that a client may take to send them, from the opening of its connection.
         max_json_depth: Deepest nesting of a request's JSON.
         max_schema_bytes: Most bytes of a JSON schema, a pattern or a grammar.
         max_schema_depth: Deepest nesting of a JSON schema.
@@ -62,6 +63,7 @@ class Limits:
     max_tools: int = 128
     max_body_bytes: int = 8 * 2**20
     max_header_bytes: int = 64 * 2**10
+    header_seconds: float = 30.0
     max_json_depth: int = 64
     max_schema_bytes: int = 64 * 2**10
     max_schema_depth: int = 32

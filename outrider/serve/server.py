@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from outrider.core.inputs import InputError
+from outrider.serve.headers import bounded
 
 ENDING = (signal.SIGTERM, signal.SIGINT)
 DEATH_SECONDS = 5.0
@@ -53,11 +54,13 @@ class Endings:
         drain_seconds: How long requests may go on after the first signal.
         survives_death: Whether it goes on answering when the engine has died.
         header_bytes: Longest headers of a request.
+        header_seconds: How long a client may take to send them.
     """
 
     drain_seconds: float = 30.0
     survives_death: bool = False
     header_bytes: int = 64 * 1024
+    header_seconds: float = 30.0
 
 
 def is_loopback(host: str) -> bool:
@@ -122,6 +125,7 @@ async def _serve(
     server = _Server(
         uvicorn.Config(
             app,
+            http=bounded(endings.header_bytes, endings.header_seconds),
             log_level="warning",
             access_log=False,
             server_header=False,

@@ -139,7 +139,9 @@ class EventStream(StreamingResponse):
                 continue
             if not writes:
                 try:
-                    await asyncio.wait_for(self._send(send, self._pulse), self._patience)
+                    # `wait_for` may swallow the end of this task, if it comes just then.
+                    async with asyncio.timeout(self._patience):
+                        await self._send(send, self._pulse)
                     continue
                 except TimeoutError:
                     pass

@@ -8,6 +8,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -39,6 +40,12 @@ def post(url: str, body: dict, **headers: str):
     return urllib.request.urlopen(request, timeout=60)
 
 
+def read(url: str, body: dict) -> str:
+    """The whole answer to a body."""
+    with post(url, body) as answer:
+        return answer.read().decode()
+
+
 def status_of(url: str) -> int:
     """The status of an address."""
     try:
@@ -49,17 +56,22 @@ def status_of(url: str) -> int:
             return error.code
 
 
-def test_a_signal_lets_running_requests_end():
-    with server() as (process, url):
+def test_a_signal_lets_running_and_waiting_requests_end():
+    with server("--max-slots", "1") as (process, url), ThreadPoolExecutor(1) as pool:
         with post(url, LONG | {"max_tokens": 200}) as answer:
             assert answer.readline().startswith(b"data: ")
+            waiting = pool.submit(read, url, LONG | {"max_tokens": 20})
+            while b'"server_load":2' not in urllib.request.urlopen(f"{url}/load", timeout=10).read():
+                pass
             process.send_signal(signal.SIGTERM)
-            time.sleep(0.1)
+            while status_of(f"{url}/health") == 200:
+                pass
             assert status_of(f"{url}/health") == 503
-            text = answer.read().decode()
-        assert text.rstrip().endswith("data: [DONE]")
-        assert '"finish_reason":"length"' in text
-        assert '"error"' not in text
+            texts = [answer.read().decode(), waiting.result()]
+        for text in texts:
+            assert text.rstrip().endswith("data: [DONE]")
+            assert '"finish_reason":"length"' in text
+            assert '"error"' not in text
         assert process.wait(timeout=30) == 0
 
 

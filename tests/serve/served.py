@@ -12,6 +12,7 @@ from fastapi import FastAPI
 import outrider
 from outrider import Engine
 from outrider.serve.app import make_app
+from outrider.serve.headers import bounded
 from outrider.serve.limits import Limits
 from outrider.serve.renewal import Renewal
 from outrider.serve.server import Drained
@@ -50,7 +51,8 @@ def listening(app: FastAPI, service: Drained) -> Iterator[str]:
     found: list[str] = []
 
     async def run() -> None:
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none"))
+        http = bounded(limits.max_header_bytes, limits.header_seconds)
+        server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="off", ws="none"))
         service.start()
         try:
             serving = asyncio.ensure_future(server.serve())

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -200,7 +203,17 @@ def test_without_an_admin_key_nobody_swaps(client: httpx.Client) -> None:
     assert client.post("/v1/admin/drafter", json={"drafter": "suffix"}).status_code == 401
 
 
-def test_a_drafter_gets_other_weights_while_the_server_runs() -> None:
+class Pickled:
+    """Would write a file when it is unpickled."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.place,)
+
+
+def test_a_drafter_gets_other_weights_while_the_server_runs(tmp_path: Path) -> None:
     engine = loaded(length="fixed:3")
     old, setup = engine.parts.drafter, Setup(dtype="float32", length="fixed:3")
     name = drafter_name(setup, engine)
@@ -227,8 +240,15 @@ def test_a_drafter_gets_other_weights_while_the_server_runs() -> None:
         assert drafts() == (text, accepted)
         newest = engine.parts.drafter
         missing = dict(list(own.items())[1:])
-        for wrong in (b"no tensors", save(missing), save({k: v[:1] for k, v in own.items()})):
+        touched = tmp_path / "touched"
+        for wrong in (
+            b"no tensors",
+            pickle.dumps(Pickled(touched)),
+            save(missing),
+            save({k: v[:1] for k, v in own.items()}),
+        ):
             assert client.put(path, content=wrong, headers=key).status_code == 400
+        assert not touched.exists()
         assert client.put(path, content=b"0" * (renewal.most_bytes("model") + 1), headers=key).status_code == 413
         assert client.put(path.replace("model", "nobody"), content=save(own), headers=key).status_code == 400
         assert drafts() == (text, accepted)

@@ -147,3 +147,25 @@ def test_a_client_that_does_not_read_is_left() -> None:
         return wire
 
     assert asyncio.run(run()).closed == 1
+
+
+def test_a_stream_that_ends_while_a_comment_is_sent_ends() -> None:
+    class Slow(Wire):
+        async def send(self, message: Any) -> None:
+            await asyncio.sleep(0)
+            await super().send(message)
+
+    async def run(delay: float) -> int:
+        async def pieces() -> AsyncIterator[bytes]:
+            await asyncio.sleep(delay)
+            yield event(0)
+
+        wire = Slow()
+        await wire.run(pieces(), keep_alive=0.003)
+        return wire.closed
+
+    async def all_of_them() -> list[int]:
+        many = [run(0.003 * (i % 7) + 0.0005 * (i % 13)) for i in range(1500)]
+        return await asyncio.wait_for(asyncio.gather(*many), 30)
+
+    assert asyncio.run(all_of_them()) == [1] * 1500
