@@ -12,13 +12,14 @@ from outrider.serve.bodies import checked
 from outrider.serve.chat import ChatAnswer
 from outrider.serve.errors import ApiError
 from outrider.serve.gateway import gateway_of
-from outrider.serve.openapi import POSTED, body_of
+from outrider.serve.openapi import POSTED, body_of, errors
 from outrider.serve.requests import ChatBody
 from outrider.serve.responses_answer import Event, ResponseAnswer
 from outrider.serve.responses_request import ResponsesRequest, chat_body
 from outrider.serve.sse import EventStream, event
 
 router = APIRouter()
+UNSTORED = errors(401, 404)
 
 
 @router.post("/v1/responses", responses=POSTED, openapi_extra=body_of(ResponsesRequest))
@@ -54,10 +55,10 @@ async def responses(request: Request) -> Response:
     )
 
 
-@router.get("/v1/responses/{id}")
-@router.delete("/v1/responses/{id}")
-@router.post("/v1/responses/{id}/cancel")
-@router.get("/v1/responses/{id}/input_items")
+@router.get("/v1/responses/{id}", status_code=404, responses=UNSTORED)
+@router.delete("/v1/responses/{id}", status_code=404, responses=UNSTORED)
+@router.post("/v1/responses/{id}/cancel", status_code=404, responses=UNSTORED)
+@router.get("/v1/responses/{id}/input_items", status_code=404, responses=UNSTORED)
 async def stored(id: str) -> Response:
     """Nothing is stored."""
     raise ApiError(404, f"there is no response {id[:200]!r}, because none is stored", param="id")

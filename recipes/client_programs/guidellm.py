@@ -13,13 +13,15 @@ REQUESTS = 12
 def main(url: str, target: str) -> None:
     """Try it against a server of the weights of `target`."""
     uses("guidellm")
-    for kind in ("/v1/chat/completions", "/v1/completions"):
+    for kind in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
         with tempfile.TemporaryDirectory() as made:
             report = Path(made) / "report.json"
-            load = ("--profile", "concurrent", "--rate", "4", "--max-requests", str(REQUESTS))
-            data = ("--data", "prompt_tokens=48,output_tokens=24", "--processor", target)
-            where = ("--target", url, "--model", MODEL, "--request-format", kind)
-            command("guidellm", "benchmark", "run", *where, *load, *data, "--output-path", report, HF_HUB_OFFLINE="1")
+            where = ("--backend", f"kind=openai_http,target={url},model={MODEL},request_format={kind}")
+            load = ("--profile", "kind=concurrent,streams=4", "--constraint", f"kind=max_requests,count={REQUESTS}")
+            data = ("--data", "kind=synthetic_text,prompt_tokens=48,output_tokens=24")
+            reader = ("--tokenizer", f"kind=huggingface_auto,model={target}")
+            written = ("--output", f"kind=json,path={report}", "--disable-progress")
+            command("guidellm", "run", *where, *load, *data, *reader, *written, HF_HUB_OFFLINE="1")
             [run] = json.loads(report.read_text())["benchmarks"]
         totals = run["metrics"]["request_totals"]
         must(totals["successful"] == REQUESTS and not totals["errored"], f"{kind}: all requests succeed", totals)

@@ -172,9 +172,32 @@ def test_the_description_resolves_and_declares_errors(client: httpx.Client) -> N
         assert name in found["components"]["schemas"]
     declared = found["paths"]["/v1/chat/completions"]["post"]
     assert {"200", "400", "401", "404", "408", "413", "415", "429", "500", "503"} <= set(declared["responses"])
-    assert "422" not in declared["responses"]
     assert "text/event-stream" in declared["responses"]["200"]["content"]
     assert declared["requestBody"]["required"]
+    operations = [each for path in found["paths"].values() for each in path.values()]
+    assert not any("422" in each["responses"] for each in operations)
+    assert "HTTPValidationError" not in found["components"]["schemas"]
+    overloaded = found["paths"]["/v1/messages"]["post"]["responses"]["529"]["content"]["application/json"]["schema"]
+    assert overloaded["required"] == ["type", "error", "request_id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/health", None),
+        ("/live", None),
+        ("/ping", None),
+        ("/metrics", "text/plain"),
+        ("/version", "application/json"),
+        ("/tokenizer_info", "application/json"),
+        ("/v1/models", "application/json"),
+    ],
+)
+def test_media_types_are_the_described_ones(client: httpx.Client, path: str, kind: str | None) -> None:
+    described = client.get("/openapi.json").json()["paths"][path]["get"]["responses"]["200"].get("content", {})
+    answer = client.get(path)
+    assert answer.headers.get("content-type", "").partition(";")[0] == (kind or "")
+    assert kind in described if kind else not described
 
 
 def test_priorities_must_be_allowed(client: httpx.Client) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from outrider.core.inputs import InputError
 from outrider.engine.text import TextStream
@@ -68,7 +68,9 @@ async def file(name: str) -> Response:
     return _file(name)
 
 
-@router.post("/v1/outrider/stream", response_class=EventStream, responses=STREAMED, openapi_extra=body_of(PageBody))
+@router.post(
+    "/v1/outrider/stream", response_class=StreamingResponse, responses=STREAMED, openapi_extra=body_of(PageBody)
+)
 async def stream(request: Request) -> EventStream:
     """Continue a prompt. Each event has the tokens of one step, with the kind of each: accepted, recovered, bonus or
     plain.
