@@ -55,8 +55,8 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
     if trees and not tree:
         rate, way = max(trees, key=lambda pair: pair[0])
         lines.append(
-            f"Trees: Outrider's small tree `{way.tree}` with verifier `{way.verifier}` makes {rate:.2f} tokens per step, "
-            f"with {sum(way.widths)} nodes"
+            f"Trees: Outrider's small tree `{way.tree}` with verifier `{way.verifier}` makes {rate:.2f} tokens per "
+            f"step, with {sum(way.widths)} nodes"
         )
     where = f"predicted at temperature 1 for drafts of {handed.length} tokens on {len(found.texts)} short texts"
     return [f"{line}; {where}." for line in lines] or ([] if tree else [unknown])

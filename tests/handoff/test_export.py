@@ -27,22 +27,17 @@ from outrider.lm.target_info import TargetInfo
 from tests.cli.runs import run
 from tests.world.block_heads import block_head
 from tests.world.forced import forced_guesses
+from tests.world.heads import CHECKPOINTS
 from tests.world.learners import head_learner, moved
 from tests.world.models import llama
 from tests.world.own_heads import peagle
-from tests.world.published import mlp_speculator
 from tests.world.zoo import VOCAB, scrambled
 
 DEPTH = 3
 TEXT = [7, 3, 11, 5, 2, 9, 14, 6, 8]
 DRAFTERS = {name: row.kind for name, row in catalog.rows("drafter").items()}
 HEADS = {name: kind for name, kind in DRAFTERS.items() if isinstance(kind, HeadSpec)}
-PAIRS = [
-    (name, engine)
-    for name, kind in HEADS.items()
-    for engine in kind.exports.engines
-    if name != "assistant" and (engine != "transformers" or kind.options is not None)
-]
+PAIRS = [(name, engine) for name, kind in HEADS.items() for engine in kind.exports.engines if name != "assistant"]
 """The heads of the catalog and the engines that read them. An assistant belongs to a target of its own."""
 OPTIONS = {
     "dflash": {"block_size": 4, "layers": 2},
@@ -88,7 +83,7 @@ def heads(model, tmp_path_factory):
         if name == "parallel":
             peagle(folder, around, tokens=DEPTH)
         elif HEADS[name].options is None:
-            mlp_speculator(folder, around)
+            CHECKPOINTS[name](folder, around)
         else:
             moved(head_learner(name, model, depth=DEPTH, **OPTIONS.get(name, {}))).write(folder)
         (folder / "training").mkdir()
