@@ -75,26 +75,23 @@ def export(order: Order) -> Exported:
     """
     check_free(order.out)
     with locked(order.out.parent / f".{order.out.name}.lock", order.out):
-        source = open_source(order)
         plan = None if order.plan is None else PlanFile.read(order.plan, order.drafter)
+        source = open_source(order)
         handed = handed_over(order, source, plan)
-        try:
+        with files.written(order.out):
             order.out.parent.mkdir(parents=True, exist_ok=True)
-            with files.written(order.out), files.replaced(order.out) as fresh:
+            with files.replaced(order.out) as fresh:
                 fresh.mkdir()
                 found = _filled(order, source, handed, plan, fresh)
                 # Another program may have written there meanwhile.
                 check_free(order.out)
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {order.out}: {files.reason(error)}; give another folder with --out"
-            ) from error
     return found
 
 
 def handed_over(order: Order, source: Source, plan: PlanFile | None) -> Handed:
     """The drafter as the engine gets it. Raises InputError for a draft length that the head does not have."""
-    lengths = {} if plan is None else plan.lengths
+    most = order.num_speculative_tokens or source.most
+    lengths = {} if plan is None else {b: min(n, most or n) for b, n in plan.lengths.items()}
     if lengths and not any(lengths.values()):
         raise InputError(f"the plan {order.plan} advises not to speculate with {source.name}; leave out --plan")
     planned = next((length for length in lengths.values() if length), None)

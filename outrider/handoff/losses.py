@@ -21,7 +21,7 @@ NAME = "drafter"
 def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[str]:
     """What is lost where a draft becomes a chain and the verifier the engine's, a sentence each.
 
-    A few texts are drawn, and the coverage theory says how many steps each way of decoding is expected to take for them.
+    A few texts are drawn. The coverage theory says how many steps each way of decoding is expected to take for them.
 
     Args:
         engine: The target with the drafter; None where nothing is measured.
