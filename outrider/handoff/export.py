@@ -169,7 +169,6 @@ def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path)
         # A drafter of Outrider's own that is neither: transformers runs Outrider, which reads the folder.
         _copy_beside(Path(source.place), folder, weights=True)
         return
-    draft.generation_config.eos_token_id = source.target.generation_config.eos_token_id
     if order.to == "transformers":
         draft.generation_config.num_assistant_tokens = handed.length
         draft.generation_config.num_assistant_tokens_schedule = "constant"

@@ -330,6 +330,7 @@ def test_the_smoke_test_runs_where_outrider_is_not_installed(measured, tmp_path)
         (("--to", "vllm", "--drafter", "egle", "--dry-run"), "did you mean 'eagle'"),
         (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--check"), "give its Python with --vllm-python"),
         (("--to", "sglang", "--drafter", "eagle3", "--vllm-python", "python"), "--vllm-python goes with --to vllm"),
+        (("--to", "openvino", "--drafter", "eagle3", "--check"), "launch.sh in its environment"),
         (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--verifier-id", "/models/x"), "a public name"),
     ],
 )
