@@ -350,6 +350,21 @@ def test_wrong_input_gets_a_sentence_and_leaves_nothing(options, said, target, t
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_command_prints_for_people_and_for_programs(target, tmp_path, monkeypatch, capsys):
+    order = ("--target", str(target), "--drafter", "eagle", "--dry-run", "--no-measure", "--verifier-id", "org/target")
+    status, out, _ = run(
+        monkeypatch, capsys, "export", "--to", "sglang", *order, "--out", str(tmp_path / "one"), "--json"
+    )
+    found = json.loads(out)
+    assert (status, found["method"], found["untrained"]) == (0, "EAGLE", True)
+    assert "--speculative-algorithm EAGLE" in found["launch"][-1]
+    status, out, _ = run(monkeypatch, capsys, "export", "--to", "vllm", *order, "--out", str(tmp_path / "two"))
+    assert status == 0
+    assert "with weights drawn at random" in out
+    assert 'TARGET="${TARGET:-org/target}"' in out
+    assert "what is lost:" in out
+
+
 def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads, tmp_path):
     narrow = tmp_path / "narrow"
     llama().float().save_pretrained(narrow)
