@@ -22,7 +22,7 @@ def convert(order: Order, handed: Handed, script: Path, python: Path) -> None:
     if not is_local(order.target):
         raise InputError(f"llama.cpp converts folders, and the target {order.target} is a hub id; give its folder")
     size = SIZES.get(handed.dtype, "f16")
-    models = [(order.target, "target.gguf", [])]
+    models: list[tuple[str, str, list[str]]] = [(order.target, "target.gguf", [])]
     if handed.has_files:
         own = [] if handed.method == "draft-simple" else ["--target-model-dir", order.target]
         models.append((str(order.out), "draft.gguf", own))
