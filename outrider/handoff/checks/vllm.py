@@ -44,7 +44,7 @@ def _started(expected: Mapping[str, Any], target: str) -> Mapping[str, Any]:
 
 def _asked(expected: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     model = json.loads(_read(f"{url}/v1/models"))["data"][0]["id"]
-    before, tokens = _drafts(url), []
+    before, tokens = _drafts(url), list[list[int]]()
     for prompt in expected["prompts"]:
         body = {
             "model": model,
