@@ -21,7 +21,7 @@ NAME = "drafter"
 def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[str]:
     """What is lost where a draft becomes a chain and the verifier the engine's, a sentence each.
 
-    A few texts are drawn, and the coverage theory says how many steps each way of decoding is expected to take for them.
+    A few texts are drawn. The coverage theory says how many steps each way of decoding is expected to take for them.
 
     Args:
         engine: The target with the drafter; None where nothing is measured.
@@ -46,7 +46,7 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
     trees = [(_rate(found, way), way) for way in ways if way.tree != "chain"]
     greedy = handed.speculative()["draft_sample_method"] == "greedy" if order.to == "vllm" else order.to != "sglang"
     kept = "match" if greedy else "token"
-    lines = []
+    lines: list[str] = []
     if kept in chains:
         best = max(chains, key=lambda rule: chains[rule])
         lines.append(
@@ -55,8 +55,8 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
     if trees and not tree:
         rate, way = max(trees, key=lambda pair: pair[0])
         lines.append(
-            f"Trees: Outrider's small tree `{way.tree}` with verifier `{way.verifier}` makes {rate:.2f} tokens per step, "
-            f"with {sum(way.widths)} nodes"
+            f"Trees: Outrider's small tree `{way.tree}` with verifier `{way.verifier}` makes {rate:.2f} tokens per "
+            f"step, with {sum(way.widths)} nodes"
         )
     where = f"predicted at temperature 1 for drafts of {handed.length} tokens on {len(found.texts)} short texts"
     return [f"{line}; {where}." for line in lines] or ([] if tree else [unknown])

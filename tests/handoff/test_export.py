@@ -2,6 +2,9 @@
 
 import json
 import re
+import resource
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,22 +30,18 @@ from outrider.lm.target_info import TargetInfo
 from tests.cli.runs import run
 from tests.world.block_heads import block_head
 from tests.world.forced import forced_guesses
+from tests.world.heads import CHECKPOINTS
 from tests.world.learners import head_learner, moved
 from tests.world.models import llama
 from tests.world.own_heads import peagle
-from tests.world.published import mlp_speculator
+from tests.world.published import hydra
 from tests.world.zoo import VOCAB, scrambled
 
 DEPTH = 3
 TEXT = [7, 3, 11, 5, 2, 9, 14, 6, 8]
 DRAFTERS = {name: row.kind for name, row in catalog.rows("drafter").items()}
 HEADS = {name: kind for name, kind in DRAFTERS.items() if isinstance(kind, HeadSpec)}
-PAIRS = [
-    (name, engine)
-    for name, kind in HEADS.items()
-    for engine in kind.exports.engines
-    if name != "assistant" and (engine != "transformers" or kind.options is not None)
-]
+PAIRS = [(name, engine) for name, kind in HEADS.items() for engine in kind.exports.engines if name != "assistant"]
 """The heads of the catalog and the engines that read them. An assistant belongs to a target of its own."""
 OPTIONS = {
     "dflash": {"block_size": 4, "layers": 2},
@@ -87,8 +86,11 @@ def heads(model, tmp_path_factory):
         around = TargetInfo.of(LanguageModel(model, max_slots=1), None)
         if name == "parallel":
             peagle(folder, around, tokens=DEPTH)
+        elif name == "hydra":
+            # A prefix layer would need the target's config, whose place is not known there.
+            hydra(folder, around, prefix=False)
         elif HEADS[name].options is None:
-            mlp_speculator(folder, around)
+            CHECKPOINTS[name](folder, around)
         else:
             moved(head_learner(name, model, depth=DEPTH, **OPTIONS.get(name, {}))).write(folder)
         (folder / "training").mkdir()
@@ -101,8 +103,12 @@ def heads(model, tmp_path_factory):
 def guesses(path: str, model: PreTrainedModel) -> dict[tuple[int, int], torch.Tensor]:
     """What Outrider guesses with a head that it reads."""
     lm = LanguageModel(model, max_slots=2)
-    drafter = catalog.make("drafter", path)
-    return forced_guesses(drafter.bind(TargetInfo.of(lm, None)), lm, TEXT, 4, DEPTH)
+    drafter = catalog.make("drafter", path).bind(TargetInfo.of(lm, None))
+    for module in drafter.modules.values():
+        for weight in module.parameters():
+            # Products round by where a weight lies in memory, and files differ in that. Copies all lie alike.
+            weight.data = weight.data.clone()
+    return forced_guesses(drafter, lm, TEXT, 4, DEPTH)
 
 
 def ordered(to: str, target: Path, drafter: str, out: Path, **more) -> Order:
@@ -261,6 +267,15 @@ def test_the_launch_of_vllm_says_every_key(target, heads, tmp_path):
     assert any("chains" in line for line in found.losses)
 
 
+def test_layers_of_the_target_itself_need_no_files(target, tmp_path):
+    found = export(ordered("vllm", target, "mtp", tmp_path / "out", num_speculative_tokens=2))
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+    config = json.loads(re.search(r"<<JSON\n(.*)\nJSON", "\n".join(found.command))[1])
+    assert (config["method"], config["num_speculative_tokens"], "model" in config) == ("mtp", 2, False)
+    with pytest.raises(InputError, match="takes mtp from the target's own checkpoint"):
+        export(ordered("vllm", target, f"mtp:path={target}", tmp_path / "no"))
+
+
 def test_a_plan_gives_lengths_by_batch_size_and_the_price_of_a_chain(target, heads, tmp_path):
     drafter = f"eagle3:path={heads('eagle3')}"
 
@@ -311,9 +326,6 @@ def test_the_smoke_test_passes_what_outrider_says_and_fails_other_tokens(measure
 
 def test_the_smoke_test_runs_where_outrider_is_not_installed(measured, tmp_path):
     """The engine is a fake: it says what is expected."""
-    import shutil
-    import sys
-
     place = tmp_path / "export"
     shutil.copytree(measured, place)
     fake = "def decode(expected, target, url):\n    return {'tokens': expected['tokens'], 'steps': expected['steps']}\n"
@@ -335,6 +347,7 @@ def test_the_smoke_test_runs_where_outrider_is_not_installed(measured, tmp_path)
         (("--to", "vllm", "--drafter", "egle", "--dry-run"), "did you mean 'eagle'"),
         (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--check"), "give its Python with --vllm-python"),
         (("--to", "sglang", "--drafter", "eagle3", "--vllm-python", "python"), "--vllm-python goes with --to vllm"),
+        (("--to", "openvino", "--drafter", "eagle3", "--check"), "launch.sh in its environment"),
         (("--to", "vllm", "--drafter", "medusa", "--dry-run", "--verifier-id", "/models/x"), "a public name"),
     ],
 )
@@ -344,6 +357,21 @@ def test_wrong_input_gets_a_sentence_and_leaves_nothing(options, said, target, t
     status, _, err = run(monkeypatch, capsys, "export", *options, "--out", str(out), *own)
     assert (status, said in " ".join(err.split())) == (2, True), err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_prints_for_people_and_for_programs(target, tmp_path, monkeypatch, capsys):
+    order = ("--target", str(target), "--drafter", "eagle", "--dry-run", "--no-measure", "--verifier-id", "org/target")
+    status, out, _ = run(
+        monkeypatch, capsys, "export", "--to", "sglang", *order, "--out", str(tmp_path / "one"), "--json"
+    )
+    found = json.loads(out)
+    assert (status, found["method"], found["untrained"]) == (0, "EAGLE", True)
+    assert "--speculative-algorithm EAGLE" in found["launch"][-1]
+    status, out, _ = run(monkeypatch, capsys, "export", "--to", "vllm", *order, "--out", str(tmp_path / "two"))
+    assert status == 0
+    assert "with weights drawn at random" in out
+    assert 'TARGET="${TARGET:-org/target}"' in out
+    assert "what is lost:" in out
 
 
 def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads, tmp_path):
@@ -359,13 +387,14 @@ def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads,
     assert [each.name for each in (tmp_path / "full").iterdir()] == ["mine.txt"]
 
 
-def test_a_full_disk_leaves_nothing(target, heads, tmp_path, monkeypatch):
-    from outrider.handoff import export as exporting
-
-    def full(*given: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(exporting, "write_head", full)
-    with pytest.raises(InputError, match="No space left on device"):
-        export(ordered("vllm", target, f"eagle3:path={heads('eagle3')}", tmp_path / "out"))
+def test_a_full_disk_leaves_nothing(target, heads, tmp_path):
+    source = heads("eagle3")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Writes fail in the middle, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(InputError, match="out cannot be written: "):
+            export(ordered("vllm", target, f"eagle3:path={source}", tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []
