@@ -72,6 +72,8 @@ def export(options: ExportOptions, as_json: bool) -> int:
     python = _python(options)
     if options.llama_cpp is not None and options.to != "llama.cpp":
         raise InputError(f"--llama-cpp goes with --to llama.cpp, got --to {options.to}")
+    from transformers.utils import logging
+
     from outrider.cli.printed import print_json
     from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
     from outrider.handoff.export import export as written
@@ -100,6 +102,8 @@ def export(options: ExportOptions, as_json: bool) -> int:
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     found = written(order)
     if as_json:
         print_json(found.values())

@@ -20,13 +20,15 @@ from outrider.handoff.smoke import EXPECTED, engine_of, expected, scripts
 from outrider.handoff.source import DEPTH, Source, open_source
 from outrider.heads.head import Head
 from outrider.integrate.generate import write_custom_generate
-from outrider.lm.hf.checkpoint import CONFIG, write_head
+from outrider.lm.hf.checkpoint import CONFIG, INDICES, write_head
 
 LAUNCH, README = "launch.sh", "README.md"
 WEIGHTS_AT_ONCE = "100TB"
 """Larger than any file, so that there is one."""
 OF_MACHINES = ("_name_or_path", "name_or_path")
 """Keys of configs that hold a path of this machine."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
+"""Ends of the names of files with weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,26 +75,23 @@ def export(order: Order) -> Exported:
     """
     check_free(order.out)
     with locked(order.out.parent / f".{order.out.name}.lock", order.out):
-        source = open_source(order)
         plan = None if order.plan is None else PlanFile.read(order.plan, order.drafter)
+        source = open_source(order)
         handed = handed_over(order, source, plan)
-        try:
+        with files.written(order.out):
             order.out.parent.mkdir(parents=True, exist_ok=True)
-            with files.written(order.out), files.replaced(order.out) as fresh:
+            with files.replaced(order.out) as fresh:
                 fresh.mkdir()
                 found = _filled(order, source, handed, plan, fresh)
                 # Another program may have written there meanwhile.
                 check_free(order.out)
-        except OSError as error:
-            raise InputError(
-                f"cannot write to {order.out}: {files.reason(error)}; give another folder with --out"
-            ) from error
     return found
 
 
 def handed_over(order: Order, source: Source, plan: PlanFile | None) -> Handed:
     """The drafter as the engine gets it. Raises InputError for a draft length that the head does not have."""
-    lengths = {} if plan is None else plan.lengths
+    most = order.num_speculative_tokens or source.most
+    lengths = {} if plan is None else {b: min(n, most or n) for b, n in plan.lengths.items()}
     if lengths and not any(lengths.values()):
         raise InputError(f"the plan {order.plan} advises not to speculate with {source.name}; leave out --plan")
     planned = next((length for length in lengths.values() if length), None)
@@ -153,20 +152,22 @@ def _filled(order: Order, source: Source, handed: Handed, plan: PlanFile | None,
 
 def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path) -> None:
     """Write the weights in the engine's layout: one file, and no path of this machine."""
+    dtype, public = source.target.dtype, handed.target or Path(order.target).name
     if source.head is not None:
-        public = handed.target or Path(order.target).name
-        record = source.head.record if order.to == "transformers" else None
-        config, tensors = (
-            record(source.shape, source.target.dtype, public)
-            if record is not None
-            else source.head.exported(order.to, source.shape, source.target.dtype, public)
-        )
-        write_head(folder, _named(config, source, handed), tensors, source.target.dtype)
+        if order.to != "transformers":
+            config, tensors = source.head.exported(order.to, source.shape, dtype, public)
+        elif source.checkpoint is None:
+            config, tensors = source.head.record(source.shape, dtype, public)
+        else:
+            # Outrider reads it there too, so it stays in the layout that it has.
+            config, tensors = dict(source.checkpoint.config), dict(source.checkpoint.tensors())
+            _copy_beside(Path(source.checkpoint.path), folder)
+        write_head(folder, _named(config, source, handed, public), tensors, dtype)
         return
     draft = source.draft
     if draft is None:
-        # A drafter of Outrider's own that is neither: transformers runs Outrider itself, which reads its folder.
-        _copy(order, folder)
+        # A drafter of Outrider's own that is neither: transformers runs Outrider, which reads the folder.
+        _copy_beside(Path(source.place), folder, weights=True)
         return
     draft.generation_config.eos_token_id = source.target.generation_config.eos_token_id
     if order.to == "transformers":
@@ -182,14 +183,16 @@ def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path)
         _cleaned(file)
 
 
-def _named(config: dict[str, Any], source: Source, handed: Handed) -> dict[str, Any]:
-    """A config with the draft length and the kind of target where its layout has a place for them."""
-    inner = config.get("speculators_config")
-    if inner is None:
-        return config
-    methods = [{**inner["proposal_methods"][0], "speculative_tokens": handed.length}]
-    verifier = {**inner["verifier"], "architectures": [type(source.target).__name__]}
-    return {**config, "speculators_config": {**inner, "proposal_methods": methods, "verifier": verifier}}
+def _named(config: dict[str, Any], source: Source, handed: Handed, public: str) -> dict[str, Any]:
+    """A config with the draft length and the target where its layout has a place for them, and without paths."""
+    kept = {key: value for key, value in config.items() if key not in OF_MACHINES}
+    inner = kept.get("speculators_config")
+    if not isinstance(inner, dict):
+        return kept
+    first, *others = inner.get("proposal_methods") or [{}]
+    methods = [{**first, "speculative_tokens": handed.length}, *others]
+    verifier = {"name_or_path": public, "architectures": [type(source.target).__name__]}
+    return {**kept, "speculators_config": {**inner, "proposal_methods": methods, "verifier": verifier}}
 
 
 def _cleaned(file: Path) -> None:
@@ -208,14 +211,20 @@ def _cleaned(file: Path) -> None:
     file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def _copy(order: Order, folder: Path) -> None:
-    """Copy the files of a drafter, without its training folder."""
-    place = Path(order.drafter.partition("path=")[2].partition(",")[0] or order.drafter)
+def _copy_beside(place: Path, folder: Path, *, weights: bool = False) -> None:
+    """Copy the files of a drafter, without its training folder.
+
+    Args:
+        weights: Whether its config and its weights are among them.
+    """
     if not place.is_dir():
-        raise InputError(f"the drafter {order.drafter} lies in no folder here; give its directory")
+        return
     for each in sorted(place.iterdir()):
-        if each.is_file() and not each.name.startswith("."):
+        own = each.name == CONFIG or each.suffix in WEIGHTS or each.name in INDICES
+        if each.is_file() and not each.name.startswith(".") and (weights or not own):
             shutil.copyfile(each, folder / each.name)
+            if each.suffix == ".json":
+                _cleaned(folder / each.name)
 
 
 def readme(found: Exported) -> str:

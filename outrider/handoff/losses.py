@@ -1,19 +1,68 @@
-"""What a drafter loses in an engine that decodes chains, in tokens per step."""
+"""What a drafter loses in an engine that decodes chains with a verifier of its own, in tokens per step."""
 
 from collections.abc import Sequence
 
+from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from outrider.handoff.engines import KNOWN
 from outrider.handoff.handed import Handed
 from outrider.handoff.order import Order
+from outrider.handoff.smoke import prompts_of
+from outrider.plan.prediction import expected_steps
+from outrider.plan.record import Record
+from outrider.plan.recording import record
+from outrider.plan.ways import Way, ways_of
+
+DRAWN = Sampling(temperature=1.0, seed=0)
+"""How texts are drawn. At temperature 0, verifiers that follow the likeliest token are all alike."""
+NAME = "drafter"
 
 
 def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[str]:
-    """What is lost where a draft becomes a chain, a sentence each.
+    """What is lost where a draft becomes a chain and the verifier the engine's, a sentence each.
+
+    A few texts are drawn. The coverage theory says how many steps each way of decoding is expected to take for them.
 
     Args:
         engine: The target with the drafter; None where nothing is measured.
     """
-    if KNOWN[order.to].tree(handed):
+    if handed.method == "custom_generate":
         return []
-    return ["Drafts that branch become chains. Its price is unknown; `outrider plan --json` tells it, for --plan."]
+    tree = KNOWN[order.to].tree(handed)
+    unknown = "Drafts that branch become chains. Its price is unknown; `outrider plan --json` tells it, for --plan."
+    if engine is None:
+        return [] if tree else [unknown]
+    drafter = engine.parts.drafter
+    found = record(
+        engine,
+        {NAME: drafter},
+        prompts_of(order, engine),
+        sampling=DRAWN,
+        max_new_tokens=order.new_tokens,
+        depth=handed.length,
+    )
+    ways = list(ways_of(NAME, drafter, lengths=[handed.length]))
+    chains = {way.verifier: _rate(found, way) for way in ways if way.tree == "chain"}
+    trees = [(_rate(found, way), way) for way in ways if way.tree != "chain"]
+    greedy = handed.speculative()["draft_sample_method"] == "greedy" if order.to == "vllm" else order.to != "sglang"
+    kept = "match" if greedy else "token"
+    lines = []
+    if kept in chains:
+        best = max(chains, key=lambda rule: chains[rule])
+        lines.append(
+            f"The verifier: {chains[kept]:.2f} tokens per step by `{kept}` instead of {chains[best]:.2f} by `{best}`"
+        )
+    if trees and not tree:
+        rate, way = max(trees, key=lambda pair: pair[0])
+        lines.append(
+            f"Trees: Outrider's small tree `{way.tree}` with verifier `{way.verifier}` makes {rate:.2f} tokens per "
+            f"step, with {sum(way.widths)} nodes"
+        )
+    where = f"predicted at temperature 1 for drafts of {handed.length} tokens on {len(found.texts)} short texts"
+    return [f"{line}; {where}." for line in lines] or ([] if tree else [unknown])
+
+
+def _rate(found: Record, way: Way) -> float:
+    """Tokens per step that a way is expected to make on all texts."""
+    steps = expected_steps(found, way)
+    return sum(each.tokens for each in steps) / sum(float(each.by_length.sum()) for each in steps)

@@ -16,7 +16,7 @@ from outrider.handoff.order import Order
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.spec import HeadSpec
-from outrider.lm.hf.checkpoint import TargetShape
+from outrider.lm.hf.checkpoint import Checkpoint, TargetShape
 from outrider.lm.hf.open import logit_width, open_model, open_tokenizer
 from outrider.lm.target_info import TargetInfo
 
@@ -41,8 +41,10 @@ class Source:
         target: The target.
         tokenizer: The target's; None if it has none.
         head: The drafter, if it is a head.
+        checkpoint: The files of that head; None if its weights were drawn here.
         draft: The drafter, if it is a draft model.
         draft_tokenizer: The draft model's own; None if it has none.
+        place: The drafter's directory or hub id; empty if it has none.
         unused: Fields of the drafter, as the user wrote them, that other engines know nothing of.
     """
 
@@ -52,8 +54,10 @@ class Source:
     target: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     head: Head | None = None
+    checkpoint: Checkpoint | None = None
     draft: PreTrainedModel | None = None
     draft_tokenizer: PreTrainedTokenizerBase | None = None
+    place: str = ""
     unused: tuple[str, ...] = ()
 
     @property
@@ -129,8 +133,10 @@ def open_source(order: Order) -> Source:
         target=target,
         tokenizer=tokenizer,
         head=head,
+        checkpoint=drafter.checkpoint if isinstance(drafter, TrainedHead) else None,
         draft=draft,
         draft_tokenizer=own,
+        place=str(path or ""),
         unused=_fields_beside(drafter, READ),
     )
 

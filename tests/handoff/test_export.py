@@ -2,6 +2,9 @@
 
 import json
 import re
+import resource
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,22 +30,17 @@ from outrider.lm.target_info import TargetInfo
 from tests.cli.runs import run
 from tests.world.block_heads import block_head
 from tests.world.forced import forced_guesses
+from tests.world.heads import CHECKPOINTS
 from tests.world.learners import head_learner, moved
 from tests.world.models import llama
 from tests.world.own_heads import peagle
-from tests.world.published import mlp_speculator
 from tests.world.zoo import VOCAB, scrambled
 
 DEPTH = 3
 TEXT = [7, 3, 11, 5, 2, 9, 14, 6, 8]
 DRAFTERS = {name: row.kind for name, row in catalog.rows("drafter").items()}
 HEADS = {name: kind for name, kind in DRAFTERS.items() if isinstance(kind, HeadSpec)}
-PAIRS = [
-    (name, engine)
-    for name, kind in HEADS.items()
-    for engine in kind.exports.engines
-    if name != "assistant" and (engine != "transformers" or kind.options is not None)
-]
+PAIRS = [(name, engine) for name, kind in HEADS.items() for engine in kind.exports.engines if name != "assistant"]
 """The heads of the catalog and the engines that read them. An assistant belongs to a target of its own."""
 OPTIONS = {
     "dflash": {"block_size": 4, "layers": 2},
@@ -88,7 +86,7 @@ def heads(model, tmp_path_factory):
         if name == "parallel":
             peagle(folder, around, tokens=DEPTH)
         elif HEADS[name].options is None:
-            mlp_speculator(folder, around)
+            CHECKPOINTS[name](folder, around)
         else:
             moved(head_learner(name, model, depth=DEPTH, **OPTIONS.get(name, {}))).write(folder)
         (folder / "training").mkdir()
@@ -311,9 +309,6 @@ def test_the_smoke_test_passes_what_outrider_says_and_fails_other_tokens(measure
 
 def test_the_smoke_test_runs_where_outrider_is_not_installed(measured, tmp_path):
     """The engine is a fake: it says what is expected."""
-    import shutil
-    import sys
-
     place = tmp_path / "export"
     shutil.copytree(measured, place)
     fake = "def decode(expected, target, url):\n    return {'tokens': expected['tokens'], 'steps': expected['steps']}\n"
@@ -359,13 +354,14 @@ def test_a_head_of_another_target_and_a_folder_in_use_are_refused(target, heads,
     assert [each.name for each in (tmp_path / "full").iterdir()] == ["mine.txt"]
 
 
-def test_a_full_disk_leaves_nothing(target, heads, tmp_path, monkeypatch):
-    from outrider.handoff import export as exporting
-
-    def full(*given: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(exporting, "write_head", full)
-    with pytest.raises(InputError, match="No space left on device"):
-        export(ordered("vllm", target, f"eagle3:path={heads('eagle3')}", tmp_path / "out"))
+def test_a_full_disk_leaves_nothing(target, heads, tmp_path):
+    source = heads("eagle3")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # Writes fail in the middle, as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+    try:
+        with pytest.raises(InputError, match="out cannot be written: "):
+            export(ordered("vllm", target, f"eagle3:path={source}", tmp_path / "out"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list(tmp_path.iterdir()) == []

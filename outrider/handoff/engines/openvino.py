@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from outrider.handoff.engines.engine import Engine
 from outrider.handoff.handed import Handed
 
-SIZES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-"""Its names of dtypes."""
+SIZES = {"float32": "fp32", "bfloat16": "fp32", "float16": "fp16"}
+"""Its names of dtypes. It has none for bfloat16, whose numbers float32 holds exactly."""
 
 
 def launch(handed: Handed) -> Sequence[str]:

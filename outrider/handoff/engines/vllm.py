@@ -40,9 +40,10 @@ def losses(handed: Handed) -> Sequence[str]:
         found.append(f"vLLM runs {handed.name} heads with its older model runner, which verifies by `standard` alone.")
     if handed.lengths:
         found.append("vLLM ignores draft lengths by batch size under data parallelism.")
-    if handed.fixed and handed.most is not None and handed.length != handed.most:
+    others = {handed.length, *handed.lengths.values()} - {0, handed.most}
+    if handed.fixed and handed.most is not None and others:
         found.append(
-            f"The head learnt blocks that guess {handed.most} tokens. vLLM makes blocks of {handed.length}, which "
+            f"The head learnt blocks that guess {handed.most} tokens. vLLM makes blocks of other lengths, which "
             "changes what their positions see, so fewer tokens are accepted than measured here."
         )
     if not handed.same_vocabulary:
