@@ -244,13 +244,16 @@ def compared(
 def exported_to(engine: Engine, drafter: str, plan: Plan, place: Path) -> Path:
     """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays."""
     if not place.exists():
-        order = {
-            "to": engine.exports or "transformers",
-            "target": str(EMBEDDED_TARGET),
-            "drafter": drafter,
-            "out": place,
-        }
-        export(Order(**order, dtype=plan.dtype, num_speculative_tokens=DEPTH, measure=False))
+        order = Order(
+            to=engine.exports or "transformers",
+            target=str(EMBEDDED_TARGET),
+            drafter=drafter,
+            out=place,
+            dtype=plan.dtype,
+            num_speculative_tokens=DEPTH,
+            measure=False,
+        )
+        export(order)
     return place
 
 

@@ -107,7 +107,7 @@ class VllmProcess:
         if beside.exists():
             # All that vLLM's Python sees of ours.
             environment["PYTHONPATH"] = str(beside)
-        command = [self.python.executable, "-m", MODULE, *self.launch.arguments(self._port)]
+        command = [str(self.python.executable), "-m", MODULE, *self.launch.arguments(self._port)]
         try:
             self._process = subprocess.Popen(
                 command,
