@@ -162,7 +162,7 @@ class VllmProcess:
             # A worker may outlive the process that started it.
             self._signal(signal.SIGKILL)
             self._process = None
-        if self._before is not None:
+        if self._before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before)
             self._before = None
         if not self._log.closed:
