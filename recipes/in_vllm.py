@@ -226,7 +226,7 @@ def compared(
 ) -> Row:
     """One drafter in both engines."""
     given = f"{drafter.head}:path={written(drafter, plan, prompts, plain, place / 'trained')}"
-    exported = exported_to(engine, given, plan, place / "exported")
+    exported = exported_to(engine, given, "auto" if drafter.shipped else plan.dtype, place / "exported")
     first = int(engine.digests_first)
     begun = [[*prompt, *output[:first]] for prompt, output in zip(prompts, plain.tokens, strict=True)]
     ours = here(plan, begun, given, plan.max_new_tokens - first)
@@ -241,15 +241,19 @@ def compared(
     return row | {"theirs": told | {"tokens": told["tokens"] - first * len(prompts)}, "equal": equal}
 
 
-def exported_to(engine: Engine, drafter: str, plan: Plan, place: Path) -> Path:
-    """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays."""
+def exported_to(engine: Engine, drafter: str, dtype: str, place: Path) -> Path:
+    """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays.
+
+    Args:
+        dtype: Of its weights; `auto` is the target's own, which is that of what ships with Outrider.
+    """
     if not place.exists():
         order = Order(
             to=engine.exports or "transformers",
             target=str(EMBEDDED_TARGET),
             drafter=drafter,
             out=place,
-            dtype=plan.dtype,
+            dtype=dtype,
             num_speculative_tokens=DEPTH,
             measure=False,
         )
