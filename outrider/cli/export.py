@@ -13,6 +13,11 @@ if TYPE_CHECKING:
 else:
     Exported = object
 
+SERVERS = ("sglang", "llama.cpp")
+"""Engines whose smoke test asks a server."""
+CONVERTER = "convert_hf_to_gguf.py"
+"""llama.cpp's own program that converts models."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
@@ -31,8 +36,9 @@ class ExportOptions:
         num_speculative_tokens: Draft tokens of a step. By default the plan's, or as many as the drafter guesses, or 5.
         dry_run: Write an untrained drafter, to try the path before days of training.
         check: Run the smoke test in the engine's environment; exit status 1 if it fails.
+        check_url: Run the smoke test against a server of the engine at this address.
         vllm_python: The Python of vLLM's environment, for --check. --engine-python is the same for other engines.
-        engine_python: The Python of the engine's environment, for --check.
+        engine_python: The Python of the engine's environment, for --check and --llama-cpp.
         llama_cpp: llama.cpp's folder; both models are converted at once.
         measure: Measure what the smoke test expects, and what is lost.
         prompts: How many prompts that takes.
@@ -52,6 +58,7 @@ class ExportOptions:
     num_speculative_tokens: int | None = None
     dry_run: bool = False
     check: bool = False
+    check_url: str | None = None
     vllm_python: Path | None = None
     engine_python: Path | None = None
     llama_cpp: Path | None = None
@@ -72,6 +79,8 @@ def export(options: ExportOptions, as_json: bool) -> int:
     python = _python(options)
     if options.llama_cpp is not None and options.to != "llama.cpp":
         raise InputError(f"--llama-cpp goes with --to llama.cpp, got --to {options.to}")
+    if options.llama_cpp is not None and not (options.llama_cpp / CONVERTER).is_file():
+        raise InputError(f"there is no {CONVERTER} in {options.llama_cpp}; give llama.cpp's folder")
     from transformers.utils import logging
 
     from outrider.cli.printed import print_json
@@ -112,8 +121,8 @@ def export(options: ExportOptions, as_json: bool) -> int:
     if options.llama_cpp is not None:
         from outrider.handoff.convert import convert
 
-        convert(order, found.handed, options.llama_cpp)
-    return 0 if python is None else _check(order.out, python, target)
+        convert(order, found.handed, options.llama_cpp / CONVERTER, options.engine_python or Path(sys.executable))
+    return 0 if python is None else _check(order.out, python, _asked(options, target))
 
 
 def _python(options: ExportOptions) -> Path | None:
@@ -121,14 +130,29 @@ def _python(options: ExportOptions) -> Path | None:
     python = options.vllm_python or options.engine_python
     if options.vllm_python is not None and options.to != "vllm":
         raise InputError(f"--vllm-python goes with --to vllm, got --to {options.to}; give --engine-python")
+    if options.check_url is not None:
+        # The smoke test then needs Python alone.
+        return Path(sys.executable)
     if not options.check:
         return None
+    if options.to in SERVERS:
+        raise InputError(f"{options.to} is checked by its server; start it, and give --check-url with its address")
+    if options.to == "openvino":
+        raise InputError(
+            "OpenVINO reads files of its own; leave out --check, and run launch.sh in its environment: it makes them "
+            "and runs the smoke test"
+        )
     if python is None:
         name = "--vllm-python" if options.to == "vllm" else "--engine-python"
         raise InputError(f"--check runs in {options.to}'s environment; give its Python with {name}")
     if not python.is_file():
         raise InputError(f"there is no Python {python}; give the interpreter of {options.to}'s environment")
     return python
+
+
+def _asked(options: ExportOptions, target: str) -> list[str]:
+    """The arguments of the smoke test."""
+    return ["--target", target] if options.check_url is None else ["--url", options.check_url]
 
 
 def _print(found: "Exported") -> None:
@@ -147,10 +171,10 @@ def _print(found: "Exported") -> None:
     print("\n".join(f"- {line}" for line in found.losses))
 
 
-def _check(folder: Path, python: Path, target: str) -> int:
+def _check(folder: Path, python: Path, arguments: list[str]) -> int:
     """Run the smoke test, and print what it says. Its exit status."""
     from outrider.handoff.smoke import run_check
 
-    done = run_check(folder, python, ["--target", target])
+    done = run_check(folder, python, arguments)
     print(done.stdout, end="", file=sys.stdout if done.returncode == 0 else sys.stderr)
     return 1 if done.returncode else 0

@@ -15,7 +15,7 @@ from outrider.handoff.engines import KNOWN
 from outrider.handoff.handed import Handed
 from outrider.handoff.lengths import PlanFile
 from outrider.handoff.losses import predicted
-from outrider.handoff.order import Order
+from outrider.handoff.order import Order, is_local
 from outrider.handoff.smoke import EXPECTED, engine_of, expected, scripts
 from outrider.handoff.source import DEPTH, Source, open_source
 from outrider.heads.head import Head
@@ -25,8 +25,8 @@ from outrider.lm.hf.checkpoint import CONFIG, INDICES, write_head
 LAUNCH, README = "launch.sh", "README.md"
 WEIGHTS_AT_ONCE = "100TB"
 """Larger than any file, so that there is one."""
-OF_MACHINES = ("_name_or_path", "name_or_path")
-"""Keys of configs that hold a path of this machine."""
+PLACE = "name_or_path"
+"""Ends of the keys of configs that hold a path of this machine or a hub id."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 """Ends of the names of files with weights."""
 
@@ -169,7 +169,6 @@ def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path)
         # A drafter of Outrider's own that is neither: transformers runs Outrider, which reads the folder.
         _copy_beside(Path(source.place), folder, weights=True)
         return
-    draft.generation_config.eos_token_id = source.target.generation_config.eos_token_id
     if order.to == "transformers":
         draft.generation_config.num_assistant_tokens = handed.length
         draft.generation_config.num_assistant_tokens_schedule = "constant"
@@ -185,7 +184,7 @@ def write_checkpoint(order: Order, source: Source, handed: Handed, folder: Path)
 
 def _named(config: dict[str, Any], source: Source, handed: Handed, public: str) -> dict[str, Any]:
     """A config with the draft length and the target where its layout has a place for them, and without paths."""
-    kept = {key: value for key, value in config.items() if key not in OF_MACHINES}
+    kept = _without_paths(config)
     inner = kept.get("speculators_config")
     if not isinstance(inner, dict):
         return kept
@@ -200,8 +199,7 @@ def _cleaned(file: Path) -> None:
     found = json.loads(file.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         return
-    for key in OF_MACHINES:
-        found.pop(key, None)
+    found = _without_paths(found)
     if file.name == CONFIG:
         rope = found.get("rope_parameters")
         if isinstance(rope, dict) and rope.get("rope_type", "default") == "default" and "rope_theta" in rope:
@@ -209,6 +207,11 @@ def _cleaned(file: Path) -> None:
         if "dtype" in found:
             found["torch_dtype"] = found["dtype"]
     file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _without_paths(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config without the paths of this machine at its top."""
+    return {key: value for key, value in config.items() if not (key.endswith(PLACE) and is_local(str(value)))}
 
 
 def _copy_beside(place: Path, folder: Path, *, weights: bool = False) -> None:

@@ -105,9 +105,11 @@ def _same(drafter: str, names: Sequence[str]) -> str | None:
         return drafter
     mine = catalog.make("drafter", drafter)
     kind, path = catalog.name_of(mine), getattr(mine, "path", None)
-    alike = {}
+    alike: dict[str, str] = {}
     for name in names:
         if name.partition(":")[0] == kind or name == path:
             alike[name] = name.partition("path=")[2].partition(",")[0] or name
     exact = [name for name, place in alike.items() if path and os.path.realpath(place) == os.path.realpath(str(path))]
-    return next(iter(exact or (alike if len(alike) == 1 else ())), None)
+    if exact:
+        return exact[0]
+    return next(iter(alike)) if len(alike) == 1 else None

@@ -46,7 +46,7 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
     trees = [(_rate(found, way), way) for way in ways if way.tree != "chain"]
     greedy = handed.speculative()["draft_sample_method"] == "greedy" if order.to == "vllm" else order.to != "sglang"
     kept = "match" if greedy else "token"
-    lines = []
+    lines: list[str] = []
     if kept in chains:
         best = max(chains, key=lambda rule: chains[rule])
         lines.append(

@@ -116,7 +116,9 @@ def open_source(order: Order) -> Source:
     name = catalog.name_of(drafter)
     kind = catalog.rows("drafter")[name].kind
     exports = _allowed(name, kind, order.to)
-    head = draft = own = None
+    head: Head | None = None
+    draft: PreTrainedModel | None = None
+    own: PreTrainedTokenizerBase | None = None
     path = getattr(drafter, "path", None)
     if not exports.has_files and path is not None:
         raise InputError(f"{order.to} takes {name} from the target's own checkpoint; leave out the path {path}")

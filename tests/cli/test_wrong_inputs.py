@@ -38,6 +38,11 @@ FILES: Mapping[str, str | bytes] = {
     "letters/tokenizer.json": "{",
 }
 LINES = """
+export --to vlm --out new
+export --to vllm --out full
+export --to vllm --out new --num-speculative-tokens 0
+export --to sglang --out new --check
+export --to llama.cpp --out new --llama-cpp nosuch
 generate --prompt a --seed DIGITS
 generate --prompt a --seed -1
 generate --prompt a --seed 99999999999999999999999

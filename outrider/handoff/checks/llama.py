@@ -11,7 +11,8 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     """The tokens of each prompt, and in how many steps llama.cpp said them."""
     if url is None:
         sys.exit("start llama-server with launch.sh, then give --url http://127.0.0.1:8080")
-    tokens, steps = [], 0
+    tokens: list[list[int]] = []
+    steps = 0
     for prompt in expected["prompts"]:
         body = {
             "prompt": prompt,

@@ -11,7 +11,8 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     """The tokens of each prompt, and in how many steps SGLang said them."""
     if url is None:
         sys.exit("start SGLang with launch.sh, then give --url http://127.0.0.1:30000")
-    tokens, steps = [], 0
+    tokens: list[list[int]] = []
+    steps = 0
     for prompt in expected["prompts"]:
         law = {"temperature": 0, "max_new_tokens": expected["new_tokens"], "ignore_eos": True}
         body = json.dumps({"input_ids": prompt, "sampling_params": law}).encode()

@@ -18,7 +18,7 @@ def decode(expected: Mapping[str, Any], target: str, url: str | None) -> Mapping
     elif expected["engine_options"]:
         options["drafter"] = expected["engine_options"]["drafter"].replace("$HERE", here)
     model.generation_config.eos_token_id = None
-    forwards, tokens = 0, []
+    forwards, tokens = 0, list[list[int]]()
 
     def count(*given: Any) -> None:
         nonlocal forwards

@@ -22,7 +22,9 @@ def _started(expected: Mapping[str, Any], target: str) -> Mapping[str, Any]:
     from vllm import LLM, SamplingParams
 
     here = str(Path(__file__).resolve().parent)
-    config = {key: here if value == "$HERE" else value for key, value in expected["engine_options"].items()}
+    config: dict[str, Any] = dict(expected["engine_options"])
+    if "model" in config:
+        config["model"] = here
     longest = max(map(len, expected["prompts"])) + expected["new_tokens"] + 2 * (config["num_speculative_tokens"] + 1)
     llm = LLM(
         target,
@@ -42,7 +44,7 @@ def _started(expected: Mapping[str, Any], target: str) -> Mapping[str, Any]:
 
 def _asked(expected: Mapping[str, Any], url: str) -> Mapping[str, Any]:
     model = json.loads(_read(f"{url}/v1/models"))["data"][0]["id"]
-    before, tokens = _drafts(url), []
+    before, tokens = _drafts(url), list[list[int]]()
     for prompt in expected["prompts"]:
         body = {
             "model": model,
