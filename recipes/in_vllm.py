@@ -5,9 +5,9 @@ of every kind that vLLM knows, trained here for a minute on what the target says
 decodes the same prompts at temperature 0, without and with each drafter. An engine's environment is made when it is
 missing. If that fails, or an engine refuses a drafter, the recipe says why and goes on.
 
-Outrider drafts the same chains: of a fixed length, from the same token on. Where the forward of the prompt says the
-first token without a draft, as in vLLM, Outrider gets that token with the prompt. A difference of numbering, of a norm
-or of a position shows as fewer tokens per step than in Outrider.
+Outrider drafts the same chains: of a fixed length, from the same token on; `outrider plan` predicts them. Where the
+forward of the prompt says the first token without a draft, as in vLLM, Outrider gets that token with the prompt. A
+difference of numbering, of a norm or of a position shows as fewer tokens per step than in Outrider.
 """
 
 import tempfile
@@ -41,6 +41,9 @@ from outrider.handoff.order import Order
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.learning.batch import Document
 from outrider.lm.hf.open import open_tokenizer
+from outrider.plan.prediction import expected_steps
+from outrider.plan.recording import record
+from outrider.plan.ways import Way
 from outrider.training.data.batches import Batches
 from outrider.training.loop.steps import train
 from recipes import options
@@ -157,6 +160,18 @@ def here(plan: Plan, prompts: Sequence[list[int]], drafter: str, new_tokens: int
     )
 
 
+def planned(plan: Plan, prompts: Sequence[list[int]], drafter: str, new_tokens: int) -> float:
+    """The tokens per step that `outrider plan` predicts: the target answers alone, and the drafter guesses along."""
+    engine = outrider.load(
+        str(EMBEDDED_TARGET), drafter=drafter, length=f"fixed:{DEPTH}", dtype=plan.dtype, device="cpu", probe=False
+    )
+    drafters = {drafter: engine.parts.drafter}
+    found = record(engine, drafters, list(prompts), sampling=GREEDY, max_new_tokens=new_tokens, depth=DEPTH)
+    way = Way(drafter=drafter, verifier="token", length=DEPTH, widths=(1,) * DEPTH)
+    steps = expected_steps(found, way)
+    return sum(each.tokens for each in steps) / float(sum(each.by_length.sum() for each in steps))
+
+
 def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | None, engine: Engine) -> Said:
     """What another engine decodes, in a process of its own. Its steps are those with a draft, or 0 if it tells none.
 
@@ -210,11 +225,12 @@ def compared(
 ) -> Row:
     """One drafter in both engines."""
     given = f"{drafter.head}:path={written(drafter, plan, prompts, plain, place / 'trained')}"
-    exported = exported_to(engine, given, plan, place / "exported")
+    exported = exported_to(engine, given, "auto" if drafter.shipped else plan.dtype, place / "exported")
     first = int(engine.digests_first)
     begun = [[*prompt, *output[:first]] for prompt, output in zip(prompts, plain.tokens, strict=True)]
     ours = here(plan, begun, given, plan.max_new_tokens - first)
     row: Row = {"engine": engine.title, "head": drafter.label, "ours": counted(ours)}
+    row["planned"] = planned(plan, begun, given, plan.max_new_tokens - first)
     try:
         theirs = there(plan, prompts, drafter.mode, exported, engine)
     except (CannotMake, Stopped, Refused) as error:
@@ -224,16 +240,23 @@ def compared(
     return row | {"theirs": told | {"tokens": told["tokens"] - first * len(prompts)}, "equal": equal}
 
 
-def exported_to(engine: Engine, drafter: str, plan: Plan, place: Path) -> Path:
-    """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays."""
+def exported_to(engine: Engine, drafter: str, dtype: str, place: Path) -> Path:
+    """The folder of a drafter as `outrider export` writes it for an engine. One that was written before stays.
+
+    Args:
+        dtype: Of its weights; `auto` is the target's own, which is that of what ships with Outrider.
+    """
     if not place.exists():
-        order = {
-            "to": engine.exports or "transformers",
-            "target": str(EMBEDDED_TARGET),
-            "drafter": drafter,
-            "out": place,
-        }
-        export(Order(**order, dtype=plan.dtype, num_speculative_tokens=DEPTH, measure=False))
+        order = Order(
+            to=engine.exports or "transformers",
+            target=str(EMBEDDED_TARGET),
+            drafter=drafter,
+            out=place,
+            dtype=dtype,
+            num_speculative_tokens=DEPTH,
+            measure=False,
+        )
+        export(order)
     return place
 
 
@@ -265,8 +288,9 @@ def findings(plan: Plan, rows: Sequence[Row], engines: Sequence[Engine], missing
         ours, theirs = rate(row["ours"]), rate(row.get("theirs"))
         apart = "-" if ours is None or theirs is None else f"{theirs / ours - 1:+.1%}"
         equal = f"{row['equal']} of {plan.num_prompts}" if "equal" in row else "-"
-        lines.append([row["engine"], row["head"], equal, shown_rate(theirs), shown_rate(ours), apart])
-    head = ("engine", "drafter", "outputs as without it", "tokens per step there", "in Outrider", "apart")
+        told = [shown_rate(each) for each in (theirs, ours, row["planned"])]
+        lines.append([row["engine"], row["head"], equal, *told, apart])
+    head = ("engine", "drafter", "outputs as without it", "tokens per step there", "in Outrider", "planned", "apart")
     tables = [Table(head=head, lines=lines)]
     if refused := [[row["engine"], row["head"], row["refused"]] for row in rows if "refused" in row]:
         tables.append(Table(title="Refused", head=("engine", "drafter", "what it says"), lines=refused))

@@ -56,8 +56,8 @@ class Ask:
         """The body for an output of a prompt. Raises InputError where there is no prompt."""
         if entry.prompt is None:
             raise entry.error or InputError(f"{entry.place} is empty")
-        body = {"model": self.model, "prompt": encode(entry.prompt, self.tokenizer), "return_token_ids": True}
-        body |= self.fields
+        prompt = encode(entry.prompt, self.tokenizer)
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt, "return_token_ids": True} | dict(self.fields)
         if body.get("seed") is not None:
             # Each output of a prompt has draws of its own.
             body["seed"] = ((int(body["seed"]) + sample) & LARGEST) & LARGEST_SEED
@@ -170,8 +170,8 @@ def output_of(answer: Mapping[str, Any], choice: Mapping[str, Any], id: str, sec
     told = Acceptance.of_answer(metrics) or Acceptance()
     # Where nothing is found to draft, a step emits one token and is not among the drafts.
     steps = max(told.num_drafts + bool(tokens), len(tokens) - told.num_accepted_tokens)
-    times = [metrics.get("time_to_first_token_ms"), metrics.get("generation_time_ms")]
-    spent = seconds if None in times else sum(times) / 1000
+    first, rest = metrics.get("time_to_first_token_ms"), metrics.get("generation_time_ms")
+    spent = seconds if first is None or rest is None else (first + rest) / 1000
     scored = places(choice) if choice.get("logprobs") else None
     return Output(
         id=id,

@@ -201,22 +201,32 @@ def swapped(task: LearnTask) -> bool:
     from urllib.parse import quote
 
     from outrider import catalog
-    from outrider.serve.client.remote import RemoteError
     from outrider.serve.vllm.weights import WeightRoutes
 
     remote = task.remote(str(task.server))
     name = catalog.name_of(catalog.make("drafter", task.drafter))
-    route = f"/v1/admin/drafter/{quote(name)}/weights"
     with tempfile.TemporaryDirectory(prefix="outrider-") as scratch:
-        is_vllm = "engine" in remote.get("/version")
-        try:
-            remote.put(route, _weights(task, name, Path(scratch) / "drafter" if is_vllm else None))
-        except RemoteError as error:
-            if is_vllm or error.status not in (404, 405):
-                raise
+        if not _is_ours(remote):
             # A vLLM that nobody stands in front of, which reads the file itself.
             WeightRoutes(remote).renew(_weights(task, name, Path(scratch) / "drafter"), version=task.out.name)
+        else:
+            is_vllm = "engine" in remote.get("/version")
+            weights = _weights(task, name, Path(scratch) / "drafter" if is_vllm else None)
+            remote.put(f"/v1/admin/drafter/{quote(name)}/weights", weights)
     print(f"{task.server} drafts with the new weights", file=sys.stderr)
+    return True
+
+
+def _is_ours(remote: Remote) -> bool:
+    """Whether a server is Outrider's, with whatever engine; vLLM has no such route."""
+    from outrider.serve.client.remote import RemoteError
+
+    try:
+        remote.text("/live")
+    except RemoteError as error:
+        if error.status is None:
+            raise
+        return False
     return True
 
 

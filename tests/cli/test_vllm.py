@@ -1,4 +1,4 @@
-"""`--engine vllm` on commands, and `outrider learn`. vLLM is a fake here: a program that answers as it does."""
+"""`--engine vllm` on commands. vLLM is a fake here: a program that answers as it does."""
 
 import json
 import re
@@ -6,9 +6,7 @@ import signal
 import urllib.request
 
 import pytest
-from safetensors.torch import load_file
 
-from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from tests.cli.runs import run, start
 from tests.serve.vllm.fakes import fake_python
 
@@ -82,32 +80,3 @@ def test_a_signal_ends_the_server_and_vllm(engine):
             assert process.wait(timeout=30) == 0
         finally:
             process.kill()
-
-
-def test_learn_trains_a_draft_model_on_a_log_of_answers(monkeypatch, capsys, tmp_path):
-    log, out = tmp_path / "answers.jsonl", tmp_path / "learnt"
-    body = {"choices": [{"index": 0, "text": " there was a dog. The dog was big.", "finish_reason": "stop"}]}
-    line = {"url": "/v1/completions", "body": {"prompt": "Once upon a time"}, "response": {"body": body}}
-    log.write_text("".join(json.dumps(line) + "\n" for _ in range(6)) + '{"half')
-    given = ["--from", str(log), "--target", str(EMBEDDED_TARGET), "--out", str(out)]
-    small = ["--steps", "1", "--batch-size", "2", "--warmup", "0", "--json"]
-    drafter = f"model:path={EMBEDDED_DRAFT}"
-    status, printed, err = run(monkeypatch, capsys, "learn", *given, "--drafter", drafter, *small)
-    assert status == 0, err
-    assert json.loads(printed)["step"] in (0, 1)
-    assert load_file(out / "model.safetensors").keys() == load_file(EMBEDDED_DRAFT / "model.safetensors").keys()
-
-
-@pytest.mark.parametrize(
-    ("source", "drafter", "sentence"),
-    [
-        ("none.jsonl", f"model:path={EMBEDDED_DRAFT}", "there is no log of answers file"),
-        ("none.jsonl", "suffix", "the drafter suffix cannot be trained on"),
-        ("http://127.0.0.1:9", f"model:path={EMBEDDED_DRAFT}", "new weights need the server's admin key"),
-    ],
-)
-def test_learning_from_nothing_is_one_sentence(monkeypatch, capsys, tmp_path, source, drafter, sentence):
-    given = ["--from", source, "--target", str(EMBEDDED_TARGET), "--out", str(tmp_path / "o"), "--drafter", drafter]
-    status, _, err = run(monkeypatch, capsys, "learn", *given)
-    assert status == 2
-    assert sentence in err

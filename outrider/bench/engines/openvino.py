@@ -1,5 +1,6 @@
 """OpenVINO GenAI: `plain`, `prompt lookup` and `draft model`, with continuous batching."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class OpenvinoDriver(Driver):
             more["prompt_lookup"] = True
         if options.mode == DRAFT_MODEL:
             more["draft_model"] = genai.draft_model(options.draft, "CPU", **device)
-        self._options = options
+        self._options, self._sums = options, Counter[str]()
         self._pipeline = genai.ContinuousBatchingPipeline(options.target, scheduler, "CPU", {**device, **more})
 
     def ask(self, asked: Asked) -> Answer:
@@ -43,7 +44,21 @@ class OpenvinoDriver(Driver):
 
         prompts = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in asked.prompts]
         made = self._pipeline.generate(prompts, [self._law(asked, i) for i in range(len(prompts))])
-        return Answer(tokens=[list(each.m_generation_ids[0]) for each in made])
+        tokens = [list(each.m_generation_ids[0]) for each in made]
+        return Answer(tokens=tokens, counts=self._counts(tokens, made[0].extended_perf_metrics))
+
+    def _counts(self, tokens: list[list[int]], metrics: Any) -> dict[str, int]:
+        """Drafts, draft tokens and accepted tokens since the start; every output has the sums of its run.
+
+        A token that was not accepted came from the forward of a prompt, or from one that verified a draft.
+        """
+        if metrics is None or not hasattr(metrics, "get_num_draft_tokens"):
+            return {}
+        accepted = metrics.get_num_accepted_tokens()
+        self._sums["drafts"] += sum(len(each) - 1 for each in tokens) - accepted
+        self._sums["draft_tokens"] += metrics.get_num_draft_tokens()
+        self._sums["accepted_tokens"] += accepted
+        return dict(self._sums)
 
     def _law(self, asked: Asked, i: int) -> Any:
         """How the i-th prompt is decoded."""
@@ -106,6 +121,7 @@ ENGINE = Engine(
     ),
     convert=convert,
     exports="openvino",
+    digests_first=True,
 )
 
 

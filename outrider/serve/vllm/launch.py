@@ -161,7 +161,7 @@ class Launch:
         if own and (given := [name for name in ("drafter", "length", "verifier") if getattr(setup, name) is not None]):
             raise InputError(f"--engine-args has {SPECULATIVE} and --{given[0]} was given too; leave out one of them")
         return cls(
-            target=str(wanted.target),
+            target=_absolute(str(wanted.target)),
             speculation=None if own else speculation_of(wanted, setup, python),
             flags=flags_of(setup),
             engine_args=passed,
@@ -284,7 +284,7 @@ def flags_of(setup: Setup) -> tuple[str, ...]:
         raise InputError("vLLM does not compute in float64; use --dtype float32")
     found: list[str] = [] if setup.dtype == "auto" else ["--dtype", str(setup.dtype)]
     for flag, value in (
-        ("--tokenizer", setup.tokenizer),
+        ("--tokenizer", None if setup.tokenizer is None else _absolute(str(setup.tokenizer))),
         ("--revision", setup.revision),
         ("--max-num-seqs", setup.max_slots),
         ("--max-model-len", setup.max_context),

@@ -22,7 +22,7 @@ from outrider.serve.answers_log import AnswersLog, opened_log
 from outrider.serve.bodies import save, whole
 from outrider.serve.calls import ClientGone, while_there
 from outrider.serve.errors import ApiError, refuse
-from outrider.serve.front import Front
+from outrider.serve.front import ADMIN, Front
 from outrider.serve.keys import Keys
 from outrider.serve.limits import Limits
 from outrider.serve.settings import Settings
@@ -204,7 +204,9 @@ class Passing:
     async def passed(self, request: Request) -> Response:
         """Pass a request on, and its answer back as it comes."""
         path, service = request.url.path, self._service
-        if not any(path == route or path.startswith(f"{route}/") for route in ROUTES):
+        known = any(path == route or path.startswith(f"{route}/") for route in ROUTES)
+        # No key was asked for below the routes of the operator, and dots lead out of there.
+        if not known or path.startswith(ADMIN) or {".", ".."} & set(path.split("/")):
             raise ApiError(404, f"there is no such route: {request.method} {path[:200]}")
         service.check()
         headers = {name: value for name, value in request.headers.items() if name not in NOT_PASSED}

@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from outrider.core.inputs import InputError
 from outrider.serve.client.remote import Remote, RemoteError
@@ -57,6 +59,7 @@ class VllmProcess:
         self.python, self.launch = python, launch
         self.tell, self._patience = tell, patience
         self._process: subprocess.Popen[bytes] | None = None
+        self._before: Any = None
         self._folder = Path(tempfile.mkdtemp(prefix="outrider-vllm-"))
         self._log = (self._folder / "log.txt").open("ab")
         key = secrets.token_urlsafe(24)
@@ -64,6 +67,9 @@ class VllmProcess:
         self.remote = Remote(url=f"http://127.0.0.1:{self._port}", key=key)
 
     def __enter__(self) -> "VllmProcess":
+        if threading.current_thread() is threading.main_thread():
+            # A signal that ends this process must not leave vLLM behind.
+            self._before = signal.signal(signal.SIGTERM, _end)
         try:
             self.start()
             self.wait_ready()
@@ -101,7 +107,7 @@ class VllmProcess:
         if beside.exists():
             # All that vLLM's Python sees of ours.
             environment["PYTHONPATH"] = str(beside)
-        command = [self.python.executable, "-m", MODULE, *self.launch.arguments(self._port)]
+        command = [str(self.python.executable), "-m", MODULE, *self.launch.arguments(self._port)]
         try:
             self._process = subprocess.Popen(
                 command,
@@ -156,6 +162,9 @@ class VllmProcess:
             # A worker may outlive the process that started it.
             self._signal(signal.SIGKILL)
             self._process = None
+        if self._before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._before)
+            self._before = None
         if not self._log.closed:
             self._log.close()
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -164,6 +173,11 @@ class VllmProcess:
         """Send a signal to the process and to all that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid if self._process is not None else -1, number)
+
+
+def _end(number: int, frame: object) -> None:
+    """End the program as a signal would, with what stands in `finally`."""
+    sys.exit(128 + number)
 
 
 def free_port() -> int:

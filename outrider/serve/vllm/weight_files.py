@@ -28,11 +28,11 @@ def __getattr__(name: str) -> Any:
     )
 
     @dataclass
-    class Begin(WeightTransferInitInfo):
+    class Begin(WeightTransferInitInfo):  # type: ignore[misc]
         """Nothing has to be agreed on."""
 
     @dataclass
-    class Update(WeightTransferUpdateInfo):
+    class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
         """Where the weights lie.
 
         Attributes:

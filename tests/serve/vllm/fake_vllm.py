@@ -44,6 +44,8 @@ class Handler(BaseHTTPRequestHandler):
         elif self.path == "/v1/models":
             card = {"id": self.arguments.served_model_name[0], "object": "model", "owned_by": "vllm"}
             self.say(200, {"object": "list", "data": [card | {"max_model_len": 64, "root": "t"}]})
+        elif self.path == "/version":
+            self.say(200, {"version": "0.0.fake"})
         elif self.path == "/metrics":
             self.text(counters())
         elif self.path == "/seen":

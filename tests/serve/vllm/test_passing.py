@@ -1,6 +1,7 @@
 """A server in front of vLLM: keys, names and limits are ours, answers are vLLM's. vLLM is a fake here."""
 
 import json
+import socket
 
 import httpx
 import openai
@@ -54,6 +55,15 @@ def test_a_key_is_asked_for_and_vllms_own_is_not_told(passing):
 @pytest.mark.parametrize("route", ["/update_weights", "/pause", "/start_draft_weight_update", "/collective_rpc"])
 def test_routes_that_change_vllm_are_not_passed_on(client, route):
     assert client.post(route, json={}).status_code == 404
+
+
+def test_dots_lead_nowhere_without_a_key(passing):
+    address = httpx.URL(passing)
+    for path in ("/v1/admin/../completions", "/v1/admin/%2e%2e/completions", "/v1/admin/other"):
+        with socket.create_connection((address.host, address.port)) as raw:
+            lines = f"POST {path} HTTP/1.1", f"host: {address.host}", "content-length: 2", "connection: close"
+            raw.sendall("\r\n".join([*lines, "", "{}"]).encode())
+            assert b" 404 " in raw.makefile("rb").readline()
 
 
 def test_a_body_that_is_too_long_goes_no_further(client):
