@@ -46,11 +46,11 @@ def learner(name: str) -> Learner:
     return head_learner(name, target, loss="fkl", depth=2)
 
 
-def main(out: str, rank: int = 0, port: int = 0, count: int = 1, divided: bool = False) -> None:
-    """Train all of them. With several processes, this is one of them."""
+def main(out: str, rank: int = 0, port: int = 0, count: int = 1) -> None:
+    """Train all of them. With several processes, this is one of them, and has a part of the weights."""
     if count > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        os.environ.update({name: str(value) for name, value in place.items()} | (DIVIDED if divided else {}))
+        os.environ.update({name: str(value) for name, value in place.items()} | DIVIDED)
     for name in NAMES:
         batches = Batches(documents(), batch_size=4, max_length=24, seed=0)
         train(learner(name), batches, SETTINGS, Path(out) / name, Watch(documents(), depth=2))
