@@ -1,6 +1,6 @@
 """Heads of every kind, and a draft model, with weights that FSDP2 divides among two processes.
 
-The processes are told what `accelerate launch` tells them, and talk over gloo. `test_processes` has copies of the weights.
+The processes are told what `accelerate launch` tells them, and talk over gloo. `test_processes` has copies of weights.
 """
 
 import multiprocessing
