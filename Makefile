@@ -18,7 +18,7 @@ BESIDE_XGRAMMAR := apache-tvm-ffi pydantic
 # Where environments of other engines are made: `make vllm-environment DIR=envs`.
 DIR ?= $(HOME)/.cache/outrider/peers
 
-.PHONY: demo test test-floor lint types layers check clients schemathesis audit clean FORCE \
+.PHONY: demo test test-quantised test-floor lint types layers check clients schemathesis audit clean FORCE \
 	vllm-environment engine-environments in-vllm
 
 demo: $(PREPARED)
@@ -28,6 +28,16 @@ demo: $(PREPARED)
 test: $(TOOLS)
 	@echo "== All tests (a few minutes on two cores) =="
 	$(BIN)/python -m pytest -n auto
+
+# Libraries that quantise, and adapters, are in no extra that other tests install.
+test-quantised:
+	@echo "== Quantised targets and adapters, in .venv-quantised =="
+	$(PYTHON) -m venv .venv-quantised
+	.venv-quantised/bin/python -m pip install --quiet "$(TORCH)"
+	grep -v '^torch==' constraints.txt > .venv-quantised/constraints.txt
+	.venv-quantised/bin/python -m pip install --quiet -c .venv-quantised/constraints.txt "$(TORCH)" -e ".[dev,train,peft]"
+	.venv-quantised/bin/python -m pip install --quiet -c .venv-quantised/constraints.txt "$(TORCH)" torchao optimum-quanto compressed-tensors bitsandbytes
+	.venv-quantised/bin/python -m pytest tests/lm/test_quantisers.py tests/lm/test_quantised.py tests/lm/test_wrapped.py
 
 # PyPI's build of the floor is the one with CUDA; FLOOR_TORCH may name another.
 test-floor:
@@ -79,7 +89,7 @@ in-vllm: $(TOOLS)
 	$(BIN)/python -m recipes in_vllm --environments $(DIR) --out runs/in-vllm
 
 clean:
-	rm -rf $(VENV) .venv-floor
+	rm -rf $(VENV) .venv-floor .venv-quantised
 
 # torch first and by itself: a looser requirement would fetch a build with CUDA, gigabytes of it. It is named again
 # beside the rest, without its pin, so that `make TORCH=...` is kept.

@@ -142,7 +142,7 @@ def _parameters(group: type, without: Collection[str]) -> list[Parameter]:
     for field in fields(group):
         if field.name not in without:
             name, kind = field.name.replace("_", "-"), kind_of(hints[field.name])
-            if kind == list[int] and issubclass(group, HeadOptions):
+            if kind == list[int] and issubclass(group, HeadOptions | DataOptions):
                 # Written as in 2x16x29.
                 kind = str
             help, _, _ = words.get(field.name, "").partition(" In Python")

@@ -32,7 +32,7 @@ OF_ANSWERS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repet
 """Options of requests that answers for training have."""
 NOT_OF_ANSWERS = sorted(set(RequestOptions.__dataclass_fields__) - set(OF_ANSWERS))
 """Options of requests that they lack."""
-NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture", "pack")
+NOT_OF_PROMPTS = ("regenerate", "held_out", "held_out_split", "capture", "pack", "states", "states_layers")
 """Options of texts that prompts lack."""
 NOT_OF_DRAFT_MODELS = ("init_from", "slot_balanced")
 """Options of heads that draft models lack."""

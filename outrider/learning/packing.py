@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -38,7 +38,7 @@ class Packing:
 
     source: Int[np.ndarray, "packed width"]
     positions: Int[np.ndarray, "packed width"]
-    filled: Int[np.ndarray, "packed width"]
+    filled: Bool[np.ndarray, "packed width"]
     back: Int[np.ndarray, "rows length"]
 
     @classmethod

@@ -20,7 +20,7 @@ from outrider.lm.forwards.eager import EagerForward
 from outrider.lm.forwards.forward import Choice, Forward
 from outrider.lm.forwards.grouped import reads_chains
 from outrider.lm.forwards.package import Package, PackagedForward
-from outrider.lm.forwards.packed import packable, packed, whole
+from outrider.lm.forwards.packed import packable, packed, plain, whole
 from outrider.lm.forwards.recorder import RECORDERS
 from outrider.lm.forwards.replayed import ReplayedForward, Runs
 from outrider.lm.hf import alibi
@@ -452,6 +452,8 @@ def why_not(model: PreTrainedModel, anatomy: Anatomy, forward: Forward) -> str |
             f"some weights of {anatomy.name} are quantised or offloaded, and only plain tensors can be {forward}; "
             "choose forward=eager"
         )
+    if forward == "packed" and packable(model) and not any(plain(module) for module in model.modules()):
+        return f"no linear layer of {anatomy.name} has a plain weight, so nothing can be packed; choose forward=eager"
     if forward == "packed" and not packable(model):
         return "forward=packed works for bfloat16 models on CPUs with kernels for it, and this is none"
     return None

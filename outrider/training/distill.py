@@ -191,7 +191,7 @@ class Distilled(Learner):
 
     def _check_target_apart(self) -> None:
         """Raise InputError if the target lets texts of one row see each other."""
-        target = cast(PreTrainedModel | None, self._target[0])
+        target = self._target[0]
         if target is not None:
             check_apart(target, "the target")
 

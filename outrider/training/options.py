@@ -27,6 +27,9 @@ class DataOptions:
         held_out_split: The split of --held-out. By default that of --data.
         pack: Let several short texts stand in one row of the forwards of the target and of a draft model, so that no
             padding is computed. No text sees another, and the loss stays as it is.
+        states: A folder of hidden states along --data that vLLM has written (its speculative method
+            extract_hidden_states), one file per document. It replaces --capture.
+        states_layers: The layers in these files, in vLLM's order, such as 2x16x29x32.
         capture: Capture the target's hidden states along --data once, in the folder of the run, and read them in every
             epoch. That pays where texts come more than once.
 
@@ -44,10 +47,17 @@ class DataOptions:
     held_out_split: str | None = None
     pack: bool = False
     capture: bool = False
+    states: str | None = None
+    states_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.data:
             raise InputError("data is missing; name a file, a folder or a dataset with texts")
+        if (self.states is None) == bool(self.states_layers) or (self.states is not None and self.capture):
+            raise InputError(
+                "states and states_layers belong together, without capture: the folder that vLLM wrote, and the layers "
+                "that it was told to extract"
+            )
         for each in self.column:
             if not all(each.partition("=")):
                 raise InputError(f"--column must be a pair such as prompt=question, got {each!r}")

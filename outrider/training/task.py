@@ -28,13 +28,14 @@ from outrider.learning.options import HeadOptions
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.open import open_config, open_model, open_tokenizer
 from outrider.setup import Setup
-from outrider.training.data.batches import Batches
+from outrider.training.data.batches import Batches, HasStates
 from outrider.training.data.capture import capture
 from outrider.training.data.documents import fingerprint_of
 from outrider.training.data.records import read_documents
 from outrider.training.data.regenerate import AnswerOptions, regenerate
 from outrider.training.data.shards import Captured, Contents
 from outrider.training.data.sources import Part
+from outrider.training.data.vllm_states import VllmStates
 from outrider.training.decoded import DecodedPrompts
 from outrider.training.distill import Data, Distilled, distilled
 from outrider.training.estimate import Work, estimate, trial
@@ -218,12 +219,13 @@ def _trained(plan: Plan, task: TrainTask, device: torch.device, console: Console
         "divergence": plan.divergence,
         "documents": fingerprint_of(learnt),
         "held_out": fingerprint_of(watched),
-        "capture": task.data.capture,
+        "capture": task.data.capture or task.data.states is not None,
         "depth": task.watch.depth,
         "watch_temperature": task.watch.watch_temperature,
     }
     console.print(f"{len(learnt):,} documents to learn from, {len(watched):,} to watch", style="cyan")
-    captured = _captured(task, learner, target, learnt, console) if task.data.capture and not task.estimate else None
+    reads = (task.data.capture or task.data.states) and not task.estimate
+    captured = _captured(task, learner, target, learnt, console) if reads else None
     batches = Batches(
         learnt, batch_size=settings.batch_size, max_length=settings.max_length, seed=settings.seed, captured=captured
     )
@@ -342,13 +344,20 @@ def _answers(task: TrainTask, console: Console) -> Path:
 
 def _captured(
     task: TrainTask, learner: Learner, target: PreTrainedModel, documents: Sequence[Document], console: Console
-) -> Captured:
-    """The target's states along the corpus. The first process of each machine captures those that are not there."""
+) -> HasStates:
+    """The target's states along the corpus, as vLLM has written them, or captured here. The first process of each
+    machine captures those that are not there.
+    """
     if not learner.captured_taps:
         raise InputError(
             "capture needs texts that stay as they are and a loss that reads the target; leave out capture, on_policy "
             "and ce"
         )
+    if task.data.states is not None:
+        wanted, layers = learner.captured_taps, task.data.states_layers
+        states = VllmStates.open(Path(task.data.states), layers=layers, wanted=wanted, documents=documents)
+        states.check(target, documents)
+        return states
     folder = task.out / FOLDER / STATES
     if processes.is_first_of_machine():
         columns = (

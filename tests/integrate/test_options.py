@@ -45,6 +45,7 @@ SETTLED = {
     "device": "cpu",
     "dtype": "float32",
     "device_map": "auto",
+    "tp_plan": "auto",
     "quantization_config": {"bits": 4},
     "attn_implementation": "eager",
     "revision": "main",

@@ -16,7 +16,9 @@ def decoded(target: str, head: str, *, tp_plan: str | None) -> dict[str, list[li
     """The tokens of two drafters at two temperatures."""
     found = {}
     for name, drafter in (("ngram", "ngram:prompt_lookup_min=1"), ("eagle", f"eagle:path={head}")):
-        engine = outrider.load(target, drafter=drafter, tp_plan=tp_plan, dtype="float32", max_slots=2)
+        # What several processes use by default.
+        length = "fixed:5" if tp_plan is None else None
+        engine = outrider.load(target, drafter=drafter, length=length, tp_plan=tp_plan, dtype="float32", max_slots=2)
         for temperature in (0.0, 1.0):
             sampling = outrider.Sampling(temperature=temperature, seed=3)
             outputs = engine.generate(PROMPTS, max_new_tokens=12, sampling=sampling, ignore_eos=True)

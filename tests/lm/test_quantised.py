@@ -108,6 +108,12 @@ def test_linear_layers_that_are_more_than_their_weight_are_neither_packed_nor_me
         assert model["k"] is other
 
 
+def test_packing_is_refused_where_no_layer_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.lm.forwards.packed.keeps_bits", lambda device, dtype: True)
+    with pytest.raises(InputError, match="no linear layer of llama has a plain weight, so nothing can be packed"):
+        outrider.load(quantised(tiny("llama")), drafter="none", forward="packed")
+
+
 def test_quantised_weights_are_not_compiled() -> None:
     model = tiny("llama")
     head = model.lm_head

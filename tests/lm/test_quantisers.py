@@ -10,6 +10,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 import outrider
 from outrider.lm.forwards.packed import PackedLinear, packed
+from outrider.lm.hf.open import open_model
 from tests.world.zoo import scrambled, tiny
 
 GREEDY = outrider.Sampling(temperature=0.0, seed=0)
@@ -58,8 +59,30 @@ def int8_of_quanto(place: str) -> nn.Module:
     return model
 
 
+def int8_of_compressed_tensors(place: str) -> nn.Module:
+    """From a checkpoint of packed weights. transformers unpacks them to floating weights in the first forward."""
+    kinds = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    model = LlamaForCausalLM.from_pretrained(place)
+    weights = kinds.QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="channel")
+    scheme = kinds.QuantizationScheme(targets=["Linear"], weights=weights)
+    kinds.apply_quantization_config(model, kinds.QuantizationConfig(config_groups={"all": scheme}, ignore=["lm_head"]))
+    with torch.no_grad():
+        for layer in (each for each in model.modules() if hasattr(each, "weight_scale")):
+            layer.weight_scale.copy_(layer.weight.abs().amax(1, keepdim=True) / 127)
+            layer.quantization_status = kinds.QuantizationStatus.FROZEN
+    compressor = compressors.ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    packed_place = Path(place) / "packed"
+    model.save_pretrained(packed_place)
+    compressor.update_config(packed_place)
+    found = open_model(str(packed_place), dtype="float32")
+    assert found.model.layers[0].mlp.up_proj.weight_packed.dtype == torch.int32
+    return found
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("opened", [nf4, int8_of_torchao, int8_of_quanto])
+@pytest.mark.parametrize("opened", [nf4, int8_of_torchao, int8_of_quanto, int8_of_compressed_tensors])
 def test_a_quantised_target_says_what_it_says_alone_and_stays_as_it_is(opened, tmp_path: Path) -> None:
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     scrambled(LlamaForCausalLM(LlamaConfig(**size, vocab_size=64)), 0).save_pretrained(tmp_path)

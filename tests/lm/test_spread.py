@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
@@ -76,7 +77,7 @@ def test_each_layers_cache_is_on_its_layers_device_and_trees_are_committed_there
         assert [isinstance(each, Card) for each in lm.cache.storages] == [False, False, True, True, True, True]
         assert lm.device == CPU
         slot = lm.open()
-        tree = Segment(slot=slot, tokens=torch.tensor([3, 4, 5, 6]), parents=[-1, -1, 1, 2], logits="all")
+        tree = Segment(slot=slot, tokens=torch.tensor([3, 4, 5, 6]), parents=np.array([-1, -1, 1, 2]), logits="all")
         extension = lm.extend([tree], taps=[0, 2, 3])
         assert {states.device for states in extension.taps.values()} == {CPU}
         lm.commit({slot: [1, 2, 3]})

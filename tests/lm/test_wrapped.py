@@ -116,17 +116,25 @@ def test_an_adapter_without_weights_or_without_a_base_is_refused(base: Path, tmp
         outrider.load(adapter(tmp_path / "lost", base, base_model_name_or_path=None))
 
 
-@pytest.fixture
-def lora(base: Path) -> nn.Module:
-    """A model with an adapter that says other texts than the model alone."""
+def adapted(base: Path, *, dora: bool = False) -> nn.Module:
+    """A model with two adapters, `default` and `other`, that both say other texts than the model alone."""
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", lora_alpha=32)
-    model = peft.get_peft_model(tiny("llama").from_pretrained(base), config).eval()
+    kinds = {"task_type": "CAUSAL_LM", "lora_alpha": 32, "use_dora": dora}
+    config = peft.LoraConfig(target_modules=["q_proj", "up_proj"], **kinds)
+    model = peft.get_peft_model(tiny("llama").from_pretrained(base), config)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"], **kinds))
+    torch.manual_seed(0)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "lora_" in name:
+            if "lora_A" in name or "lora_B" in name:
                 weight.normal_(std=0.5)
-    return model
+    return model.eval()
+
+
+@pytest.fixture(params=[False, True], ids=["lora", "dora"])
+def lora(base: Path, request: pytest.FixtureRequest) -> nn.Module:
+    """The same, of both kinds."""
+    return adapted(base, dora=request.param)
 
 
 def test_an_adapter_is_part_of_the_target_and_stays_as_it_is(lora: nn.Module, base: Path, tmp_path: Path) -> None:
@@ -137,6 +145,20 @@ def test_an_adapter_is_part_of_the_target_and_stays_as_it_is(lora: nn.Module, ba
     assert all(torch.equal(weight, before[name]) for name, weight in lora.named_parameters())
     lora.save_pretrained(tmp_path / "lora")
     assert drafted(tmp_path / "lora") == expected
+
+
+def test_of_several_adapters_the_active_one_speaks(base: Path) -> None:
+    model = adapted(base)
+    first = drafted(model)
+    model.set_adapter("other")
+    assert drafted(model) == generated(model) != first
+
+
+def test_a_merged_adapter_is_a_plain_target(base: Path, tmp_path: Path) -> None:
+    model = adapted(base)
+    expected = generated(model)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert drafted(tmp_path / "merged") == expected
 
 
 def test_an_adapter_that_acts_outside_of_layers_is_refused(base: Path) -> None:

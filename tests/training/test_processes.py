@@ -103,6 +103,7 @@ def test_two_processes_have_the_loss_curve_of_one(tmp_path: Path, kind: list[str
     assert found.returncode == 0, found.stderr
     logs = [[line for line in read(out / FOLDER / "log.jsonl") if line["kind"] == "step"] for out in (one, two)]
     assert read(two / FOLDER / "log.jsonl")[0]["num_processes"] == 2
+    assert read(two / FOLDER / "log.jsonl")[0]["divided"] == (kind is FSDP)
     assert len(logs[0]) == len(logs[1]) == 20
     for ours, theirs in zip(*logs, strict=True):
         assert ours["tokens"] == theirs["tokens"]

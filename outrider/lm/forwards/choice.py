@@ -53,7 +53,8 @@ def choose(
     """
     if together() > 1 and forward is None:
         # Processes that hold one target together would measure different times.
-        return _applied(lm, Choice(forward="eager", pad_to=pad_to or _paddings(lm)[-1]))
+        usual = 2 if _paddings(lm) == IN_HALF else 1
+        return _applied(lm, Choice(forward="eager", pad_to=pad_to or usual))
     if forward is not None:
         candidates = [forward]
     else:

@@ -1,12 +1,18 @@
 """The processes of a run, as `accelerate launch` started them."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, parse_flag_from_env
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+
+from outrider.core.inputs import InputError
+
+DIVIDING = "to_sharded_hook"
 
 
 def count() -> int:
@@ -34,6 +40,35 @@ def num_shards() -> int:
     return count() if parse_flag_from_env("ACCELERATE_USE_FSDP") else 1
 
 
+def divide(accelerator: Accelerator) -> None:
+    """Let FSDP divide the weights of a learner among processes, on CPUs too, if it was asked for.
+
+    FSDP2 takes the learner as one part, unless classes of layers are named: heads read weights of their parts without
+    calling these, and a part that is divided by itself is whole in its own call alone.
+
+    Raises:
+        InputError: Weights are to be divided on CPUs by FSDP1.
+    """
+    state = accelerator.state
+    if state.distributed_type == DistributedType.MULTI_CPU and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        # Otherwise accelerate keeps copies there.
+        plugin = FullyShardedDataParallelPlugin()
+        if plugin.fsdp_version != 2:
+            raise InputError("on CPUs weights are divided by FSDP2 alone; start with --fsdp_version 2")
+        state.distributed_type, state.fsdp_plugin = DistributedType.FSDP, plugin
+    if accelerator.is_fsdp2:
+        plugin = state.fsdp_plugin
+        if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+            plugin.auto_wrap_policy = None
+        # Every process has made the whole learner already.
+        plugin.cpu_ram_efficient_loading = False
+
+
+def is_divided(model: nn.Module) -> bool:
+    """Whether the weights of a prepared learner are divided among processes."""
+    return isinstance(model, FullyShardedDataParallel) or any(isinstance(each, FSDPModule) for each in model.modules())
+
+
 @contextmanager
 def whole(model: nn.Module) -> Iterator[None]:
     """Within it, every process has all weights of a model in place."""
@@ -45,7 +80,25 @@ def whole(model: nn.Module) -> Iterator[None]:
     for each in divided:
         each.unshard()
     try:
-        yield
+        with _kept_whole(model if divided else nn.Module()):
+            yield
     finally:
         for each in divided:
             each.reshard()
+
+
+@contextmanager
+def _kept_whole(model: nn.Module) -> Iterator[None]:
+    """Within it, FSDP2 does not divide weights again when they are read by `state_dict`, as it does to save them.
+
+    Relied on in torch (read and run in 2.13): a hook named `to_sharded_hook` does that.
+    """
+    hooks = {module: module._state_dict_pre_hooks for module in model.modules()}
+    for module, own in hooks.items():
+        others = ((key, hook) for key, hook in own.items() if DIVIDING not in getattr(hook, "__qualname__", ""))
+        module._state_dict_pre_hooks = OrderedDict(others)
+    try:
+        yield
+    finally:
+        for module, own in hooks.items():
+            module._state_dict_pre_hooks = own

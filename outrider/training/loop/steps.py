@@ -202,6 +202,7 @@ class _Run:
             log_with=trackers or None,
             project_dir=str(self.folder),
         )
+        processes.divide(self.accelerator)
         self.share = self._own_rows()
         optimizer = adamw(learner, settings, self.accelerator.device)
         self.learner: Learner = learner
@@ -440,6 +441,7 @@ class _Run:
         count = sum(parameter.numel() for parameter in self.model.parameters() if parameter.requires_grad)
         device = self.accelerator.device.type
         ran = {"device": device, "fused": device == "cuda", "num_processes": self.accelerator.num_processes}
+        ran["divided"] = processes.is_divided(self.model)
         self._log("settings", {**self.identity, **ran, "num_parameters": count})
 
     def _log(self, kind: str, numbers: Mapping[str, Any]) -> None:
