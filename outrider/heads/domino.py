@@ -23,6 +23,10 @@ from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
 
+WIDEST_STATE, WIDEST_INNER = 1024, 256
+"""Usual widths of the recurrent layer and of the bottleneck, where the target is not narrower."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DominoOptions(BlockOptions):
     """Train a Domino head: DFlash with a recurrent layer over the tokens drafted so far, which corrects each guess.
@@ -30,16 +34,16 @@ class DominoOptions(BlockOptions):
     Attributes:
         divergence: The loss: ce learns the texts; fkl, rkl, jsd:beta=0.5, tvd, nla, lk learn the target's rows.
         shift_label: Let the anchor's position guess the first token. The last position of a block then guesses nothing.
-        gru_hidden_dim: Width of the recurrent layer.
-        emb_dim: Width of the bottleneck.
+        gru_hidden_dim: Width of the recurrent layer. By default 1024, or the target's width if that is smaller.
+        emb_dim: Width of the bottleneck. By default 256, or the target's width if that is smaller.
         pure_draft_prefix_len: How many guesses at the beginning of a block are not corrected.
         base_steps: Steps over which the loss of the guesses before they are corrected fades out.
     """
 
     divergence: str = loss("ce")
     shift_label: bool = size(False)
-    gru_hidden_dim: int = size(1024, least=1)
-    emb_dim: int = size(256, least=1)
+    gru_hidden_dim: int | None = size(None, least=1)
+    emb_dim: int | None = size(None, least=1)
     pure_draft_prefix_len: int = size(1, least=0)
     base_steps: int = loss(1000, least=1)
 
@@ -49,13 +53,13 @@ class DominoSizes:
     """What the config of a Domino head says alone.
 
     Attributes:
-        state: Width of the recurrent layer.
-        inner: Width of the bottleneck.
+        state: Width of the recurrent layer; 0: the usual one.
+        inner: Width of the bottleneck; 0: the usual one.
         pure: How many guesses at the beginning of a block are not corrected.
     """
 
-    state: int
-    inner: int
+    state: int = 0
+    inner: int = 0
     pure: int = 1
 
 
@@ -98,7 +102,9 @@ class DominoHead(DFlashHead):
 
     def __init__(self, config: BlockConfig, ends: EmbeddingAndHead, vocab_size: int) -> None:
         width = config.layers.hidden_size
-        self.own: DominoSizes = config.own or DominoSizes(state=width, inner=width)
+        own: DominoSizes = config.own or DominoSizes()
+        state, inner = own.state or min(width, WIDEST_STATE), own.inner or min(width, WIDEST_INNER)
+        self.own = replace(own, state=state, inner=inner)
         super().__init__(replace(config, own=self.own), ends, vocab_size)
         outputs = config.num_outputs or config.layers.vocab_size
         self.prefix_gru = PrefixGRU(width, self.own.state)
@@ -111,7 +117,9 @@ class DominoHead(DFlashHead):
 
     @classmethod
     def sizes(cls, options: DominoOptions) -> dict[str, Any]:
-        own = DominoSizes(state=options.gru_hidden_dim, inner=options.emb_dim, pure=options.pure_draft_prefix_len)
+        own = DominoSizes(
+            state=options.gru_hidden_dim or 0, inner=options.emb_dim or 0, pure=options.pure_draft_prefix_len
+        )
         return {"from_anchor": options.shift_label, "idle": int(options.shift_label), "own": own}
 
     @classmethod
