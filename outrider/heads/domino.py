@@ -22,7 +22,6 @@ from outrider.lm.hf.checkpoint import nested
 from outrider.lm.hf.checkpoint import size as size_in
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
 
-
 WIDEST_STATE, WIDEST_INNER = 1024, 256
 """Usual widths of the recurrent layer and of the bottleneck, where the target is not narrower."""
 
