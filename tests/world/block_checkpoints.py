@@ -421,9 +421,10 @@ def convolved(
     found = torch.zeros_like(states)
     for k in range(len(states)):
         for s in range(base.shape[1]):
-            for c in range(HIDDEN):
-                if k >= s:
-                    found[k, c] += (base[side, s, c] + made[k, side, s, c // GROUP]) * states[k - s, c]
+            if k >= s:
+                # Entry c has the kernel of its group.
+                kernel = base[side, s] + made[k, side, s][torch.arange(HIDDEN) // GROUP]
+                found[k] += kernel * states[k - s]
     return found
 
 
