@@ -133,6 +133,13 @@ ROWS = (
     ),
     Row(
         family="drafter",
+        name="jetspec",
+        home="outrider.heads.jetspec:SPEC",
+        summary="dflash whose guesses see no later position of their block",
+        source="JetSpec 2026, https://arxiv.org/abs/2606.18394",
+    ),
+    Row(
+        family="drafter",
         name="dflare",
         home="outrider.heads.dflare:SPEC",
         summary="dflash with a mixture of the target's layers for each layer of the head",
@@ -144,6 +151,20 @@ ROWS = (
         home="outrider.heads.dspark:SPEC",
         summary="dflash with a sequential head that corrects each guess by the token before it",
         source="DeepSeek 2026, https://arxiv.org/abs/2607.05147",
+    ),
+    Row(
+        family="drafter",
+        name="domino",
+        home="outrider.heads.domino:SPEC",
+        summary="dflash with a recurrent layer over the drafted tokens that corrects each guess",
+        source="Domino 2026, https://arxiv.org/abs/2605.29707",
+    ),
+    Row(
+        family="drafter",
+        name="dflash2",
+        home="outrider.heads.dflash2:SPEC",
+        summary="dflash with convolutions in the block, and a choice among the likeliest tokens by the token before",
+        source="z-lab 2026, https://github.com/z-lab/dflash",
     ),
     Row(
         family="tree",

@@ -294,6 +294,9 @@ def export(options: ExportOptions, as_json: Json = False) -> None:
 @with_options(without=MEASURED)
 def doctor(
     setup: Setup,
+    head: Annotated[
+        str | None, typer.Argument(help="A head: say why its acceptance is low. Nothing else is measured then.")
+    ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text file, or JSON lines with `prompt` or `turns`; a few texts otherwise.")
     ] = None,
@@ -303,13 +306,16 @@ def doctor(
     rounds: Annotated[int, typer.Option(help="How often costs are timed; 0 leaves them out.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Report what works with a target.
+    """Report what works with a target, or why a head drafts badly.
 
     With a drafter, also compare the two and measure the speedup on this machine. Without a target, the pair that ships
     with Outrider is examined.
     """
-    from outrider.cli.doctor import Plan, doctor
+    from outrider.cli.doctor import Plan, doctor, examine_head
 
+    if head is not None:
+        examine_head(setup, head, text=text, as_json=as_json)
+        return
     plan = Plan(gamma=num_speculative_tokens, temperature=temperature, num_tokens=num_tokens, rounds=rounds)
     doctor(setup, plan, text=text, as_json=as_json)
 

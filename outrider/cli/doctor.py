@@ -15,6 +15,7 @@ from outrider import catalog
 from outrider.assembly import completed, tokenizer_of
 from outrider.bench.agreement import LEAST_TEXT, Agreement
 from outrider.bench.doctor import LENGTHS, NEW_TOKENS, Diagnosis, Side, Worth, compare_sides, measure
+from outrider.bench.examination import Judge, examine
 from outrider.cli.opened import check_numbers, opened
 from outrider.cli.prompts import read_file
 from outrider.core.inputs import whole
@@ -29,6 +30,8 @@ from outrider.lm.hf.open import as_device, as_dtype, open_config
 from outrider.setup import Setup
 
 TEXT = ASSETS / "prompts.jsonl"
+EXAMINED = 16
+"""Most texts that the target continues while a head is examined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +87,33 @@ def doctor(setup: Setup, plan: Plan, *, text: Path | None, as_json: bool) -> Non
         print(json.dumps(found.to_json(), indent=2))
     else:
         _print(found)
+
+
+def examine_head(setup: Setup, head: str, *, text: Path | None, as_json: bool) -> None:
+    """Say why a head drafts badly, one sentence for each finding."""
+    if setup.drafter is not None:
+        raise InputError("give the head as HEAD or as --drafter, not both: HEAD is examined, and --drafter is measured")
+    as_dtype(setup.dtype)
+    as_device(setup.device)
+    use_threads(setup.threads)
+    prompts = read_file(TEXT if text is None else text)
+    some = random.Random(0).sample(list(prompts), min(EXAMINED, len(prompts)))
+    engine = opened(replace(setup, drafter="none", tree="chain", length="fixed:1", verifier=None, decoding="step"))
+    if engine.tokenizer is None:
+        raise InputError("there is no tokenizer beside the target, so no text can be read; give one with --tokenizer")
+    judge = Judge.listening(engine, [_encoded(engine, prompt) for prompt in some])
+    found = examine(head, judge)
+    if as_json:
+        print(json.dumps(found.to_json(), indent=2))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    if found.tokens_per_step is not None:
+        line = f"{head}: {found.tokens_per_step:.2f} tokens per step of {found.depth} draft tokens at temperature 1"
+        console.print(f"{line}, along {len(some)} texts of the target", markup=False)
+    for each in found.findings:
+        console.print(f"- {each.about}: {each.sentence}", markup=False)
+    if not found.findings:
+        console.print("Nothing was found that lowers its acceptance.")
 
 
 def _looked_at(setup: Setup, drafter: str | None) -> Diagnosis:

@@ -5,7 +5,7 @@ DeepSeek 2026, https://arxiv.org/abs/2607.05147
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -42,6 +42,35 @@ class DSparkOptions(BlockOptions):
     markov: str = size("vanilla")
     markov_rank: int = size(256)
     confidence: bool = size(True)
+
+
+@runtime_checkable
+class SequentialHead(Protocol):
+    """What corrects the trunk's guesses by the tokens that were drafted so far."""
+
+    def start(self, count: int) -> Float[Tensor, "count state"]:
+        """The state before the anchor is read."""
+        ...
+
+    def corrected(
+        self,
+        base: Float[Tensor, "n width"],
+        state: Float[Tensor, "n state"],
+        tokens: Int[Tensor, " n"],
+        hidden: Float[Tensor, "n hidden"] | None,
+    ) -> tuple[Float[Tensor, "n width"], Float[Tensor, "n state"]]:
+        """Read one more token.
+
+        Args:
+            base: The trunk's logits of each guess.
+            state: What was read before; `start` at the anchor.
+            tokens: The token before each guess.
+            hidden: The trunk's output feature of the position that guesses; None on tables.
+
+        Returns:
+            The logits of the guesses, and the new state.
+        """
+        ...
 
 
 class MarkovHead(nn.Module):
@@ -81,6 +110,17 @@ class MarkovHead(nn.Module):
         """The state before the anchor is read."""
         weight = self.markov_w1.weight
         return torch.zeros(count, self.rank, dtype=weight.dtype, device=weight.device)
+
+    def corrected(
+        self,
+        base: Float[Tensor, "n width"],
+        state: Float[Tensor, "n rank"],
+        tokens: Int[Tensor, " n"],
+        hidden: Float[Tensor, "n hidden"] | None,
+    ) -> tuple[Float[Tensor, "n width"], Float[Tensor, "n rank"]]:
+        """As `SequentialHead` says."""
+        after, read = self.step(state, tokens, hidden)
+        return base + self(read)[:, : base.shape[1]], after
 
     def along(
         self, tokens: Int[Tensor, "n depth"], hidden: Float[Tensor, "n depth hidden"]
@@ -185,6 +225,11 @@ class DSparkHead(DFlashHead):
             rank = config.markov_rank if config.confidence == "markov" else 0
             self.confidence_head = ConfidenceHead(config.layers.hidden_size, rank)
 
+    @property
+    def sequential(self) -> SequentialHead:
+        """What corrects the guesses."""
+        return self.markov_head
+
     @classmethod
     def sizes(cls, options: DSparkOptions) -> dict[str, Any]:
         return {
@@ -255,7 +300,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
     rows: ClassVar[Rows] = "sampled"
     state: ClassVar[type[Any]] = SparkState
 
-    markov: MarkovHead | None = None
+    markov: SequentialHead | None = None
     judge: ConfidenceHead | None = None
 
     @property
@@ -320,14 +365,14 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         return replace(found, markov=markov, judge=judge)
 
     @property
-    def _head(self) -> MarkovHead:
-        return self.markov or cast(DSparkHead, cast(HeadLM, self.lm).running).markov_head
+    def _head(self) -> SequentialHead:
+        return self.markov or cast(DSparkHead, cast(HeadLM, self.lm).running).sequential
 
     @property
     def _judge(self) -> ConfidenceHead | None:
         if self.markov is not None:
             return self.judge
-        return cast(DSparkHead, cast(HeadLM, self.lm).running).confidence_head
+        return getattr(cast(HeadLM, self.lm).running, "confidence_head", None)
 
     def _survival(
         self,
@@ -340,12 +385,13 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         """How likely a token drawn behind each node is accepted, with all before it; None without a confidence head."""
         if (judge := self._judge) is None:
             return None
+        markov = cast(MarkovHead, self._head)
         pairs = list(zip(map(self.own, states), depths.tolist(), strict=True))
         hidden = None
         if all(own.hidden is not None for own, _ in pairs):
             hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
         device = judge.proj.weight.device
-        chances = judge(hidden, self._head.markov_w1(tokens.to(device, non_blocking=True))).sigmoid()
+        chances = judge(hidden, markov.markov_w1(tokens.to(device, non_blocking=True))).sigmoid()
         found = []
         for (own, _), node, parent, chance in zip(pairs, nodes.tolist(), parents.tolist(), chances, strict=True):
             own.survival[node] = chance * own.survival[parent] if parent >= 0 else chance
@@ -372,9 +418,7 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         hidden = None
         if all(own.hidden is not None for own, _ in pairs):
             hidden = torch.stack([_at(own.hidden, depth) for own, depth in pairs])
-        after, read = self._head.step(before, tokens.to(base.device, non_blocking=True), hidden)
-        added = self._head(read)
-        return base + added[:, : base.shape[1]], after
+        return self._head.corrected(base, before, tokens.to(base.device, non_blocking=True), hidden)
 
 
 def published(config: Mapping[str, Any], names: Collection[str]) -> bool:

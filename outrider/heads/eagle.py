@@ -1,7 +1,7 @@
 r"""EAGLE-1: a decoder layer that continues the target's last features (Li et al. 2024)."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from outrider.core.types import InputError
 from outrider.drafters.exports import Exports
 from outrider.drafters.token_map import check_listed, checked_ids, read_token_map
+from outrider.heads.doubt import Doubt
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext, Places
 from outrider.heads.parts.layer_config import (
@@ -224,6 +225,28 @@ class EagleHead(FeatureHead):
             # SGLang makes the bias without reading it, where the file has none.
             tensors = {"fc.bias": torch.zeros(len(tensors["fc.weight"])), **tensors}
         return config, tensors
+
+    def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
+        found = [
+            *super().doubts(target),
+            Doubt(
+                about="norm",
+                means="it was trained on the target's last states before the final norm",
+                advice="train it further on normed states",
+                changes=[(self, "ends", replace(self.ends, norm=lambda states: states))],
+            ),
+        ]
+        if isinstance(self.fc, nn.Linear):
+            swapped = torch.cat(list(reversed(self.fc.weight.chunk(2, -1))), -1)
+            found.append(
+                Doubt(
+                    about="columns of fc",
+                    means="the columns of fc.weight stand in the order feature, embedding",
+                    advice="swap their halves in its file",
+                    changes=[(self.fc, "weight", nn.Parameter(swapped, requires_grad=False))],
+                )
+            )
+        return found
 
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         weight = next(self.layers.parameters())

@@ -1,6 +1,6 @@
 r"""EAGLE-3: a decoder layer over three fused hidden states, trained on its own outputs (Li et al. 2025)."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from outrider.core.types import InputError
 from outrider.drafters.exports import Exports
+from outrider.heads.doubt import Doubt, other_taps
 from outrider.heads.head import TrainedHead
 from outrider.heads.objective import HeadContext
 from outrider.heads.parts.layer_config import (
@@ -33,8 +34,12 @@ from outrider.lm.target_info import TargetInfo
 
 SPECULATORS = "eagle3"
 """The `speculators_model_type` of the first layout."""
-NATIVE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
+AUTOMODEL = "LlamaEagle3DraftModel"
+"""The architecture of the heads of NeMo AutoModel."""
+NATIVE = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", AUTOMODEL)
 """Architectures of the second one."""
+AUTO_MAP = "auto_map"
+"""A key that SpecForge writes, and no other trainer of such heads."""
 MASK = "mask_hidden"
 """The tensor that a P-EAGLE head has beside those of an EAGLE-3 head."""
 ARCHITECTURE, VERSION = "Eagle3Speculator", "0.2.0"
@@ -330,6 +335,37 @@ class Eagle3Head(FeatureHead):
         names = ("taps", "norm_before_residual", "norm_output")
         return ", ".join(f"{name}={getattr(self.sizes, name)}" for name in names)
 
+    def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
+        sizes, first = self.sizes, cast(FusedLayer, self.layers[0])
+        found = list(super().doubts(target))
+        for taps, how in other_taps(sizes.taps, target.num_layers):
+            found.append(
+                Doubt(
+                    about="taps",
+                    means=f"it reads the hidden states {_listed(sizes.taps)}, and was trained on others, {how}",
+                    advice=f"say taps={'x'.join(map(str, taps))} behind its path",
+                    changes=[(self, "sizes", replace(sizes, taps=taps))],
+                )
+            )
+        residual, output = not sizes.norm_before_residual, not sizes.norm_output
+        found.append(
+            Doubt(
+                about="residual",
+                means="its config is wrong on which residual its first layer has",
+                advice=f"write norm_before_residual {str(residual).lower()} into its config",
+                changes=[(first, "norm_before_residual", residual)],
+            )
+        )
+        found.append(
+            Doubt(
+                about="feedback",
+                means="its config is wrong on which feature a draft token is read with",
+                advice=f"say norm_output={str(output).lower()} behind its path",
+                changes=[(self, "sizes", replace(sizes, norm_output=output))],
+            )
+        )
+        return found
+
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
         states = states.to(self.fc.weight.device, self.fc.weight.dtype)
         if self.fc_norm:
@@ -496,6 +532,11 @@ class Eagle3Layout:
         if answers.norm_output is not None:
             return answers.norm_output
         if self._flag("norm_output") and not _is_speculators(self.given) and self.target is None:
+            if AUTOMODEL in (self.given.get("architectures") or ()):
+                return True
+            if AUTO_MAP in self.given:
+                # There it says that the output layer reads the normed output, as it does in all heads.
+                return False
             raise InputError(
                 f"the config of {self.path} has norm_output, which vLLM and SGLang read as: feed the normed output "
                 "back. Heads of SpecForge were trained without that. Add norm_output=true behind the path to feed the "
@@ -549,6 +590,10 @@ def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
         return False
     native = any(name in NATIVE for name in config.get("architectures") or [])
     return _is_speculators(config) or native or any(name.startswith("midlayer.hidden_norm") for name in names)
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def _is_speculators(config: Mapping[str, Any]) -> bool:

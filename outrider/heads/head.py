@@ -1,5 +1,6 @@
 """A head as a torch module, and a head on disk before it is bound to a target: `name:path=...`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from outrider.core.types import InputError
 from outrider.drafters.protocol import Drafter, check_longest
+from outrider.heads.doubt import Doubt
 from outrider.lm.head import HeadLM, head_lm
 from outrider.lm.hf.checkpoint import Checkpoint, TargetShape
 from outrider.lm.hf.open import as_device, as_dtype
@@ -84,6 +86,10 @@ class Head(nn.Module):
         if not place.spec.published(checkpoint.config, checkpoint.names):
             raise InputError(f"the head in {place.path} is no {place.spec.name} head; give one of this kind")
         return cls.load(checkpoint, context.info, place)
+
+    def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
+        """What else the files could mean, for a head that drafts badly; by default nothing."""
+        return ()
 
     def freeze(self) -> None:
         """Let the parts that no training changes stay as they are."""

@@ -45,6 +45,8 @@ STD = 0.02
 """Spread of new mask slots."""
 PEAGLE = "peagle"
 """The `speculators_model_type` of P-EAGLE heads."""
+DEPTHS = "num_depths"
+"""The key of AutoModel's files that says how many tokens a P-EAGLE head has learnt to guess at once."""
 MASK_IDS = ("mask_token_id", "pard_token")
 """The keys of a config that name the mask token of a P-EAGLE head: that of trainers, and vLLM's own."""
 TOKENS = "num_speculative_tokens"
@@ -480,7 +482,9 @@ def _num_slots(config: Mapping[str, Any], path: str) -> int | None:
         method = config["speculators_config"]["proposal_methods"][0]
         method["speculative_tokens"]
     except (KeyError, IndexError, TypeError):
-        return None
+        if config.get(DEPTHS) is None:
+            return None
+        return size_in(config, DEPTHS, path, most=MOST_COUNT) - 1
     return size_in(method, "speculative_tokens", path, most=MOST_COUNT) - 1
 
 

@@ -1,7 +1,7 @@
 r"""What a head that guesses blocks minimises: a divergence per guess, and how much a guess at each depth counts."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from jaxtyping import Bool, Float
@@ -10,8 +10,10 @@ from torch import Tensor
 from outrider.core.types import InputError
 from outrider.learning.divergences import Divergence
 
-Weighting = Literal["decay", "survival"]
-"""How much a guess counts: less with its depth, or by how likely the guesses before it are accepted."""
+Weighting = Literal["decay", "even", "survival"]
+"""How much a guess counts: less with its depth, the same at every depth, or by how likely the guesses before it are
+accepted.
+"""
 GAMMAS = {16: 7.0, 10: 5.0, 8: 4.0}
 """The decay that the paper uses, by the size of a block."""
 FLOOR = 0.5
@@ -22,15 +24,16 @@ FLOOR = 0.5
 class BlockLoss:
     r"""The loss of blocks: $(1 - s) D(p, q) + s\,\mathrm{CE}$ per guess, weighted.
 
-    With `decay`, the guess at depth k counts $e^{-(k - 1) / \gamma}$. With `survival` (D-PACE), it counts
-    $\sum_{j \ge k} \prod_{i \le j} r_i$, where $r_i = (1 - a)\,q(y_i) + a$ estimates from the head's own probability of
-    the text's token whether guess i is accepted, and $a = 0.5$; guesses that count for nothing have $r_i = 1$.
+    With `decay`, the guess at depth k counts $e^{-(k - 1) / \gamma}$; with `even`, 1. With `survival` (D-PACE), it
+    counts $\sum_{j \ge k} \prod_{i \le j} r_i$, where $r_i = (1 - a)\,q(y_i) + a$ estimates from the head's own
+    probability of the text's token whether guess i is accepted, and $a = 0.5$; guesses that count for nothing have
+    $r_i = 1$.
 
     Attributes:
         of: The divergence from the target's rows; None is the cross-entropy of the text's own tokens.
         hard: $s$, the share of the cross-entropy beside a divergence.
         gamma: How slowly guesses count less with their depth.
-        weighting: `decay` or `survival`.
+        weighting: `decay`, `even` or `survival`.
 
     Raises:
         InputError: A number is out of range, or there is no such weighting.
@@ -49,8 +52,8 @@ class BlockLoss:
             raise InputError(f"hard must be in 0..1, got {self.hard}")
         if not self.gamma > 0:
             raise InputError(f"gamma must be > 0, got {self.gamma}")
-        if self.weighting not in ("decay", "survival"):
-            raise InputError(f"weighting must be decay or survival, got {self.weighting!r}")
+        if self.weighting not in get_args(Weighting):
+            raise InputError(f"weighting must be decay, even or survival, got {self.weighting!r}")
 
     @property
     def reads_labels(self) -> bool:
@@ -73,6 +76,8 @@ class BlockLoss:
             >>> BlockLoss(weighting="survival").weights(0 * one, one.bool())[0, 0]
             tensor([3., 2., 1.])
         """
+        if self.weighting == "even":
+            return valid.to(log_q)
         if self.weighting == "decay":
             depth = torch.arange(log_q.shape[-1], device=log_q.device, dtype=log_q.dtype)
             return torch.exp(-depth / self.gamma) * valid

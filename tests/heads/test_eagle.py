@@ -47,6 +47,9 @@ EAGLE3S: dict[str, dict[str, Any]] = {
     "narrow": {"size": 16},
     "shared output": {"few": False, "shared_output": True},
     "of its authors": {"native": True},
+    "vllm, normed together": {"native": True, "flags": {"norm_before_fc": True, "norm_before_residual": True}},
+    "automodel": {"native": True, "producer": "automodel", "flags": {"fc_norm": True, "norm_output": True}},
+    "specforge": {"native": True, "producer": "specforge", "flags": {"fc_norm": True, "norm_output": True}},
 }
 
 
@@ -90,7 +93,11 @@ def test_a_published_eagle3_is_recognised_and_guesses_what_its_description_says(
     assert catalog.make("drafter", str(tmp_path)) == EAGLE3.at(path=str(tmp_path))
     more = {key: value for key, value in given.items() if key in QWEN}
     layer = layer_of(known, num_hidden_layers=given.get("layers", 1), **more)
-    naive = NaiveEagle3(tensors, layer, known.ends(), given.get("flags", {}))
+    flags = dict(given.get("flags", {}))
+    if given.get("producer") == "specforge":
+        # Its own feedback is raw, whatever the key says.
+        flags["norm_output"] = False
+    naive = NaiveEagle3(tensors, layer, known.ends(), flags)
     spec = f"eagle3:path={tmp_path},taps=0x1x2" if given.get("native") else str(tmp_path)
     check(spec, naive, (0, 1, 2))
 

@@ -182,6 +182,7 @@ def test_an_ngram_model_of_another_vocabulary_is_refused(tmp_path):
         {"flags": {"fc_norm": True}},
         {"flags": {"norm_before_fc": True}},
         {"native": True},
+        {"native": True, "producer": "automodel", "flags": {"fc_norm": True}},
     ],
 )
 @torch.no_grad()
@@ -196,7 +197,8 @@ def test_a_peagle_head_is_recognised_and_guesses_what_its_description_says(tmp_p
     naive = NaiveEagle3(tensors=tensors, layer=layer, ends=known.ends(), flags=more.get("flags", {}))
     if more.get("native"):
         # vLLM's own layout counts layers otherwise, and says how many tokens are drafted when it is started.
-        path = replace(path, slots=3, taps=(0, 1, 2))
+        told = {} if more.get("producer") else {"slots": 3}
+        path = replace(path, taps=(0, 1, 2), **told)
     text, gamma = np.random.default_rng(0).integers(3, 64, size=12).tolist(), 4
     drafter = path.bind(known)
     assert (drafter.max_depth, drafter.taps) == (4, (0, 1, 2))

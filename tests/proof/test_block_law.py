@@ -5,6 +5,7 @@ tables is in test_head_law.
 import pytest
 
 from outrider import catalog
+from outrider.heads.dflash2 import DFlash2Sizes
 from outrider.lm.hf.open import as_lm
 from outrider.lm.target_info import TargetInfo
 from outrider.proof.rule import law_error
@@ -36,10 +37,18 @@ def over_a_llama(kind: str, rule: str = "block", tree: str = "chain", **more: ob
         ("dflare", "token", "chain"),
         ("dspark", "block", "chain"),
         ("dspark", "recursive", "gumbel:branching=2x1"),
+        ("jetspec", "recursive", "iid:num_paths=2"),
+        ("domino", "block", "chain"),
+        ("dflash2", "recursive", "gumbel:branching=2x1"),
     ],
 )
 def test_whole_runs_over_a_real_model_keep_the_law(kind, rule, tree):
     assert_lossless(walk(over_a_llama(kind, rule, tree), most=4))
+
+
+def test_a_choice_among_fewer_tokens_than_there_are_keeps_the_law():
+    own = DFlash2Sizes(group=8, rank=4, top_k=1)
+    assert_lossless(walk(over_a_llama("dflash2", own=own), most=4))
 
 
 def test_windows_that_are_passed_within_a_run_keep_the_law():

@@ -93,6 +93,9 @@ VARIANTS = {
     "dspark": {"markov": "vanilla"},
     "dspark-gated": {"markov": "gated", "from_anchor": False},
     "dspark-rnn": {"markov": "rnn"},
+    "jetspec": {},
+    "domino": {},
+    "dflash2": {},
 }
 
 
@@ -106,8 +109,7 @@ def test_a_block_in_training_is_the_block_that_is_drafted_behind_the_same_anchor
     assert len(found) > 20
     for (place, number), logits in found.items():
         expected = trained(made, given, torch.tensor([[place - number - 1]]))[0, 0, number]
-        difference = float((logits - expected).abs().max())
-        assert difference < 1e-4, (place, number, difference)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)
@@ -265,6 +267,17 @@ def test_a_sequential_head_that_adds_nothing_leaves_dflash_that_samples_from_the
         assert torch.allclose(rows[0], rows[1], atol=1e-4)
 
 
+def test_new_heads_that_correct_guesses_begin_as_dflash_to_the_bit():
+    parent, places = fresh("dflash", tiny("llama").float(), taps=(1, 2)), torch.tensor([[4, 6]]).expand(3, -1)
+    expected = trained(parent, batch(), places)
+    for kind, allowed in (("domino", VOCAB), ("dflash2", 16)):
+        child = fresh(kind, tiny("llama").float(), taps=(1, 2))
+        with_weights_of(child.head, parent.head)
+        found = trained(child, batch(), places)
+        assert (found.isfinite().sum(-1) == allowed).all()
+        assert torch.equal(found[found.isfinite()], expected[found.isfinite()])
+
+
 def test_a_mixture_of_one_layer_with_the_same_projections_leaves_dflash():
     around = target_info()
     parent = block_head("dflash", around)
@@ -348,7 +361,7 @@ def test_what_does_not_fit_is_refused(tmp_path):
         ("dflash", {"num_anchors": 0}, "num_anchors must be >= 1"),
         ("dflash", {"gamma": 0.0}, "gamma must be > 0"),
         ("dflash", {"hard": 1.5}, "hard must be in 0..1"),
-        ("dflash", {"weighting": "all"}, "weighting must be decay or survival"),
+        ("dflash", {"weighting": "all"}, "weighting must be decay, even or survival"),
     ):
         with pytest.raises(InputError, match=message):
             fresh(kind, target, **wrong)

@@ -16,6 +16,8 @@ from torch import Tensor
 HIDDEN, HEADS, SHARED, DIM, INNER, LAYERS = 32, 4, 2, 8, 48, 3
 """Sizes of the decoder layers; heads times their width is the hidden size, as in a tiny target."""
 RANK, BLOCK, MASK = 6, 4, 0
+STATE, GROUP, TOP = 10, 8, 5
+"""Sizes of the parts that only Domino and DFlash 2 have."""
 LAYER_CONFIG: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "intermediate_size": INNER,
@@ -44,6 +46,7 @@ class Checkpoint:
         windows: Per layer, how far it sees; None: everything.
         causal: Per layer, whether a block sees no later position of itself.
         markov: The kind of sequential head.
+        block: Positions of a block.
     """
 
     config: dict[str, Any]
@@ -53,6 +56,7 @@ class Checkpoint:
     windows: list[int | None] = field(default_factory=lambda: [None] * LAYERS)
     causal: list[bool] = field(default_factory=lambda: [False] * LAYERS)
     markov: str = "vanilla"
+    block: int = BLOCK
 
     def save(self, folder: Path) -> str:
         """Write the two files."""
@@ -188,7 +192,7 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
             taps=(1, 2),
             windows=[5, None, 5],
         ),
-        "dflash-jetspec": Checkpoint(
+        "jetspec": Checkpoint(
             config=authors(
                 "DFlashDraftModel", vocab, {**inner, "causal_head": True}, block_size=BLOCK, num_target_layers=3
             ),
@@ -196,7 +200,7 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
             taps=(1, 2),
             causal=[True] * LAYERS,
         ),
-        "dflash-automodel": Checkpoint(
+        "jetspec-automodel": Checkpoint(
             config=authors(
                 "Qwen3DFlashDraftModel", vocab, {**inner, "causal": True}, block_size=BLOCK, is_causal=False
             ),
@@ -256,6 +260,59 @@ def checkpoints(vocab: int) -> dict[str, Checkpoint]:
         from_anchor=True,
         windows=[5, None, 5],
     )
+    gru = drawn(
+        {
+            "prefix_gru.weight_ih_l0": (3 * STATE, HIDDEN),
+            "prefix_gru.weight_hh_l0": (3 * STATE, STATE),
+            "embed_proj.0.weight": (RANK, HIDDEN + STATE),
+            "embed_proj.2.weight": (vocab, RANK),
+        },
+        11,
+    )
+    for shifted in (False, True):
+        said = {"projector_type": "domino", "shift_label": shifted, "emb_dim": RANK, "gru_hidden_dim": STATE}
+        name = "domino-shifted" if shifted else "domino"
+        found[name] = Checkpoint(
+            config=authors(
+                "DFlashDraftModel" if shifted else "DominoDraftModel",
+                vocab,
+                {**inner, **said, "pure_draft_prefix_len": 1},
+                block_size=BLOCK + shifted,
+            ),
+            tensors={**trunk(2, vocab), **gru},
+            taps=(1, 2),
+            from_anchor=shifted,
+            block=BLOCK + shifted,
+        )
+    kernels: dict[str, tuple[int, ...]] = {}
+    for name in (f"layers.{i}.{part}_conv" for i in range(LAYERS) for part in ("attention", "mlp")):
+        kernels |= {f"{name}.base_kernel": (2, 2, HIDDEN)}
+        kernels |= {f"{name}.kernel_projection.weight": (2 * 2 * HIDDEN // GROUP, HIDDEN)}
+    codes: dict[str, tuple[int, ...]] = {
+        "candidate_selector.predecessor_codebook": (vocab, RANK),
+        "candidate_selector.successor_codebook": (vocab, RANK),
+        "candidate_selector.hidden_projection.weight": (RANK, HIDDEN),
+    }
+    convolved = {name: tensor * HIDDEN**0.5 / 3 for name, tensor in drawn(kernels, 12).items() if "base" in name}
+    convolved |= {name: tensor / 3 for name, tensor in drawn(kernels, 12).items() if "base" not in name}
+    keys = {"conv_kernel_size": 2, "conv_group_size": GROUP, "selector_rank": RANK, "selector_top_k": TOP}
+    found["dflash2"] = Checkpoint(
+        config=authors("DFlash2DraftModel", vocab, {**inner, **keys, "block_size": BLOCK}, is_causal=False),
+        tensors={**trunk(2, vocab), **convolved, **drawn(codes, 13)},
+        taps=(1, 2),
+    )
+    found["dflash2-automodel"] = Checkpoint(
+        config=authors(
+            "Qwen3DFlash2DraftModel",
+            vocab,
+            {**inner, **keys, "block_size": BLOCK, "output_multiplier": 1.5, "final_logit_softcapping": 4.0},
+            is_causal=False,
+            **(window | {"layer_types": ["sliding_attention"] * LAYERS}),
+        ),
+        tensors={**trunk(2, vocab), **convolved, **drawn(codes, 13)},
+        taps=(1, 2),
+        windows=[5] * LAYERS,
+    )
     for kind in ("vanilla", "gated", "rnn"):
         own = kind == "gated"
         found[f"dspark-{kind}"] = Checkpoint(
@@ -294,8 +351,9 @@ def block_logits(
     w = made.tensors
     features = torch.cat([hidden_states[tap] for tap in made.taps], -1)
     length = len(features)
-    states = w.get("embed_tokens.weight", embedding)[torch.tensor([anchor] + [MASK] * (BLOCK - 1))]
-    places = torch.arange(length + BLOCK, dtype=torch.float64)
+    size = made.block
+    states = w.get("embed_tokens.weight", embedding)[torch.tensor([anchor] + [MASK] * (size - 1))]
+    places = torch.arange(length + size, dtype=torch.float64)
     for i in range(LAYERS):
         at = f"layers.{i}.self_attn"
         context = rms(features @ w["fc.weight"].T, w["hidden_norm.weight"]) if "fc.weight" in w else None
@@ -304,34 +362,70 @@ def block_logits(
             mixed = sum(share * hidden_states[tap] for share, tap in zip(mixture, made.taps, strict=True))
             context = rms(mixed, w.get(f"fusion_norms.{i}.weight", w.get("hidden_norm.weight")))
         inputs = rms(states, w[f"layers.{i}.input_layernorm.weight"])
+        before = inputs
+        inputs = convolved(w, f"layers.{i}.attention_conv", 0, before, inputs)
 
         def projected(name: str, at: str = at, context: Tensor = context, inputs: Tensor = inputs) -> Tensor:
             own = f"{at}.{name}_proj_target.weight"
             of_context = context @ w[own if own in w else f"{at}.{name}_proj.weight"].T
             return torch.cat([of_context, inputs @ w[f"{at}.{name}_proj.weight"].T]).view(-1, SHARED, DIM)
 
-        queries = rms((inputs @ w[f"{at}.q_proj.weight"].T).view(BLOCK, HEADS, DIM), w[f"{at}.q_norm.weight"])
+        queries = rms((inputs @ w[f"{at}.q_proj.weight"].T).view(size, HEADS, DIM), w[f"{at}.q_norm.weight"])
         queries = turned(queries, places[length:])
         keys, values = turned(rms(projected("k"), w[f"{at}.k_norm.weight"]), places), projected("v")
-        mixed = torch.zeros(BLOCK, HEADS, DIM, dtype=torch.float64)
-        for place in range(BLOCK):
+        mixed = torch.zeros(size, HEADS, DIM, dtype=torch.float64)
+        for place in range(size):
             for head in range(HEADS):
                 group = head * SHARED // HEADS
                 scores = keys[:, group] @ queries[place, head] / DIM**0.5
-                for key in range(length + BLOCK):
+                for key in range(length + size):
                     ahead = key - (length + place)
                     if (made.causal[i] and ahead > 0) or (
                         made.windows[i] is not None and abs(ahead) >= made.windows[i]
                     ):
                         scores[key] = -torch.inf
                 mixed[place, head] = scores.softmax(0) @ values[:, group]
-        states = states + mixed.flatten(1) @ w[f"{at}.o_proj.weight"].T
-        inputs = rms(states, w[f"layers.{i}.post_attention_layernorm.weight"])
+        mixed = mixed.flatten(1) @ w[f"{at}.o_proj.weight"].T
+        states = states + convolved(w, f"layers.{i}.attention_conv", 1, before, mixed)
+        before = rms(states, w[f"layers.{i}.post_attention_layernorm.weight"])
+        inputs = convolved(w, f"layers.{i}.mlp_conv", 0, before, before)
         gate = inputs @ w[f"layers.{i}.mlp.gate_proj.weight"].T
         inner = gate * gate.sigmoid() * (inputs @ w[f"layers.{i}.mlp.up_proj.weight"].T)
-        states = states + inner @ w[f"layers.{i}.mlp.down_proj.weight"].T
+        inner = inner @ w[f"layers.{i}.mlp.down_proj.weight"].T
+        states = states + convolved(w, f"layers.{i}.mlp_conv", 1, before, inner)
     hidden = rms(states, w["norm.weight"])
-    return hidden, hidden @ w.get("lm_head.weight", output).T
+    logits = hidden @ w.get("lm_head.weight", output).T
+    said = made.config.get("dflash_config", {})
+    logits = logits * said.get("output_multiplier", 1.0)
+    cap = said.get("final_logit_softcapping")
+    return hidden, logits if cap is None else (logits / cap).tanh() * cap
+
+
+def convolved(
+    w: dict[str, Tensor],
+    name: str,
+    side: int,
+    read: Float[Tensor, "block hidden"],
+    states: Float[Tensor, "block hidden"],
+) -> Float[Tensor, "block hidden"]:
+    """States of a block behind a dynamic convolution, or as they are where the head has none.
+
+    Args:
+        side: 0 before a layer, 1 behind it.
+        read: What the layer reads, without the convolution.
+    """
+    if f"{name}.base_kernel" not in w:
+        return states
+    base = w[f"{name}.base_kernel"]
+    made = (read @ w[f"{name}.kernel_projection.weight"].T).view(len(states), 2, base.shape[1], -1)
+    found = torch.zeros_like(states)
+    for k in range(len(states)):
+        for s in range(base.shape[1]):
+            if k >= s:
+                # Entry c has the kernel of its group.
+                kernel = base[side, s] + made[k, side, s][torch.arange(HIDDEN) // GROUP]
+                found[k] += kernel * states[k - s]
+    return found
 
 
 def guess_logits(
@@ -350,6 +444,17 @@ def guess_logits(
     hidden, logits = block_logits(made, hidden_states, text[-1], embedding, output)
     first = 0 if made.from_anchor else 1
     depth, w = len(drafted), made.tensors
+    if "prefix_gru.weight_hh_l0" in w:
+        return logits[first + depth] + domino_correction(made, (text[-1], *drafted), hidden[first + depth], embedding)
+    if "candidate_selector.predecessor_codebook" in w:
+        base, before = logits[first + depth], (text[-1], *drafted)[-1]
+        chosen = base.topk(TOP).indices
+        codes = w["candidate_selector.hidden_projection.weight"] @ hidden[first + depth]
+        codes = codes * w["candidate_selector.predecessor_codebook"][before]
+        scores = torch.full_like(base, -torch.inf)
+        for b in chosen.tolist():
+            scores[b] = base[b] + codes @ w["candidate_selector.successor_codebook"][b]
+        return scores
     if "markov_head.markov_w1.weight" not in w:
         return logits[first + depth]
     state = torch.zeros(RANK, dtype=torch.float64)
@@ -364,3 +469,19 @@ def guess_logits(
             state = gate.sigmoid() * state + (1 - gate.sigmoid()) * new.tanh()
             read = out.tanh()
     return logits[first + depth] + w["markov_head.markov_w2.weight"] @ read
+
+
+def domino_correction(
+    made: Checkpoint, tokens: tuple[int, ...], hidden: Float[Tensor, " hidden"], embedding: Tensor
+) -> Float[Tensor, " vocab"] | float:
+    """What Domino adds to the logits of a guess, behind the anchor and some draft tokens."""
+    w = made.tensors
+    if len(tokens) <= made.config["dflash_config"]["pure_draft_prefix_len"]:
+        return 0.0
+    layer = torch.nn.GRU(HIDDEN, STATE, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        for name in ("weight_ih_l0", "weight_hh_l0"):
+            getattr(layer, name).copy_(w[f"prefix_gru.{name}"])
+        state = layer(embedding[torch.tensor(tokens)])[0][-1]
+    inner = w["embed_proj.0.weight"] @ torch.cat([hidden, state])
+    return w["embed_proj.2.weight"] @ (inner * inner.sigmoid())

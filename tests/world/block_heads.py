@@ -26,6 +26,7 @@ def block_head(
     from_anchor: bool | None = None,
     windows: bool = False,
     taps: tuple[int, ...] = (1, 2),
+    own: object = None,
     seed: int = 5,
 ) -> BlockHead:
     """A tiny head that guesses blocks; its random weights are always the same."""
@@ -52,6 +53,7 @@ def block_head(
         apart=kind == "dflare",
         markov=markov,
         markov_rank=6 if kind == "dspark" else 0,
+        own=own,
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)

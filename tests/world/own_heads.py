@@ -75,6 +75,10 @@ def peagle(folder: Path, around: TargetInfo, *, tokens: int | None = 4, mask_id:
         config |= {"pard_token": mask_id, "parallel_drafting": True}
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
         (folder / "pytorch_model.bin").unlink()
+        if more.get("producer") == "automodel":
+            config |= {"mask_token_id": config.pop("pard_token"), "num_depths": tokens}
+            written(folder, config, {f"model.{name}": each for name, each in tensors.items()}, "model.safetensors")
+            return tensors
     else:
         config |= {"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": mask_id}
     if tokens is not None and not more.get("native"):

@@ -188,6 +188,7 @@ def eagle3(
     flags: Mapping[str, bool] | None = None,
     size: int | None = None,
     shared_output: bool = False,
+    producer: str | None = None,
     **more: Any,
 ) -> Tensors:
     """EAGLE-3 in the layout of speculators, or in that of its authors.
@@ -196,6 +197,7 @@ def eagle3(
         few: It guesses some tokens only.
         size: Its width, where it has an embedding of its own; None: the target's.
         shared_output: It has no output layer.
+        producer: Who wrote the authors' layout: `automodel`, `specforge`, or None.
         **more: Sizes of its layers.
     """
     width, flags = size or around.hidden_size, {"norm_before_residual": False} | dict(flags or {})
@@ -221,9 +223,12 @@ def eagle3(
         tensors |= {"t2d": torch.zeros(around.vocab_size, dtype=torch.bool).index_fill(0, ids, True)}
     shared = {"draft_vocab_size": len(ids), "target_hidden_size": around.hidden_size} | flags
     if native:
-        shared |= {"architectures": ["LlamaForCausalLMEagle3"], **layer}
+        name = "LlamaEagle3DraftModel" if producer == "automodel" else "LlamaForCausalLMEagle3"
+        shared |= {"architectures": [name], **layer}
+        shared |= {"auto_map": {"AutoModel": "modeling.Head"}} if producer == "specforge" else {}
         shared |= {} if taps is None else {"eagle_config": {"eagle_aux_hidden_state_layer_ids": list(taps)}}
-        written(folder, shared, tensors, "pytorch_model.bin")
+        prefix = "model." if producer == "automodel" else ""
+        written(folder, shared, {f"{prefix}{each}": t for each, t in tensors.items()}, "pytorch_model.bin")
     else:
         shared |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3"}
         shared |= {"transformer_layer_config": layer}

@@ -1,10 +1,10 @@
-"""The sizes of DFlash, DFlare and DSpark heads, and the files that say them: vLLM's `speculators` layout, and those of
-their authors.
+"""The sizes of heads that guess blocks, and the files that say them: vLLM's `speculators` layout, and those of their
+authors.
 
 A layout that leaves open what a head computes is not guessed at: the user is asked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from reprlib import repr as short
 from typing import Any, Literal, cast, get_args
@@ -15,10 +15,10 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from outrider.core.types import InputError
 from outrider.heads.parts.layer_config import made_config
-from outrider.lm.hf.checkpoint import MOST_COUNT, factor, nested, size, whole_numbers
+from outrider.lm.hf.checkpoint import MOST_COUNT, TARGET, factor, nested, size, whole_numbers
 from outrider.lm.hf.open import reason_of
 
-Method = Literal["dflash", "dflare", "dspark"]
+Method = Literal["dflash", "jetspec", "dflare", "dspark", "domino", "dflash2"]
 """The heads that guess blocks."""
 Confidence = Literal["markov", "trunk"]
 """What a confidence head reads."""
@@ -28,12 +28,41 @@ AUTOMODEL = "Qwen3DFlashDraftModel"
 """The architecture of DFlash and JetSpec heads of NeMo AutoModel."""
 DEEPSPEC = "Qwen3DSparkModel"
 """The architecture of DSpark heads of DeepSpec. Other files have the name too, and lack keys that its class needs."""
-AUTHORS = {"DFlashDraftModel": "dflash", AUTOMODEL: "dflash", "QwenDFlareDraftModel": "dflare", DEEPSPEC: "dspark"}
+REFUSED = {"Qwen3DFlyModel": "DFly", "LiLiCorrDraftModel": "LiLiCorr"}
+"""The architectures of relatives of DFlash that compute something else, and their names."""
+AUTHORS = {
+    "DFlashDraftModel": "dflash",
+    AUTOMODEL: "dflash",
+    **dict.fromkeys(REFUSED, "dflash"),
+    "QwenDFlareDraftModel": "dflare",
+    DEEPSPEC: "dspark",
+    "DFlash2DraftModel": "dflash2",
+    "Qwen3DFlash2DraftModel": "dflash2",
+    "DominoDraftModel": "domino",
+}
 """The architectures of the authors' own layouts, and which head each is."""
+NATIVE: dict[str, str] = {
+    "dflash": "DFlashDraftModel",
+    "jetspec": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
+    "domino": "DominoDraftModel",
+}
+"""The architectures of the authors' layout as it is written."""
+PROJECTORS = {"dspark": "dspark", "domino": "domino", "causal_v5": "domino"}
+"""The values of `projector_type` that say which head it is."""
 ASSISTANTS = ("muse_glimmer_assistant",)
 """The model types of transformers that are DFlash heads."""
-LATER = ("selector_rank", "conv_kernel_size", "conv_group_size")
+LATER = ("selector_rank", "selector_top_k")
 """Keys that only DFlash 2 has."""
+INNER = frozenset(
+    {
+        *("mask_token_id", "target_layer_ids", "num_target_layers", "block_size", "target_hidden_size"),
+        *("causal", "causal_head", "use_swa", "swa_window_size", "sample_from_anchor"),
+        *("projector_type", "input_embedding_scale", "attention_sink_bias", "shift_label"),
+        *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov"),
+    }
+)
+"""The keys of `dflash_config` that are known of every head."""
 ROTARY = ("rope_theta", "rope_scaling")
 """Keys of decoder layers that a config has in older files."""
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -82,6 +111,8 @@ class BlockConfig:
         markov_rank: Its width.
         confidence: What its confidence head reads beside the trunk's output: `markov`, the tokens before as the
             sequential head does, or `trunk`, nothing; None: it has none.
+        idle: How many positions at the end of a block guess nothing.
+        own: The sizes that one kind of head has alone; None: it has none.
 
     Raises:
         InputError: A size makes no sense.
@@ -103,6 +134,8 @@ class BlockConfig:
     markov: str = "vanilla"
     markov_rank: int = 0
     confidence: Confidence | None = None
+    idle: int = 0
+    own: Any = None
 
     def __post_init__(self) -> None:
         if self.block_size < 2:
@@ -115,7 +148,7 @@ class BlockConfig:
     @property
     def max_depth(self) -> int:
         """How many tokens a block guesses."""
-        return self.block_size if self.from_anchor else self.block_size - 1
+        return self.block_size - self.first - self.idle
 
     @property
     def first(self) -> int:
@@ -132,15 +165,20 @@ class Answers:
         sample_from_anchor: Whether the anchor's position guesses the first token, where the files do not say it.
         causal: Whether a position of a block sees no later one of it, where the files do not say it (JetSpec heads: it
             does not).
+        shift_label: Of a Domino head, whether position k guesses the token k + 1 behind the anchor, where the files do
+            not say it.
     """
 
     mask_token_id: int | None = None
     sample_from_anchor: bool | None = None
     causal: bool | None = None
+    shift_label: bool | None = None
 
 
 def method_of(found: Mapping[str, Any]) -> Method | None:
     """Which head a config describes; None if it is none of these.
+
+    A DFlash file that says that all its layers are causal is a JetSpec head.
 
     Example:
         >>> method_of({"speculators_model_type": "dspark"}), method_of({"architectures": ["DFlashDraftModel"]})
@@ -151,18 +189,22 @@ def method_of(found: Mapping[str, Any]) -> Method | None:
     named = found.get("speculators_model_type")
     if named is None:
         inner = _inner(found)
-        if inner.get("projector_type") == "dspark":
-            return "dspark"
-        architectures = found.get("architectures") or [None]
-        named = AUTHORS.get(architectures[0])
+        projector, architectures = inner.get("projector_type"), found.get("architectures") or [None]
+        named = PROJECTORS.get(projector) if isinstance(projector, str) else None
+        named = named or AUTHORS.get(architectures[0])
+        if named == "dflash" and any(inner.get(key) is not None for key in LATER):
+            named = "dflash2"
+        if named == "dflash" and _words_on_causality(found, inner) == {True}:
+            named = "jetspec"
     return cast(Method, named) if named in get_args(Method) else None
 
 
-def block_config(found: Mapping[str, Any], path: str, answers: Answers) -> BlockConfig:
+def block_config(found: Mapping[str, Any], path: str, answers: Answers, own_keys: Collection[str] = ()) -> BlockConfig:
     """The sizes of the head that a config describes.
 
     Args:
         path: Where the config lies, for messages.
+        own_keys: The keys of `dflash_config` that the kind of head has alone.
 
     Raises:
         InputError: It describes no such head, lacks something, or leaves open what only the user can say.
@@ -170,7 +212,7 @@ def block_config(found: Mapping[str, Any], path: str, answers: Answers) -> Block
     method = method_of(found)
     if method is None:
         raise InputError(f"config.json of {path} describes no head of {', '.join(get_args(Method))}")
-    _refuse_others(found, path)
+    _refuse_others(found, method, path, own_keys)
     try:
         if found.get("model_type") in ASSISTANTS:
             return _assistant(found, path)
@@ -219,18 +261,11 @@ def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
         InputError: The layout cannot describe the head.
     """
     windows = {sight.causal for sight in config.sights if sight.window is not None}
-    causal = any(sight.causal for sight in config.sights if sight.window is None)
-    if causal or len(windows) > 1 or config.embedding_scale != 1:
+    if len(windows) > 1 or config.embedding_scale != 1:
         raise InputError(
-            "the head cannot be written in the layout of speculators, which has no causal layers without a window and "
-            "no scaled embeddings"
+            "the head cannot be written in the layout of speculators, which has no scaled embeddings and no two kinds "
+            "of windows"
         )
-    layers = config.layers.to_diff_dict() | {"model_type": config.layers.model_type}
-    layers.pop("transformers_version", None)
-    rotary = layers.get("rope_parameters") or {}
-    if "rope_theta" in rotary:
-        # Engines with an older transformers read this key.
-        layers["rope_theta"] = rotary["rope_theta"]
     method = {
         "proposal_type": "greedy",
         "speculative_tokens": config.max_depth,
@@ -257,7 +292,7 @@ def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
         # vLLM takes false for causal layers without windows too.
         "sliding_window_non_causal": windows != {True},
         **own,
-        "transformer_layer_config": layers,
+        "transformer_layer_config": _written_layers(config),
         "speculators_config": {
             "algorithm": config.method,
             "default_proposal_method": "greedy",
@@ -265,6 +300,61 @@ def speculators_config(config: BlockConfig, target: str) -> dict[str, Any]:
             "verifier": {"name_or_path": target, "architectures": []},
         },
     }
+
+
+def native_config(config: BlockConfig, own: Mapping[str, Any], num_layers: int) -> dict[str, Any]:
+    """The config file of a head in the layout of its authors, which vLLM reads too.
+
+    Args:
+        own: What `dflash_config` says beside what all heads say there.
+        num_layers: The target's.
+
+    Raises:
+        InputError: The layout cannot describe the head.
+    """
+    causal = {sight.causal for sight in config.sights or (Sight(),)}
+    scaled = config.embedding_scale != 1 and "input_embedding_scale" not in own
+    if len(causal) > 1 or scaled or 0 in config.taps:
+        raise InputError(
+            f"the {config.method} head cannot be written in the layout of its authors, which has layers that are all "
+            "causal or all not, embeddings without a factor, and taps from 1 on"
+        )
+    inner = {
+        "mask_token_id": config.mask_id,
+        "target_layer_ids": [tap - 1 for tap in config.taps],
+        "block_size": config.block_size,
+        # vLLM reads the key on top first, JetSpec's authors the last one.
+        "causal": causal == {True},
+        **({"causal_head": True} if config.method == "jetspec" else {}),
+        **({"sample_from_anchor": True} if config.from_anchor and config.method != "domino" else {}),
+        **own,
+    }
+    return {
+        **_written_layers(config),
+        "architectures": [NATIVE[config.method]],
+        "block_size": config.block_size,
+        "num_target_layers": num_layers,
+        "target_hidden_size": config.target_size,
+        "draft_vocab_size": config.num_outputs or config.layers.vocab_size,
+        "is_causal": causal == {True},
+        "dflash_config": inner,
+    }
+
+
+def in_speculators(config: BlockConfig) -> bool:
+    """Whether a head is written in the layout of `speculators`. It has no causal layers without a window."""
+    return config.method in SPECULATORS and not any(sight.causal and sight.window is None for sight in config.sights)
+
+
+def _written_layers(config: BlockConfig) -> dict[str, Any]:
+    """The decoder layers for a JSON file."""
+    layers = config.layers.to_diff_dict() | {"model_type": config.layers.model_type}
+    layers.pop("transformers_version", None)
+    rotary = layers.get("rope_parameters") or {}
+    if "rope_theta" in rotary:
+        # Engines with an older transformers read this key.
+        layers["rope_theta"] = rotary["rope_theta"]
+    return layers
 
 
 def _speculators(found: Mapping[str, Any], path: str, method: Method, answers: Answers) -> BlockConfig:
@@ -294,7 +384,7 @@ def _authors(found: Mapping[str, Any], path: str, method: Method, answers: Answe
         raise InputError(f"the head in {path} has attention sinks, which are not supported")
     layers = _layers(found, path)
     taps = _taps(said.get("target_layer_ids"), 1, path)
-    if found.get("num_target_layers") in taps:
+    if found.get("num_target_layers") in taps and TARGET not in found:
         raise InputError(
             f"the head in {path} reads the output of the target's last layer, and its config does not say whether "
             "before or after the final norm; give a head that reads other layers"
@@ -313,6 +403,7 @@ def _authors(found: Mapping[str, Any], path: str, method: Method, answers: Answe
         apart=method == "dflare",
         markov=_markov(said, path),
         markov_rank=_rank(said, method, path),
+        idle=1 if method == "domino" and _shifted(said, path, answers) else 0,
     )
 
 
@@ -341,16 +432,30 @@ def _assistant(found: Mapping[str, Any], path: str) -> BlockConfig:
     )
 
 
-def _refuse_others(found: Mapping[str, Any], path: str) -> None:
+def _refuse_others(found: Mapping[str, Any], method: Method, path: str, own_keys: Collection[str]) -> None:
     """Raise InputError for relatives that compute something else."""
-    said = {**found, **_inner(found)}
-    if later := [key for key in LATER if said.get(key) is not None]:
-        raise InputError(f"the head in {path} is a DFlash 2 head (it has {later[0]}), which is not supported")
+    inner = _inner(found)
+    said = {**found, **inner}
+    other = next((REFUSED[name] for name in found.get("architectures") or () if name in REFUSED), None)
+    if other is not None:
+        raise InputError(
+            f"the head in {path} is a {other} head, which is not supported; give a head of "
+            f"{', '.join(get_args(Method))}"
+        )
+    later = [key for key in LATER if said.get(key) is not None]
+    if later and method != "dflash2":
+        raise InputError(f"the head in {path} is a DFlash 2 head (it has {later[0]}), and its config calls it {method}")
     projector = said.get("projector_type")
-    if projector not in (None, "dflash", "dflare", "dspark"):
+    if projector not in (None, method) and PROJECTORS.get(projector) != method:
         raise InputError(f"the head in {path} has the projector {short(projector)}, which is not supported")
-    if said.get("shift_label"):
+    if said.get("shift_label") and method != "domino":
         raise InputError(f"the head in {path} was trained with shift_label, which is not supported")
+    strange = [key for key in inner if key not in INNER | set(own_keys) and inner[key] not in (None, False)]
+    if strange:
+        raise InputError(
+            f"dflash_config of the head in {path} has {strange[0]}, which is not known of {method} heads; give a head "
+            "without it"
+        )
 
 
 def _inner(found: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -394,6 +499,8 @@ def _from_anchor(
     """Whether the anchor's position guesses. Without the key it follows from how many tokens are drafted, or from the
     code that the file comes from.
     """
+    if method == "domino":
+        return _shifted(said, path, answers)
     given = _truth(said, "sample_from_anchor", path)
     if given is not None:
         return given
@@ -411,6 +518,19 @@ def _from_anchor(
             "engines differ; ask who trained the head, and say sample_from_anchor=true or sample_from_anchor=false"
         )
     return answers.sample_from_anchor
+
+
+def _shifted(said: Mapping[str, Any], path: str, answers: Answers) -> bool:
+    """Whether a Domino head guesses from the anchor's position on."""
+    given = _truth(said, "shift_label", path)
+    given = answers.shift_label if given is None else given
+    if given is None:
+        raise InputError(
+            f"config.json of {path} does not say shift_label, and published Domino heads differ in it; ask who trained "
+            "the head, and say shift_label=true (position k of a block guesses the token k + 1 behind the anchor) or "
+            "shift_label=false behind the path"
+        )
+    return given
 
 
 def _sights_of_speculators(
@@ -459,20 +579,26 @@ def _sights_of_authors(
 
 def _causal(found: Mapping[str, Any], inner: Mapping[str, Any], path: str, answers: Answers) -> bool | None:
     """Whether blocks are causal in all layers; None where an author's file has no word on it."""
-    head, block = (_truth(inner, name, path) for name in ("causal_head", "causal"))
-    whole = _truth(found, "is_causal", path)
-    if block and whole is False and AUTOMODEL in (found.get("architectures") or ()):
-        # AutoModel writes `is_causal: false` for every DFlash head, and its JetSpec recipe the inner key alone.
-        whole = None
-    # JetSpec's own code reads `causal_head` and nothing else.
-    said = [each for each in (head, block, whole if head is None else None) if each is not None]
-    if len(set(said)) > 1:
+    for place, name in ((inner, "causal_head"), (inner, "causal"), (found, "is_causal")):
+        _truth(place, name, path)
+    said = _words_on_causality(found, inner)
+    if len(said) > 1:
         if answers.causal is None:
             raise _open_question(path, "says both that blocks are causal and that they are not")
         return answers.causal
     if not said and _is_deepspec(found):
         return False
-    return said[0] if said else None
+    return next(iter(said), None)
+
+
+def _words_on_causality(found: Mapping[str, Any], inner: Mapping[str, Any]) -> set[bool]:
+    """What an author's file says on whether blocks are causal: nothing, one thing, or both."""
+    head, block, whole = inner.get("causal_head"), inner.get("causal"), found.get("is_causal")
+    if block and whole is False and AUTOMODEL in (found.get("architectures") or ()):
+        # AutoModel writes `is_causal: false` for every DFlash head, and its JetSpec recipe the inner key alone.
+        whole = None
+    # JetSpec's own code reads `causal_head` and nothing else.
+    return {each for each in (head, block, whole if head is None else None) if isinstance(each, bool)}
 
 
 def _open_question(path: str, said: str) -> InputError:

@@ -1,5 +1,6 @@
 """What heads share that go on with features of their own (EAGLE and its variants)."""
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from reprlib import repr as short
@@ -12,6 +13,7 @@ from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.core.types import InputError
+from outrider.heads.doubt import Doubt
 from outrider.heads.parts.layers import Rotary
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.checkpoint import MOST_COUNT, size
@@ -114,6 +116,36 @@ def usual_layer(anatomy: Anatomy, *, vocab_size: int, intermediate_size: int | N
         rope_parameters={"rope_type": "default", "rope_theta": theta},
         tie_word_embeddings=False,
     )
+
+
+def rotary_base(config: PreTrainedConfig) -> float | None:
+    """The base of the rotary positions of a config; None where it has none, or one per layer type."""
+    rope: Any = getattr(config, "rope_parameters", None) or {}
+    found = rope.get("rope_theta")
+    return float(found) if isinstance(found, int | float) else None
+
+
+def rotary_doubts(head: Any, config: PreTrainedConfig, target: PreTrainedConfig | None) -> list[Doubt]:
+    """The doubt whether a head has the target's rotary positions; none where it has them.
+
+    Args:
+        head: Has a module `rotary`.
+        config: The config of its layers.
+        target: The target's text config.
+    """
+    own, theirs = rotary_base(config), None if target is None else rotary_base(target)
+    if target is None or theirs is None or own == theirs:
+        return []
+    other = copy.deepcopy(config)
+    other.rope_parameters = {"rope_type": "default", "rope_theta": theirs}
+    return [
+        Doubt(
+            about="rotary base",
+            means=f"its rotary base is {own:g} and the target's is {theirs:g}" if own else "it has no rotary base",
+            advice=f"write rope_theta {theirs:g} into its config",
+            changes=[(head, "rotary", Rotary(other))],
+        )
+    ]
 
 
 def described(config: PreTrainedConfig) -> dict[str, Any]:

@@ -5,7 +5,7 @@ DFlash 2026, https://arxiv.org/abs/2602.06036
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
@@ -23,6 +23,7 @@ from outrider.core.types import Guess, InputError, Request, Running, ShortList
 from outrider.drafters.marginal import MarginalDrafter
 from outrider.drafters.protocol import Observed
 from outrider.drafters.slotted import SlotState, SlottedDrafter
+from outrider.heads.doubt import Doubt, other_taps
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import HeadContext, HeadObjective
 from outrider.heads.parts.block_exports import exported_config
@@ -32,9 +33,12 @@ from outrider.heads.parts.block_formats import (
     Method,
     Sight,
     block_config,
+    in_speculators,
+    native_config,
     speculators_config,
     with_tensors,
 )
+from outrider.heads.parts.layer_config import rotary_doubts
 from outrider.heads.parts.layers import Attention, GatedMLP, Rotary
 from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import Batch, Document, on_device
@@ -62,6 +66,8 @@ DISTANCE = divergence("tvd")
 """How far rows are from each other: the chance that token verification rejects."""
 RowsOfBoth = Callable[[slice, Float[Tensor, "rows vocab"]], tuple[Tensor, Tensor]]
 """Takes the head's logits of some guesses. Returns the target's row and the head's for each."""
+LossOfRows = Callable[[slice, Float[Tensor, "rows vocab"]], Float[Tensor, " rows"]]
+"""Takes which guesses, and their logits. Returns the loss of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +83,8 @@ class BlockOptions(HeadOptions):
         mask_token_id: The token that stands for an unknown one; by default one that texts do not have.
         num_anchors: Most anchors of a text, drawn anew each time it comes. Each has a block of its own.
         gamma: A guess at depth k counts exp(-(k - 1) / gamma); by default 7 for blocks of 16, 5 for 10, 4 for 8.
-        weighting: How much a guess counts: decay, by its depth; or survival, by how likely the guesses before it are
-            accepted (D-PACE).
+        weighting: How much a guess counts: decay, by its depth; even, all the same; or survival, by how likely the
+            guesses before it are accepted (D-PACE).
         hard: Share of the cross-entropy of the text's own tokens beside the divergence.
     """
 
@@ -182,6 +188,7 @@ class BlockHead(Head):
         feature_size: Width of the tapped states side by side.
         vocab_size: Width of the logits.
         method: Its name in files.
+        own_keys: The keys of `dflash_config` that it has alone.
         num_taps: How many hidden states a new head reads by default.
 
     Args:
@@ -194,6 +201,7 @@ class BlockHead(Head):
     """
 
     method: ClassVar[Method]
+    own_keys: ClassVar[Collection[str]] = ()
     num_taps: ClassVar[int] = 5
     kinds: ClassVar[Sequence[Kind]] = (Kind(logits=False), Kind(features=False))
 
@@ -206,7 +214,7 @@ class BlockHead(Head):
         if not config.listed:
             self.vocab_size = min(self.vocab_size, vocab_size)
         count = config.layers.num_hidden_layers
-        self.layers = nn.ModuleList(BlockLayer(config.layers, i, apart=config.apart) for i in range(count))
+        self.layers = nn.ModuleList(self.layer(config, i) for i in range(count))
         self.norm = nn.RMSNorm(size, eps=eps)
         self.rotary = Rotary(config.layers)
         if config.num_embeddings is not None:
@@ -215,6 +223,10 @@ class BlockHead(Head):
             self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
         if config.listed:
             self.register_buffer("d2t", torch.zeros(config.num_outputs or 0, dtype=torch.long))
+
+    def layer(self, config: BlockConfig, number: int) -> BlockLayer:
+        """A decoder layer, with random weights."""
+        return BlockLayer(config.layers, number, apart=config.apart)
 
     @classmethod
     def new(cls, options: BlockOptions, context: HeadContext) -> "BlockHead":
@@ -242,7 +254,7 @@ class BlockHead(Head):
     @classmethod
     def load(cls, checkpoint: Checkpoint, target: TargetInfo, trained: TrainedHead) -> "BlockHead":
         path, answers = checkpoint.path, trained if isinstance(trained, Answers) else Answers()
-        config = block_config(checkpoint.config, path, answers)
+        config = block_config(checkpoint.config, path, answers, cls.own_keys)
         if config.method != cls.method:
             raise InputError(f"the head in {path} is a {config.method} head; use drafter {config.method}")
         trained.check_target(checkpoint.target, config.target_size, target)
@@ -251,6 +263,7 @@ class BlockHead(Head):
                 f"the head in {path} reads the hidden states {list(config.taps)}, and this target has "
                 f"{target.num_layers} layers; give a head that was trained for this target"
             )
+        config = cls.with_own(config, checkpoint.config, path)
         config, tensors = with_tensors(config, checkpoint.tensors(), path, target.vocab_size)
         borrowed = config.num_embeddings is None or config.num_outputs is None
         if borrowed and config.layers.hidden_size != target.hidden_size:
@@ -277,6 +290,23 @@ class BlockHead(Head):
         """What the config of a new head says beside what all heads on this trunk say."""
         return {}
 
+    @classmethod
+    def with_own(cls, config: BlockConfig, found: Mapping[str, Any], path: str) -> BlockConfig:
+        """The config of a head on disk with the sizes that this kind of head has alone.
+
+        Args:
+            found: Its config file.
+            path: Where it lies, for messages.
+
+        Raises:
+            InputError: A size is missing or makes no sense.
+        """
+        return config
+
+    def own_record(self) -> dict[str, Any]:
+        """What `dflash_config` says of these sizes."""
+        return {}
+
     def draw(self) -> None:
         """Draw the weights of a new head."""
         for module in self.modules():
@@ -291,13 +321,53 @@ class BlockHead(Head):
     def reads(self, num_layers: int) -> tuple[int, ...]:
         return self.config.taps
 
+    def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
+        config = self.config
+        found = rotary_doubts(self, config.layers, target.config)
+        for taps, how in other_taps(config.taps, target.num_layers):
+            found.append(
+                Doubt(
+                    about="taps",
+                    means=f"it reads the hidden states {', '.join(map(str, config.taps))}, and was trained on others, "
+                    f"{how}",
+                    advice=f"let its config name the hidden states {', '.join(map(str, taps))}, where k enters layer k",
+                    changes=[(self, "config", replace(config, taps=taps))],
+                )
+            )
+        tokens = target.tokenizer
+        ids = () if tokens is None else (tokens.mask_token_id, tokens.pad_token_id, tokens.unk_token_id)
+        for mask in sorted({each for each in (*ids, 0) if each is not None and each != config.mask_id}):
+            found.append(
+                Doubt(
+                    about="mask token",
+                    means=f"its mask token is {config.mask_id}, and was trained as {mask}",
+                    advice=f"write mask_token_id {mask} into its config",
+                    changes=[(self, "config", replace(config, mask_id=mask))],
+                )
+            )
+        causal = all(sight.causal for sight in config.sights) and bool(config.sights)
+        other = () if causal else (Sight(causal=True),) * config.layers.num_hidden_layers
+        found.append(
+            Doubt(
+                about="causality",
+                means=f"its blocks were trained {'seeing both ways' if causal else 'causally'}",
+                advice=f"say causal={str(not causal).lower()} behind its path, and take the other word from its config",
+                changes=[(self, "config", replace(config, sights=other))],
+            )
+        )
+        return found
+
     def freeze(self) -> None:
         if self.config.num_embeddings is not None:
             self.embed_tokens.requires_grad_(False)
 
     def record(self, target: TargetShape, dtype: torch.dtype, name: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """In the layout of speculators."""
-        config = {**speculators_config(self.config, name), TARGET: target.record()}
+        """In the layout of speculators, or where that cannot describe the head, in the layout of its authors."""
+        if in_speculators(self.config):
+            config = speculators_config(self.config, name)
+        else:
+            config = native_config(self.config, self.own_record(), target.num_layers)
+        config[TARGET] = target.record()
         return {**config, "torch_dtype": str(dtype).removeprefix("torch.")}, self.state_dict()
 
     def exported(
@@ -324,7 +394,7 @@ class BlockHead(Head):
 
     def extra_repr(self) -> str:
         """The choices that no tensor shows."""
-        names = ("block_size", "mask_id", "taps", "from_anchor", "sights", "embedding_scale", "markov")
+        names = ("block_size", "mask_id", "taps", "from_anchor", "idle", "sights", "embedding_scale", "markov", "own")
         return ", ".join(f"{name}={getattr(self.config, name)}" for name in names)
 
     def forward(
@@ -492,6 +562,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
         block_size: Positions of a block, the anchor's included.
         mask_id: The token that stands for an unknown token.
         from_anchor: Whether the anchor's position guesses the first token; otherwise the first mask's position does.
+        idle: How many positions at the end of a block guess nothing.
 
     References:
         DFlash 2026. https://arxiv.org/abs/2602.06036
@@ -504,6 +575,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
     block_size: int
     mask_id: int
     from_anchor: bool = False
+    idle: int = 0
 
     @classmethod
     def of(cls, head: BlockHead, target: TargetInfo, trained: TrainedHead) -> "BlockDrafter":
@@ -515,6 +587,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
             block_size=config.block_size,
             mask_id=config.mask_id,
             from_anchor=config.from_anchor,
+            idle=config.idle,
             short_list=None if ids is None else ShortList.of(ids.to(target.device), target.vocab_size),
         )
 
@@ -528,7 +601,7 @@ class BlockDrafter(MarginalDrafter, SlottedDrafter[Blocks]):
 
     @property
     def max_depth(self) -> int:
-        return self.block_size if self.from_anchor else self.block_size - 1
+        return self.block_size - self.idle - (0 if self.from_anchor else 1)
 
     def open(self, request: Request) -> Blocks:
         return self.state(slot=self.lm.open())
@@ -681,7 +754,7 @@ class BlockObjective(HeadObjective):
             soft = of(theirs, ours)
             return soft if not self.loss.hard else self.loss.hard * hard + (1 - self.loss.hard) * soft
 
-        values = chunked(each, found.inner, self.head.informed_logits, chunk=self.chunk, width=self.head.vocab_size)
+        values = self.values(batch, found.inner, found.labels, each)
         if sure is not None:
             values = values + _misjudged(sure, far)
         weights = torch.zeros_like(values)
@@ -700,6 +773,28 @@ class BlockObjective(HeadObjective):
                 **({"log_likelihood": (weights * said).sum()} if of_labels else {}),
             },
         )
+
+    def values(
+        self, batch: Batch, inner: Float[Tensor, "n inner"], labels: Int[Tensor, " n"], each: LossOfRows
+    ) -> Float[Tensor, " n"]:
+        """What is minimised of each guess, before it is weighted.
+
+        Args:
+            inner: What `BlockHead.informed_logits` reads.
+            labels: The text's token at each guess.
+            each: The loss of the guesses in a slice, from their logits. It also notes how good they are, so its last
+                call for a guess must be for the logits that are drafted from.
+        """
+        return self.of_rows(inner, self.head.informed_logits, each)
+
+    def of_rows(
+        self,
+        inner: Float[Tensor, "n inner"],
+        logits: Callable[[Float[Tensor, "rows inner"]], Float[Tensor, "rows vocab"]],
+        each: LossOfRows,
+    ) -> Float[Tensor, " n"]:
+        """The losses of guesses, whose logits are in memory for some at a time."""
+        return chunked(each, inner, logits, chunk=self.chunk, width=self.head.vocab_size)
 
     def places_of(self, documents: Sequence[Document], max_length: int) -> Float[Tensor, " depths"]:
         """How many anchors of some texts have a guess at each depth, in rows of at most so many tokens."""
@@ -746,7 +841,8 @@ class BlockObjective(HeadObjective):
 
     def record(self, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Tensor]]:
         config, tensors = super().record(dtype)
-        config["speculators_config"]["verifier"]["architectures"] = [type(self.context.target).__name__]
+        if "speculators_config" in config:
+            config["speculators_config"]["verifier"]["architectures"] = [type(self.context.target).__name__]
         return config, tensors
 
     def with_states(self, batch: Batch) -> Batch:

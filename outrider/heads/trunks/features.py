@@ -18,8 +18,10 @@ from outrider.core.dice import Purpose, step_generator
 from outrider.core.types import Frontier, Guess, InputError, Request, Running, ShortList
 from outrider.drafters.protocol import Observed, Rows
 from outrider.drafters.slotted import SlottedDrafter, TreeState, tree_segments
+from outrider.heads.doubt import Doubt
 from outrider.heads.head import Head, TrainedHead
 from outrider.heads.objective import GuessObjective
+from outrider.heads.parts.layer_config import rotary_doubts
 from outrider.heads.parts.layers import Rotary
 from outrider.learning.attention import GroupKeys
 from outrider.learning.batch import PADDING, Batch, on_device
@@ -74,6 +76,20 @@ class FeatureHead(Head):
         self.rotary = Rotary(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if own_embedding else None
         self.specialists, self.stride = nn.ModuleList(), 1
+
+    def doubts(self, target: TargetInfo) -> Sequence[Doubt]:
+        found = rotary_doubts(self, self.config, target.config)
+        table = self.embed_tokens
+        if table is not None and self.config.hidden_size == target.hidden_size:
+            found.append(
+                Doubt(
+                    about="embedding",
+                    means="its own embedding is not the one that it was trained with",
+                    advice="remove embed_tokens.weight from its file, so that the target's is used",
+                    changes=[(self, "embed_tokens", None)],
+                )
+            )
+        return found
 
     @abstractmethod
     def fuse(self, states: Float[Tensor, "*batch all"]) -> Float[Tensor, "*batch hidden"]:
