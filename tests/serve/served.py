@@ -40,18 +40,19 @@ def serving(
     """The address of a server that ends with the block."""
     names, limits = (NAME, "other-name"), limits or Limits()
     service = Service(engine, names=names, limits=limits, renewal=renewal, drafter=drafter)
-    with listening(make_app(service, settings, traces), service) as url:
+    with listening(make_app(service, settings, traces), service, limits) as url:
         yield url
 
 
 @contextlib.contextmanager
-def listening(app: FastAPI, service: Drained) -> Iterator[str]:
+def listening(app: FastAPI, service: Drained, limits: Limits | None = None) -> Iterator[str]:
     """The address of an app over a service, which both end with the block."""
     ready, ending = threading.Event(), threading.Event()
     found: list[str] = []
 
     async def run() -> None:
-        http = bounded(limits.max_header_bytes, limits.header_seconds)
+        most = limits or Limits()
+        http = bounded(most.max_header_bytes, most.header_seconds)
         server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="off", ws="none"))
         service.start()
         try:
