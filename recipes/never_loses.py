@@ -249,8 +249,10 @@ def over_best_elsewhere(rows: Sequence[Row]) -> float:
 
 def findings(entries: Sequence[dict[str, Any]]) -> Findings:
     """The summary as a table, and a panel for each state."""
-    head = ("temperature", "seeds", "requests", "cache", "best way", "over plain", "over the best")
-    head += ("over the best of other turns", "plain over itself", "drafted/step", "")
+    head = (
+        *("temperature", "seeds", "requests", "cache", "best way", "over plain", "over the best"),
+        *("over the best of other turns", "plain over itself", "drafted/step", ""),
+    )
     lines = [
         [
             f"{e['temperature']:g}",
