@@ -37,14 +37,8 @@ MODELS = ("embedded", "stand-in")
 DTYPES = ("bfloat16", "float32")
 CONFIGURATIONS = (DEFAULT, named("suffix", {"drafter": "suffix"}))
 """Of Outrider, beside plain decoding; the default drafts with the draft model."""
-QUICK = {
-    "peers": "transformers",
-    "num_prompts": 2,
-    "max_new_tokens": 8,
-    "rounds": 1,
-    "batch_sizes": "1,2",
-    "temperatures": "0",
-}
+SMALL = {"num_prompts": 2, "max_new_tokens": 8, "rounds": 1, "batch_sizes": "1,2"}
+QUICK = {"peers": "transformers", "temperatures": "0", **SMALL}
 
 
 def setup_of(model: str, dtype: str, environments: Path, threads: int) -> Setup:
