@@ -43,6 +43,7 @@ from outrider.serve.watch import Watch as Watch
 from outrider.serve.worker import Run, Worker
 
 State = Literal["ready", "draining", "stalled", "engine_dead"]
+LEARNS = "the drafter of this server learns from its requests, so nobody else replaces it"
 LOOK = 0.02
 """Seconds between two looks at whether all jobs have ended."""
 
@@ -267,7 +268,7 @@ class Service:
         the drafter learns.
         """
         if self._learns:
-            raise InputError("the drafter of this server learns from its requests, so nobody else replaces it")
+            raise InputError(LEARNS)
         return asyncio.wrap_future(self._worker.call(partial(self.engine.swap, drafter)))
 
     async def renew(self, name: str, weights: Path) -> None:
@@ -282,6 +283,8 @@ class Service:
         """
         if self.renewal is None:
             raise InputError("this server takes no weights")
+        if self._learns and name == self.drafter:
+            raise InputError(LEARNS)
         fresh = await self._in(self._compilers, partial(self.renewal.renewed, name, weights))
         old = self.drafters[name]
         if self.engine.parts.drafter is old:

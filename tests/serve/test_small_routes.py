@@ -245,7 +245,7 @@ def test_a_drafter_gets_other_weights_while_the_server_runs(tmp_path: Path) -> N
     body = COMPLETION | {"temperature": 0, "ignore_eos": True, "max_tokens": 24}
     with (
         serving(engine, Settings(admin_key="root"), renewal=renewal, drafter=name) as url,
-        httpx.Client(base_url=url) as client,
+        httpx.Client(base_url=url, timeout=60) as client,
     ):
         path, key = "/v1/admin/drafter/model/weights", {"authorization": "Bearer root"}
 
