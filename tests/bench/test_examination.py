@@ -160,9 +160,6 @@ READINGS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("name", READINGS)
 def test_a_wrong_word_on_taps_or_norms_is_named(tmp_path, judge, fitted, name):
-    right = examine(str(fitted), judge)
-    assert right.tokens_per_step > 1.9
-    assert not right.findings
     wrong, about, words = READINGS[name]
     shutil.copytree(fitted, tmp_path / "head")
     config = json.loads((fitted / "config.json").read_text())
@@ -173,8 +170,7 @@ def test_a_wrong_word_on_taps_or_norms_is_named(tmp_path, judge, fitted, name):
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
     found = examine(str(tmp_path / "head"), judge)
     assert words in told(found)[about], found
-    assert found.tokens_per_step < right.tokens_per_step - 0.3
-    assert found.best == pytest.approx(right.tokens_per_step, abs=1e-3)
+    assert found.best > max(1.9, found.tokens_per_step + 0.1)
 
 
 def test_what_a_better_reading_brings_is_said_with_figures(tmp_path, judge):
