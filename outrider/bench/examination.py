@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class Judge:
             documents=documents,
         )
 
-    @property
+    @cached_property
     def context(self) -> HeadContext:
         """The target, for a head that learns."""
         return HeadContext(target=self.model, tokenizer=self.tokenizer, documents=self.documents, depth=DEPTH)

@@ -5,7 +5,7 @@ Domino 2026, https://arxiv.org/abs/2605.29707
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -113,7 +113,7 @@ class DominoHead(DFlashHead):
             nn.SiLU(),
             nn.Linear(self.own.inner, outputs, bias=False),
         )
-        nn.init.zeros_(self.embed_proj[2].weight)
+        nn.init.zeros_(cast(nn.Linear, self.embed_proj[2]).weight)
 
     @classmethod
     def sizes(cls, options: DominoOptions) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class DominoHead(DFlashHead):
     def draw(self) -> None:
         super().draw()
         # The head begins as DFlash.
-        nn.init.zeros_(self.embed_proj[2].weight)
+        nn.init.zeros_(cast(nn.Linear, self.embed_proj[2]).weight)
 
     @property
     def sequential(self) -> SequentialHead:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import outrider
+from outrider import catalog
 from outrider.bench.examination import Examination, Judge, examine
 from outrider.core.types import InputError
 from outrider.embedded import ASSETS, EMBEDDED_HEAD, EMBEDDED_TARGET
@@ -21,6 +22,7 @@ from tests.world.published import eagle3
 from tests.world.tokenizers import letters
 from tests.world.zoo import VOCAB, tiny
 
+TAPS = (2, 6, 11)
 Plant = Callable[[Path, dict[str, Any], dict[str, Tensor]], None]
 
 
@@ -28,9 +30,9 @@ Plant = Callable[[Path, dict[str, Any], dict[str, Tensor]], None]
 def judge() -> Judge:
     """What the embedded target says."""
     lines = [json.loads(line) for line in (ASSETS / "prompts.jsonl").read_text().splitlines()]
-    prompts = [line["prompt"] for line in lines if isinstance(line.get("prompt"), str)][:6]
-    engine = outrider.load(drafter="none", length="fixed:1", dtype="float32", max_slots=6)
-    return Judge.listening(engine, prompts, max_new_tokens=24)
+    prompts = [line["prompt"] for line in lines if isinstance(line.get("prompt"), str)][:4]
+    engine = outrider.load(drafter="none", length="fixed:1", dtype="float32", max_slots=4)
+    return Judge.listening(engine, prompts, max_new_tokens=20)
 
 
 def planted(folder: Path, plant: Plant) -> str:
@@ -125,6 +127,52 @@ def test_a_planted_fault_is_named(tmp_path, judge, name):
     assert all("\n" not in each.sentence and each.sentence.endswith(".") for each in found.findings)
 
 
+@pytest.fixture(scope="module")
+def fitted(judge, tmp_path_factory) -> Path:
+    """An EAGLE-3 head that knows by heart what the target says here: its fusion gives the target's next last state."""
+    spec = catalog.rows("drafter")["eagle3"].kind
+    made = spec.learner(spec.options(taps=TAPS), judge.context)
+    head, rows = made.head, judge.batch.lengths.tolist()
+    read = torch.cat([judge.batch.hidden[tap] for tap in TAPS], -1)
+    last = judge.batch.hidden[judge.context.info.num_layers]
+    now = torch.cat([each[: size - 1] for each, size in zip(read, rows, strict=True)])
+    after = torch.cat([each[1:size] for each, size in zip(last, rows, strict=True)])
+    assert len(now) < now.shape[1]
+    with torch.no_grad():
+        head.fc.weight.copy_(torch.linalg.lstsq(now.double(), after.double(), driver="gelsd").solution.T)
+        head.norm.weight.copy_(judge.model.model.norm.weight)
+        head.layers[0].self_attn.o_proj.weight.zero_()
+        head.layers[0].mlp.down_proj.weight.zero_()
+        # So that a residual that is normed is another one.
+        head.layers[0].hidden_norm.weight.copy_(torch.linspace(-1, 2, len(head.norm.weight)))
+    folder = tmp_path_factory.mktemp("fitted")
+    made.write(folder)
+    return folder
+
+
+READINGS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "later": ({"taps": tuple(tap + 1 for tap in TAPS)}, "taps", "say taps=2x6x11 behind its path"),
+    "earlier": ({"taps": tuple(tap - 1 for tap in TAPS)}, "taps", "say taps=2x6x11 behind its path"),
+    "order": ({"taps": (11, 6, 2)}, "taps", "say taps=2x6x11 behind its path"),
+    "residual": ({"norm_before_residual": True}, "residual", "write norm_before_residual false into its config"),
+}
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_a_wrong_word_on_taps_or_norms_is_named(tmp_path, judge, fitted, name):
+    wrong, about, words = READINGS[name]
+    shutil.copytree(fitted, tmp_path / "head")
+    config = json.loads((fitted / "config.json").read_text())
+    if "taps" in wrong:
+        config["outrider_target"]["taps"] = list(wrong["taps"])
+    else:
+        config |= wrong
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    found = examine(str(tmp_path / "head"), judge)
+    assert words in told(found)[about], found
+    assert found.best > max(1.9, found.tokens_per_step + 0.1)
+
+
 def test_what_a_better_reading_brings_is_said_with_figures(tmp_path, judge):
     whole = examine(str(EMBEDDED_HEAD), judge)
     found = examine(planted(tmp_path, with_swapped_columns), judge)
@@ -135,7 +183,7 @@ def test_what_a_better_reading_brings_is_said_with_figures(tmp_path, judge):
 
 def test_the_command_prints_a_sentence_for_each_finding(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "text.txt").write_text("Once upon a time, there was a little fox who lived near a river.")
+    (tmp_path / "text.txt").write_text("Once upon a time, there was a little fox who lived near a")
     head = planted(tmp_path, without_a_tensor)
     given = ("doctor", head, "--text", str(tmp_path / "text.txt"), "--max-slots", "1")
     status, out, err = run(monkeypatch, capsys, *given)
