@@ -57,8 +57,7 @@ class Setup:
         device: `cpu`, `cuda`, `cuda:1`. By default the GPU if there is one.
         dtype: `auto` (the weights' own), `float32`, `float64`, `bfloat16` or `float16`.
         device_map: Where transformers puts the target's layers: `auto`, or JSON. It replaces `device`.
-        tp_plan: How transformers divides the target's weights among the processes that `torchrun` started: `auto`, or
-            JSON. All processes decode the same requests. It replaces `device_map`.
+        tp_plan: `auto` or JSON divides the target among the processes of `torchrun`.
         quantization_config: How transformers quantises the target when it loads it, as JSON, such as
             `{"quant_method": "bitsandbytes", "load_in_4bit": true}`. In Python also transformers' object.
         attn_implementation: `sdpa`, `eager` or `flex_attention`. By default transformers' choice.

@@ -1,5 +1,6 @@
 """The processes of a run, as `accelerate launch` started them."""
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +63,13 @@ def divide(accelerator: Accelerator) -> None:
             plugin.auto_wrap_policy = None
         # Every process has made the whole learner already.
         plugin.cpu_ram_efficient_loading = False
+
+
+def load_whole() -> None:
+    """Let every process read whole models. `accelerate launch` tells transformers to read them in the first one alone,
+    and a target, which is not divided, would be empty in the others.
+    """
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
 
 
 def is_divided(model: nn.Module) -> bool:

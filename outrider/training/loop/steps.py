@@ -95,6 +95,7 @@ class Trained:
 
 def place(settings: Settings) -> torch.device:
     """The device that this process trains on: where a learner puts what it does not train."""
+    processes.load_whole()
     return PartialState(cpu=settings.device == "cpu").device
 
 
