@@ -316,7 +316,7 @@ class Eagle3Head(FeatureHead):
         return {name: getattr(self.sizes, name) for name in (*names, *norms)}
 
     def with_list(self, ids: Int[Tensor, " width"], vocab_size: int) -> dict[str, Tensor]:
-        """Its tensors with the list of the tokens that it guesses, as differences, and with a mark for each of all tokens.
+        """Its tensors with the list of the tokens that it guesses, as differences, and with a mark for each token.
 
         Args:
             vocab_size: Width of the target's logits.
