@@ -106,10 +106,10 @@ def tried(client: Client, url: str, environments: Path, arguments: tuple[str, ..
             version = f"{said['package']} {said['version']}"
         elif line.startswith('{"did"'):
             did.append(json.loads(line)["did"])
-    error = reason(done.stderr) if done.returncode else ""
+    failure = reason(done.stderr) if done.returncode else ""
     if done.returncode:
         print(done.stderr[-4000:], file=sys.stderr)
-    return Outcome(client=client.title, version=version, did=tuple(did), error=error, installed=True)
+    return Outcome(client=client.title, version=version, did=tuple(did), error=failure, installed=True)
 
 
 def _python(client: Client, environments: Path) -> Path:

@@ -55,8 +55,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
 MASKS = (
     (r'"(id|item_id|call_id|system_fingerprint)":"[^"]*"', r'"\1":"ID"'),
     (r'"(created|created_at)":\d+', r'"\1":0'),
-    (r'"metrics":\{.*\}(?=\}\n)', '"metrics":{}'),
-    (r'"metrics":\{"time_to.*', '"metrics":{}'),
+    (r'"metrics":\{"time_to.*?"target_seconds":[^}]*\}\}', '"metrics":{}'),
     (r'"(logprob|token_logprobs)":-?[\d.e-]+', r'"\1":0'),
     (r"-\d+\.\d+(e-\d+)?", "-0.0"),
     (r'"(cached_tokens|cache_read_input_tokens|input_tokens|output_tokens)":\d+', r'"\1":0'),
