@@ -250,12 +250,7 @@ class Eagle3Head(FeatureHead):
             "speculators_model_type": SPECULATORS,
             "speculators_version": VERSION,
             "torch_dtype": str(dtype).removeprefix("torch."),
-            "draft_vocab_size": sizes.draft_vocab_size,
-            "target_hidden_size": sizes.target_hidden_size,
-            "norm_before_residual": sizes.norm_before_residual,
-            "norm_before_fc": sizes.norm_before_fc,
-            "fc_norm": sizes.fc_norm,
-            "norm_output": sizes.norm_output,
+            **self.choices,
             TAPS: list(sizes.taps),
             "transformer_layer_config": {**described(sizes.layer), "vocab_size": target.vocab_size},
             "speculators_config": {
@@ -266,12 +261,7 @@ class Eagle3Head(FeatureHead):
             },
             TARGET: target.record(),
         }
-        tensors = self.state_dict()
-        if self.ids is not None:
-            ids = self.ids.cpu()
-            tensors["d2t"] = ids - torch.arange(len(ids))
-            tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        return config, tensors
+        return config, self.state_dict() if self.ids is None else self.with_list(self.ids, target.vocab_size)
 
     def exported(
         self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
@@ -310,21 +300,30 @@ class Eagle3Head(FeatureHead):
             "architectures": [NATIVE[0]],
             "vocab_size": target.vocab_size,
             "torch_dtype": str(dtype).removeprefix("torch."),
-            "draft_vocab_size": sizes.draft_vocab_size,
-            "target_hidden_size": sizes.target_hidden_size,
-            "norm_before_residual": sizes.norm_before_residual,
-            "norm_before_fc": sizes.norm_before_fc,
-            "fc_norm": sizes.fc_norm,
-            "norm_output": sizes.norm_output,
+            **self.choices,
             "num_aux_hidden_states": len(sizes.taps),
             "eagle_config": {TAPS: list(sizes.taps), "use_aux_hidden_state": True},
             TARGET: target.record(),
         }
-        tensors = self.state_dict()
-        ids = torch.arange(sizes.draft_vocab_size) if self.ids is None else self.ids.cpu()
-        tensors["d2t"] = ids - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, ids, True)
-        return config, tensors
+        ids = torch.arange(sizes.draft_vocab_size) if self.ids is None else self.ids
+        return config, self.with_list(ids, target.vocab_size)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """What its checkpoints differ in, as every layout names it."""
+        names = ("draft_vocab_size", "target_hidden_size")
+        norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        return {name: getattr(self.sizes, name) for name in (*names, *norms)}
+
+    def with_list(self, ids: Int[Tensor, " width"], vocab_size: int) -> dict[str, Tensor]:
+        """Its tensors with the list of the tokens that it guesses, as differences, and with a mark for each token.
+
+        Args:
+            vocab_size: Width of the target's logits.
+        """
+        ids = ids.cpu()
+        listed = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+        return {**self.state_dict(), "d2t": ids - torch.arange(len(ids)), "t2d": listed}
 
     def extra_repr(self) -> str:
         """The choices that no tensor shows."""

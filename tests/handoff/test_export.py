@@ -267,6 +267,15 @@ def test_the_launch_of_vllm_says_every_key(target, heads, tmp_path):
     assert any("chains" in line for line in found.losses)
 
 
+def test_layers_of_the_target_itself_need_no_files(target, tmp_path):
+    found = export(ordered("vllm", target, "mtp", tmp_path / "out", num_speculative_tokens=2))
+    assert list((tmp_path / "out").glob("*.safetensors")) == []
+    config = json.loads(re.search(r"<<JSON\n(.*)\nJSON", "\n".join(found.command))[1])
+    assert (config["method"], config["num_speculative_tokens"], "model" in config) == ("mtp", 2, False)
+    with pytest.raises(InputError, match="takes mtp from the target's own checkpoint"):
+        export(ordered("vllm", target, f"mtp:path={target}", tmp_path / "no"))
+
+
 def test_a_plan_gives_lengths_by_batch_size_and_the_price_of_a_chain(target, heads, tmp_path):
     drafter = f"eagle3:path={heads('eagle3')}"
 
