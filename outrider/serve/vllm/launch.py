@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,7 @@ class Launch:
             if name in setup.given():
                 raise InputError(f"--engine vllm has nothing like --{name.replace('_', '-')}: {advice}")
         wanted = completed(setup)
-        own = any(each.partition("=")[0] in (SPECULATIVE, "--speculative_config") for each in passed)
+        own = has_speculation(passed)
         if own and (given := [name for name in ("drafter", "length", "verifier") if getattr(setup, name) is not None]):
             raise InputError(f"--engine-args has {SPECULATIVE} and --{given[0]} was given too; leave out one of them")
         return cls(
@@ -189,7 +189,10 @@ class Launch:
         found = ["serve", self.target, "--host", "127.0.0.1", "--port", str(port)]
         if self.names:
             found += ["--served-model-name", *self.names]
-        found += ["--enable-per-request-metrics", "--per-request-spec-decode-metrics", "summary"]
+        if self.speculation is not None or has_speculation(self.engine_args):
+            # Without drafts vLLM refuses to count them.
+            found += ["--per-request-spec-decode-metrics", "summary"]
+        found += ["--enable-per-request-metrics"]
         found += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log", *self.flags, *self.more_flags]
         if self.speculation is not None:
             found += [SPECULATIVE, json.dumps(self.speculation.config)]
@@ -215,6 +218,16 @@ def arguments_of(text: str | None) -> tuple[str, ...]:
         if any(each.partition("=")[0] == owned for each in found):
             raise InputError(f"--engine-args must not have {owned}: Outrider starts vLLM and talks to it by itself")
     return found
+
+
+def has_speculation(arguments: Sequence[str]) -> bool:
+    """Whether vLLM's flags say how it drafts.
+
+    Example:
+        >>> has_speculation(["--speculative-config={}"]), has_speculation(["--dtype", "float32"])
+        (True, False)
+    """
+    return any(each.partition("=")[0] in (SPECULATIVE, "--speculative_config", "-sc") for each in arguments)
 
 
 def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> Speculation | None:

@@ -58,7 +58,10 @@ def test_options_of_a_setup_become_flags_and_the_users_own_flags_come_last(pytho
     [("none", None), (f"eagle:path={EMBEDDED_HEAD}", "eagle"), (f"model:path={EMBEDDED_DRAFT}", "draft_model")],
 )
 def test_each_drafter_has_vllms_name(python, drafter, method):
-    found = Launch.of(Setup(drafter=drafter), python).speculation
+    launch = Launch.of(Setup(drafter=drafter), python)
+    found = launch.speculation
+    # vLLM refuses to count drafts where there are none.
+    assert ("--per-request-spec-decode-metrics" in launch.arguments(81)) == (method is not None)
     assert (None if found is None else found.method) == method
 
 
