@@ -209,18 +209,24 @@ def _readings(
     yield head, trained
 
 
+def with_answer(trained: TrainedHead, name: str, value: object) -> TrainedHead:
+    """The same head, told one thing more."""
+    told: dict[str, Any] = {name: value}
+    return replace(trained, **told)
+
+
 def _answers(trained: TrainedHead, question: str, tokenizer: PreTrainedTokenizerBase | None) -> Iterator[TrainedHead]:
     """The head with the answers that a refusal asks for."""
     open_ones = {each.name for each in fields(trained) if getattr(trained, each.name) is None}
     for name in FLAGS:
         if name in open_ones and f"{name}=" in question:
-            yield from (replace(trained, **{name: value}) for value in (True, False))
+            yield from (with_answer(trained, name, value) for value in (True, False))
             return
     if "taps" in open_ones and (told := re.findall(r"taps=(\d[\dx]*)", question)):
-        yield from (replace(trained, **{"taps": tuple(map(int, each.split("x")))}) for each in told)
+        yield from (with_answer(trained, "taps", tuple(map(int, each.split("x")))) for each in told)
     elif "mask_token_id" in open_ones and "mask_token_id=" in question and tokenizer is not None:
         ids = (tokenizer.mask_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id)
-        yield from (replace(trained, **{"mask_token_id": each}) for each in sorted({i for i in ids if i is not None}))
+        yield from (with_answer(trained, "mask_token_id", each) for each in sorted({i for i in ids if i is not None}))
 
 
 def _questions(
@@ -334,15 +340,15 @@ def _map(tensors: Mapping[str, Tensor], head: Head, judge: Judge) -> Iterator[Fi
                 f"{len(listed)}, and {int(torch.isin(ids, listed).sum())} are the same; the map is older or newer than "
                 "the weights, so get both from one run.",
             )
-    ids = getattr(head, "ids", None)
-    if ids is None:
+    guessed = getattr(head, "ids", None)
+    if guessed is None:
         return
     said = np.concatenate([each.tokens[each.start :] for each in judge.documents])
-    share = float(np.isin(said, ids.cpu().numpy()).mean())
+    share = float(np.isin(said, guessed.cpu().numpy()).mean())
     if share < COVERED:
         yield Finding(
             about="vocabulary",
-            sentence=f"It can guess {len(ids)} tokens, and {share:.0%} of what the target says here are among them; "
+            sentence=f"It can guess {len(guessed)} tokens, and {share:.0%} of what the target says here are among them; "
             "train it with a draft vocabulary that is counted on such texts, or with a larger one.",
         )
 

@@ -1,6 +1,7 @@
 """The command-line programs of the packages `openai` and `anthropic`, and the clients that they are made of."""
 
 import sys
+from typing import Any
 
 import anthropic
 import openai
@@ -29,17 +30,17 @@ def main(url: str) -> None:
     told("openai api completions.create")
 
     client = anthropic.Anthropic(base_url=url, api_key="none")
-    ours = {"model": MODEL, "max_tokens": 24, "messages": [{"role": "user", "content": QUESTION}]}
-    message = client.messages.create(temperature=0, **ours)
+    ours: dict[str, Any] = {"model": MODEL, "max_tokens": 24, "messages": [{"role": "user", "content": QUESTION}]}
+    message = client.messages.create(extra_body={"temperature": 0}, **ours)
     must(message.content[0].text.strip() == text, "messages have the text of the chat", message)
     told(f"anthropic {anthropic.__version__}: messages", message.usage)
-    with client.messages.stream(temperature=0, **ours) as stream:
+    with client.messages.stream(extra_body={"temperature": 0}, **ours) as stream:
         pieces = "".join(stream.text_stream)
     must(pieces == message.content[0].text, "a stream has the text", pieces)
     counted = client.messages.count_tokens(model=MODEL, messages=ours["messages"]).input_tokens
     must(counted == message.usage.input_tokens + message.usage.cache_read_input_tokens, "tokens are counted", counted)
     told("anthropic: stream, count_tokens", f"{counted} tokens")
-    responses = openai.OpenAI(**{"base_url": f"{url}/v1", "api_key": "none"}).responses
+    responses = openai.OpenAI(base_url=f"{url}/v1", api_key="none").responses
     must(responses.create(model=MODEL, input=QUESTION, max_output_tokens=24).output_text, "a response has text")
     told("openai: responses")
 
