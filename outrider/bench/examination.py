@@ -348,7 +348,7 @@ def _map(tensors: Mapping[str, Tensor], head: Head, judge: Judge) -> Iterator[Fi
     if share < COVERED:
         yield Finding(
             about="vocabulary",
-            sentence=f"It can guess {len(guessed)} tokens, and {share:.0%} of what the target says here is among "
+            sentence=f"It can guess {len(guessed)} tokens, and {share:.0%} of what the target says here are among "
             "them; train it with a draft vocabulary that is counted on such texts, or with a larger one.",
         )
 
