@@ -146,30 +146,62 @@ def write_head(name: str, plan: Plan, documents: Sequence[Document], place: Path
     train(learner(name, embedded_target()), batches, short_run(0, plan.steps, NUM_ROWS, longest, 1e-3), place)
 
 
-def here(plan: Plan, prompts: Sequence[list[int]], drafter: str, new_tokens: int) -> Said:
-    """The same in Outrider."""
-    engine = outrider.load(
-        str(EMBEDDED_TARGET), drafter=drafter, length=f"fixed:{DEPTH}", dtype=plan.dtype, device="cpu"
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Where a comparison begins: behind the first token, if the other engine emits it when it reads the prompt.
+
+    A drafter that reads hidden states drafts nothing in the first step of a request. So that step emits the first token
+    and is not counted. For other drafters the first token is a part of the prompt.
+
+    Attributes:
+        prompts: What requests begin with.
+        new_tokens: Tokens of each output.
+        uncounted: Steps at the beginning of each output that are not counted, and tokens that they emit.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    new_tokens: int
+    uncounted: int = 0
+
+    @classmethod
+    def of(cls, drafter: str, plan: Plan, prompts: Sequence[list[int]], plain: Said, first: int) -> "Start":
+        """The beginning for a drafter, where `first` tokens are emitted when the prompt is read."""
+        if loaded(plan, drafter).parts.drafter.taps:
+            return cls(prompts=prompts, new_tokens=plan.max_new_tokens, uncounted=first)
+        begun = [[*prompt, *output[:first]] for prompt, output in zip(prompts, plain.tokens, strict=True)]
+        return cls(prompts=begun, new_tokens=plan.max_new_tokens - first)
+
+
+def loaded(plan: Plan, drafter: str) -> outrider.Engine:
+    """Outrider with chains of `DEPTH` tokens."""
+    return outrider.load(
+        str(EMBEDDED_TARGET), drafter=drafter, length=f"fixed:{DEPTH}", dtype=plan.dtype, device="cpu", probe=False
     )
-    made = engine.generate(list(prompts), max_new_tokens=new_tokens, sampling=GREEDY, ignore_eos=True)
+
+
+def here(plan: Plan, drafter: str, start: Start) -> Said:
+    """The same in Outrider."""
+    prompts = [list(prompt) for prompt in start.prompts]
+    made = loaded(plan, drafter).generate(prompts, max_new_tokens=start.new_tokens, sampling=GREEDY, ignore_eos=True)
     return Said(
-        tokens=[out.tokens for out in made],
-        steps=sum(out.num_steps for out in made),
+        tokens=[out.tokens[start.uncounted :] for out in made],
+        steps=sum(out.num_steps - start.uncounted for out in made),
         drafted=sum(out.num_draft_tokens for out in made),
         accepted=sum(out.num_accepted_tokens for out in made),
     )
 
 
-def planned(plan: Plan, prompts: Sequence[list[int]], drafter: str, new_tokens: int) -> float:
+def planned(plan: Plan, drafter: str, start: Start) -> float:
     """The tokens per step that `outrider plan` predicts: the target answers alone, and the drafter guesses along."""
-    engine = outrider.load(
-        str(EMBEDDED_TARGET), drafter=drafter, length=f"fixed:{DEPTH}", dtype=plan.dtype, device="cpu", probe=False
-    )
+    engine = loaded(plan, drafter)
+    prompts = [list(prompt) for prompt in start.prompts]
     drafters = {drafter: engine.parts.drafter}
-    found = record(engine, drafters, list(prompts), sampling=GREEDY, max_new_tokens=new_tokens, depth=DEPTH)
+    found = record(engine, drafters, prompts, sampling=GREEDY, max_new_tokens=start.new_tokens, depth=DEPTH)
     way = Way(drafter=drafter, verifier="token", length=DEPTH, widths=(1,) * DEPTH)
     steps = expected_steps(found, way)
-    return sum(each.tokens for each in steps) / float(sum(each.by_length.sum() for each in steps))
+    left_out = start.uncounted * len(prompts)
+    tokens = sum(each.tokens for each in steps) - left_out
+    return tokens / (float(sum(each.by_length.sum() for each in steps)) - left_out)
 
 
 def there(plan: Plan, prompts: Sequence[list[int]], mode: str, drafter: Path | None, engine: Engine) -> Said:
@@ -227,10 +259,10 @@ def compared(
     given = f"{drafter.head}:path={written(drafter, plan, prompts, plain, place / 'trained')}"
     exported = exported_to(engine, given, "auto" if drafter.shipped else plan.dtype, place / "exported")
     first = int(engine.digests_first)
-    begun = [[*prompt, *output[:first]] for prompt, output in zip(prompts, plain.tokens, strict=True)]
-    ours = here(plan, begun, given, plan.max_new_tokens - first)
+    start = Start.of(given, plan, prompts, plain, first)
+    ours = here(plan, given, start)
     row: Row = {"engine": engine.title, "head": drafter.label, "ours": counted(ours)}
-    row["planned"] = planned(plan, begun, given, plan.max_new_tokens - first)
+    row["planned"] = planned(plan, given, start)
     try:
         theirs = there(plan, prompts, drafter.mode, exported, engine)
     except (CannotMake, Stopped, Refused) as error:

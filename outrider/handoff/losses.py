@@ -44,7 +44,9 @@ def predicted(order: Order, handed: Handed, engine: Engine | None) -> Sequence[s
     ways = list(ways_of(NAME, drafter, lengths=[handed.length]))
     chains = {way.verifier: _rate(found, way) for way in ways if way.tree == "chain"}
     trees = [(_rate(found, way), way) for way in ways if way.tree != "chain"]
-    greedy = handed.speculative()["draft_sample_method"] == "greedy" if order.to == "vllm" else order.to != "sglang"
+    greedy = order.to in ("llama.cpp", "openvino")
+    if order.to == "vllm":
+        greedy = handed.speculative()["draft_sample_method"] == "greedy"
     kept = "match" if greedy else "token"
     lines: list[str] = []
     if kept in chains:

@@ -34,14 +34,21 @@ def plan(place: Path, *heads: str) -> Plan:
 def test_tokens_and_acceptance_are_compared_and_a_refusal_is_told(tmp_path, monkeypatch):
     place = replace(plan(tmp_path, "medusa", "eagle"), out=tmp_path / "out")
     monkeypatch.setitem(in_vllm.LEARNERS, "eagle", in_vllm.LEARNERS["medusa"])
-    monkeypatch.setattr(in_vllm, "here", lambda plan, prompts, drafter, new_tokens: in_vllm.Said(
-        tokens=[[7] * 6] * 2, steps=8, drafted=8, accepted=2))  # fmt: skip
-    monkeypatch.setattr(in_vllm, "planned", lambda plan, prompts, drafter, new_tokens: 1.6)
+    begun: list[in_vllm.Start] = []
+
+    def here(plan: Plan, drafter: str, start: in_vllm.Start) -> in_vllm.Said:
+        begun.append(start)
+        return in_vllm.Said(tokens=[[7] * 6] * 2, steps=8, drafted=8, accepted=2)
+
+    monkeypatch.setattr(in_vllm, "here", here)
+    monkeypatch.setattr(in_vllm, "planned", lambda plan, drafter, start: 1.6)
     found = run(place, ENGINES)
     [compared, refused] = found.tables
     lines = {line[1]: line[2:] for line in compared.lines}
     # Twelve tokens, of which the prompts' forwards said two, in two steps with drafts.
     assert lines == {"medusa": ["2 of 2", "5.00", "1.50", "1.60", "+233.3%"], "eagle": ["-", "-", "1.50", "1.60", "-"]}
+    # The first step of a drafter that reads hidden states emits what the other engine emits behind the prompt.
+    assert {(start.uncounted, start.new_tokens) for start in begun} == {(1, 6)}
     [[engine, name, reason]] = refused.lines
     assert (engine, name) == ("Scripted", "eagle")
     assert reason.endswith("its last line: ValueError: no such head")
