@@ -46,7 +46,7 @@ STREAMS: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": TALK, "max_tokens": 24, "tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
     ),
     "responses": ("/v1/responses", {"input": "Tell me about a dog.", "max_output_tokens": 4}),
-    # As Claude Code asks.
+    # As a coding agent asks.
     "messages": (
         "/v1/messages?beta=true",
         {"messages": TALK, "max_tokens": 4, "system": [{"type": "text", "text": "Short.", "cache_control": {}}]},
