@@ -16,6 +16,8 @@ import typer
 
 from outrider.bench.engines.environments import CannotMake, Environment, reason
 from outrider.bench.side_by_side.peers import usual_folder
+from outrider.core import files
+from recipes import options
 from recipes.client_runs import install
 
 PINS = Path(__file__).parents[1] / "constraints.txt"
@@ -68,6 +70,7 @@ def main(
     environments: Annotated[
         Path, typer.Option(help="Folder of pip-audit's environment.", show_default=False)
     ] = usual_folder(),  # noqa: B008
+    out: options.Out = None,
 ) -> None:
     """Check the pinned versions."""
     try:
@@ -83,5 +86,8 @@ def main(
         print(f"The advisories cannot be reached from here, so no version was checked: {reason(done.stderr)}")
         return
     print("\n".join(audit.lines()))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        files.replace(out / "audit.txt", "".join(f"{line}\n" for line in audit.lines()).encode())
     if audit.found:
         raise typer.Exit(1)

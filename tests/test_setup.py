@@ -115,4 +115,5 @@ def test_a_path_is_a_target():
 
 def test_the_default_of_a_step_of_prompts_depends_on_the_device():
     assert Setup().max_prefill_tokens is None
-    assert prefill_size(torch.device("cpu")) == 512 < prefill_size(torch.device("cuda", 0))
+    assert prefill_size(torch.device("cpu"), decoding=True) == 512 < prefill_size(torch.device("cpu"))
+    assert prefill_size(torch.device("cuda", 0), decoding=True) == prefill_size(torch.device("cuda", 0)) == 2048

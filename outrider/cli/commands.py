@@ -295,7 +295,8 @@ def export(options: ExportOptions, as_json: Json = False) -> None:
 def doctor(
     setup: Setup,
     head: Annotated[
-        str | None, typer.Argument(help="A head: say why its acceptance is low. Nothing else is measured then.")
+        str | None,
+        typer.Argument(metavar="[HEAD]", help="A head: say why its acceptance is low. Nothing else is measured then."),
     ] = None,
     text: Annotated[
         Path | None, typer.Option(help="A text file, or JSON lines with `prompt` or `turns`; a few texts otherwise.")

@@ -7,6 +7,7 @@ from outrider.decoding.drafting import drafter_of
 from outrider.decoding.progress import pending_tokens
 from outrider.decoding.protocol import Parts
 from outrider.engine.seats import Seat
+from outrider.lm.slots.budget import prefill_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,16 +47,20 @@ class Plan:
     first: list[list[Seat]]
 
 
-def plan(parts: Parts, seats: Sequence[Seat], most: int) -> Plan:
-    """Choose the chunks of new prompts to prefill, first come first served, at most `most` tokens in all.
+def plan(parts: Parts, seats: Sequence[Seat], most: int | None) -> Plan:
+    """Choose the chunks of new prompts to prefill, first come first served, at most `most` tokens in all; None: as many
+    as is usual on the target's device.
 
     A seat with nothing left to prefill becomes ready. If no request decodes yet, the first step of a request prefills
     the last chunk of its prompt. A drafter that reads hidden states cannot draft in the first step of a request. That
     step always prefills the last chunk, in a forward apart from requests that decode.
     """
-    left, chunks = most, []
     new = [seat for seat in seats if seat.running is not None and not seat.ready]
+    if not new:
+        return Plan(prefill=[], first=[])
     decoding = any(seat.ready for seat in seats)
+    left = prefill_size(parts.target.device, decoding=decoding) if most is None else most
+    chunks: list[Chunk] = []
     for seat in new:
         behind = len(pending_tokens(parts, seat.state))
         count = min(behind, left)

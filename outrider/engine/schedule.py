@@ -16,7 +16,6 @@ from outrider.engine.prefill import Chunk, plan
 from outrider.engine.prefixes import Prefixes
 from outrider.engine.seats import Seat, ending_of
 from outrider.engine.waiting import Waiting
-from outrider.lm.slots.budget import prefill_size
 
 
 class Schedule:
@@ -105,9 +104,6 @@ class Schedule:
         """Admit requests, prefill new prompts, and make one step of all ready requests."""
         for seat, error in self._admission.admit(route):
             self._fail(seat, error)
-        if max_prefill_tokens is None:
-            decoding = any(seat.ready for seat in self.seats.values())
-            max_prefill_tokens = prefill_size(self.parts.target.device, decoding=decoding)
         planned = plan(self.parts, list(self.seats.values()), max_prefill_tokens)
         for group in planned.prefill:
             self._prefill(group)

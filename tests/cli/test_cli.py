@@ -74,7 +74,7 @@ def stranger(tmp_path_factory) -> Path:
         (["--prompt", "a", "--regex", "a", "--json-schema", "{}"], "--json-schema and --regex were given together"),
         (["--prompt", "a", "--json-schema", "/no/such/schema"], "there is no JSON schema file /no/such/schema"),
         (["--prompt", "a", "--grammar", "/no/such/rules"], "there is no grammar file /no/such/rules"),
-        (["--prompt", "a", "--regex", "a", "--compare"], "--compare measures decoding without a grammar"),
+        (["--prompt", "a", "--regex", "a", "--compare"], "--compare measures plain texts"),
         (["--target", ""], "there is no directory ''"),
         (["--target", "x" * 5000], "give a model's directory or a hub id"),
         (["--drafter", ""], "unknown drafter ''"),

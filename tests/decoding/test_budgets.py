@@ -70,6 +70,8 @@ ABOVE = {
     # A head of three layers with a cache each, of which every layer reads what it has missed.
     "mtp": 180,
     "poss": 165,
+    # Its recurrent layer reads each draft token.
+    "domino": 155,
     # It needs the target's rows at temperature 0 too.
     "lenient at temperature 0": 80,
     # Rules that weigh the rows of each depth of a tree against each other. How many depths a beam branches at varies.

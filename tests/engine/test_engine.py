@@ -236,11 +236,16 @@ def forwards_by_step(busy: Engine, lengths: Sequence[int]) -> list[int]:
         ((120, 40), [3, 1, 1, 1]),  # others have forwards of their own
         ((1, 40), [2, 1, 1, 1]),  # whoever decodes does not wait in the forward of a prompt
         ((200, 200, 200), [1, 1, 1, 1]),  # while nobody decodes, a step reads up to 2,048 tokens
-        ((800, 800, 800), [3, 2, 1, 1, 1]),  # the last of the third prompt come one step later
     ],
 )
 def test_prompts_share_forwards_where_that_wastes_little(lengths, expected):
     assert forwards_by_step(engine("none"), lengths) == expected
+
+
+def test_what_a_step_cannot_read_of_prompts_comes_one_step_later():
+    busy = engine("none")
+    busy.max_prefill_tokens = 512
+    assert forwards_by_step(busy, (200, 200, 200)) == [3, 2, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
+import typer
 
 from outrider import catalog
 from outrider.core.row import Row
@@ -39,8 +40,11 @@ def new_head(monkeypatch, tmp_path_factory) -> Iterator[str]:
     monkeypatch.syspath_prepend(str(folder))
     row = Row(family="drafter", name=NAME, home=f"{NAME}:SPEC", summary="a gate on the target's features", source="-")
     monkeypatch.setattr(catalog, "ROWS", (*catalog.ROWS, row))
+    # Commands are made once, from the catalog of that time.
+    typer.main.get_command.cache_clear()
     yield NAME
-    sys.modules.pop(NAME)
+    typer.main.get_command.cache_clear()
+    sys.modules.pop(NAME, None)
 
 
 @pytest.mark.parametrize("claim", CLAIMS)

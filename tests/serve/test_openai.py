@@ -56,10 +56,11 @@ def test_chats_fit_the_clients_types(client: "openai.OpenAI") -> None:
 
 def test_tools_and_schemas(client: "openai.OpenAI") -> None:
     asked = {"model": "pair", "messages": TALK, "max_completion_tokens": 150, "seed": 1}
-    made = client.chat.completions.create(**asked, tools=[WEATHER], tool_choice="required")
+    tools = {"tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    made = client.chat.completions.create(**asked, **tools)
     [call] = made.choices[0].message.tool_calls
     assert call.function.name == "weather"
-    with client.chat.completions.stream(**asked, tools=[WEATHER], tool_choice="required") as stream:
+    with client.chat.completions.stream(**asked, **tools) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.tool_calls[0].function.arguments == call.function.arguments
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
