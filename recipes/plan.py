@@ -273,7 +273,10 @@ def run(
     outputs = alone.generate(prompts[:count], max_new_tokens=max_new_tokens, sampling=samplings)
     alone.rest()
     steps = [step for output in outputs for step in output.steps]
-    full = [step for step in steps if step.num_requests == min(requests, count)]
+    # The first step of a request also reads its prompt.
+    later = [step for output in outputs for step in output.steps[1:]]
+    prompts_read = {id(output.steps[0].timing) for output in outputs if output.steps}
+    full = [step for step in later if step.num_requests == min(requests, count) and id(step.timing) not in prompts_read]
     seconds = {id(step.timing): step.timing.total for step in full}
     tokens = float(sum(len(step.tokens) for step in steps))
     return tokens, float(len(steps)), float(sum(len(step.tokens) for step in full)), sum(seconds.values())

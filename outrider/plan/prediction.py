@@ -187,10 +187,14 @@ class Planner:
 
 
 def ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """The best first, by the lower end of the speedup. Of those within 1 %, the least complicated."""
+    """The best first, by the lower end of the speedup. Of those within 1 %, the least complicated.
+
+    No tree comes first, as long as there is another way: its costs are extended from chains, which flatters it.
+    """
     left, found = sorted(predictions, key=lambda each: -each.speedup.low), list[Prediction]()
     while left:
-        near = [each for each in left if each.speedup.low >= 0.99 * left[0].speedup.low]
+        open_ones = left if found else [each for each in left if each.way.tree == "chain"] or left
+        near = [each for each in open_ones if each.speedup.low >= 0.99 * open_ones[0].speedup.low]
         best = min(near, key=lambda each: each.way.effort)
         left.remove(best)
         found.append(best)

@@ -13,7 +13,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.lengths.costs import CostTable
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.plan.prediction import Planner, acceptance_for, expected_steps, ranked
+from outrider.plan.prediction import Planner, Range, acceptance_for, expected_steps, ranked
 from outrider.plan.record import DraftRows, Record, Text
 from outrider.plan.recording import Said, along
 from outrider.plan.tree_coverage import Ranked
@@ -190,6 +190,16 @@ def test_what_seems_equal_is_decided_for_the_simpler_way():
     planner = Planner(record=example(0.001), costs={"model": CostTable.of_formula(lambda b, n: 1.0)})
     found = ranked([planner.predict(way, 1) for way in reversed(chains())])
     assert found[0].way.is_plain
+
+
+def test_a_tree_whose_times_were_not_measured_is_not_advised():
+    planner = Planner(record=example(0.8), costs={"model": CHEAP})
+    made = [planner.predict(way, 1) for way in chains()]
+    best = ranked(made)[0]
+    tree = replace(best, way=replace(best.way, tree="iid:2"), speedup=Range(value=9.0, low=8.0, high=10.0))
+    found = ranked([tree, *made])
+    assert found[0].way == best.way
+    assert found[1] == tree
 
 
 def test_identical_prompts_leave_only_the_error_of_the_times():
