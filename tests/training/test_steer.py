@@ -103,9 +103,10 @@ def test_captured_states_give_the_loss_of_live_ones():
     with torch.no_grad():
         assert float(made(captured).total) == pytest.approx(float(made(given).total), rel=1e-5)
         other = replace(
-            captured, hidden={tap: states + torch.randn(states.shape, generator=dice) for tap, states in seen.items()}
+            captured,
+            hidden={tap: states + 10 * torch.randn(states.shape, generator=dice) for tap, states in seen.items()},
         )
-        assert float(made(other).total) != pytest.approx(float(made(given).total), rel=1e-3)
+        assert float(made(other).total) != pytest.approx(float(made(given).total), rel=1e-2)
 
 
 def drafted_guesses(made: Steered, text: Sequence[int], prompt: int, gamma: int) -> dict[tuple[int, int], torch.Tensor]:
