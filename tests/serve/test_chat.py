@@ -110,7 +110,7 @@ def test_logprobs_have_bytes_and_the_likeliest(client: httpx.Client) -> None:
 
 
 def test_several_outputs_stream_apart(client: httpx.Client) -> None:
-    body = {**TALK, "n": 3, "temperature": 1.0, "seed": 3}
+    body = {**TALK, "n": 3, "temperature": 1.0, "seed": 3, "speculation": False}
     whole = [choice["message"]["content"] for choice in post(client, PATH, body)["choices"]]
     found = chunks(client, PATH, body)
     assert [joined(found, i)["content"] for i in range(3)] == whole
