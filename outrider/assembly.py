@@ -18,7 +18,7 @@ from outrider.decoding.step import StepDecoding
 from outrider.drafters.protocol import Drafter, Unbound
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
 from outrider.engine.engine import Engine
-from outrider.host.threads import use_threads
+from outrider.host.threads import release_threads, use_threads
 from outrider.lengths.protocol import LengthPolicy, LoadPolicy
 from outrider.lm.forwards.choice import choose
 from outrider.lm.forwards.forward import as_forward
@@ -93,6 +93,8 @@ def assemble(setup: Setup, *, target: LM | None = None, drafter: Drafter | None 
     if chooses:
         parts = replace(parts, experience=experience_of(parts, max_slots=max_slots, probe=wanted.probe))
     follows = not wanted.ignore_generation_config
+    # Another thread may run the engine.
+    release_threads()
     stop = stop_strings(model) if follows else ()
     if stop and tokenizer is None:
         raise InputError(f"the target's generation config has stop_strings, which need a tokenizer; {ADVICE}")

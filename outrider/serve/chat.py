@@ -21,7 +21,7 @@ from outrider.serve.jobs import check, choices_of, fitted, named
 from outrider.serve.openapi import POSTED, body_of
 from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import ChatBody, NamedTool
-from outrider.serve.sse import BLANK, DONE, Form, event
+from outrider.serve.sse import BLANK, DONE, IDS, Form, event
 from outrider.serve.thinking import BehindThinking
 from outrider.serve.tools import Piece
 
@@ -177,7 +177,7 @@ class ChatAnswer:
         forms = self._forms()
         async for due in self._dues():
             if forms and due.is_text:
-                yield forms[due.choice.index].filled("".join([piece.text for piece in due.part.pieces]))
+                yield forms[due.choice.index].filled(due.part.pieces[0].text, due.part.tokens)
             else:
                 for chunk in self._chunks_of(due):
                     yield event(chunk)
@@ -217,12 +217,17 @@ class ChatAnswer:
         return [self._object("chat.completion.chunk", []) | last]
 
     def _forms(self) -> list[Form]:
-        """The events of each output's content, where nothing but the text differs; otherwise none."""
-        options = self.body.stream_options
+        """The events of each output's content, where nothing but text and token ids differs; otherwise none."""
+        options, found = self.body.stream_options, []
         counts = options is not None and options.continuous_usage_stats
-        if self.body.logprobs or self.body.return_token_ids or counts:
+        if self.body.logprobs or counts:
             return []
-        return [Form(self._chunk(choice, {"content": BLANK}, None)) for choice in self.choices]
+        for choice in self.choices:
+            chunk = self._chunk(choice, {"content": BLANK}, None)
+            if self.body.return_token_ids and not self.hides:
+                chunk["choices"][0]["token_ids"] = IDS
+            found.append(Form(chunk))
+        return found
 
     def _chunks_of(self, due: "_Due") -> list[Chunk]:
         """The chunks of a part: one for each kind of text, the last one with the reason of the end."""

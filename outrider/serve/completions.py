@@ -21,7 +21,7 @@ from outrider.serve.openapi import POSTED, body_of
 from outrider.serve.options import logprobs_of, most_tokens
 from outrider.serve.outputs import Choice, Interval, Part, metrics_of, usage_of, usage_so_far
 from outrider.serve.requests import CompletionBody
-from outrider.serve.sse import BLANK, DONE, Form, event
+from outrider.serve.sse import BLANK, DONE, IDS, Form, event
 from outrider.serve.tokens import OldLogprobs
 
 router = APIRouter()
@@ -106,31 +106,37 @@ class Completion:
             due = intervals[choice.index].add(part)
             if due is None:
                 continue
-            if choice.index not in begun:
+            begins = choice.index not in begun
+            if begins:
                 begun.add(choice.index)
                 opened = self._opening(choice, [due])
             elif forms and not due.ended:
-                if due.pieces:
-                    yield forms[choice.index].filled("".join([piece.text for piece in due.pieces]))
+                if due.pieces or body.return_token_ids:
+                    yield forms[choice.index].filled("".join([piece.text for piece in due.pieces]), due.tokens)
                 continue
             elif due.pieces or due.ended or due.own or body.return_token_ids:
                 opened = _Opened.of([due])
             else:
                 continue
-            yield event(self._chunk(choice, opened, offsets))
+            yield event(self._chunk(choice, opened, offsets, begins=begins))
         if options is not None and options.include_usage:
             last = {"usage": usage_of(self.choices), "metrics": metrics_of(self.gateway, self.choices)}
             yield event(self._object([]) | last)
         yield DONE
 
     def _forms(self) -> list[Form]:
-        """The events of each output's text, where nothing but the text differs; otherwise none."""
+        """The events of each output's text, where nothing but text and token ids differs; otherwise none."""
         body, options = self.body, self.body.stream_options
         counts = options is not None and options.continuous_usage_stats
-        if body.logprobs is not None or body.prompt_logprobs is not None or body.return_token_ids or counts:
+        if body.logprobs is not None or body.prompt_logprobs is not None or counts:
             return []
-        opened = _Opened(text=BLANK, tokens=[], new=[], own=[], top=[], ended=False)
-        return [Form(self._object([self._choice(choice, opened, ended=False)])) for choice in self.choices]
+        opened, found = _Opened(text=BLANK, tokens=[], new=[], own=[], top=[], ended=False), []
+        for choice in self.choices:
+            value = self._choice(choice, opened, begins=False, ended=False)
+            if body.return_token_ids:
+                value["token_ids"] = IDS
+            found.append(Form(self._object([value])))
+        return found
 
     def _opening(self, choice: Choice, parts: Sequence[Part]) -> "_Opened":
         """What parts bring, behind the prompt if it is echoed."""
@@ -145,9 +151,9 @@ class Completion:
             found.top = [*(_likeliest(each, self.body.logprobs) for each in told.scores.top), *found.top]
         return found
 
-    def _chunk(self, choice: Choice, opened: "_Opened", offsets: list[int]) -> dict[str, Any]:
+    def _chunk(self, choice: Choice, opened: "_Opened", offsets: list[int], *, begins: bool = True) -> dict[str, Any]:
         ended = opened.ended or most_tokens(self.body) == 0
-        found = self._choice(choice, opened, offset=offsets[choice.index], ended=ended)
+        found = self._choice(choice, opened, offset=offsets[choice.index], begins=begins, ended=ended)
         if found["logprobs"] is not None:
             offsets[choice.index] += sum(map(len, found["logprobs"]["tokens"]))
         chunk = self._object([found])
@@ -158,7 +164,9 @@ class Completion:
             chunk["system_fingerprint"] = self.gateway.fingerprint
         return chunk
 
-    def _choice(self, choice: Choice, opened: "_Opened", *, offset: int = 0, ended: bool = True) -> dict[str, Any]:
+    def _choice(
+        self, choice: Choice, opened: "_Opened", *, offset: int = 0, begins: bool = True, ended: bool = True
+    ) -> dict[str, Any]:
         body, told = self.body, self.told[choice.prompt]
         logprobs: OldLogprobs | None = None
         if body.logprobs is not None:
@@ -173,7 +181,9 @@ class Completion:
             "stop_reason": choice.stop_reason if ended else None,
         }
         if body.return_token_ids:
-            found |= {"token_ids": opened.new, "prompt_token_ids": list(choice.job.prompt)}
+            found["token_ids"] = opened.new
+            if begins:
+                found["prompt_token_ids"] = list(choice.job.prompt)
         if body.prompt_logprobs is not None and told.scores is not None:
             top = [_likeliest(each, body.prompt_logprobs) for each in told.scores.top]
             own = told.scores.own

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.loops.auto import auto_loop_factory
 
 from outrider.core.inputs import InputError
 from outrider.serve.headers import bounded
@@ -116,7 +117,8 @@ def run(app: FastAPI, service: Drained, bound: socket.socket, endings: Endings, 
     Args:
         ready: Called when the socket listens.
     """
-    return asyncio.run(_serve(app, service, bound, endings, ready))
+    with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+        return runner.run(_serve(app, service, bound, endings, ready))
 
 
 async def _serve(

@@ -25,6 +25,7 @@ from outrider.engine.output import PromptLogprobs as PromptLogprobs
 from outrider.engine.output import Times as Times
 from outrider.engine.prompts import NO_TOKENIZER, Message, encode_text
 from outrider.engine.requests import bound
+from outrider.host.threads import release_threads
 from outrider.serve.failures import Draining as Draining
 from outrider.serve.failures import EngineDead as EngineDead
 from outrider.serve.failures import JobError as JobError
@@ -285,7 +286,7 @@ class Service:
             raise InputError("this server takes no weights")
         if self._learns and name == self.drafter:
             raise InputError(LEARNS)
-        fresh = await self._in(self._compilers, partial(self.renewal.renewed, name, weights))
+        fresh = await self._in(self._compilers, partial(_renewed, self.renewal, name, weights))
         old = self.drafters[name]
         if self.engine.parts.drafter is old:
             await self.swap(fresh)
@@ -334,6 +335,14 @@ class Service:
                     f"speculation.{name} {wanted!r} is not served: all requests of a step share one {name}, and this "
                     f"server was started with {own!r}"
                 )
+
+
+def _renewed(renewal: Renewal, name: str, weights: Path) -> Drafter:
+    """A drafter with other weights, made in a thread that computes nothing else."""
+    try:
+        return renewal.renewed(name, weights)
+    finally:
+        release_threads()
 
 
 def _least(one: int | None, other: int | None) -> int | None:

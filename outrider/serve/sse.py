@@ -12,8 +12,8 @@ from starlette.types import Message, Receive, Scope, Send
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "connection": "keep-alive"}
-BLANK = "\ue000\ue001\ue000"
-"""Stands for the text in a `Form`. Its characters are private ones of Unicode, which no name has."""
+BLANK, IDS = "\ue000\ue001\ue000", "\ue000\ue002\ue000"
+"""Stand for the text and the token ids in a `Form`. Their characters are private ones of Unicode, which no name has."""
 LEAST_LOOK = 0.05
 """Fewest seconds between two looks at a stream that is being written."""
 BREAKS = {"\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
@@ -41,25 +41,36 @@ def event(value: Any, name: str | None = None) -> bytes:
 
 
 class Form:
-    """Events whose values differ in one text alone. What is the same is written once.
+    """Events whose values differ in one text, and in token ids behind it. What is the same is written once.
 
     Args:
-        value: The value, with `BLANK` where the text stands. It must stand there once.
+        value: The value, with `BLANK` where the text stands, once. `IDS` may stand once behind it.
 
     Example:
         >>> Form({"id": 7, "text": BLANK}).filled("a\\n")
         b'data: {"id":7,"text":"a\\\\n"}\\n\\n'
+        >>> Form({"text": BLANK, "ids": IDS}).filled("a", [1, 2])
+        b'data: {"text":"a","ids":[1,2]}\\n\\n'
     """
 
     def __init__(self, value: Any) -> None:
-        before, *after = event(value).split(dumps(BLANK))
-        if len(after) != 1:
-            raise ValueError(f"the blank must stand in the value once, got {len(after)} of them")
-        self._before, self._after = before, after[0]
+        self._before, rest = _split(event(value), BLANK)
+        self._between, self._after = _split(rest, IDS) if dumps(IDS) in rest else (rest, None)
 
-    def filled(self, text: str) -> bytes:
-        """The event with this text."""
-        return self._before + dumps(text) + self._after
+    def filled(self, text: str, tokens: Sequence[int] = ()) -> bytes:
+        """The event with this text, and with these token ids if it has a place for them."""
+        found = self._before + dumps(text) + self._between
+        if self._after is None:
+            return found
+        return found + b"[" + ",".join(map(str, tokens)).encode() + b"]" + self._after
+
+
+def _split(whole: bytes, blank: str) -> tuple[bytes, bytes]:
+    """What stands before and behind a blank. Raises ValueError if it does not stand there once."""
+    before, *after = whole.split(dumps(blank))
+    if len(after) != 1:
+        raise ValueError(f"a blank must stand in the value once, got {len(after)} of them")
+    return before, after[0]
 
 
 class EventStream(StreamingResponse):

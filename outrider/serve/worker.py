@@ -17,6 +17,7 @@ from outrider.core.types import Request
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output, Update
+from outrider.host.threads import release_threads
 from outrider.serve.failures import EngineDead, JobError, TimedOut, of_request
 from outrider.serve.job import Event
 from outrider.serve.places import Places
@@ -110,7 +111,8 @@ class Worker:
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread. The calling thread computes no more."""
+        release_threads()
         self.heartbeat = time.monotonic()
         self._thread.start()
 

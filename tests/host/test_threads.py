@@ -1,7 +1,10 @@
 """No more threads than cores that the process may use, unless the user asks for them."""
 
 import os
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,8 @@ import torch
 import outrider
 from outrider import InputError
 from outrider.host.cores import affinity
-from outrider.host.threads import BINDINGS, NUMBERS, use_threads
+from outrider.host.threads import BINDINGS, NUMBERS, release_threads, use_threads
+from outrider.serve.service import Service
 
 
 @pytest.fixture(autouse=True)
@@ -63,3 +67,53 @@ def test_more_threads_than_the_machine_has_cores_are_refused():
     cores = os.cpu_count()
     with pytest.raises(InputError, match=f"threads must be at most {cores}, .*, got {cores + 1}"):
         outrider.load(threads=cores + 1)
+
+
+def num_threads() -> int:
+    """Threads of this process, those of libraries included. One that has ended may be listed a little longer."""
+    found = [-1]
+    while len(found) < 5 or len(set(found[-5:])) > 1:
+        time.sleep(0.01)
+        found.append(len(os.listdir("/proc/self/task")))
+    return found[-1]
+
+
+@pytest.fixture
+def busy_threads() -> Iterator[None]:
+    """This thread has computed on three cores, so that two OpenMP threads wait for more."""
+    if not Path("/proc/self/task").exists():
+        pytest.skip("this system does not list a process's threads")
+    release_threads()
+    before = num_threads()
+    torch.set_num_threads(3)
+    torch.ones(1000, 1000).exp()
+    assert num_threads() == before + 2
+    yield
+    release_threads()
+
+
+def test_released_threads_end_and_come_back(busy_threads):
+    many = num_threads()
+    release_threads()
+    assert num_threads() == many - 2
+    torch.ones(1000, 1000).exp()
+    assert num_threads() == many
+
+
+def test_who_loads_an_engine_or_starts_a_server_leaves_no_threads(busy_threads):
+    many = num_threads()
+    engine = outrider.load(drafter="none", max_slots=1, max_context=32)
+    assert num_threads() == many - 2
+    torch.ones(1000, 1000).exp()
+    service = Service(engine, names=("pair",))
+    service.start()
+    assert num_threads() == many - 2 + 1
+    service.close()
+
+
+def test_threads_of_another_thread_go_on(busy_threads):
+    many = num_threads()
+    other = threading.Thread(target=release_threads)
+    other.start()
+    other.join()
+    assert num_threads() == many

@@ -8,6 +8,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.loops.auto import auto_loop_factory
 
 import outrider
 from outrider import Engine
@@ -70,7 +71,11 @@ def listening(app: FastAPI, service: Drained, limits: Limits | None = None) -> I
             ready.set()
             service.close()
 
-    thread = threading.Thread(target=lambda: asyncio.run(run()))
+    def serve() -> None:
+        with asyncio.Runner(loop_factory=auto_loop_factory()) as runner:
+            runner.run(run())
+
+    thread = threading.Thread(target=serve)
     thread.start()
     ready.wait()
     try:

@@ -275,3 +275,13 @@ def test_only_allowed_tokens_come_and_bad_words_do_not(client: httpx.Client, eng
     assert set(found["token_ids"]) <= set(allowed)
     answer = client.post(PATH, json={**GREEDY, "allowed_token_ids": [10**9]})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "allowed_token_ids")
+
+
+def test_a_stream_names_the_tokens_of_each_event_and_the_prompt_once(client: httpx.Client) -> None:
+    body = {**GREEDY, "return_token_ids": True}
+    whole = post(client, PATH, body)["choices"][0]
+    first, *others = [chunk["choices"][0] for chunk in chunks(client, PATH, body)]
+    assert first["prompt_token_ids"] == whole["prompt_token_ids"]
+    assert not any("prompt_token_ids" in each for each in others)
+    assert [token for each in (first, *others) for token in each["token_ids"]] == whole["token_ids"]
+    assert "".join(each["text"] for each in (first, *others)) == whole["text"]

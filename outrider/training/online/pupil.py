@@ -10,6 +10,7 @@ from torch import Tensor
 from outrider.core.inputs import InputError
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.protocol import Drafter
+from outrider.host.threads import release_threads
 from outrider.learning.divergences import divergence
 from outrider.training.online.corrections import Buffer, Lesson
 from outrider.training.online.snapshots import Snapshots
@@ -156,7 +157,7 @@ class Pupil:
         if not lessons:
             return
         if self._worker is not None:
-            self._job = self._worker.submit(self._round, lessons)
+            self._job = self._worker.submit(self._round_beside, lessons)
         else:
             self._round(lessons)
             self._waits = True
@@ -166,6 +167,13 @@ class Pupil:
         self.draft.learn(lessons)
         if self.draft.num_rounds % self._settings.snapshot_interval == 0:
             self._save()
+
+    def _round_beside(self, lessons: Sequence[Lesson]) -> None:
+        """A round in the thread."""
+        try:
+            self._round(lessons)
+        finally:
+            release_threads()
 
     def _collect(self, wait: bool) -> None:
         """Take note of a step that the thread has made. Raises the error that ended it."""
