@@ -321,12 +321,12 @@ def _row(prediction: Prediction, temperature: float, chosen: bool) -> Row:
 
 
 def _is_measured(way: Way, temperature: float, rules: Sequence[str]) -> bool:
-    """Whether a way is among those that are measured. What is only bounded is not. At temperature 0 all verifiers of
-    chains do the same.
+    """Whether a way is among those that are measured. What is only bounded is not. At temperature 0, and for drafters
+    that look tokens up, all verifiers of chains do the same.
     """
     if way.tree != "chain":
         return way.certainty == "exact" and way.tree in TREES
-    return way.verifier in (rules[:1] if temperature == 0 else rules)
+    return way.drafter == "suffix" or way.verifier in (rules[:1] if temperature == 0 else rules)
 
 
 def measure(

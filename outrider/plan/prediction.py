@@ -17,11 +17,16 @@ from outrider.theory.coverage import begun
 DRAWS = 400
 """Bootstrap samples of the prompts."""
 TIME_ERROR, BUSY_TIME_ERROR = 0.05, 0.15
-"""Standard errors of a step's predicted time, on an idle machine and on a busy one, beside those that the cost table
-says: of its repeats, and of how steady the machine was."""
-RATIO_ERROR, BUSY_RATIO_ERROR, FARTHER_ERROR = 0.03, 0.06, 0.07
-"""Those of the time of a step over that of a plain one, beside that of the repeats; and what is added for trees and for
-numbers of requests that were not measured."""
+"""Standard errors of a step's predicted time, on an idle machine and on a busy one, beside that of how steady the
+machine is."""
+WANDERS = 2.0
+"""How many times farther than in the seconds of a probe a machine's speed goes in minutes. Over 75 seconds the
+logarithm of a step's seconds had a standard deviation of 0.16 to 0.20, and in probes one of 0.09 (two cores of an AMD
+EPYC)."""
+RATIO_ERROR, BUSY_RATIO_ERROR, FARTHER_ERROR = 0.05, 0.08, 0.07
+"""Standard errors of the time of a step over that of a plain one, beside that of the repeats, and what is added for
+numbers of requests that were not measured. Small steps slow down more than large ones: two tables that were measured
+minutes apart differ by 8 %, of which their repeats explain 5."""
 NORMAL = 1.645
 """Standard errors between the middle and the ends of an interval of 90 %."""
 
@@ -126,10 +131,9 @@ class Planner:
         tau, plain = tokens / counts.sum(1), self.plain_seconds(requests)
         more, notes = self._doubts(way, requests)
         doubtful = self.estimated or any(costs.busy for costs in self.costs.values())
-        unsteady = statistics.median(costs.unsteady for costs in self.costs.values())
-        of_time = math.hypot(BUSY_TIME_ERROR if doubtful else TIME_ERROR, unsteady, more)
+        of_time = math.hypot(BUSY_TIME_ERROR if doubtful else TIME_ERROR, WANDERS * self.unsteady, more)
         of_ratio = math.hypot(BUSY_RATIO_ERROR if doubtful else RATIO_ERROR, more)
-        slowness = 1.0 if self.estimated else self.record.slowness
+        slowness = self.slowness
         break_even = per_step[0] / plain
         return Prediction(
             way=way,
@@ -156,6 +160,27 @@ class Planner:
         return plain_seconds(
             list(self.costs.values()), requests, sampled=self.record.temperature > 0, context=self._context
         )
+
+    @property
+    def slowness(self) -> float:
+        """What steps take over what the tables say. The machine is faster in one minute than in the next, and the
+        recorded run is as good a measurement of that as each table: the mean of all.
+        """
+        return 1.0 if self.estimated else math.exp(float(self._levels.mean()))
+
+    @property
+    def unsteady(self) -> float:
+        """Standard deviation of the logarithm of how slow the machine was: while each table was measured, and from one
+        measurement to the next.
+        """
+        within = statistics.median(table.unsteady for table in self.costs.values())
+        return within if self.estimated else math.hypot(within, float(self._levels.std(ddof=1)))
+
+    @property
+    def _levels(self) -> Float[np.ndarray, " measurements"]:
+        """Logarithms of plain steps over what the tables say: of each table, and of the recorded run."""
+        plain = np.array([self._table(costs, 1, 1)[0, 0] for costs in self.costs.values()])
+        return np.log([*(plain / self.plain_seconds(1)), self.record.slowness])
 
     def dearer(self, way: Way, requests: int) -> float:
         """Seconds of a step of a tree over those that chains tell; 1 if it was not timed. Between numbers of requests

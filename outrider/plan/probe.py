@@ -4,12 +4,12 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from outrider.core.types import Request, Running, Sampling
 from outrider.decoding.progress import begin, end, prefill, tokens_left
@@ -37,6 +37,8 @@ WARM_UP, REPEATS, MANY_REPEATS = 1, 12, 24
 and in a thorough probe."""
 SHORT, THOROUGH = 1.5, 20.0
 """Seconds of a probe, about. A slow model gets fewer kinds of steps, and at least three repeats."""
+PLAIN_REPEATS = 3
+"""Plain steps of a kind in a round: the costs of all drafts are compared with theirs."""
 POLISH = 8
 """How often the costs of kinds and the slowness of rounds are told from each other."""
 UNSTEADY = 1.5
@@ -159,65 +161,70 @@ class Bench:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One step that was timed.
+
+    Attributes:
+        kind: What it was.
+        round: In which round it was made.
+        cost: What it took.
+    """
+
+    kind: Kind
+    round: int
+    cost: StepCost
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rounds:
-    r"""Rounds of steps, each with a step of every kind.
+    r"""Rounds of steps, each with steps of every kind.
 
     A machine is faster in some seconds than in others, for all kinds alike. So the logarithm of a step of kind k in
     round r is taken to be $c_k + s_r$ and an error: what the kind costs, and how slow the machine was. Both are found
     by medians in turns (Tukey's median polish), which single disturbed steps do not move.
 
     Attributes:
-        rows: What each step took, by kind and round.
+        steps: All steps. A kind may be missing in some rounds.
         slowness: $s_r$, of which the median is 0.
-        errors: The errors, by kind and round.
+        errors: The error of each step.
     """
 
-    rows: Mapping[Kind, Mapping[int, StepCost]]
+    steps: Sequence[Timed]
     slowness: Float[np.ndarray, " rounds"]
-    errors: Mapping[Kind, Float[np.ndarray, " repeats"]]
+    errors: Float[np.ndarray, " steps"]
 
     @classmethod
-    def of(cls, rounds: Sequence[Mapping[Kind, StepCost]]) -> "Rounds":
-        """Tell the costs of kinds from the slowness of rounds. A kind may be missing in some rounds."""
-        kinds = list(dict.fromkeys(kind for made in rounds for kind in made))
-        logs = np.full((len(rounds), len(kinds)), np.nan)
-        for r, made in enumerate(rounds):
-            for k, kind in enumerate(kinds):
-                if kind in made:
-                    logs[r, k] = math.log(max(made[kind].seconds, 1e-9))
-        there = ~np.isnan(logs).all(axis=1)
-        slowness, costs = np.zeros(len(rounds)), np.zeros(len(kinds))
-        for _ in range(POLISH if there.any() else 0):
-            costs = np.nanmedian(logs - slowness[:, None], axis=0)
-            slowness[there] = np.nanmedian(logs[there] - costs, axis=1)
+    def of(cls, steps: Sequence[Timed]) -> "Rounds":
+        """Tell the costs of kinds from the slowness of rounds."""
+        logs = np.log([max(step.cost.seconds, 1e-9) for step in steps])
+        kinds = _numbered([step.kind for step in steps])
+        rounds = _numbered([step.round for step in steps])
+        slowness, costs = np.zeros(rounds.max(initial=0) + 1), np.zeros(kinds.max(initial=0) + 1)
+        for _ in range(POLISH if steps else 0):
+            costs = _medians(logs - slowness[rounds], kinds)
+            slowness = _medians(logs - costs[kinds], rounds)
             slowness -= np.median(slowness)
-        errors = logs - slowness[:, None] - costs
-        return cls(
-            rows={kind: {r: made[kind] for r, made in enumerate(rounds) if kind in made} for kind in kinds},
-            slowness=slowness,
-            errors={kind: errors[:, k][~np.isnan(errors[:, k])] for k, kind in enumerate(kinds)},
-        )
+        return cls(steps=steps, slowness=slowness[rounds], errors=logs - slowness[rounds] - costs[kinds])
 
     @property
     def unsteady(self) -> float:
-        """Standard deviation of the slowness of rounds."""
-        return float(self.slowness.std())
+        """Standard deviation of the slowness."""
+        return float(self.slowness.std()) if len(self.steps) else 0.0
 
     @property
     def unevenness(self) -> float:
         """How many times its fastest repeat the median repeat of most kinds takes."""
-        if not self.rows:
-            return 1.0
-        seconds = [[row.seconds for row in rows.values()] for rows in self.rows.values()]
-        return statistics.median(statistics.median(each) / min(each) for each in seconds)
+        seconds: dict[Kind, list[float]] = {}
+        for step in self.steps:
+            seconds.setdefault(step.kind, []).append(step.cost.seconds)
+        return statistics.median(statistics.median(each) / min(each) for each in seconds.values()) if seconds else 1.0
 
     def costs(self) -> dict[Kind, StepCost]:
         """What each kind costs when the machine is as slow as in its median round: the median repeat."""
-        found = {}
-        for kind, rows in self.rows.items():
-            usual = [row.times(math.exp(-self.slowness[r])) for r, row in rows.items()]
-            found[kind] = sorted(usual, key=lambda row: row.seconds)[(len(usual) - 1) // 2]
-        return found
+        found: dict[Kind, list[StepCost]] = {}
+        for step, slowness in zip(self.steps, self.slowness.tolist(), strict=True):
+            found.setdefault(step.kind, []).append(step.cost.times(math.exp(-slowness)))
+        return {kind: sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2] for kind, rows in found.items()}
 
     def doubt(self) -> float:
         r"""Relative standard error of what a draft costs over a plain step, for most kinds.
@@ -225,19 +232,30 @@ class Rounds:
         The standard error of a median is $\sqrt{\pi/2}\,\sigma/\sqrt n$, and $\sigma$ is $\sqrt{\pi/2}$ times the
         mean absolute error.
         """
-        plain = {(k.requests, k.sampled): _standard_error(e) for k, e in self.errors.items() if not k.length}
+        errors: dict[Kind, list[float]] = {}
+        for step, error in zip(self.steps, self.errors.tolist(), strict=True):
+            errors.setdefault(step.kind, []).append(abs(error))
+        each = {
+            kind: math.pi / 2 * statistics.mean(own) / math.sqrt(max(1, len(own) - 1)) for kind, own in errors.items()
+        }
+        plain = {(kind.requests, kind.sampled): error for kind, error in each.items() if kind.length == 0}
         pairs = [
-            math.hypot(_standard_error(errors), plain[kind.requests, kind.sampled])
-            for kind, errors in self.errors.items()
+            math.hypot(error, plain[kind.requests, kind.sampled])
+            for kind, error in each.items()
             if kind.length and (kind.requests, kind.sampled) in plain
         ]
         return statistics.median(pairs) if pairs else 0.0
 
 
-def _standard_error(errors: Float[np.ndarray, " n"]) -> float:
-    """Of the median of as many repeats."""
-    count = len(errors)
-    return math.pi / 2 * float(np.abs(errors).mean()) / math.sqrt(max(1, count - 1)) if count else 0.0
+def _numbered(values: Sequence[Hashable]) -> Int[np.ndarray, " n"]:
+    """The same number for equal values, from 0 on."""
+    numbers = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return np.array([numbers[value] for value in values], dtype=np.int64)
+
+
+def _medians(values: Float[np.ndarray, " n"], groups: Int[np.ndarray, " n"]) -> Float[np.ndarray, " groups"]:
+    """The median of the values of each group."""
+    return np.array([np.median(values[groups == group]) for group in range(groups.max() + 1)])
 
 
 def measure(
@@ -245,7 +263,7 @@ def measure(
 ) -> CostTable | None:
     """The costs of steps of these parts; None if the drafter proposed nothing, or if there is no room for drafts.
 
-    Each round makes a step of every kind, in random order. How slow the machine was in a round is told from what each
+    Each round makes steps of every kind, in random order. How slow the machine was in a round is told from what each
     kind costs, see `Rounds`. Nothing else may run, and all slots must be free.
 
     Args:
@@ -320,13 +338,15 @@ def repeated(bench: Bench, kinds: Sequence[Kind], seconds: float, most: int) -> 
         if (last := warm[-1]) is not None:
             spent += 3 * last.seconds
             todo.append(kind)
-    order, rounds = random.Random(0), list[dict[Kind, StepCost]]()
+    order, made = random.Random(0), list[Timed]()
+    turns = [kind for kind in todo for _ in range(1 if kind.length else PLAIN_REPEATS)]
     for number in range(most):
         if number >= 3 and time.perf_counter() - began > seconds:
             break
-        made = {kind: bench.step(kind) for kind in order.sample(todo, len(todo))}
-        rounds.append({kind: row for kind, row in made.items() if row is not None})
-    return Rounds.of(rounds)
+        for kind in order.sample(turns, len(turns)):
+            if (cost := bench.step(kind)) is not None:
+                made.append(Timed(kind=kind, round=number, cost=cost))
+    return Rounds.of(made)
 
 
 def _catch_up(parts: Parts, plain: StepCost, drafted: StepCost) -> float:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from outrider.core.sampling import to_rows
 from outrider.core.texts import Before
-from outrider.core.types import Frontier, Guess, InputError, Request, Running, Sampling
+from outrider.core.types import Frontier, Guess, InputError, Request, Running, Sampling, Step
 from outrider.decoding.progress import begin, end, prefill
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
@@ -115,7 +115,9 @@ def record(
         rows[name] = tuple(each for _, each in found)
     texts = tuple(each.text for each in said)
     found_record = Record(texts=texts, drafts=rows, temperature=sampling.temperature)
-    return replace(found_record, slowness=_slowness(outputs, costs, found_record) if costs else 1.0)
+    return replace(
+        found_record, slowness=slowness_of([output.steps for output in outputs], costs, found_record) if costs else 1.0
+    )
 
 
 def plain_run(
@@ -143,14 +145,14 @@ def plain_run(
     return outputs
 
 
-def _slowness(outputs: Sequence[Output], costs: Sequence[CostTable], made: Record) -> float:
+def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], made: Record) -> float:
     """Seconds of the run's steps over those that the tables say. Sums are compared, as disturbed steps count too.
 
     Steps in which a request makes its first one are left out, because they may read a prompt.
     """
     sampled = made.temperature > 0
-    first = {id(output.steps[0].timing) for output in outputs if output.steps}
-    later = {id(step.timing): step for output in outputs for step in output.steps if id(step.timing) not in first}
+    first = {id(steps[0].timing) for steps in outputs if steps}
+    later = {id(step.timing): step for steps in outputs for step in steps if id(step.timing) not in first}
     plain = [plain_seconds(costs, step.num_requests, sampled=sampled, context=made.context) for step in later.values()]
     return sum(step.timing.total for step in later.values()) / sum(plain) if plain else 1.0
 
