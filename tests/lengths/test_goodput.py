@@ -103,7 +103,7 @@ def test_a_single_request_with_good_acceptance_drafts_far_and_a_full_batch_with_
 def test_costs_that_are_doubtful_need_a_larger_gain():
     costs = CostTable.of_formula(cost(0.45, 0.0))
     gain = max(tokens_by_length([0.7] * n)[-1] / cost(0.45, 0.0)(1, n) for n in range(1, 9))
-    doubtful = replace(costs, doubt=0.1)
+    doubtful = replace(costs, doubt=0.15)
     assert 1 + margin_of(costs) < gain < 1 + margin_of(doubtful)
     assert settled(accepting(costs, 0.7), running(1))[0] > 0
     assert settled(accepting(doubtful, 0.7), running(1)) == [0]
