@@ -2,14 +2,17 @@
 
 `python -m recipes plan --out DIR` records plain runs on one half of the prompts, at each temperature, and predicts
 chains and trees of a draft model and of suffix matching for several numbers of requests at once. Then all of them run
-on the other half of the prompts, in turns. It writes a row for each, the errors as a table for `docs/plan.md`, and a
-plot. With `--planted` the draft rows are recorded at a wrong temperature: then the errors must be seen.
+on the other half of the prompts, in random order, with a plain run beside every three of them: the machine may be
+faster in one minute than in the next. It writes a row for each, the errors as a table for `docs/plan.md`, and a plot.
+With `--planted` the draft rows are recorded at a wrong temperature: then the errors must be seen.
 
-It wants a quiet machine, and takes about 20 minutes for the pair that ships with Outrider on two cores.
+A second call with the same folder and settings keeps the predictions and adds rounds. It wants a quiet machine. A call
+takes about four minutes for each temperature, for the pair that ships with Outrider on two cores.
 """
 
 import json
 import math
+import random
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -22,25 +25,36 @@ import typer
 from outrider.assembly import assemble, completed
 from outrider.bench.workload import PROMPTS, read_prompts
 from outrider.catalog import make
+from outrider.cli.plan import MOST_DOUBT, best_trees, with_trees
 from outrider.core.types import InputError, Sampling
 from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter
 from outrider.engine.engine import Engine
-from outrider.plan.prediction import Planner, ranked
+from outrider.plan.prediction import Planner, Prediction, ranked
 from outrider.plan.recording import record
 from outrider.plan.table import costs_of
 from outrider.plan.ways import Way, ways_of
 from outrider.setup import Setup
 from recipes import options
 
-LENGTHS = (1, 2, 3, 4, 6, 8)
 RULES = ("token", "block", "match")
-TREES = ("gumbel:2x1", "iid:2", "top_plus_one:2")
+TREES = ("gumbel:2x1", "gumbel:2x2", "iid:2", "top_plus_one:2")
 WRONG = 0.3
 """What a planted error multiplies the drafter's temperature by. Greedy chains do not change, so they are left out."""
-QUICK = {"num_prompts": 4, "max_new_tokens": 8, "rounds": 1, "batches": "2", "temperatures": "1"}
+BESIDE = 3
+"""Ways between two plain runs."""
+QUICK = {
+    "num_prompts": 4,
+    "max_new_tokens": 8,
+    "rounds": 1,
+    "batches": "2",
+    "temperatures": "1",
+    "lengths": "1,4",
+    "rules": "block",
+}
 TAU, SPEED, REGRET, COVERED = 0.03, 0.10, 0.05, 0.80
 """What must be reached: median errors of tokens per step and per second, regret, and cover of the intervals of 90 %."""
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +64,10 @@ class Compared:
     Attributes:
         low: Lower end of the interval of predicted tokens per second.
         high: Its upper end.
+        speedup: Predicted tokens per second over plain decoding.
+        speedup_low: Lower end of its interval.
+        speedup_high: Its upper end.
+        speedups: Measured tokens per second over those of the plain runs beside it, in each round.
         chosen: Whether the plan advises this way.
     """
 
@@ -63,7 +81,16 @@ class Compared:
     low: float
     high: float
     measured: float
+    speedup: float
+    speedup_low: float
+    speedup_high: float
+    speedups: tuple[float, ...]
     chosen: bool = False
+
+    @property
+    def measured_speedup(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(self.speedups)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +102,12 @@ class Errors:
         tau: Median error of tokens per step, and the 90th percentile.
         speed: The same of tokens per second.
         covered: Share of measured tokens per second within the intervals.
-        kendall: Rank correlation of predicted and measured tokens per second, mean over groups.
+        speedup: Median error of tokens per second over plain decoding, and the 90th percentile.
+        speedup_covered: Share of these that are within their intervals.
+        kendall: Rank correlation of predicted and measured speedups, mean over groups.
         regret: What the advised way has less than the best measured one: the largest of all groups.
+        regret_elsewhere: The same over the way that is best in the other rounds, so that no way is called the best for
+            its luck: the largest of all groups. NaN for a single round.
         wrongly_plain: Groups in which plain decoding was advised although a way was more than 5 % faster.
     """
 
@@ -84,8 +115,11 @@ class Errors:
     tau: tuple[float, float]
     speed: tuple[float, float]
     covered: float
+    speedup: tuple[float, float]
+    speedup_covered: float
     kendall: float
     regret: float
+    regret_elsewhere: float
     wrongly_plain: int
 
     @classmethod
@@ -97,20 +131,26 @@ class Errors:
         groups: dict[tuple[float, int], list[Compared]] = defaultdict(list)
         for row in rows:
             groups[row.temperature, row.requests].append(row)
-        regrets, wrong = [], 0
+        regrets, elsewhere, wrong = [], [], 0
         for group in groups.values():
-            best = max(row.measured for row in group)
+            best = max(row.measured_speedup for row in group)
             for row in group:
                 if row.chosen:
-                    regrets.append(1 - row.measured / best)
-                    wrong += row.plain and best > 1.05 * row.measured
+                    regrets.append(1 - row.measured_speedup / best)
+                    elsewhere.append(_regret_elsewhere(row, group))
+                    wrong += row.plain and best > 1.05 * row.measured_speedup
         return cls(
             ways=len(drafted),
             tau=_spread([abs(row.predicted_tau / row.measured_tau - 1) for row in drafted]),
             speed=_spread([abs(row.predicted / row.measured - 1) for row in drafted]),
             covered=statistics.mean(row.low <= row.measured <= row.high for row in drafted),
+            speedup=_spread([abs(row.speedup / row.measured_speedup - 1) for row in drafted]),
+            speedup_covered=statistics.mean(
+                row.speedup_low <= row.measured_speedup <= row.speedup_high for row in drafted
+            ),
             kendall=statistics.mean(_kendall(group) for group in groups.values()),
             regret=max(regrets, default=math.nan),
+            regret_elsewhere=max(elsewhere, default=math.nan),
             wrongly_plain=wrong,
         )
 
@@ -127,14 +167,17 @@ class Errors:
     def markdown(self) -> str:
         """The errors as a table."""
         lines = [
-            "| what | median | 90th percentile |",
-            "|---|---|---|",
-            f"| error of tokens per step | {self.tau[0]:.1%} | {self.tau[1]:.1%} |",
-            f"| error of tokens per second | {self.speed[0]:.1%} | {self.speed[1]:.1%} |",
+            "| what | median | 90th percentile | in intervals of 90 % |",
+            "|---|---|---|---|",
+            f"| error of tokens per step | {self.tau[0]:.1%} | {self.tau[1]:.1%} | |",
+            f"| error of tokens per second | {self.speed[0]:.1%} | {self.speed[1]:.1%} | {self.covered:.0%} |",
+            f"| error of the speedup over plain decoding | {self.speedup[0]:.1%} | {self.speedup[1]:.1%} | "
+            f"{self.speedup_covered:.0%} |",
             "",
-            f"{self.ways} ways that were not run before. Intervals of 90 % cover {self.covered:.0%}. Rank correlation "
-            f"(Kendall) {self.kendall:.2f}. The advised way is at most {self.regret:.1%} slower than the best measured "
-            f"one; plain decoding was advised wrongly {self.wrongly_plain} times.",
+            f"{self.ways} ways that were not run before. Rank correlation (Kendall) {self.kendall:.2f}. The advised "
+            f"way is at most {self.regret:.1%} slower than the best measured one, and at most "
+            f"{self.regret_elsewhere:.1%} slower than the one that is best in other rounds. Plain decoding was advised "
+            f"wrongly {self.wrongly_plain} times.",
         ]
         return "\n".join(lines) + "\n"
 
@@ -147,6 +190,8 @@ def main(
     prompts: options.Prompts = PROMPTS,
     temperatures: Annotated[str, typer.Option(help="Temperatures, with commas.")] = "0,1",
     batches: Annotated[str, typer.Option(help="Requests at once, with commas.")] = "1,2,4,8",
+    lengths: Annotated[str, typer.Option(help="Lengths of chains, with commas.")] = "1,2,3,4,6,8",
+    rules: Annotated[str, typer.Option(help="Verifiers of chains, with commas.")] = ",".join(RULES),
     num_prompts: options.NumPrompts = 32,
     max_new_tokens: options.MaxNewTokens = 64,
     rounds: options.Rounds = 2,
@@ -154,27 +199,38 @@ def main(
     out: options.Out = None,
 ) -> None:
     """Record, predict, measure, compare. Exit status 1 if a prediction is not as good as it must be."""
+    settings = {**locals(), "target": target and Path(target).name, "prompts": Path(prompts).name}
+    settings = {name: value for name, value in settings.items() if name not in ("out", "rounds", "temperatures")}
     setup = Setup(target, drafter=drafter)
     engine = assemble(replace(setup, drafter=completed(setup).drafter, length="fixed:4", probe=False))
     questions = [engine.encode(prompt) for _, _, prompt in read_prompts(prompts)][:num_prompts]
     fitted, held_out = questions[::2], questions[1::2]
     name = str(completed(setup).drafter)
-    rows: list[Compared] = []
-    for temperature in (float(each) for each in temperatures.split(",")):
+    drafters = {name: engine.parts.drafter, "suffix": cast(Drafter, make("drafter", "suffix"))}
+    predicted, runs = kept(out, settings)
+    for temperature in options.numbers("--temperatures", temperatures):
         if planted and temperature == 0:
             continue
-        rows += compare(
-            engine,
-            {name: engine.parts.drafter, "suffix": cast(Drafter, make("drafter", "suffix"))},
-            fitted,
-            held_out,
-            temperature=temperature,
-            batches=[int(each) for each in batches.split(",")],
-            max_new_tokens=max_new_tokens,
-            rounds=rounds,
-            planted=planted,
-        )
-        print(f"temperature {temperature:g}: {len(rows)} ways compared")
+        if not any(row["temperature"] == temperature for row in predicted):
+            predicted += predict(
+                engine,
+                drafters,
+                fitted,
+                temperature=temperature,
+                batches=options.whole_numbers("--batches", batches),
+                lengths=options.whole_numbers("--lengths", lengths),
+                rules=rules.split(","),
+                max_new_tokens=max_new_tokens,
+                planted=planted,
+            )
+            keep(out, "predictions.jsonl", predicted)
+        own = [row for row in predicted if row["temperature"] == temperature]
+        before = 1 + max((run["round"] for run in runs if run["temperature"] == temperature), default=-1)
+        for number in range(before, before + rounds):
+            runs += measure(engine, drafters, held_out, own, max_new_tokens=max_new_tokens, number=number)
+            keep(out, "runs.jsonl", runs)
+        print(f"temperature {temperature:g}: {len(own)} ways, {before + rounds} rounds")
+    rows = compared(predicted, runs)
     errors = Errors.of(rows)
     print(errors.markdown())
     if out is not None:
@@ -184,66 +240,166 @@ def main(
         raise typer.Exit(1)
 
 
-def compare(
+def kept(out: Path | None, settings: Mapping[str, Any]) -> tuple[list[Row], list[Row]]:
+    """Predictions and runs of earlier calls. Raises InputError if they were made with other settings."""
+    if out is None:
+        return [], []
+    out.mkdir(parents=True, exist_ok=True)
+    place, said = out / "settings.json", json.dumps(settings, indent=1)
+    if place.exists() and place.read_text(encoding="utf-8") != said:
+        raise InputError(f"{out} holds a run with other settings; name another folder, or delete it")
+    place.write_text(said, encoding="utf-8")
+    found = []
+    for name in ("predictions.jsonl", "runs.jsonl"):
+        file = out / name
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        found.append([json.loads(line) for line in lines])
+    return found[0], found[1]
+
+
+def keep(out: Path | None, name: str, rows: Sequence[Row]) -> None:
+    """Write rows as lines of JSON."""
+    if out is not None:
+        (out / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def predict(
     engine: Engine,
     drafters: Mapping[str, Drafter],
     fitted: Sequence[list[int]],
-    held_out: Sequence[list[int]],
     *,
     temperature: float,
     batches: Sequence[int],
+    lengths: Sequence[int],
+    rules: Sequence[str],
     max_new_tokens: int,
-    rounds: int,
     planted: bool,
-) -> list[Compared]:
-    """Predict from plain runs on some prompts, and measure on others."""
+) -> list[Row]:
+    """Predict ways from plain runs on some prompts, as `outrider plan` does."""
     sampling = Sampling(temperature=temperature, seed=1)
     costs = {}
     for name, drafter in drafters.items():
         engine.rest()
-        table = costs_of(replace(engine.parts, drafter=drafter), max_slots=engine.max_slots, probe=True)
+        own = replace(engine.parts, drafter=drafter)
+        table = costs_of(own, max_slots=engine.max_slots, probe=True, most_doubt=MOST_DOUBT)
         if table is not None:
             costs[name] = table
-    wrong = replace(sampling, temperature=WRONG * temperature) if planted else None
+    used = {name: drafters[name] for name in costs}
     made = record(
         engine,
-        {name: drafters[name] for name in costs},
+        used,
         fitted,
         sampling=sampling,
         max_new_tokens=max_new_tokens,
-        costs=next(iter(costs.values())),
-        draft_sampling=wrong,
+        costs=list(costs.values()),
+        draft_sampling=replace(sampling, temperature=WRONG * temperature) if planted else None,
     )
-    planner = Planner(record=made, costs=costs)
-    ways = [Way()]
-    for name in costs:
-        ways += [way for way in ways_of(name, drafters[name], lengths=LENGTHS) if _measured(way)]
+    planner, ways = Planner(record=made, costs=costs), [Way()]
+    for name, drafter in used.items():
+        ways += [way for way in ways_of(name, drafter, lengths=lengths) if _is_measured(way, temperature, rules)]
+    planner = with_trees(planner, engine, used, ways, batches)
+    grown = [way for way in best_trees(planner, used, batches) if way not in ways]
+    planner = with_trees(planner, engine, used, grown, batches)
     found = []
     for requests in batches:
-        predictions = [planner.predict(way, requests) for way in ways]
+        predictions = [planner.predict(way, requests) for way in [*ways, *grown]]
         best = ranked(predictions)[0].way
-        measured = {way: [0.0, 0.0, 0.0, 0.0] for way in ways}
-        for number in range(rounds):
-            for way in ways if number % 2 else ways[::-1]:
-                sums = run(engine, way, drafters, held_out, sampling, requests, max_new_tokens, seed=1000 * number)
-                measured[way] = [old + new for old, new in zip(measured[way], sums, strict=True)]
-        for prediction in predictions:
-            tokens, steps, timed, seconds = measured[prediction.way]
-            found.append(
-                Compared(
-                    temperature=temperature,
-                    requests=requests,
-                    way=prediction.way.name,
-                    plain=prediction.way.is_plain,
-                    predicted_tau=prediction.block_efficiency.value,
-                    measured_tau=tokens / steps,
-                    predicted=prediction.tokens_per_second.value,
-                    low=prediction.tokens_per_second.low,
-                    high=prediction.tokens_per_second.high,
-                    measured=timed / seconds,
-                    chosen=prediction.way == best,
-                )
+        found += [_row(each, temperature, each.way == best) for each in predictions]
+    return found
+
+
+def _row(prediction: Prediction, temperature: float, chosen: bool) -> Row:
+    way = prediction.way
+    return {
+        "temperature": temperature,
+        "requests": prediction.requests,
+        "name": way.name,
+        **{name: getattr(way, name) for name in ("drafter", "tree", "verifier", "length")},
+        **{name: asdict(getattr(prediction, name)) for name in ("block_efficiency", "tokens_per_second", "speedup")},
+        "chosen": chosen,
+    }
+
+
+def _is_measured(way: Way, temperature: float, rules: Sequence[str]) -> bool:
+    """Whether a way is among those that are measured. What is only bounded is not. At temperature 0, and for drafters
+    that look tokens up, all verifiers of chains do the same.
+    """
+    if way.tree != "chain":
+        return way.certainty == "exact" and way.tree in TREES
+    return way.drafter == "suffix" or way.verifier in (rules[:1] if temperature == 0 else rules)
+
+
+def measure(
+    engine: Engine,
+    drafters: Mapping[str, Drafter],
+    held_out: Sequence[list[int]],
+    predicted: Sequence[Row],
+    *,
+    max_new_tokens: int,
+    number: int,
+) -> list[Row]:
+    """One round: every way runs once, in random order, and a plain run stands before and after every three of them."""
+    order, found = random.Random(number), list[Row]()
+    for requests in dict.fromkeys(row["requests"] for row in predicted):
+        ways = {row["name"]: _way(row) for row in predicted if row["requests"] == requests}
+        names = [name for name, way in ways.items() if not way.is_plain]
+        names = order.sample(names, len(names))
+        groups = [names[first : first + BESIDE] for first in range(0, len(names), BESIDE)]
+        turns = ["plain", *(name for group in groups for name in [*group, "plain"])]
+        made = []
+        for name in turns:
+            sampling = Sampling(temperature=predicted[0]["temperature"], seed=1000 * (number + 1))
+            sums = run(engine, ways[name], drafters, held_out, sampling, requests, max_new_tokens)
+            made.append(
+                {"temperature": sampling.temperature, "requests": requests, "name": name, "round": number, **sums}
             )
+        plain = [i for i, name in enumerate(turns) if name == "plain"]
+        for i, row in enumerate(made):
+            used = [made[max(j for j in plain if j <= i)], made[min(j for j in plain if j >= i)]]
+            row["beside"] = sum(each["timed"] for each in used) / sum(each["seconds"] for each in used)
+        found += made
+    return found
+
+
+def _way(row: Row) -> Way:
+    return Way(**{name: row[name] for name in ("drafter", "tree", "verifier", "length")})
+
+
+def compared(predicted: Sequence[Row], runs: Sequence[Row]) -> list[Compared]:
+    """What was predicted beside what was measured, of the ways that ran."""
+    made: dict[tuple[float, int, str], list[Row]] = defaultdict(list)
+    for each in runs:
+        made[each["temperature"], each["requests"], each["name"]].append(each)
+    found = []
+    for row in predicted:
+        own = made.get((row["temperature"], row["requests"], row["name"]))
+        if own is None:
+            continue
+        by_round: dict[int, list[float]] = defaultdict(list)
+        for each in own:
+            by_round[each["round"]].append(each["timed"] / each["seconds"] / each["beside"])
+        speeds, speedup = row["tokens_per_second"], row["speedup"]
+        found.append(
+            Compared(
+                temperature=row["temperature"],
+                requests=row["requests"],
+                way=row["name"],
+                plain=row["length"] == 0,
+                predicted_tau=row["block_efficiency"]["value"],
+                measured_tau=sum(each["tokens"] for each in own) / sum(each["steps"] for each in own),
+                predicted=speeds["value"],
+                low=speeds["low"],
+                high=speeds["high"],
+                measured=sum(each["timed"] for each in own) / sum(each["seconds"] for each in own),
+                speedup=speedup["value"],
+                speedup_low=speedup["low"],
+                speedup_high=speedup["high"],
+                speedups=tuple(
+                    1.0 if row["length"] == 0 else statistics.median(each) for _, each in sorted(by_round.items())
+                ),
+                chosen=row["chosen"],
+            )
+        )
     return found
 
 
@@ -255,8 +411,7 @@ def run(
     sampling: Sampling,
     requests: int,
     max_new_tokens: int,
-    seed: int,
-) -> tuple[float, float, float, float]:
+) -> Row:
     """Tokens and steps of all outputs; tokens and seconds of the iterations in which all requests run."""
     engine.rest()
     drafter: Drafter = NoDrafter() if way.is_plain else drafters[way.drafter]
@@ -269,17 +424,19 @@ def run(
     )
     alone = Engine(parts, tokenizer=engine.tokenizer, eos_ids=engine.eos_ids, max_slots=requests)
     count = len(prompts) // requests * requests or len(prompts)
-    samplings = [replace(sampling, seed=seed + i) for i in range(count)]
+    samplings = [replace(sampling, seed=(sampling.seed or 0) + i) for i in range(count)]
     outputs = alone.generate(prompts[:count], max_new_tokens=max_new_tokens, sampling=samplings)
     alone.rest()
     steps = [step for output in outputs for step in output.steps]
     # The first step of a request also reads its prompt.
-    later = [step for output in outputs for step in output.steps[1:]]
     prompts_read = {id(output.steps[0].timing) for output in outputs if output.steps}
-    full = [step for step in later if step.num_requests == min(requests, count) and id(step.timing) not in prompts_read]
-    seconds = {id(step.timing): step.timing.total for step in full}
-    tokens = float(sum(len(step.tokens) for step in steps))
-    return tokens, float(len(steps)), float(sum(len(step.tokens) for step in full)), sum(seconds.values())
+    full = [step for step in steps if step.num_requests == min(requests, count) and id(step.timing) not in prompts_read]
+    return {
+        "tokens": sum(len(step.tokens) for step in steps),
+        "steps": len(steps),
+        "timed": sum(len(step.tokens) for step in full),
+        "seconds": sum({id(step.timing): step.timing.total for step in full}.values()),
+    }
 
 
 def write(rows: Sequence[Compared], errors: Errors, out: Path) -> None:
@@ -303,11 +460,6 @@ def write(rows: Sequence[Compared], errors: Errors, out: Path) -> None:
     figure.savefig(out / "predicted.svg", bbox_inches="tight")
 
 
-def _measured(way: Way) -> bool:
-    """Whether a way is among those that are measured: what is only bounded is not."""
-    return way.certainty == "exact" and (way.verifier in RULES if way.tree == "chain" else way.tree in TREES)
-
-
 def _spread(values: Sequence[float]) -> tuple[float, float]:
     ordered = sorted(values)
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
@@ -316,9 +468,22 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
 def _kendall(rows: Sequence[Compared]) -> float:
     """Share of pairs in the right order less that of pairs in the wrong one."""
     signs = [
-        math.copysign(1, (a.predicted - b.predicted) * (a.measured - b.measured))
+        math.copysign(1, (a.speedup - b.speedup) * (a.measured_speedup - b.measured_speedup))
         for i, a in enumerate(rows)
         for b in rows[:i]
-        if a.predicted != b.predicted and a.measured != b.measured
+        if a.speedup != b.speedup and a.measured_speedup != b.measured_speedup
     ]
     return statistics.mean(signs) if signs else 1.0
+
+
+def _regret_elsewhere(row: Compared, group: Sequence[Compared]) -> float:
+    """What a way has less, in odd rounds, than the way that is best in even ones, and the other way round: the mean."""
+    found = []
+    for half in (0, 1):
+        chosen_in = {each.way: each.speedups[half::2] for each in group}
+        if not all(chosen_in.values()) or not row.speedups[1 - half :: 2]:
+            return math.nan
+        best = max(group, key=lambda each: statistics.median(chosen_in[each.way]))
+        here = [statistics.median(each.speedups[1 - half :: 2]) for each in (row, best)]
+        found.append(1 - here[0] / here[1])
+    return statistics.mean(found)

@@ -1,5 +1,6 @@
 """outrider plan: predict what each way of decoding brings, and say what to use. Imports nothing heavy."""
 
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +23,8 @@ else:
 
 MAX_NEW_TOKENS, PROMPTS, DEPTH = 64, 16, 8
 """Tokens of a recorded text, number of prompts, and deepest draft token, where nothing is named."""
+MOST_DOUBT = 0.05
+"""Relative standard error of kept costs above which they are measured again, thoroughly."""
 USUAL = ("suffix", "ngram")
 """Drafters that every target can have."""
 
@@ -98,13 +101,18 @@ def plan(
         costs = costs_of(engine, parts)
     else:
         costs = {name: estimated(engine.parts, drafter, device) for name, drafter in parts.items()}
-    record = recorded(engine, parts, request, options, None if device else next(iter(costs.values())))
+    record = recorded(engine, parts, request, options, [] if device else list(costs.values()))
     planner = Planner(record=record, costs=costs, context=options.context, estimated=device is not None)
     ways = [Way()]
     for name, drafter in parts.items():
         ways += ways_of(name, drafter, lengths=range(1, DEPTH + 1), reproducible=setup.reproducible)
+    if device is None:
+        planner = with_trees(planner, engine, parts, ways, wanted)
     if not setup.reproducible:
-        ways += [tree for tree in best_trees(planner, parts, wanted) if tree not in ways]
+        grown = [tree for tree in best_trees(planner, parts, wanted) if tree not in ways]
+        ways += grown
+        if device is None:
+            planner = with_trees(planner, engine, parts, grown, wanted)
     advice = Advice.of(planner, ways, wanted)
     best = advice.chosen(wanted[0]).way
     compared = list(dict.fromkeys([Way(), best]))
@@ -142,11 +150,33 @@ def best_trees(planner: "Planner", drafters: "dict[str, Drafter]", requests: Seq
             requests=count,
             sampled=planner.record.temperature > 0,
             context=planner.context or planner.record.context,
+            dearer=dearer_trees(planner, name, count),
         )
         for name, drafter in drafters.items()
         for count in requests
     ]
     return list(dict.fromkeys(way for way in found if way is not None))
+
+
+def dearer_trees(planner: "Planner", drafter: str, requests: int) -> float:
+    """How many times as long the trees of a drafter take as chains tell, for most of those that were timed."""
+    timed = [planner.dearer(way, requests) for way in planner.trees.over_plain if way.drafter == drafter]
+    return statistics.median(timed) if timed else 1.0
+
+
+def with_trees(
+    planner: "Planner", engine: "Engine", drafters: "dict[str, Drafter]", ways: "Sequence[Way]", requests: Sequence[int]
+) -> "Planner":
+    """The planner with the times of those ways that are trees."""
+    from outrider.plan.tree_times import time_trees
+
+    found = planner.trees
+    for name, drafter in drafters.items():
+        engine.rest()
+        own = [way for way in ways if way.drafter == name]
+        parts = replace(engine.parts, drafter=drafter)
+        found = found.joined(time_trees(parts, own, requests, sampled=planner.record.temperature > 0))
+    return replace(planner, trees=found)
 
 
 def drafters_of(setup: Setup, engine: "Engine", more: Sequence[str]) -> "dict[str, Drafter]":
@@ -169,7 +199,8 @@ def costs_of(engine: "Engine", drafters: "dict[str, Drafter]") -> "dict[str, Cos
     found: dict[str, Any] = {}
     for name, drafter in list(drafters.items()):
         engine.rest()
-        table = kept_or_measured(replace(engine.parts, drafter=drafter), max_slots=engine.max_slots, probe=True)
+        own = replace(engine.parts, drafter=drafter)
+        table = kept_or_measured(own, max_slots=engine.max_slots, probe=True, most_doubt=MOST_DOUBT)
         if table is None:
             print(f"{name}: left out, because it proposed nothing in the probe", file=sys.stderr)
             del drafters[name]
@@ -185,7 +216,7 @@ def recorded(
     drafters: "dict[str, Drafter]",
     request: RequestOptions,
     options: PlanOptions,
-    costs: "CostTable | None",
+    costs: "Sequence[CostTable]",
 ) -> "Record":
     """The record in the file, if it is of the same models, prompts and settings; otherwise a new one."""
     from outrider.cli.prompts import read_file, read_prompts

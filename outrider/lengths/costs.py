@@ -1,8 +1,9 @@
 """What steps cost on this machine: measured rows, and the cost of any step between them. A plain value."""
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,11 @@ class StepCost:
         """The whole step."""
         return self.target + self.drafter + self.rest
 
+    def times(self, factor: float) -> "StepCost":
+        """The same kind of step, so many times as long."""
+        parts = {"target": factor * self.target, "drafter": factor * self.drafter, "rest": factor * self.rest}
+        return replace(self, **parts)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CostTable:
@@ -57,6 +63,8 @@ class CostTable:
     Attributes:
         rows: What was measured. For some number of requests there is a greedy plain step and a longer one.
         catch_up: Seconds that the drafter takes for a token that it missed while its request did not draft.
+        doubt: Relative standard error of a draft's cost over that of a plain step.
+        unsteady: Standard deviation of the logarithm of how slow the machine was while the steps were timed.
         kept: Whether the table is kept on this machine, so that another process reads the same one.
         busy: Whether other processes took the cores meanwhile.
 
@@ -71,6 +79,8 @@ class CostTable:
 
     rows: tuple[StepCost, ...]
     catch_up: float = 0.0
+    doubt: float = 0.0
+    unsteady: float = 0.0
     kept: bool = False
     busy: bool = False
     _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -78,6 +88,8 @@ class CostTable:
     def __post_init__(self) -> None:
         if not all(math.isfinite(row.seconds) and row.seconds > 0 for row in self.rows) or not self._batches(False):
             raise ValueError("a table of costs needs a plain step and a longer one, each of more than 0 seconds")
+        if not all(0 <= number < math.inf for number in (self.doubt, self.unsteady)):
+            raise ValueError(f"doubt and unsteady must be >= 0 and finite, got {self.doubt} and {self.unsteady}")
 
     @classmethod
     def of_formula(
@@ -102,11 +114,18 @@ class CostTable:
             )
             for row in values["rows"]
         ]
-        return cls(rows=tuple(rows), catch_up=float(values["catch_up"]))
+        numbers = {name: float(values[name]) for name in ("catch_up", "doubt", "unsteady")}
+        return cls(rows=tuple(rows), **numbers)
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
-        return {"rows": [asdict(row) for row in self.rows], "catch_up": self.catch_up}
+        numbers = {name: getattr(self, name) for name in ("catch_up", "doubt", "unsteady")}
+        return {"rows": [asdict(row) for row in self.rows], **numbers}
+
+    @property
+    def context(self) -> int:
+        """The shortest context that was measured."""
+        return min(row.context for row in self.rows)
 
     def steps(self, requests: int, *, sampled: bool, context: int, longest: int) -> Steps:
         """Seconds of steps of so many requests, by how many of them draft, and by the length of their drafts.
@@ -209,6 +228,13 @@ class CostTable:
             if row.sampled == sampled and row.context == first:
                 found.setdefault(row.requests, []).append(row)
         return {b: rows for b, rows in found.items() if rows[0].length == 0 and len(rows) > 1}
+
+
+def plain_seconds(tables: Sequence[CostTable], requests: int, *, sampled: bool, context: int) -> float:
+    """Seconds of a plain step, where there are tables of several drafters: their median."""
+    return statistics.median(
+        table.steps(requests, sampled=sampled, context=context, longest=1)[0][0] for table in tables
+    )
 
 
 def _line(

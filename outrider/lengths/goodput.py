@@ -17,9 +17,10 @@ DOUBTS = 3
 """Doubtful steps in a row after which drafting stops."""
 HOLD, BETTER = 8, 1.01
 """For how many steps a choice holds for the same requests, and how much faster another length must be."""
-MARGIN, NEAR = 0.07, 0.99
-"""How much faster than a plain step drafts must seem, because costs are off by a few percent; and the share of the best
-rate at which a shorter draft is as good."""
+MARGIN, CERTAIN, NEAR = 0.07, 1.645, 0.99
+"""How much faster than a plain step drafts must seem at least, because costs are off by a few percent; at least so many
+standard errors of the costs, which holds with a probability of 95 %; and the share of the best rate at which a shorter
+draft is as good."""
 ALLOWANCE, LEAST_REST = 0.005, 16
 """Share of the time that drafts may cost while steps are plain, and fewest plain steps between two of them."""
 
@@ -34,10 +35,11 @@ class GoodputLength:
     on. Its evidence fades, so that it tries again after some hundred steps. A step in which nobody drafts is one of
     plain decoding: the drafter is not called, and a draft model does not read along.
 
-    The choice reads no clock. A gain is one of more than seven percent. It stops all drafts when they are unlikely to
-    gain (a probability below 0.2 three times in a row), and goes on when that becomes likelier (above 0.4). Meanwhile
-    a draft of one token now and then, for half a percent of the time, tells whether acceptance has changed. Lengths are
-    chosen before drafting, from earlier steps. So the law is kept.
+    The choice reads no clock. A gain is one of more than seven percent, and of more than 1.645 standard errors of the
+    table's costs. It stops all drafts when they are unlikely to gain (a probability below 0.2 three times in a row),
+    and goes on when that becomes likelier (above 0.4). Meanwhile a draft of one token now and then, for half a percent
+    of the time, tells whether acceptance has changed. Lengths are chosen before drafting, from earlier steps. So the
+    law is kept.
 
     A request that comes with a seed and a temperature above 0 repeats its text. Its length depends on the kept costs,
     the number of requests in the step, its own acceptance from a fixed prior, and that of other requests with a seed.
@@ -95,7 +97,7 @@ class GoodputLength:
         elif seeded:
             prior = [PRIOR] * self.most
             tokens = [self._tokens(states[i], prior, WIDE_VARIANCE, rooms[i]) for i in seeded]
-            plan = _best(_plans(steps, tokens))
+            plan = _best(_plans(steps, tokens, margin_of(costs)))
             _let_draft(lengths, [seeded[k] for k in plan.who], rooms, plan.length if plan.gain > 0 else 0)
         if others and any(rooms[i] for i in others):
             habit, who, length = self._pooled(experience, states, rooms, others, steps, costs, context)
@@ -123,7 +125,7 @@ class GoodputLength:
             self._tokens(states[i], rates[id(experience.pooled(states[i].request))], VARIANCE, rooms[i])
             for i in indices
         ]
-        plans = _plans(steps, tokens)
+        plans = _plans(steps, tokens, margin_of(costs))
         plan = _best(plans)
         if not habit.resting and len(habit.ids) == num_requests and 0 < habit.length <= self.most:
             old = plans[habit.length - 1]
@@ -155,7 +157,7 @@ class _Plan:
         length: The length.
         who: Which requests draft: those with the largest gain.
         rate: Tokens per cost, of a plain step's tokens per cost.
-        gain: Expected tokens per request less what they must be, for drafts to be faster than plain steps by `MARGIN`.
+        gain: Expected tokens per request less what they must be, for drafts to be faster than plain steps by a margin.
     """
 
     length: int
@@ -164,7 +166,18 @@ class _Plan:
     gain: float
 
 
-def _plans(steps: Steps, tokens: Sequence[Sequence[float]]) -> list[_Plan]:
+def margin_of(costs: CostTable) -> float:
+    """How much faster than a plain step drafts must seem by these costs.
+
+    Example:
+        >>> costs = CostTable.of_formula(lambda requests, length: requests + length)
+        >>> margin_of(costs), margin_of(replace(costs, doubt=0.1))
+        (0.07, 0.1645)
+    """
+    return max(MARGIN, CERTAIN * costs.doubt)
+
+
+def _plans(steps: Steps, tokens: Sequence[Sequence[float]], margin: float) -> list[_Plan]:
     """The best plan of each length. The step's other requests are taken to be like these."""
     count, share = len(tokens), (len(steps) - 1) / len(tokens)
     plain, found = steps[0][0], []
@@ -174,7 +187,7 @@ def _plans(steps: Steps, tokens: Sequence[Sequence[float]]) -> list[_Plan]:
         for drafting, r in enumerate(order, 1):
             emitted += tokens[r][length] - 1
             cost = steps[math.ceil(drafting * share)][length] / plain
-            best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + MARGIN) * cost))
+            best = max(best, (emitted / count / cost, drafting, emitted / count - (1 + margin) * cost))
         rate, drafting, gain = best
         found.append(_Plan(length=length, who=order[:drafting], rate=rate, gain=gain))
     return found

@@ -1,23 +1,32 @@
 """What a way of decoding brings: tokens per step from a record, seconds per step from a cost table, and intervals."""
 
+import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from jaxtyping import Float
 
-from outrider.lengths.costs import CostTable
+from outrider.lengths.costs import CostTable, plain_seconds
 from outrider.plan.record import DraftRows, Record, Text
+from outrider.plan.tree_times import TreeTimes
 from outrider.plan.ways import Way
 from outrider.theory.coverage import begun
 
 DRAWS = 400
 """Bootstrap samples of the prompts."""
 TIME_ERROR, BUSY_TIME_ERROR = 0.05, 0.15
-"""Standard errors of a step's predicted time, measured on an idle machine and on a busy one."""
-RATIO_ERROR, BUSY_RATIO_ERROR, FARTHER_ERROR = 0.03, 0.06, 0.07
-"""Those of the time of a step over that of a plain one, which were timed in turns; and what is added for trees and for
-more requests than were measured."""
+"""Standard errors of a step's predicted time, on an idle machine and on a busy one, beside that of how steady the
+machine is."""
+WANDERS = 2.0
+"""How many times farther than in the seconds of a probe a machine's speed goes in minutes. Over 75 seconds the
+logarithm of a step's seconds had a standard deviation of 0.16 to 0.20, and in probes one of 0.09 (two cores of an AMD
+EPYC)."""
+RATIO_ERROR, BUSY_RATIO_ERROR, FARTHER_ERROR = 0.05, 0.08, 0.07
+"""Standard errors of the time of a step over that of a plain one, beside that of the repeats, and what is added for
+numbers of requests that were not measured. Small steps slow down more than large ones: two tables that were measured
+minutes apart differ by 8 %, of which their repeats explain 5."""
 NORMAL = 1.645
 """Standard errors between the middle and the ends of an interval of 90 %."""
 
@@ -68,6 +77,7 @@ class Prediction:
         speedup: Tokens per second over those of plain decoding.
         break_even: Block efficiency at which it would be as fast as plain decoding.
         break_even_acceptance: Acceptance of each draft token at which it would be; None if none is high enough.
+        timed: Whether steps of this kind were timed. Times of other trees are extended from chains.
         notes: What to know about the figures.
     """
 
@@ -80,6 +90,7 @@ class Prediction:
     speedup: Range
     break_even: float
     break_even_acceptance: float | None
+    timed: bool = True
     notes: tuple[str, ...] = ()
 
 
@@ -97,12 +108,14 @@ class Planner:
     Attributes:
         record: The recorded run.
         costs: The cost table with each drafter.
+        trees: What steps of trees take.
         context: Tokens of a request; by default those of the record.
         estimated: Whether the costs are a formula's and not measured.
     """
 
     record: Record
     costs: Mapping[str, CostTable]
+    trees: TreeTimes = field(default_factory=TreeTimes)
     context: int | None = None
     estimated: bool = False
     _steps: dict[Way, list[Steps]] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -116,11 +129,11 @@ class Planner:
         seconds = self._seconds(way, requests)
         per_step = _mean_seconds(counts / counts.sum(1, keepdims=True), seconds, requests)
         tau, plain = tokens / counts.sum(1), self.plain_seconds(requests)
-        farther, notes = self._doubts(way, requests)
+        more, notes = self._doubts(way, requests)
         doubtful = self.estimated or any(costs.busy for costs in self.costs.values())
-        of_time = float(np.hypot(BUSY_TIME_ERROR if doubtful else TIME_ERROR, farther))
-        of_ratio = float(np.hypot(BUSY_RATIO_ERROR if doubtful else RATIO_ERROR, farther))
-        slowness = 1.0 if self.estimated else self.record.slowness
+        of_time = math.hypot(BUSY_TIME_ERROR if doubtful else TIME_ERROR, WANDERS * self.unsteady, more)
+        of_ratio = math.hypot(BUSY_RATIO_ERROR if doubtful else RATIO_ERROR, more)
+        slowness = self.slowness
         break_even = per_step[0] / plain
         return Prediction(
             way=way,
@@ -132,6 +145,7 @@ class Planner:
             speedup=Range(value=1.0, low=1.0, high=1.0) if way.is_plain else _range(tau / per_step * plain, of_ratio),
             break_even=float(break_even),
             break_even_acceptance=acceptance_for(float(break_even), way.length) if way.tree == "chain" else None,
+            timed=way.tree == "chain" or way in self.trees.over_plain,
             notes=notes,
         )
 
@@ -142,8 +156,42 @@ class Planner:
         return self._steps[way]
 
     def plain_seconds(self, requests: int) -> float:
-        """Seconds of a plain step: with the drafter's table that says the least."""
-        return min(self._table(costs, requests, 1)[0, 0] for costs in self.costs.values())
+        """Seconds of a plain step."""
+        return plain_seconds(
+            list(self.costs.values()), requests, sampled=self.record.temperature > 0, context=self._context
+        )
+
+    @property
+    def slowness(self) -> float:
+        """What steps take over what the tables say. The machine is faster in one minute than in the next, and the
+        recorded run is as good a measurement of that as each table: the mean of all.
+        """
+        return 1.0 if self.estimated else math.exp(float(self._levels.mean()))
+
+    @property
+    def unsteady(self) -> float:
+        """Standard deviation of the logarithm of how slow the machine was: while each table was measured, and from one
+        measurement to the next.
+        """
+        within = statistics.median(table.unsteady for table in self.costs.values())
+        return within if self.estimated else math.hypot(within, float(self._levels.std(ddof=1)))
+
+    @property
+    def _levels(self) -> Float[np.ndarray, " measurements"]:
+        """Logarithms of plain steps over what the tables say: of each table, and of the recorded run."""
+        plain = np.array([self._table(costs, 1, 1)[0, 0] for costs in self.costs.values()])
+        return np.log([*(plain / self.plain_seconds(1)), self.record.slowness])
+
+    def dearer(self, way: Way, requests: int) -> float:
+        """Seconds of a step of a tree over those that chains tell; 1 if it was not timed. Between numbers of requests
+        that were timed, it follows a line.
+        """
+        costs, sampled = self.costs[way.drafter], self.record.temperature > 0
+        found = {}
+        for b, over_plain in sorted(self.trees.over_plain.get(way, {}).items()):
+            plain = costs.steps(b, sampled=sampled, context=costs.context, longest=1)[0][0]
+            found[b] = over_plain * plain / costs.tree(b, way.widths, sampled=sampled, context=costs.context)
+        return float(np.interp(requests, list(found), list(found.values()))) if found else 1.0
 
     def _seconds(self, way: Way, requests: int) -> Float[np.ndarray, "drafting lengths"]:
         """Seconds of a step by how many requests draft, and how deep."""
@@ -153,9 +201,10 @@ class Planner:
         found = self._table(costs, requests, way.length)
         plain = found[0, 0]
         if way.tree != "chain":
+            dearer, sampled = self.dearer(way, requests), self.record.temperature > 0
             for depth in range(1, way.length + 1):
-                found[:, depth] = costs.tree(
-                    requests, way.widths[:depth], sampled=self.record.temperature > 0, context=self._context
+                found[:, depth] = dearer * costs.tree(
+                    requests, way.widths[:depth], sampled=sampled, context=self._context
                 )
         # Noise must not make a longer draft cheaper. All steps of a table were timed in turns, those of two were not.
         found = np.maximum.accumulate(np.maximum(found, plain), axis=1)
@@ -178,22 +227,28 @@ class Planner:
         if any(costs.busy for costs in self.costs.values()):
             notes.append("costs were measured on a busy machine")
         own = list(self.costs.values()) if way.is_plain else [self.costs[way.drafter]]
-        farther = way.tree != "chain" or any(requests > max(row.requests for row in each.rows) for each in own)
+        farther = any(requests > max(row.requests for row in each.rows) for each in own)
+        if way.tree != "chain":
+            farther = farther or requests > max(self.trees.over_plain.get(way, {}), default=0)
         if farther:
             notes.append("the time of a step is extended from chains and batches that were measured")
         if way.certainty == "at least":
             notes.append("it accepts at least what is shown")
-        return FARTHER_ERROR if farther else 0.0, tuple(notes)
+        doubt = max(each.doubt for each in own)
+        if way.tree != "chain":
+            doubt = max(doubt, self.trees.doubt)
+        return math.hypot(doubt, FARTHER_ERROR if farther else 0.0), tuple(notes)
 
 
 def ranked(predictions: Sequence[Prediction]) -> list[Prediction]:
     """The best first, by the lower end of the speedup. Of those within 1 %, the least complicated.
 
-    No tree comes first, as long as there is another way: its costs are extended from chains, which flatters it.
+    A tree whose steps were not timed does not come first, as long as there is another way: its costs are extended from
+    chains, which flatters it.
     """
     left, found = sorted(predictions, key=lambda each: -each.speedup.low), list[Prediction]()
     while left:
-        open_ones = left if found else [each for each in left if each.way.tree == "chain"] or left
+        open_ones = left if found else [each for each in left if each.timed] or left
         near = [each for each in open_ones if each.speedup.low >= 0.99 * open_ones[0].speedup.low]
         best = min(near, key=lambda each: each.way.effort)
         left.remove(best)

@@ -1,11 +1,15 @@
 """Times steps of an engine's parts, by requests, draft length, context and temperature: the median of repeats."""
 
+import math
+import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from jaxtyping import Float, Int
 
 from outrider.core.types import Request, Running, Sampling
 from outrider.decoding.progress import begin, end, prefill, tokens_left
@@ -14,31 +18,53 @@ from outrider.host.cores import Usage, crowded, shares
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import Experience
 from outrider.lengths.fixed import FixedLength
+from outrider.trees.protocol import Tree
+from outrider.verifiers.protocol import Verifier
 
 CONTEXT, FAR = 64, 512
 """Tokens before the steps of most rows, and before those that tell what a longer context costs."""
 PERIOD = 16
 """The text repeats itself after so many tokens, so that drafters that look tokens up always propose some."""
-LENGTHS, ALL_LENGTHS = (0, 4, 8, 1, 2), (0, 4, 8, 1, 2, 3, 5, 6, 7)
+LENGTHS, ALL_LENGTHS = (0, 4, 8, 2), (0, 4, 8, 1, 2, 3, 5, 6, 7)
 """Draft lengths of a short and of a thorough probe, the most important first."""
+BATCHES, ALL_BATCHES = (1, 4, 16, 64), (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of requests in a short and in a thorough probe, beside the largest one. With fewer kinds of steps there are
+more repeats, and costs lie near lines between them."""
 SAMPLED = (0, 8, 2)
 """Draft lengths of sampled steps in a short probe. Their forwards are those of greedy steps."""
-WARM_UP, REPEATS, MANY_REPEATS = 2, 7, 24
-"""Steps of each kind that are not timed, because they may compile or allocate; and the most that are timed, in
-a short and in a thorough probe."""
+WARM_UP, REPEATS, MANY_REPEATS = 1, 12, 24
+"""Steps of each kind that are not timed, because they may compile or allocate; and the most that are timed, in a short
+and in a thorough probe."""
 SHORT, THOROUGH = 1.5, 20.0
 """Seconds of a probe, about. A slow model gets fewer kinds of steps, and at least three repeats."""
+PLAIN_REPEATS = 3
+"""Plain steps of a kind in a round: the costs of all drafts are compared with theirs."""
+POLISH = 8
+"""How often the costs of kinds and the slowness of rounds are told from each other."""
 UNSTEADY = 1.5
 """How many times its fastest repeat the median repeat of most kinds takes on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
+class DraftWay:
+    """How drafts branch, and the rule that judges them."""
+
+    tree: Tree
+    verifier: Verifier
+
+
+@dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of step: the fields are those of `StepCost`."""
+    """A kind of step: the fields are those of `StepCost`.
+
+    Attributes:
+        way: Tree and verifier; None: those of the parts.
+    """
 
     requests: int
     length: int
     sampled: bool = False
+    way: DraftWay | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,10 +76,12 @@ class GivenLength(FixedLength):
 
 
 class Bench:
-    """Requests that make steps of any kind. Every step emits one token of a periodic text, whatever was accepted.
+    """Requests that make steps of any kind, through the engine's own step.
 
-    So a drafter that looks tokens up always finds some. Requests begin when they are needed first, and begin anew when
-    their contexts have doubled.
+    They begin with a periodic text. A request keeps what a step accepts, up to a number that changes from step to
+    step. So a drafter catches up as after long and short acceptances. A drafter that looks tokens up would soon find
+    none: its requests keep one token per step, which continues the periodic text. Requests begin when they are needed
+    first. A request whose context has doubled goes back to its beginning.
 
     Args:
         parts: What makes the steps.
@@ -69,25 +97,32 @@ class Bench:
         self._context = context
         self.text = [(place * 7919 + 11) % parts.target.vocab_size for place in range(PERIOD)]
         self.states: list[Running] = []
+        self._made = 0
 
     def step(self, kind: Kind) -> StepCost | None:
         """Make a step; None if there is no room for it, or if it drafted less than it should."""
-        if self.states and len(self.states[0].tokens) >= 2 * self._context:
-            self.close()
         while len(self.states) < kind.requests:
             self._begin()
         states = self.states[: kind.requests]
+        for state in states:
+            if len(state.tokens) >= 2 * self._context:
+                self._go_back(state)
         parts = replace(self._parts, length=GivenLength(num_speculative_tokens=kind.length))
+        if kind.way is not None:
+            parts = replace(parts, tree=kind.way.tree, verifier=kind.way.verifier)
         if any(tokens_left(parts, state) - 1 < kind.length for state in states):
             return None
         for i, state in enumerate(states):
             settings = Sampling(temperature=1.0 if kind.sampled else 0.0, seed=i)
             state.request = replace(state.request, sampling=settings)
-        made = parts.decoding.step(parts, states, keep=lambda state, tokens: 1)
-        for state in states:
+        looks_up, most = self._parts.drafter.rows == "point", kind.length + 1
+        kept = {state.request.id: 1 if looks_up else 1 + (self._made + i) % most for i, state in enumerate(states)}
+        made = parts.decoding.step(parts, states, keep=lambda state, tokens: kept[state.request.id])
+        self._made += 1
+        for state in states if looks_up else ():
             # The newest token has not been read by any model.
             state.tokens[-1] = self.text[(len(state.tokens) - 1) % PERIOD]
-        if any(step.num_draft_tokens != kind.length for step in made):
+        if any(step.num_draft_tokens < kind.length for step in made):
             return None
         timing = made[0].timing
         return StepCost(
@@ -115,15 +150,121 @@ class Bench:
         # A drafter that reads hidden states drafts from a request's second step on.
         self.states[-1].num_steps = 1
 
+    def _go_back(self, state: Running) -> None:
+        """Let a request be where it began. What its prompt left in the caches is used again."""
+        target, drafter, num_read = self._parts.target, self._parts.drafter, self._context - 1
+        target.truncate(state.slot, min(num_read, drafter.needs(state.drafter_state, num_read)))
+        state.drafter_state = drafter.reuse(state.drafter_state, state.request, num_read)
+        del state.tokens[self._context :]
+        state.carried = None
+        prefill(self._parts, state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """One step that was timed.
+
+    Attributes:
+        kind: What it was.
+        round: In which round it was made.
+        cost: What it took.
+    """
+
+    kind: Kind
+    round: int
+    cost: StepCost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    r"""Rounds of steps, each with steps of every kind.
+
+    A machine is faster in some seconds than in others, for all kinds alike. So the logarithm of a step of kind k in
+    round r is taken to be $c_k + s_r$ and an error: what the kind costs, and how slow the machine was. Both are found
+    by medians in turns (Tukey's median polish), which single disturbed steps do not move.
+
+    Attributes:
+        steps: All steps. A kind may be missing in some rounds.
+        slowness: $s_r$, of which the median is 0.
+        errors: The error of each step.
+    """
+
+    steps: Sequence[Timed]
+    slowness: Float[np.ndarray, " rounds"]
+    errors: Float[np.ndarray, " steps"]
+
+    @classmethod
+    def of(cls, steps: Sequence[Timed]) -> "Rounds":
+        """Tell the costs of kinds from the slowness of rounds."""
+        logs = np.log([max(step.cost.seconds, 1e-9) for step in steps])
+        kinds = _numbered([step.kind for step in steps])
+        rounds = _numbered([step.round for step in steps])
+        slowness, costs = np.zeros(rounds.max(initial=0) + 1), np.zeros(kinds.max(initial=0) + 1)
+        for _ in range(POLISH if steps else 0):
+            costs = _medians(logs - slowness[rounds], kinds)
+            slowness = _medians(logs - costs[kinds], rounds)
+            slowness -= np.median(slowness)
+        return cls(steps=steps, slowness=slowness[rounds], errors=logs - slowness[rounds] - costs[kinds])
+
+    @property
+    def unsteady(self) -> float:
+        """Standard deviation of the slowness."""
+        return float(self.slowness.std()) if len(self.steps) else 0.0
+
+    @property
+    def unevenness(self) -> float:
+        """How many times its fastest repeat the median repeat of most kinds takes."""
+        seconds: dict[Kind, list[float]] = {}
+        for step in self.steps:
+            seconds.setdefault(step.kind, []).append(step.cost.seconds)
+        return statistics.median(statistics.median(each) / min(each) for each in seconds.values()) if seconds else 1.0
+
+    def costs(self) -> dict[Kind, StepCost]:
+        """What each kind costs when the machine is as slow as in its median round: the median repeat."""
+        found: dict[Kind, list[StepCost]] = {}
+        for step, slowness in zip(self.steps, self.slowness.tolist(), strict=True):
+            found.setdefault(step.kind, []).append(step.cost.times(math.exp(-slowness)))
+        return {kind: sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2] for kind, rows in found.items()}
+
+    def doubt(self) -> float:
+        r"""Relative standard error of what a draft costs over a plain step, for most kinds.
+
+        The standard error of a median is $\sqrt{\pi/2}\,\sigma/\sqrt n$, and $\sigma$ is $\sqrt{\pi/2}$ times the
+        mean absolute error.
+        """
+        errors: dict[Kind, list[float]] = {}
+        for step, error in zip(self.steps, self.errors.tolist(), strict=True):
+            errors.setdefault(step.kind, []).append(abs(error))
+        each = {
+            kind: math.pi / 2 * statistics.mean(own) / math.sqrt(max(1, len(own) - 1)) for kind, own in errors.items()
+        }
+        plain = {(kind.requests, kind.sampled): error for kind, error in each.items() if kind.length == 0}
+        pairs = [
+            math.hypot(error, plain[kind.requests, kind.sampled])
+            for kind, error in each.items()
+            if kind.length and (kind.requests, kind.sampled) in plain
+        ]
+        return statistics.median(pairs) if pairs else 0.0
+
+
+def _numbered(values: Sequence[Hashable]) -> Int[np.ndarray, " n"]:
+    """The same number for equal values, from 0 on."""
+    numbers = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    return np.array([numbers[value] for value in values], dtype=np.int64)
+
+
+def _medians(values: Float[np.ndarray, " n"], groups: Int[np.ndarray, " n"]) -> Float[np.ndarray, " groups"]:
+    """The median of the values of each group."""
+    return np.array([np.median(values[groups == group]) for group in range(groups.max() + 1)])
+
 
 def measure(
     parts: Parts, *, max_requests: int, thorough: bool = False, seconds: float | None = None
 ) -> CostTable | None:
     """The costs of steps of these parts; None if the drafter proposed nothing, or if there is no room for drafts.
 
-    Kinds of steps take turns, forth and back, so that a machine that slows down affects all alike. The median repeat
-    counts: the fastest one flatters steps of many parts, which are all fast at once only by luck, and drafting makes
-    many parts. Nothing else may run, and all slots must be free.
+    Each round makes steps of every kind, in random order. How slow the machine was in a round is told from what each
+    kind costs, see `Rounds`. Nothing else may run, and all slots must be free.
 
     Args:
         max_requests: Most requests of a step.
@@ -133,16 +274,16 @@ def measure(
     seconds = seconds or (THOROUGH if thorough else SHORT)
     deepest = parts.drafter.max_depth
     longest = min(max(ALL_LENGTHS) if deepest is None else deepest, parts.target.max_context // 4)
-    batches = sorted({b for b in (1, 2, 4, 8, 16, 32, 64) if b < max_requests} | {max_requests})
+    batches = sorted({b for b in (ALL_BATCHES if thorough else BATCHES) if b < max_requests} | {max_requests})
     before, context = Usage.now(), min(CONTEXT, parts.target.max_context // 4)
     if min(context, longest) < 1:
         return None
     bench = Bench(parts, context)
     try:
-        repeats = _repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)
+        made = repeated(bench, _kinds(batches, longest, thorough), seconds, MANY_REPEATS if thorough else REPEATS)
     finally:
         bench.close()
-    found = {kind: _middle(rows) for kind, rows in repeats.items()}
+    found = made.costs()
     reach = max((kind.length for kind in found if kind.requests == 1), default=0)
     if Kind(requests=1, length=0) not in found or reach == 0:
         return None
@@ -156,13 +297,18 @@ def measure(
             continue
         bench = Bench(parts, FAR)
         try:
-            far = _repeated(bench, kinds, seconds / 4, REPEATS)
+            far = repeated(bench, kinds, seconds / 4, REPEATS)
         finally:
             bench.close()
-        rows += [_middle(each) for each in far.values()]
-    unsteady = [found[kind].seconds / min(row.seconds for row in each) for kind, each in repeats.items()]
-    busy = crowded(shares(before, Usage.now()), torch.get_num_threads()) or statistics.median(unsteady) > UNSTEADY
-    return CostTable(rows=tuple(rows), catch_up=_catch_up(parts, found[ends[0]], found[ends[1]]), busy=busy)
+        rows += far.costs().values()
+    busy = crowded(shares(before, Usage.now()), torch.get_num_threads()) or made.unevenness > UNSTEADY
+    return CostTable(
+        rows=tuple(rows),
+        catch_up=_catch_up(parts, found[ends[0]], found[ends[1]]),
+        doubt=made.doubt(),
+        unsteady=made.unsteady,
+        busy=busy,
+    )
 
 
 def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
@@ -177,8 +323,11 @@ def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
     return found
 
 
-def _repeated(bench: Bench, kinds: Sequence[Kind], seconds: float, most: int) -> dict[Kind, list[StepCost]]:
-    """The repeats of each kind of step, at most so many, as far as there is time."""
+def repeated(bench: Bench, kinds: Sequence[Kind], seconds: float, most: int) -> Rounds:
+    """Rounds of steps of these kinds, at most so many, as far as there is time. At least three are made.
+
+    Where time is short, the first two kinds are measured, and of the others as many as there is time for.
+    """
     began, spent = time.perf_counter(), 0.0
     todo: list[Kind] = []
     for kind in kinds:
@@ -189,19 +338,15 @@ def _repeated(bench: Bench, kinds: Sequence[Kind], seconds: float, most: int) ->
         if (last := warm[-1]) is not None:
             spent += 3 * last.seconds
             todo.append(kind)
-    found: dict[Kind, list[StepCost]] = {kind: [] for kind in todo}
+    order, made = random.Random(0), list[Timed]()
+    turns = [kind for kind in todo for _ in range(1 if kind.length else PLAIN_REPEATS)]
     for number in range(most):
         if number >= 3 and time.perf_counter() - began > seconds:
             break
-        for kind in todo if number % 2 else todo[::-1]:
-            if (row := bench.step(kind)) is not None:
-                found[kind].append(row)
-    return {kind: rows for kind, rows in found.items() if rows}
-
-
-def _middle(rows: Sequence[StepCost]) -> StepCost:
-    """The repeat of median seconds."""
-    return sorted(rows, key=lambda row: row.seconds)[(len(rows) - 1) // 2]
+        for kind in order.sample(turns, len(turns)):
+            if (cost := bench.step(kind)) is not None:
+                made.append(Timed(kind=kind, round=number, cost=cost))
+    return Rounds.of(made)
 
 
 def _catch_up(parts: Parts, plain: StepCost, drafted: StepCost) -> float:

@@ -1,6 +1,5 @@
 """Records a run: the target says texts alone, then each drafter guesses along them with the loop's own calls."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from outrider.core.sampling import to_rows
 from outrider.core.texts import Before
-from outrider.core.types import Frontier, Guess, InputError, Request, Running, Sampling
+from outrider.core.types import Frontier, Guess, InputError, Request, Running, Sampling, Step
 from outrider.decoding.progress import begin, end, prefill
 from outrider.decoding.protocol import Parts
 from outrider.decoding.step import StepDecoding
@@ -19,7 +18,7 @@ from outrider.drafters.none import NoDrafter
 from outrider.drafters.protocol import Drafter, Observed
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
-from outrider.lengths.costs import CostTable
+from outrider.lengths.costs import CostTable, plain_seconds
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.protocol import Segment
 from outrider.plan.record import DraftRows, Record, Text
@@ -61,7 +60,7 @@ def record(
     sampling: Sampling,
     max_new_tokens: int,
     depth: int = 8,
-    costs: CostTable | None = None,
+    costs: Sequence[CostTable] = (),
     draft_sampling: Sampling | None = None,
 ) -> Record:
     """Let the target answer prompts alone, and every drafter guess along the answers.
@@ -73,7 +72,7 @@ def record(
         sampling: How the texts are drawn.
         max_new_tokens: Longest text.
         depth: Deepest draft token that is recorded.
-        costs: The costs of steps, to which the run's plain steps are compared.
+        costs: The costs of steps with each drafter, to which the run's plain steps are compared.
         draft_sampling: As in `along`.
 
     Raises:
@@ -116,7 +115,9 @@ def record(
         rows[name] = tuple(each for _, each in found)
     texts = tuple(each.text for each in said)
     found_record = Record(texts=texts, drafts=rows, temperature=sampling.temperature)
-    return replace(found_record, slowness=1.0 if costs is None else _slowness(outputs, costs, found_record))
+    return replace(
+        found_record, slowness=slowness_of([output.steps for output in outputs], costs, found_record) if costs else 1.0
+    )
 
 
 def plain_run(
@@ -144,15 +145,16 @@ def plain_run(
     return outputs
 
 
-def _slowness(outputs: Sequence[Output], costs: CostTable, made: Record) -> float:
-    """Median seconds of the run's steps over those that the table says."""
+def slowness_of(outputs: Sequence[Sequence[Step]], costs: Sequence[CostTable], made: Record) -> float:
+    """Seconds of the run's steps over those that the tables say. Sums are compared, as disturbed steps count too.
+
+    Steps in which a request makes its first one are left out, because they may read a prompt.
+    """
     sampled = made.temperature > 0
-    ratios = []
-    for output in outputs:
-        for step in output.steps[1:]:
-            table = costs.steps(step.num_requests, sampled=sampled, context=made.context, longest=1)
-            ratios.append(step.timing.total / table[0][0])
-    return statistics.median(ratios) if ratios else 1.0
+    first = {id(steps[0].timing) for steps in outputs if steps}
+    later = {id(step.timing): step for steps in outputs for step in steps if id(step.timing) not in first}
+    plain = [plain_seconds(costs, step.num_requests, sampled=sampled, context=made.context) for step in later.values()]
+    return sum(step.timing.total for step in later.values()) / sum(plain) if plain else 1.0
 
 
 @torch.inference_mode()

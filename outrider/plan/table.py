@@ -1,5 +1,6 @@
 """The costs of steps that are kept on this machine: read, or measured and kept."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -29,13 +30,21 @@ def experience_of(parts: Parts, *, max_slots: int, probe: bool) -> Experience:
     return Experience.recalled(costs_of(parts, max_slots=max_slots, probe=probe), key)
 
 
-def costs_of(parts: Parts, *, max_slots: int, probe: bool) -> CostTable | None:
-    """The costs of steps: the kept ones, otherwise measured ones; None without either."""
+def costs_of(parts: Parts, *, max_slots: int, probe: bool, most_doubt: float = math.inf) -> CostTable | None:
+    """The costs of steps: the kept ones, otherwise measured ones; None without either.
+
+    Args:
+        max_slots: Most requests at once.
+        probe: Whether to measure costs that are not kept.
+        most_doubt: Kept costs of more doubt are measured again, thoroughly. A limit asks for a thorough measurement.
+    """
     if parts.drafter.max_depth == 0:
         return None
     max_requests = min(max_slots, MOST_REQUESTS, parts.target.max_slots)
     kept = read(parts, max_requests)
-    return measured(parts, max_slots=max_slots) if kept is None and probe else kept
+    if not probe or (kept is not None and kept.doubt <= most_doubt):
+        return kept
+    return measured(parts, max_slots=max_slots, thorough=most_doubt < math.inf)
 
 
 def measured(parts: Parts, *, max_slots: int, thorough: bool = False) -> CostTable | None:

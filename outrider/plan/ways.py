@@ -159,6 +159,7 @@ def best_tree(
     requests: int,
     sampled: bool,
     context: int,
+    dearer: float = 1.0,
 ) -> Way | None:
     """The tree of the drafter's likeliest tokens that brings most by Sequoia's programme; None if it cannot be used.
 
@@ -171,6 +172,7 @@ def best_tree(
         requests: Requests at once.
         sampled: Whether tokens are drawn.
         context: Tokens of a request.
+        dearer: How many times as long steps of trees take as chains tell.
     """
     verifier = catalog.make("verifier", "match")
     if drafter.rows == "point" or drafter.chains_only or refusal(_cell(drafter, "deterministic", verifier)):
@@ -179,7 +181,7 @@ def best_tree(
     accepted = [float((ranks == rank).mean()) for rank in range(MOST_CHILDREN)]
 
     def seconds(*widths: int) -> float:
-        return costs.tree(requests, widths, sampled=sampled, context=context)
+        return dearer * costs.tree(requests, widths, sampled=sampled, context=context)
 
     level = max(0.0, seconds(1, 1) - seconds(2))
     plain = costs.steps(requests, sampled=sampled, context=context, longest=1)[0][0]

@@ -13,7 +13,7 @@ from outrider.host import remembered
 from outrider.lengths.acceptance import PooledAcceptance, tokens_by_length
 from outrider.lengths.costs import CostTable, StepCost
 from outrider.lengths.experience import MOST_RECALLED, Experience, Habit
-from outrider.lengths.goodput import HOLD, MARGIN, GoodputLength
+from outrider.lengths.goodput import HOLD, MARGIN, GoodputLength, margin_of
 from recipes.length_simulation import Lengths, World, judged, learnt, simulate, step
 from tests import clocks
 
@@ -98,6 +98,15 @@ def test_a_single_request_with_good_acceptance_drafts_far_and_a_full_batch_with_
     found = [settled(accepting(costs, 0.7), running(b))[0] for b in range(1, 9)]
     assert found == sorted(found, reverse=True)
     assert found[0] > found[-1]
+
+
+def test_costs_that_are_doubtful_need_a_larger_gain():
+    costs = CostTable.of_formula(cost(0.45, 0.0))
+    gain = max(tokens_by_length([0.7] * n)[-1] / cost(0.45, 0.0)(1, n) for n in range(1, 9))
+    doubtful = replace(costs, doubt=0.15)
+    assert 1 + margin_of(costs) < gain < 1 + margin_of(doubtful)
+    assert settled(accepting(costs, 0.7), running(1))[0] > 0
+    assert settled(accepting(doubtful, 0.7), running(1)) == [0]
 
 
 def test_the_longest_draft_is_a_setting_and_rooms_bound_it():

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from outrider import Sampling
-from outrider.core.types import InputError
+from outrider.core.types import InputError, Step, Timing
 from outrider.decoding.protocol import Parts
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.lengths.costs import CostTable
 from outrider.lm.tabular import TabularLM, random_rows
-from outrider.plan.prediction import Planner, Range, acceptance_for, expected_steps, ranked
+from outrider.plan.prediction import Planner, Prediction, Range, acceptance_for, expected_steps, ranked
 from outrider.plan.record import DraftRows, Record, Text
-from outrider.plan.recording import Said, along
+from outrider.plan.recording import Said, along, slowness_of
 from outrider.plan.tree_coverage import Ranked
 from outrider.plan.verdict import Advice
 from outrider.plan.ways import Way, best_tree, ways_of
@@ -196,7 +196,7 @@ def test_a_tree_whose_times_were_not_measured_is_not_advised():
     planner = Planner(record=example(0.8), costs={"model": CHEAP})
     made = [planner.predict(way, 1) for way in chains()]
     best = ranked(made)[0]
-    tree = replace(best, way=replace(best.way, tree="iid:2"), speedup=Range(value=9.0, low=8.0, high=10.0))
+    tree = replace(best, way=replace(best.way, tree="iid:2"), speedup=Range(value=9.0, low=8.0, high=10.0), timed=False)
     found = ranked([tree, *made])
     assert found[0].way == best.way
     assert found[1] == tree
@@ -233,6 +233,52 @@ def test_a_record_is_read_back(tmp_path):
     way = chains()[3]
     planners = [Planner(record=each, costs={"model": CHEAP}) for each in (record, again)]
     assert planners[0].predict(way, 1) == planners[1].predict(way, 1)
+
+
+def test_times_are_the_mean_of_all_measurements_and_as_wide_as_these_differ():
+    fast, slow = (CostTable.of_formula(lambda b, n, s=s: s * (1.0 + 0.1 * n)) for s in (1.0, 4.0))
+    slower = replace(example(0.5), slowness=4.0)
+    alone = Planner(record=slower, costs={"model": fast})
+    assert alone.slowness == pytest.approx(2.0)
+    assert alone.unsteady == pytest.approx(np.log([1.0, 4.0]).std(ddof=1))
+    assert alone.predict(Way(), 1).tokens_per_second.value == pytest.approx(0.5)
+    same = Planner(record=example(0.5), costs={"model": fast, "suffix": fast})
+    assert (same.slowness, same.unsteady) == pytest.approx((1.0, 0.0))
+    both = Planner(record=replace(example(0.5), slowness=1.0), costs={"model": fast, "suffix": slow})
+    # Plain steps are the median of both tables.
+    assert both.plain_seconds(1) == pytest.approx(2.5)
+    assert both.predict(Way(), 1).tokens_per_second.value == pytest.approx(1 / (4.0 * 2.5) ** (1 / 3))
+    assert both.predict(chains()[3], 1).speedup.value == pytest.approx(same.predict(chains()[3], 1).speedup.value)
+
+
+def test_the_doubt_of_costs_widens_speedups_and_an_unsteady_machine_widens_speeds():
+    def predicted(**more: float) -> Prediction:
+        return Planner(record=example(0.5), costs={"model": replace(CHEAP, **more)}).predict(chains()[3], 1)
+
+    usual, doubtful, unsteady = predicted(), predicted(doubt=0.2), predicted(unsteady=0.3)
+    assert doubtful.speedup.high > usual.speedup.high * 1.1
+    assert unsteady.speedup == usual.speedup
+    assert unsteady.tokens_per_second.high > usual.tokens_per_second.high * 1.2
+
+
+def made_step(seconds: float, requests: int = 1) -> Step:
+    return Step(
+        request="a",
+        num_draft_tokens=0,
+        num_accepted_tokens=0,
+        tokens=(1,),
+        timing=Timing(target=seconds),
+        num_requests=requests,
+        bonus=True,
+    )
+
+
+def test_the_slowness_of_a_run_counts_disturbed_steps_and_leaves_those_out_that_read_prompts():
+    usual = [made_step(seconds) for seconds in (50.0, 1.0, 1.0, 1.0, 9.0)]
+    shared = made_step(2.0, requests=2)
+    outputs = [usual, [made_step(70.0), shared], [replace(shared, request="b")]]
+    # The shared step is the first one of the third request, so that it may have read its prompt.
+    assert slowness_of(outputs, [CHEAP], example(0.5)) == pytest.approx(12.0 / 4)
 
 
 def test_what_is_no_record_is_refused(tmp_path):

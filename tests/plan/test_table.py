@@ -48,6 +48,21 @@ def test_costs_of_fewer_requests_are_measured_again(asked):
     assert asked == [1, 8]
 
 
+def test_costs_of_too_much_doubt_are_measured_again_thoroughly(asked, monkeypatch):
+    calls: list[bool] = []
+
+    def measure(parts, *, max_requests, thorough=False):
+        calls.append(thorough)
+        return replace(COSTS, kept=False, doubt=0.02 if thorough else 0.1)
+
+    monkeypatch.setattr(table, "measure", measure)
+    parts = engine("ngram").parts
+    assert costs_of(parts, max_slots=8, probe=True).doubt == 0.1
+    assert costs_of(parts, max_slots=8, probe=True, most_doubt=0.05).doubt == 0.02
+    assert costs_of(parts, max_slots=8, probe=True, most_doubt=0.05).doubt == 0.02
+    assert calls == [False, True]
+
+
 def test_without_a_probe_costs_are_those_that_are_kept(asked):
     parts = engine("ngram").parts
     assert costs_of(parts, max_slots=8, probe=False) is None
