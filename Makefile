@@ -8,7 +8,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 PREPARED := $(VENV)/.prepared
-# Python compiles a module when it is imported first; most of what is installed never is.
+# Python compiles a module when it is imported first; most of what is installed never is. What was compiled is kept: tests
+# start many processes.
+unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 # xgrammar without what it names: it names triton, a gigabyte that only its kernels for GPUs import. Builds of torch for
 # GPUs bring triton themselves. These are the others, as far as torch and transformers do not bring them.
@@ -27,7 +29,7 @@ demo: $(PREPARED)
 
 test: $(TOOLS)
 	@echo "== All tests (a few minutes on two cores) =="
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Libraries that quantise, and adapters, are in no extra that other tests install.
 test-quantised:

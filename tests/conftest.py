@@ -29,12 +29,24 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 _CACHE = tempfile.TemporaryDirectory(prefix="outrider-")
 os.environ["OUTRIDER_CACHE"] = _CACHE.name
 
+_LOOKED = [0]
+"""How often all objects were looked through when they were frozen last."""
 _LOW = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def pytest_collection_finish() -> None:
     """What was imported stays, so that no collection of garbage looks through it again."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The same for what a file of tests has imported, if all objects were looked through since the last time."""
+    yield
+    if (nextitem is None or nextitem.path != item.path) and gc.get_stats()[2]["collections"] > _LOOKED[0]:
+        gc.collect()
+        gc.freeze()
+        _LOOKED[0] = gc.get_stats()[2]["collections"]
 
 
 @pytest.fixture

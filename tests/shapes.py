@@ -11,24 +11,25 @@ import functools
 import inspect
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from types import CodeType, ModuleType
+from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar, get_args
 
 import numpy as np
 import torch
 from beartype import BeartypeConf, beartype
+from beartype._data.check.code.datacodename import ARG_NAME_FUNC
 from jaxtyping import AbstractArray
-from jaxtyping._storage import get_shape_memo, pop_shape_memo, push_shape_memo
+from jaxtyping._storage import _shape_storage, pop_shape_memo, push_shape_memo
 
 Checked = TypeVar("Checked")
 CONFIGURATION = BeartypeConf(is_pep484_tower=True)
 """Ints are welcome where floats are asked for."""
 NAME = "_checked_by_tests"
 """What `checked` is called within the package's modules; none of them may have a name like it."""
-ARRAYS = (torch.Tensor, torch.nn.Parameter, np.ndarray)
+ARRAYS: set[type] = {torch.Tensor, torch.nn.Parameter, np.ndarray}
 """Classes of which one array fits an annotation as well as another of the same shape and dtype."""
 
 
@@ -38,20 +39,51 @@ def checked(given: Checked) -> Checked:
         if dataclasses.is_dataclass(given) and "__init__" in vars(given):
             given.__init__ = checked(given.__init__)
         return given
-    strict = beartype(given, conf=CONFIGURATION)
+    strict = _again(given) if "<locals>" in given.__qualname__ else beartype(given, conf=CONFIGURATION)
     if not any(map(_has_axes, given.__annotations__.values())):
         return strict
 
     @functools.wraps(strict)
     def in_one_call(*args: object, **named: object) -> object:
-        # Axes of one name have one size; calls within this call have sizes of their own.
-        push_shape_memo({})
+        # Axes of one name have one size; calls within this call have sizes of their own. This is `push_shape_memo`,
+        # written out because it runs at every call.
+        try:
+            stack = _shape_storage.memo_stack
+        except AttributeError:
+            stack = _shape_storage.memo_stack = []
+        stack.append(({}, {}, {}, {}))
         try:
             return strict(*args, **named)
         finally:
-            pop_shape_memo()
+            stack.pop()
 
     return in_one_call
+
+
+_CHECKS: dict[tuple[object, ...], FunctionType | None] = {}
+"""What checks the arguments of functions within functions, by their code and annotations; None where nothing does."""
+
+
+def _again(given: FunctionType) -> FunctionType:
+    """What beartype makes of a function. A function within another is made at every call of that, and what checks its
+    arguments is written once.
+    """
+    key = given.__code__, *given.__annotations__.items()
+    if key not in _CHECKS:
+        # With empty cells, so that nothing that one of the functions has seen is kept.
+        cells = tuple(CellType() for _ in given.__closure__ or ())
+        hollow = FunctionType(given.__code__, given.__globals__, given.__name__, closure=cells)
+        functools.update_wrapper(hollow, given)
+        del hollow.__wrapped__
+        strict = beartype(hollow, conf=CONFIGURATION)
+        _CHECKS[key] = None if strict is hollow else strict
+    model = _CHECKS[key]
+    if model is None:
+        return given
+    made = FunctionType(model.__code__, model.__globals__, model.__name__, model.__defaults__, model.__closure__)
+    made.__kwdefaults__ = {**model.__kwdefaults__, ARG_NAME_FUNC: given}
+    vars(made).update(vars(model))
+    return functools.update_wrapper(made, given)
 
 
 def _has_axes(annotation: object) -> bool:
@@ -63,39 +95,59 @@ def _has_axes(annotation: object) -> bool:
     return any(map(_has_axes, get_args(annotation)))
 
 
+Axes = tuple[dict[str, Any], dict[str, Any]]
+"""Sizes by the names of axes: of single ones, and of several under one name."""
+
+
+def _axes(annotation: type[AbstractArray], array: Any, read: Callable[[type, Any], bool]) -> Axes | bool | None:
+    """The axes that an annotation names, in an array. False if no such array fits; None if that does not follow from
+    the array alone.
+    """
+    special = ("elem", "broadcastable", "treepath")
+    if any(getattr(axis, name, False) for axis in annotation.dims for name in special):
+        return None
+    singles, several, *_ = push_shape_memo({})
+    try:
+        return (singles, several) if read(annotation, array) else False
+    finally:
+        pop_shape_memo()
+
+
+def _agree(own: dict[str, Any], sizes: dict[str, Any]) -> bool:
+    """Whether axes have the sizes that other arrays of the call gave them, if any."""
+    for name, size in own.items():  # noqa: SIM110 (a generator takes longer than the comparisons)
+        if sizes.get(name, size) != size:
+            return False
+    return True
+
+
 def _remember_shapes() -> None:
     """Let jaxtyping read an annotation once for each shape. By itself it reads it at every check."""
     read = type(AbstractArray).__instancecheck__
-    known: dict[tuple[object, ...], tuple[dict[str, Any], ...] | None] = {}
-
-    def axes(annotation: type[AbstractArray], array: Any) -> tuple[dict[str, Any], ...] | None:
-        """Sizes of the axes that the annotation names; None if they do not follow from the array alone."""
-        special = ("elem", "broadcastable", "treepath")
-        if any(getattr(axis, name, False) for axis in annotation.dims for name in special):
-            return None
-        singles, several, *_ = push_shape_memo({})
-        try:
-            return (singles, several) if read(annotation, array) else None
-        finally:
-            pop_shape_memo()
+    known: dict[tuple[object, ...], Axes | bool | None] = {}
 
     def fits(annotation: type[AbstractArray], value: Any) -> bool:
         kind = type(value)
         if kind not in ARRAYS:
             return read(annotation, value)
         key = annotation, kind, value.dtype, value.shape
-        if key not in known:
-            known[key] = axes(annotation, value)
-        found = known[key]
-        if found is None:
+        try:
+            found = known[key]
+        except KeyError:
+            found = known[key] = _axes(annotation, value, read)
+        if not found:
+            return found is None and read(annotation, value)
+        singles, several = found
+        try:
+            sizes, shapes, *_ = _shape_storage.memo_stack[-1]
+        except (AttributeError, IndexError):
+            # Outside all calls there is nothing to agree with.
+            return True
+        if not (_agree(singles, sizes) and (not several or _agree(several, shapes))):
             return read(annotation, value)
-        call = get_shape_memo()
-        for own, sizes in zip(found, call, strict=False):
-            for name, size in own.items():
-                if sizes.get(name, size) != size:
-                    return read(annotation, value)
-        call[0].update(found[0])
-        call[1].update(found[1])
+        sizes.update(singles)
+        if several:
+            shapes.update(several)
         return True
 
     type(AbstractArray).__instancecheck__ = fits
@@ -126,26 +178,25 @@ def _remember_protocols() -> None:
     typing._ProtocolMeta.__instancecheck__ = has_members
 
 
-class _Decorating(ast.NodeTransformer):
-    """Puts `checked` next to every function, and around every class."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.FunctionDef:
-        self.generic_visit(node)
-        node.decorator_list.append(ast.Name(NAME, ast.Load()))
-        return node
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> ast.ClassDef:
-        self.generic_visit(node)
-        node.decorator_list.insert(0, ast.Name(NAME, ast.Load()))
-        return node
+def _decorate(block: ast.AST) -> None:
+    """Put `checked` next to every function within a block of statements, and around every class."""
+    for field in ("body", "handlers", "orelse", "finalbody", "cases"):
+        for statement in getattr(block, field, ()):
+            _decorate(statement)
+            name = ast.copy_location(ast.Name(NAME, ast.Load()), statement)
+            if isinstance(statement, ast.FunctionDef):
+                statement.decorator_list.append(name)
+            elif isinstance(statement, ast.ClassDef):
+                statement.decorator_list.insert(0, name)
 
 
 class _Loader(SourceFileLoader):
     def get_code(self, fullname: str) -> CodeType:
         """From the source each time: what Python keeps of it is not decorated, and must not be."""
         path = self.get_filename(fullname)
-        tree = _Decorating().visit(ast.parse(self.get_data(path), path))
-        return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
+        tree = ast.parse(self.get_data(path), path)
+        _decorate(tree)
+        return compile(tree, path, "exec", dont_inherit=True)
 
     def exec_module(self, module: ModuleType) -> None:
         vars(module)[NAME] = checked

@@ -1,5 +1,7 @@
 """While tests run, shapes and types in the package's signatures are checked in every call."""
 
+import gc
+import weakref
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -39,6 +41,31 @@ def test_sizes_of_calls_within_a_call_are_their_own():
         return x
 
     assert len(outer(torch.zeros(3))) == 3
+
+
+def test_a_function_that_is_made_at_every_call_is_checked_each_time_and_keeps_nothing_of_the_last():
+    class Seen:
+        pass
+
+    def adding(seen: Seen, number: int):
+        @checked
+        def add(x: Float[Tensor, " n"], y: Float[Tensor, " n"], *, times: int = 1) -> int:
+            return number * times if seen else 0
+
+        return add
+
+    for number in range(3):
+        seen = Seen()
+        left, add = weakref.ref(seen), adding(seen, number)
+        assert add(ROWS[0], ROWS[0]) == number
+        assert add(ROWS[0], ROWS[0], times=5) == 5 * number
+        with pytest.raises(BeartypeCallHintParamViolation, match="n"):
+            add(ROWS[0], ROWS[0, 1:])
+        with pytest.raises(BeartypeCallHintParamViolation, match="times"):
+            add(ROWS[0], ROWS[0], times="5")
+        del seen, add
+        gc.collect()
+        assert left() is None
 
 
 def test_a_result_whose_axes_differ_from_the_arguments_is_refused():

@@ -62,10 +62,10 @@ def test_a_signal_lets_running_and_waiting_requests_end():
             assert answer.readline().startswith(b"data: ")
             waiting = pool.submit(read, url, LONG | {"max_tokens": 20})
             while b'"server_load":2' not in urllib.request.urlopen(f"{url}/load", timeout=10).read():
-                pass
+                time.sleep(0.01)
             process.send_signal(signal.SIGTERM)
             while status_of(f"{url}/health") == 200:
-                pass
+                time.sleep(0.01)
             assert status_of(f"{url}/health") == 503
             texts = [answer.read().decode(), waiting.result()]
         for text in texts:

@@ -3,6 +3,7 @@
 import json
 import random
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -254,7 +255,7 @@ def test_a_client_that_leaves_frees_its_place(url: str, client: httpx.Client) ->
         with socket.create_connection((address.hostname, address.port)) as wire:
             wire.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
             while not client.get("/load").json()["server_load"]:
-                pass
+                time.sleep(0.01)
         for _ in range(500):
             if client.get("/load").json() == {"server_load": 0}:
                 break

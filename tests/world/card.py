@@ -33,9 +33,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import outrider
+from tests import shapes
 
 DEVICE = torch.device("cuda:0")
 PACKAGE = f"{Path(outrider.__file__).parent}/"
@@ -104,6 +105,14 @@ class Counts:
         """Count an event at the line that caused it."""
         self.places[f"{event} {_place()}"] += 1
 
+    def operation(self, name: str) -> None:
+        """Count an operation that starts a kernel."""
+        if _in_model():
+            self.in_models += 1
+        else:
+            self.operations += 1
+            self.note(name)
+
     def upload(self, *, blocking: bool) -> None:
         """Count a copy to the GPU."""
         self.uploads += 1
@@ -118,6 +127,19 @@ class Counts:
             self.host_bytes += copied.nbytes
             self.largest_copy = max(self.largest_copy, copied.numel())
         self.note(f"synchronisation by {event}")
+
+
+class Uncounted(Counts):
+    """Counts of what nobody counts: reading the stack at each operation takes longer than the operation."""
+
+    def operation(self, name: str) -> None:
+        """Nothing."""
+
+    def upload(self, *, blocking: bool) -> None:
+        """Nothing."""
+
+    def wait(self, event: str, copied: Tensor | None = None) -> None:
+        """Nothing."""
 
 
 class Card(Tensor):
@@ -141,6 +163,9 @@ class Card(Tensor):
     device = property(lambda self: DEVICE)
     is_cuda = property(lambda self: True)
     is_cpu = is_meta = property(lambda self: False)
+    # Read at every check of shapes; torch would ask `__torch_function__` each time.
+    dtype = property(lambda self: self.inner.dtype)
+    shape = property(lambda self: self.inner.shape)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Card({self.inner})"
@@ -179,6 +204,9 @@ class Card(Tensor):
         return _working().run(func, args, kwargs or {})
 
 
+shapes.ARRAYS.add(Card)
+
+
 class Gpu(TorchDispatchMode):
     """Runs operations on the data of cards, and counts them.
 
@@ -189,8 +217,13 @@ class Gpu(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = Counts()
+        self.counts: Counts = Uncounted()
         self.depth = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here, so torch need not keep its compiler away from each operation."""
+        return False
 
     def count(self, function: Callable[[], object]) -> Counts:
         """What a function asks of the GPU."""
@@ -258,7 +291,7 @@ class Gpu(TorchDispatchMode):
         elif not to_card:
             self.counts.wait(name, source.inner)
         else:
-            self._operation(name)
+            self.counts.operation(name)
 
     def _start(self, func: Any, name: str, flat: Sequence[Any], cards: Sequence[Card]) -> None:
         """Count an operation that is no copy."""
@@ -267,14 +300,7 @@ class Gpu(TorchDispatchMode):
         elif name in TAKES_ANY_INDEX and any(card.dtype == torch.bool for card in cards[1:]):
             self.counts.wait(f"{name} by a mask")
         if name not in STARTS_NOTHING and name != "_local_scalar_dense" and not func.is_view:
-            self._operation(name)
-
-    def _operation(self, name: str) -> None:
-        if _in_model():
-            self.counts.in_models += 1
-        else:
-            self.counts.operations += 1
-            self.counts.note(name)
+            self.counts.operation(name)
 
 
 _WORKING: list[Gpu] = []
@@ -331,6 +357,13 @@ def gpu() -> Iterator[Gpu]:
                 yield card
         finally:
             _WORKING.pop()
+
+
+@contextmanager
+def unplugged() -> Iterator[None]:
+    """Within this context operations are those of a machine without the GPU, and take as long."""
+    with _disable_current_modes():
+        yield
 
 
 def _device(flat: Sequence[Any], kwargs: dict[str, Any]) -> torch.device | None:
