@@ -59,6 +59,7 @@ class CostTable:
         catch_up: Seconds that the drafter takes for a token that it missed while its request did not draft.
         kept: Whether the table is kept on this machine, so that another process reads the same one.
         busy: Whether other processes took the cores meanwhile.
+        measured: When it was measured, in seconds since 1970; None if that is not known.
 
     Raises:
         ValueError: A row without a time, or no number of requests with a plain step and a longer one.
@@ -73,6 +74,7 @@ class CostTable:
     catch_up: float = 0.0
     kept: bool = False
     busy: bool = False
+    measured: float | None = field(default=None, compare=False)
     _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -102,11 +104,16 @@ class CostTable:
             )
             for row in values["rows"]
         ]
-        return cls(rows=tuple(rows), catch_up=float(values["catch_up"]))
+        measured = values.get("measured")
+        return cls(
+            rows=tuple(rows),
+            catch_up=float(values["catch_up"]),
+            measured=None if measured is None else float(measured),
+        )
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
-        return {"rows": [asdict(row) for row in self.rows], "catch_up": self.catch_up}
+        return {"rows": [asdict(row) for row in self.rows], "catch_up": self.catch_up, "measured": self.measured}
 
     def steps(self, requests: int, *, sampled: bool, context: int, longest: int) -> Steps:
         """Seconds of steps of so many requests, by how many of them draft, and by the length of their drafts.

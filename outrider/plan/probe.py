@@ -162,7 +162,8 @@ def measure(
         rows += [_middle(each) for each in far.values()]
     unsteady = [found[kind].seconds / min(row.seconds for row in each) for kind, each in repeats.items()]
     busy = crowded(shares(before, Usage.now()), torch.get_num_threads()) or statistics.median(unsteady) > UNSTEADY
-    return CostTable(rows=tuple(rows), catch_up=_catch_up(parts, found[ends[0]], found[ends[1]]), busy=busy)
+    catch_up = _catch_up(parts, found[ends[0]], found[ends[1]])
+    return CostTable(rows=tuple(rows), catch_up=catch_up, busy=busy, measured=time.time())
 
 
 def _kinds(batches: Sequence[int], longest: int, thorough: bool) -> list[Kind]:
