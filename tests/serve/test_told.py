@@ -19,6 +19,7 @@ from outrider.serve.traces import Traces, _is_installed
 from tests.serve.served import NAME, loaded, serving
 
 PROMPT = "Once upon a time there was a secret"
+TALK = [{"role": "user", "content": PROMPT}]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -146,7 +147,7 @@ def test_spans_of_streams_end_with_them_and_tell_of_failures(client: httpx.Clien
         ("/v1/completions", {"prompt": PROMPT, "suffix": "secret"}, 400, "unsupported_parameter"),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": PROMPT}], "model": "secret"},
+            {"messages": TALK, "model": "secret"},
             404,
             "model_not_found",
         ),
