@@ -50,6 +50,7 @@ class ServeOptions:
         log_json: Log one line of JSON for each request to standard error, without prompts and outputs.
         log_text: Let these lines hold prompts and outputs.
         otlp_traces_endpoint: Send a span of each request to this URL, by OTLP over HTTP, without prompts and outputs.
+        otel_content: Let these spans hold prompts and outputs, as events.
         keep_alive_on_death: Answer on after the engine has died, instead of ending with status 1.
         log_answers: Keep requests and answers in this file of JSON lines, for `outrider learn`; a request with
             `"store": false` is not kept. The admin key lets clients read it at /v1/admin/answers.
@@ -72,6 +73,7 @@ class ServeOptions:
     log_json: bool = False
     log_text: bool = False
     otlp_traces_endpoint: str | None = None
+    otel_content: bool = False
     keep_alive_on_death: bool = False
     log_answers: Path | None = None
 
@@ -82,6 +84,8 @@ class ServeOptions:
             raise InputError("api_key must not be empty")
         if self.log_text and not self.log_json:
             raise InputError("--log-text says what lines of the log hold; give --log-json too")
+        if self.otel_content and self.otlp_traces_endpoint is None:
+            raise InputError("--otel-content says what spans hold; give --otlp-traces-endpoint too")
 
     def keys(self) -> tuple[str, ...]:
         """All keys that let clients in."""
@@ -134,7 +138,8 @@ def serve(setup: Setup, options: ServeOptions, limits: Limits, learn: LearnOptio
             "--allow-no-key to let everyone in"
         )
     settings = options.settings(setup)
-    traces = None if options.otlp_traces_endpoint is None else Traces.to(options.otlp_traces_endpoint)
+    endpoint = options.otlp_traces_endpoint
+    traces = None if endpoint is None else Traces.to(endpoint, content=options.otel_content)
     if options.log_json:
         use_json()
     with bound_socket(options.host, options.port) as bound:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from outrider.constraints.automaton import Matcher
 from outrider.constraints.schema import FORMATS, POINTERS, Schema, changed, read_schema, within
 from outrider.constraints.text import GrammarText
-from outrider.core.inputs import needs
+from outrider.core.inputs import needs, shown
 from outrider.core.types import InputError
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ KEPT: dict[str, tuple[frozenset[str], ...]] = {
     "object": (frozenset({"properties", "required", "additionalProperties", "minProperties", "maxProperties"}),),
 }
 """By type: the keywords that are enforced together. xgrammar ignores others in silence, so they are refused here."""
+LARGEST_MULTIPLE = 1024
+"""xgrammar ignores a larger `multipleOf`."""
 ALONE = ("$ref", "anyOf", "enum", "const")
 """Keywords that are enforced where they stand alone."""
 ANNOTATIONS = frozenset({"$schema", "$id", "$comment", "$anchor", "$defs", "definitions", "title", "description"})
@@ -148,6 +150,9 @@ def _check_types(node: Mapping[str, Any], said: set[str], at: str) -> None:
     enforced = frozenset[str]().union(*(group for kind in types for group in KEPT.get(kind, ())))
     if rest := sorted(said - {"type"} - enforced):
         raise InputError(f"{rest[0]!r} (at {at}) is not enforced" + ("" if types else "; name the type"))
+    multiple = node.get("multipleOf", 1)
+    if type(multiple) is not int or not 1 <= multiple <= LARGEST_MULTIPLE:
+        raise InputError(f"'multipleOf' (at {at}) is enforced from 1 to {LARGEST_MULTIPLE}, got {shown(multiple)}")
     for kind in types:
         groups = KEPT.get(kind, (frozenset[str](),))
         own = said & frozenset[str]().union(*groups)

@@ -3,7 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from decimal import Decimal
 from itertools import combinations
+from math import lcm
 from typing import Any
 
 from outrider.core.inputs import parse_json
@@ -32,6 +34,10 @@ COMBINING = frozenset({"$ref", "anyOf", "oneOf", "allOf"})
 OBJECT = frozenset({"properties", "required", "additionalProperties", "patternProperties", "propertyNames"})
 OBJECT |= {"unevaluatedProperties", "minProperties", "maxProperties"}
 """Keywords about the properties of an object."""
+LARGEST_MULTIPLE = 10_000
+"""Largest `multipleOf` without the zeros at its end. For one in the billions, llguidance takes all memory."""
+MOST_DIGITS = 400
+"""From so many digits on, a number is too large without looking at it."""
 ANNOTATIONS = ("deprecated", "contentSchema")
 """Keywords without effect that llguidance does not know."""
 DAY = r"^(\d{3}[1-9]|\d{2}[1-9]\d|\d[1-9]\d{2}|[1-9]\d{3})-(02-([01]\d|2[0-8])|(0[13-9]|1[0-2])-)"
@@ -94,6 +100,7 @@ def for_llguidance(schema: Schema) -> list[Schema]:
     """
     for node, at in within(schema):
         _check(node, at)
+    _check_multiples(schema)
     # References inside a schema with an identifier of its own lead into that schema.
     root = schema if all(at == "#" or "$id" not in node for node, at in within(schema)) else True
     exact = changed(schema, lambda node: _simplified(_without_one_of(node, root), root))
@@ -131,6 +138,39 @@ def _check(node: Mapping[str, Any], at: str) -> None:
         patterns += map(str, named)
     for pattern in patterns:
         check_pattern(pattern)
+
+
+def _check_multiples(schema: Schema) -> None:
+    """Raise InputError if llguidance would need too much memory. It keeps a state for each remainder.
+
+    Zeros at the end cost nothing: a multiple of 86400 is one of 864, with two zeros behind it. Where schemas are
+    combined, several multiples may become their least common multiple.
+    """
+    nodes = list(within(schema))
+    multiples = {at: _digits(node["multipleOf"]) for node, at in nodes if _is_number(node.get("multipleOf"))}
+    for at, multiple in multiples.items():
+        if multiple > LARGEST_MULTIPLE:
+            raise InputError(f"'multipleOf' (at {at}) must be at most {LARGEST_MULTIPLE}, without the zeros at its end")
+    if any({"allOf", "$ref"} & node.keys() for node, _ in nodes) and lcm(*multiples.values()) > LARGEST_MULTIPLE:
+        raise InputError(
+            f"the least common multiple of all 'multipleOf' must be at most {LARGEST_MULTIPLE}, because the schema has "
+            "'allOf' or '$ref'"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _digits(number: float) -> int:
+    """The digits of a number as a whole number, without zeros at the end.
+
+    Example:
+        >>> _digits(86400), _digits(0.25), _digits(1e30)
+        (864, 25, 1)
+    """
+    digits = "".join(map(str, Decimal(repr(number)).as_tuple().digits))
+    return int(digits.rstrip("0") or "0") if len(digits) < MOST_DIGITS else LARGEST_MULTIPLE + 1
 
 
 def _simplified(node: dict[str, Any], root: Schema) -> dict[str, Any]:

@@ -81,6 +81,26 @@ def key_of(*parts: int) -> np.random.SeedSequence:
     return np.random.SeedSequence([len(parts), *(word for part in parts for word in (part & _HALF, part >> 32))])
 
 
+def numbered_seed(seed: int, number: int) -> int:
+    """The seed of one of several outputs or answers. Pairs that differ have keys that differ.
+
+    Seeds below 2**32 keep the key that they had before larger ones got theirs, so that their texts stay. No key of the
+    one kind is a key of the other: NumPy fills the short ones up with zeros, and the third or the fifth word of a long
+    one is not zero.
+
+    Args:
+        seed: From 0 to 2**64 - 1.
+        number: Of the output, from 0 to 2**64 - 1.
+
+    Example:
+        >>> numbered_seed(7, 1)
+        6635463128224577688
+    """
+    short = seed <= _HALF and number <= _HALF
+    key = np.random.SeedSequence([seed, number]) if short else key_of(seed, number)
+    return int(key.generate_state(1, np.uint64)[0])
+
+
 def step_generator(purpose: Purpose, *, seed: int, step: int, row: int | None = None) -> np.random.Generator:
     """The random numbers of a step of training: of one row of its global batch, or of the whole step.
 

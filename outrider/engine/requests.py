@@ -5,12 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from outrider.constraints.grammar import Grammar
 from outrider.constraints.words import AllOf, AllowedTokens, bad_words
 from outrider.core.constraint import Constraint
+from outrider.core.dice import numbered_seed
 from outrider.core.inputs import whole
 from outrider.core.types import InputError, Request, Sampling
 from outrider.engine.prompts import Prompt, rows
@@ -199,7 +199,7 @@ def listed(prompts: object) -> list[Prompt]:
 
 
 def nth(sampling: Sampling | None, k: int) -> Sampling | None:
-    """Settings of the k-th output of a prompt: the same, with its own seed."""
+    """Settings of the k-th output of a prompt: the same, with its own seed. The first one keeps the given seed."""
     if k == 0 or sampling is None or sampling.seed is None:
         return sampling
-    return replace(sampling, seed=int(np.random.SeedSequence([sampling.seed, k]).generate_state(1, np.uint64)[0]))
+    return replace(sampling, seed=numbered_seed(sampling.seed, k))

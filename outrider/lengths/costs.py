@@ -67,6 +67,7 @@ class CostTable:
         unsteady: Standard deviation of the logarithm of how slow the machine was while the steps were timed.
         kept: Whether the table is kept on this machine, so that another process reads the same one.
         busy: Whether other processes took the cores meanwhile.
+        measured: When it was measured, in seconds since 1970; None if that is not known.
 
     Raises:
         ValueError: A row without a time, or no number of requests with a plain step and a longer one.
@@ -83,6 +84,7 @@ class CostTable:
     unsteady: float = 0.0
     kept: bool = False
     busy: bool = False
+    measured: float | None = field(default=None, compare=False)
     _steps: dict[tuple[int, bool, int, int], Steps] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -115,12 +117,13 @@ class CostTable:
             for row in values["rows"]
         ]
         numbers = {name: float(values[name]) for name in ("catch_up", "doubt", "unsteady")}
-        return cls(rows=tuple(rows), **numbers)
+        measured = values.get("measured")
+        return cls(rows=tuple(rows), measured=None if measured is None else float(measured), **numbers)
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
         numbers = {name: getattr(self, name) for name in ("catch_up", "doubt", "unsteady")}
-        return {"rows": [asdict(row) for row in self.rows], **numbers}
+        return {"rows": [asdict(row) for row in self.rows], **numbers, "measured": self.measured}
 
     @property
     def context(self) -> int:

@@ -308,6 +308,7 @@ def measure(
         doubt=made.doubt(),
         unsteady=made.unsteady,
         busy=busy,
+        measured=time.time(),
     )
 
 

@@ -61,6 +61,7 @@ def make_app(service: Service, settings: Settings | None = None, traces: Traces 
         guard_all=settings.guard_all,
         room=lambda: service.places.free,
         observe=app.state.metrics.answered,
+        traces=traces,
     )
     return app
 
@@ -82,4 +83,5 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 def _shaped(request: Request, error: ApiError) -> Response:
     """An error in the format of the routes that it is about."""
+    request.scope["state"]["code"] = error.code
     return messages.error_response(error, request) if is_anthropics(request.url.path) else error.response()

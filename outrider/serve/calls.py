@@ -15,7 +15,7 @@ from outrider.serve.gateway import Gateway
 from outrider.serve.outputs import Choice, Part, usage_of
 from outrider.serve.service import Ticket
 from outrider.serve.sse import gone
-from outrider.serve.traces import attributes_of
+from outrider.serve.traces import attributes_of, events_of, texts_of
 
 Result = TypeVar("Result")
 Coming = asyncio.Queue[tuple[Choice, Part] | Exception | None]
@@ -120,16 +120,18 @@ class Call:
         }
         if self.error is not None:
             told["error"] = self.error
-        if settings.log_text:
-            prompts = {choice.prompt: choice.job.prompt for choice in self.choices}
-            told["prompts"] = [gateway.service.tokenizer.decode(list(each)) for each in prompts.values()]
-            told["outputs"] = [choice.output.text if choice.output is not None else None for choice in self.choices]
+        traced = gateway.traces is not None and gateway.traces.content
+        texts = texts_of(self.choices, gateway.service.tokenizer) if settings.log_text or traced else None
+        if settings.log_text and texts is not None:
+            told |= {"prompts": texts.prompts, "outputs": texts.outputs}
         request.scope["state"]["told"] = told
         if gateway.traces is not None and self._tickets:
             verifier = catalog.name_of(gateway.service.engine.parts.verifier)
             attributes = attributes_of(self.id, request.url.path, gateway.name, verifier, self.choices)
             seconds = time.monotonic() - self._began
-            gateway.traces.add(request.headers, attributes, seconds=seconds, failed=self.error is not None)
+            events = events_of(texts) if traced and texts is not None else ()
+            failed = self.error is not None
+            gateway.traces.add(request.headers, attributes, seconds=seconds, failed=failed, events=events)
 
 
 async def _pump(choice: Choice, ticket: Ticket, coming: Coming) -> None:

@@ -16,6 +16,7 @@ from outrider.serve.keys import Keys
 from outrider.serve.logs import note_request
 from outrider.serve.messages_answer import error_body
 from outrider.serve.sse import dumps
+from outrider.serve.traces import Traces
 
 Observe = Callable[[str, int, float], None]
 """Called with the route, the status and the seconds of each request."""
@@ -34,14 +35,25 @@ class Front:
         guard_all: Whether all routes want a key, and not those under `/v1` alone.
         room: Returns how many more requests may wait.
         observe: Called at the end of each request. One whose client left has the status 499.
+        traces: Where spans of refused requests go; None makes none.
     """
 
-    def __init__(self, app: ASGIApp, *, keys: Keys, guard_all: bool, room: Callable[[], int], observe: Observe) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: Keys,
+        guard_all: bool,
+        room: Callable[[], int],
+        observe: Observe,
+        traces: Traces | None = None,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._guard_all = guard_all
         self._room = room
         self._observe = observe
+        self._traces = traces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or pass it on."""
@@ -76,6 +88,7 @@ class Front:
         try:
             if self._is_guarded(scope) and state["key"] is None:
                 wrong = ApiError(401, "the key is missing or wrong", headers={"www-authenticate": "Bearer"})
+                state["code"] = wrong.code
                 await _refusal(wrong, scope)(scope, hear, answer)
             else:
                 await self._app(scope, hear, answer)
@@ -90,6 +103,10 @@ class Front:
             self._observe(route, status, seconds)
             told = {"id": id, "route": route, "status": status, "seconds": round(seconds, 6), **state.get("told", {})}
             note_request(log, told)
+            # A request that ran has told of itself, and has a span.
+            if self._traces is not None and status >= 400 and "told" not in state:
+                code = state.get("code", "client_left" if left else "internal_error")
+                self._traces.add_refused(headers, id, scope["path"], status, code, seconds)
 
     def _is_guarded(self, scope: Scope) -> bool:
         path = scope["path"]

@@ -34,7 +34,7 @@ class Limits:
         max_json_depth: Deepest nesting of a request's JSON.
         max_schema_bytes: Most bytes of a JSON schema, a pattern or a grammar.
         max_schema_depth: Deepest nesting of a JSON schema.
-        compile_seconds: Seconds after which compiling a grammar is given up.
+        compile_seconds: CPU seconds after which compiling a grammar is given up.
 
     Raises:
         InputError: A limit is negative.

@@ -37,7 +37,9 @@ def in_anthropics_words(route: Route) -> Route:
         try:
             return await route(request)
         except (ApiError, JobError, InputError) as error:
-            return error_response(as_api(error), request)
+            found = as_api(error)
+            request.scope["state"]["code"] = found.code
+            return error_response(found, request)
 
     return answer
 

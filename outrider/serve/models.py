@@ -1,5 +1,6 @@
 """The routes beside generation: models, tokens, health, and what the server is."""
 
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -10,6 +11,7 @@ from starlette.responses import Response
 
 from outrider import catalog
 from outrider.core.inputs import InputError
+from outrider.lengths.experience import Experience
 from outrider.serve.answers import json_response
 from outrider.serve.chat_prompt import arguments_of, check_template, messages_of
 from outrider.serve.errors import of_input, refuse
@@ -135,6 +137,7 @@ async def server_info(request: Request) -> Response:
             "max_context": service.max_context,
             "vocab_size": parts.target.vocab_size,
             "device": str(parts.target.device),
+            "cost_table": _cost_table(parts.experience),
             "limits": asdict(service.limits),
             "sampling": {
                 "order": "the request's value, the model's generation config, no change",
@@ -148,6 +151,15 @@ async def server_info(request: Request) -> Response:
             "priorities": settings.priorities,
         }
     )
+
+
+def _cost_table(experience: Experience) -> dict[str, Any] | None:
+    """Which costs of steps draft lengths go by; None without any."""
+    costs = experience.costs
+    if costs is None:
+        return None
+    age = None if costs.measured is None else round(max(0.0, time.time() - costs.measured), 3)
+    return {"age_seconds": age, "kept": costs.kept, "drift": experience.cost_drift}
 
 
 def _card(gateway: Gateway, name: str) -> dict[str, Any]:

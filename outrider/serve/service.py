@@ -26,6 +26,7 @@ from outrider.engine.output import Times as Times
 from outrider.engine.prompts import NO_TOKENIZER, Message, encode_text
 from outrider.engine.requests import bound
 from outrider.host.threads import release_threads
+from outrider.serve.cpu_limit import Limited
 from outrider.serve.failures import Draining as Draining
 from outrider.serve.failures import EngineDead as EngineDead
 from outrider.serve.failures import JobError as JobError
@@ -109,7 +110,8 @@ class Service:
         self._worker = Worker(engine, places=self.places, watch=self.watch)
         self._plain = NoDrafter() if engine.refuses(NoDrafter()) is None else None
         self._encoders = ThreadPoolExecutor(2, thread_name_prefix="outrider-encode")
-        self._compilers = ThreadPoolExecutor(1, thread_name_prefix="outrider-compile")
+        self._compilers = Limited(self.limits.compile_seconds, "outrider-compile")
+        self._loaders = ThreadPoolExecutor(1, thread_name_prefix="outrider-load")
         self._draining = False
         self._drained_by = float("inf")
 
@@ -162,7 +164,8 @@ class Service:
         self._worker.stop(Draining())
         self._worker.join()
         self._encoders.shutdown(wait=False, cancel_futures=True)
-        self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._compilers.close()
+        self._loaders.shutdown(wait=False, cancel_futures=True)
 
     def submit(self, jobs: Sequence[Job]) -> list[Ticket]:
         """Queue all jobs, or none of them. Called on the event loop that reads the tickets.
@@ -250,17 +253,17 @@ class Service:
         """Compile a grammar for outputs that are made with these options, off the event loop.
 
         Raises:
-            InputError: The grammar cannot be compiled, or not in time.
+            InputError: The grammar cannot be compiled, or takes too much CPU time.
+            JobError: The server is still busy with grammars that were given up.
         """
         vocab_size = self.engine.parts.target.vocab_size
         made = partial(bound, grammar, self.engine.tokenizer, vocab_size, self.engine.ends(options))
         began = time.perf_counter()
         try:
-            found = await asyncio.wait_for(self._in(self._compilers, made), self.limits.compile_seconds)
+            found = await self._compilers.run(made)
         except TimeoutError as error:
-            raise InputError(
-                f"the {grammar.kind} takes more than {self.limits.compile_seconds:g} seconds to compile; shorten it"
-            ) from error
+            most = f"{self.limits.compile_seconds:g} seconds of CPU time"
+            raise InputError(f"the {grammar.kind} takes more than {most} to compile; shorten it") from error
         self.watch.grammar_seconds.note(time.perf_counter() - began)
         return found
 
@@ -286,7 +289,7 @@ class Service:
             raise InputError("this server takes no weights")
         if self._learns and name == self.drafter:
             raise InputError(LEARNS)
-        fresh = await self._in(self._compilers, partial(_renewed, self.renewal, name, weights))
+        fresh = await self._in(self._loaders, partial(_renewed, self.renewal, name, weights))
         old = self.drafters[name]
         if self.engine.parts.drafter is old:
             await self.swap(fresh)

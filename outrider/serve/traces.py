@@ -1,9 +1,15 @@
-"""Spans for OpenTelemetry (extra `otel`): one for each request that was taken, with vLLM's attributes and no text."""
+"""Spans for OpenTelemetry (extra `otel`): one for each request to a route that generates, with vLLM's attributes.
+
+A span holds no text, unless `content` is set.
+"""
 
 import importlib.util
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedTokenizerBase
 
 from outrider.core.inputs import InputError, needs, shown
 from outrider.serve.outputs import Choice, usage_of
@@ -17,6 +23,12 @@ LIBRARIES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 """What the extra `otel` installs."""
 TRACE_HEADERS = ("traceparent", "tracestate")
 """Headers that name the span to which a request belongs."""
+GENERATING = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/outrider/stream"}
+)
+"""The routes whose requests have spans."""
+PROMPT, COMPLETION = "gen_ai.content.prompt", "gen_ai.content.completion"
+"""The names of events with texts."""
 CHATS = ("chat", "messages", "responses")
 """Words in the paths of routes that answer conversations."""
 
@@ -24,19 +36,23 @@ CHATS = ("chat", "messages", "responses")
 class Traces:
     """Where spans go.
 
+    Attributes:
+        content: Whether spans hold prompts and outputs, as events.
+
     Args:
         provider: Makes tracers.
     """
 
-    def __init__(self, provider: "TracerProvider") -> None:
+    def __init__(self, provider: "TracerProvider", *, content: bool = False) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        self.content = content
         self._provider = provider
         self._tracer = provider.get_tracer("outrider")
         self._parents = TraceContextTextMapPropagator()
 
     @classmethod
-    def to(cls, endpoint: str) -> "Traces":
+    def to(cls, endpoint: str, *, content: bool = False) -> "Traces":
         """Traces that are sent to a collector, in batches and from a thread of their own.
 
         Args:
@@ -57,14 +73,23 @@ class Traces:
 
         provider = TracerProvider(resource=Resource.create({"service.name": "outrider"}))
         provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
-        return cls(provider)
+        return cls(provider, content=content)
 
-    def add(self, headers: Mapping[str, str], attributes: Mapping[str, Any], *, seconds: float, failed: bool) -> None:
+    def add(
+        self,
+        headers: Mapping[str, str],
+        attributes: Mapping[str, Any],
+        *,
+        seconds: float,
+        failed: bool,
+        events: Sequence[tuple[str, Mapping[str, Any]]] = (),
+    ) -> None:
         """Make the span of a request that ends now.
 
         Args:
             headers: Those of the request, which may name the span that it belongs to.
             seconds: What the request took.
+            events: Names and attributes of the span's events.
         """
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
@@ -73,9 +98,26 @@ class Traces:
         span = self._tracer.start_span(
             SPAN, context=parent, kind=SpanKind.SERVER, attributes=attributes, start_time=end - int(1e9 * seconds)
         )
+        for name, told in events:
+            span.add_event(name, told, end)
         if failed:
             span.set_status(Status(StatusCode.ERROR))
         span.end(end)
+
+    def add_refused(
+        self, headers: Mapping[str, str], id: str, path: str, status: int, code: str, seconds: float
+    ) -> None:
+        """Make the span of a request that got an error before it ran. Requests to routes that generate nothing have no
+        spans.
+
+        Args:
+            path: The path of its URL.
+            status: HTTP status of the answer.
+            code: A short name of the reason.
+        """
+        if path in GENERATING:
+            told = {"http.response.status_code": status, "error.type": code}
+            self.add(headers, _asked(id, path) | told, seconds=seconds, failed=True)
 
     def close(self) -> None:
         """Send what is left."""
@@ -93,10 +135,7 @@ def attributes_of(id: str, path: str, model: str, verifier: str, choices: Sequen
         verifier: The verifier's name.
     """
     counts, options = usage_of(choices), choices[0].job.options
-    found: dict[str, Any] = {
-        "gen_ai.operation.name": "chat" if any(word in path for word in CHATS) else "text_completion",
-        "gen_ai.system": "outrider",
-        "gen_ai.request.id": id,
+    found = _asked(id, path) | {
         "gen_ai.request.n": sum(choice.prompt == choices[0].prompt for choice in choices),
         "gen_ai.request.max_tokens": options.max_new_tokens,
         "gen_ai.response.model": model,
@@ -111,6 +150,47 @@ def attributes_of(id: str, path: str, model: str, verifier: str, choices: Sequen
         found["gen_ai.request.temperature"] = options.sampling.temperature
         found["gen_ai.request.top_p"] = options.sampling.top_p
     return found | _latencies(choices) | _speculation(choices, verifier)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """The texts of a request.
+
+    Attributes:
+        outputs: None for one that did not end.
+    """
+
+    prompts: Sequence[str]
+    outputs: Sequence[str | None]
+
+
+def texts_of(choices: Sequence[Choice], tokenizer: PreTrainedTokenizerBase) -> Texts:
+    """The prompts of a request, each once, and its outputs."""
+    prompts = {choice.prompt: choice.job.prompt for choice in choices}
+    return Texts(
+        prompts=[tokenizer.decode(list(each)) for each in prompts.values()],
+        outputs=[choice.output.text if choice.output is not None else None for choice in choices],
+    )
+
+
+def events_of(texts: Texts) -> list[tuple[str, dict[str, Any]]]:
+    """Texts as events of a span.
+
+    Example:
+        >>> [name for name, _ in events_of(Texts(prompts=["Once"], outputs=[" upon", None]))]
+        ['gen_ai.content.prompt', 'gen_ai.content.completion']
+    """
+    asked: list[tuple[str, dict[str, Any]]] = [(PROMPT, {"gen_ai.prompt": text}) for text in texts.prompts]
+    return asked + [(COMPLETION, {"gen_ai.completion": text}) for text in texts.outputs if text is not None]
+
+
+def _asked(id: str, path: str) -> dict[str, Any]:
+    """The attributes of every span."""
+    return {
+        "gen_ai.operation.name": "chat" if any(word in path for word in CHATS) else "text_completion",
+        "gen_ai.system": "outrider",
+        "gen_ai.request.id": id,
+    }
 
 
 def _latencies(choices: Sequence[Choice]) -> dict[str, float]:

@@ -20,8 +20,8 @@ def main(url: str, target: str) -> None:
             where = ("--model", MODEL, "--url", url, "--endpoint-type", kind, "--tokenizer", target)
             printed = command(
                 *("aiperf", "profile", *where, *load, *sizes, "--artifact-dir", made),
-                # Where it believes that it is offline, it takes a folder for a name on the hub.
-                **{"HF_HUB_OFFLINE": "0", "COLUMNS": "200"},
+                # Where it believes that it is offline, it takes a folder for a name on the hub. "0" is offline to it.
+                **{"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "", "COLUMNS": "200"},
             )
             [report] = Path(made).rglob("profile_export_aiperf.json")
             found = json.loads(report.read_text())

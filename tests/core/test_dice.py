@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 import outrider
 from outrider.core.dice import (
@@ -16,6 +18,7 @@ from outrider.core.dice import (
     _where,
     _without_replacement,
     corpus_generator,
+    numbered_seed,
     settled,
     step_generator,
 )
@@ -44,6 +47,36 @@ def test_keys_of_other_parts_differ_where_zeros_or_large_numbers_stand_in_them()
         step_generator(Purpose.CUT, seed=7, step=1 + 3 * 2**32).random(),
     ]
     assert len(set(draws)) == len(draws)
+
+
+def test_seeds_of_outputs_and_answers_never_share_a_key():
+    words = (0, 1, 2, 5, 2**32 - 1)
+    seeds = {low + (high << 32) for low in words for high in words}
+    numbers = {0, 1, 2, 5, 16, 2**32 - 1, 2**32, 2**32 + 1, 5 << 32}
+    pairs = [(seed, number) for seed in seeds for number in numbers]
+    found = {}
+    for pair in pairs:
+        found.setdefault(numbered_seed(*pair), []).append(pair)
+    assert [same for same in found.values() if len(same) > 1] == []
+
+
+@given(
+    st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20)),
+    st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**20)),
+)
+@example((5, 3), (5 + 3 * 2**32, 0))
+@example((0, 1), (2**32, 0))
+@example((2, 7), (7 * 2**32, 0))
+def test_two_pairs_of_seed_and_number_have_two_seeds(one: tuple[int, int], other: tuple[int, int]):
+    assert (numbered_seed(*one) == numbered_seed(*other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    ("seed", "number", "derived"),
+    [(0, 0, 15793235383387715774), (7, 1, 6635463128224577688), (2**32 - 1, 2, 831867259382209732)],
+)
+def test_derived_seeds_of_small_seeds_stay(seed: int, number: int, derived: int):
+    assert numbered_seed(seed, number) == derived
 
 
 def test_only_the_dice_make_generators_for_a_purpose():

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import pickle
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,11 @@ import outrider
 from outrider import InputError, Setup, catalog
 from outrider.cli.serve import ServeOptions, drafter_name, renewal_of
 from outrider.embedded import EMBEDDED_DRAFT
+from outrider.lengths.costs import CostTable
+from outrider.lengths.experience import Experience
 from outrider.serve.app import make_app
 from outrider.serve.limits import Limits
+from outrider.serve.models import _cost_table
 from outrider.serve.service import Service
 from outrider.serve.settings import Settings
 from tests.serve.served import loaded, serving
@@ -91,6 +96,23 @@ def test_the_server_tells_how_it_is(client: httpx.Client) -> None:
     assert "law" in info
     assert info["limits"]["max_queue"] == Limits().max_queue
     assert "/" not in info["models"][0]
+    # This server measures nothing, and may find what another process measured.
+    assert info["cost_table"] is None or info["cost_table"]["kept"]
+
+
+def test_the_server_tells_how_old_its_costs_are() -> None:
+    engine = loaded()
+    table = replace(CostTable.of_formula(lambda requests, length: 0.01 * (1 + length)), measured=time.time() - 3600)
+    engine.parts = replace(engine.parts, experience=Experience(table))
+    with serving(engine) as url:
+        found = httpx.get(f"{url}/server_info").json()["cost_table"]
+    assert found == {"age_seconds": pytest.approx(3600, abs=300), "kept": True, "drift": 1.0}
+
+
+def test_costs_of_unknown_age_and_no_costs_are_told() -> None:
+    table = CostTable.of_formula(lambda requests, length: 0.01 * (1 + length))
+    assert _cost_table(Experience(table)) == {"age_seconds": None, "kept": True, "drift": 1.0}
+    assert _cost_table(Experience()) is None
 
 
 def test_every_answer_has_the_name_of_its_request(client: httpx.Client) -> None:

@@ -1,4 +1,4 @@
-"""What a server tells of its requests elsewhere: spans for OpenTelemetry and lines of the log, without any text."""
+"""What a server tells of its requests elsewhere: spans and lines of the log, which hold no text unless asked for."""
 
 import contextlib
 import io
@@ -11,13 +11,16 @@ from typing import Any
 import httpx
 import pytest
 
+from outrider.cli.serve import ServeOptions
 from outrider.core.inputs import InputError
+from outrider.serve.limits import Limits
 from outrider.serve.logs import LOGGERS, use_json
 from outrider.serve.settings import Settings
 from outrider.serve.traces import Traces, _is_installed
 from tests.serve.served import NAME, loaded, serving
 
 PROMPT = "Once upon a time there was a secret"
+TALK = [{"role": "user", "content": PROMPT}]
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
@@ -31,20 +34,24 @@ def exporter() -> Any:
     return InMemorySpanExporter()
 
 
-@pytest.fixture(scope="module")
-def url(exporter: Any) -> Iterator[str]:
+@contextlib.contextmanager
+def traced(exporter: Any, *, content: bool = False) -> Iterator[Traces | None]:
+    """Traces that go to an exporter; None where OpenTelemetry's SDK is not installed."""
     if exporter is None:
-        with serving(loaded(length="fixed:3")) as found:
-            yield found
+        yield None
         return
     from opentelemetry.sdk.trace import TracerProvider
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    with serving(loaded(length="fixed:3"), traces=Traces(provider)) as found:
+    yield Traces(provider, content=content)
+
+
+@pytest.fixture(scope="module")
+def url(exporter: Any) -> Iterator[str]:
+    with traced(exporter) as traces, serving(loaded(length="fixed:3"), traces=traces) as found:
         yield found
-    provider.shutdown()
 
 
 @pytest.fixture
@@ -117,6 +124,7 @@ def test_each_request_has_a_span_with_vllms_attributes_and_no_text(client: httpx
     assert drafted >= found["outrider.speculation.accepted_tokens"] > 0
     assert found["outrider.speculation.mean_acceptance_length"] > 1
     assert "secret" not in str(found)
+    assert not span.events
 
 
 def test_spans_of_streams_end_with_them_and_tell_of_failures(client: httpx.Client, spans) -> None:
@@ -126,11 +134,93 @@ def test_spans_of_streams_end_with_them_and_tell_of_failures(client: httpx.Clien
     client.post("/v1/completions", json={"prompt": []})
     client.post("/v1/completions", json={**body, "max_tokens": 2, "speculation": False})
     found = {}
-    while len(found) < 2:
+    while len(found) < 3:
         # A client that left is noticed a little later.
-        found = {span.attributes["gen_ai.response.finish_reasons"]: span for span in spans.get_finished_spans()}
-    assert set(found) == {("abort",), ("length",)}
+        found = {span.attributes.get("gen_ai.response.finish_reasons"): span for span in spans.get_finished_spans()}
+    assert set(found) == {("abort",), ("length",), None}
     assert "outrider.speculation.verifier" not in found["length",].attributes
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "code"),
+    [
+        ("/v1/completions", {"prompt": PROMPT, "n": 1000}, 400, "invalid_value"),
+        ("/v1/completions", {"prompt": PROMPT, "suffix": "secret"}, 400, "unsupported_parameter"),
+        (
+            "/v1/chat/completions",
+            {"messages": TALK, "model": "secret"},
+            404,
+            "model_not_found",
+        ),
+        ("/v1/responses", {"input": PROMPT, "model": "secret"}, 404, "model_not_found"),
+        ("/v1/messages", {"messages": PROMPT, "max_tokens": 2}, 400, "invalid_value"),
+    ],
+)
+def test_a_request_that_is_refused_has_a_span_with_its_status_and_no_text(
+    client: httpx.Client, spans, route: str, body: dict, status: int, code: str
+) -> None:
+    answer = client.post(route, json=body, headers={"traceparent": PARENT, "x-request-id": "mine"})
+    assert answer.status_code == status, answer.text
+    while not spans.get_finished_spans():
+        # A span is made after the answer.
+        pass
+    [span] = spans.get_finished_spans()
+    assert (span.name, span.kind.name, span.status.status_code.name) == ("llm_request", "SERVER", "ERROR")
+    assert f"{span.parent.span_id:016x}" == PARENT.split("-")[2]
+    found = dict(span.attributes)
+    operation = "text_completion" if route == "/v1/completions" else "chat"
+    assert found == {
+        "gen_ai.operation.name": operation,
+        "gen_ai.system": "outrider",
+        "gen_ai.request.id": "mine",
+        "http.response.status_code": status,
+        "error.type": code,
+    }
+
+
+def test_refusals_without_a_key_or_a_place_have_spans_and_other_routes_have_none(exporter: Any) -> None:
+    if exporter is None:
+        pytest.skip("needs opentelemetry-sdk")
+    exporter.clear()
+    settings, limits = Settings(keys=("key",)), Limits(max_queue_tokens=0, max_queue=0)
+    with traced(exporter) as traces, serving(loaded(), settings, limits, traces=traces) as url:
+        right = {"authorization": "Bearer key"}
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": PROMPT}).status_code == 401
+        assert httpx.get(f"{url}/v1/completions", headers=right).status_code == 405
+        body = {"prompt": ["a"] * 20, "max_tokens": 2}
+        assert httpx.post(f"{url}/v1/completions", json=body, headers=right, timeout=60).status_code == 429
+        assert httpx.post(f"{url}/tokenize", json={}).status_code == 400
+        assert httpx.get(f"{url}/v1/models").status_code == 401
+    told = [
+        (span.attributes["http.response.status_code"], span.attributes["error.type"])
+        for span in exporter.get_finished_spans()
+    ]
+    assert told == [(401, "invalid_api_key"), (405, "not_found"), (429, "queue_full")]
+
+
+def test_spans_hold_prompts_and_outputs_if_asked_for(exporter: Any) -> None:
+    if exporter is None:
+        pytest.skip("needs opentelemetry-sdk")
+    exporter.clear()
+    engine = loaded()
+    with traced(exporter, content=True) as traces, serving(engine, traces=traces) as url:
+        body = {"prompt": [PROMPT, "a"], "max_tokens": 4, "temperature": 0}
+        choices = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+        while not exporter.get_finished_spans():
+            pass
+    [span] = exporter.get_finished_spans()
+    told = [(event.name, dict(event.attributes)) for event in span.events]
+    prompts = [engine.tokenizer.decode(engine.encode(text)) for text in (PROMPT, "a")]
+    assert told == [("gen_ai.content.prompt", {"gen_ai.prompt": text}) for text in prompts] + [
+        ("gen_ai.content.completion", {"gen_ai.completion": choice["text"]}) for choice in choices
+    ]
+    assert "secret" not in str(dict(span.attributes))
+
+
+def test_texts_of_spans_need_an_endpoint() -> None:
+    assert not ServeOptions().otel_content
+    with pytest.raises(InputError, match="--otel-content says what spans hold; give --otlp-traces-endpoint too"):
+        ServeOptions(otel_content=True)
 
 
 def test_lines_of_the_log_count_and_quote_nothing(url: str) -> None:

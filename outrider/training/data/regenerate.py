@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from outrider.core import files
+from outrider.core.dice import numbered_seed
 from outrider.core.types import InputError, Sampling
 from outrider.engine.engine import Engine
 from outrider.engine.output import Output
@@ -58,8 +59,7 @@ class AnswerOptions:
 
     def sampling_of(self, number: int) -> Sampling:
         """How the tokens of one answer are drawn."""
-        seeds = np.random.SeedSequence([self.sampling.seed or 0, number])
-        return replace(self.sampling, seed=int(seeds.generate_state(1, np.uint64)[0]))
+        return replace(self.sampling, seed=numbered_seed(self.sampling.seed or 0, number))
 
     def settings(self, engine: Engine) -> dict[str, Any]:
         """Everything but the prompt that an answer depends on. The drafter does not change its law."""
