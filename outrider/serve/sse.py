@@ -55,6 +55,7 @@ class Form:
 
     def __init__(self, value: Any) -> None:
         self._before, rest = _split(event(value), BLANK)
+        self._after: bytes | None
         self._between, self._after = _split(rest, IDS) if dumps(IDS) in rest else (rest, None)
 
     def filled(self, text: str, tokens: Sequence[int] = ()) -> bytes:
