@@ -42,8 +42,7 @@ class StepCost:
 
     def times(self, factor: float) -> "StepCost":
         """The same kind of step, so many times as long."""
-        parts = {"target": factor * self.target, "drafter": factor * self.drafter, "rest": factor * self.rest}
-        return replace(self, **parts)
+        return replace(self, target=factor * self.target, drafter=factor * self.drafter, rest=factor * self.rest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +115,14 @@ class CostTable:
             )
             for row in values["rows"]
         ]
-        numbers = {name: float(values[name]) for name in ("catch_up", "doubt", "unsteady")}
         measured = values.get("measured")
-        return cls(rows=tuple(rows), measured=None if measured is None else float(measured), **numbers)
+        return cls(
+            rows=tuple(rows),
+            catch_up=float(values["catch_up"]),
+            doubt=float(values["doubt"]),
+            unsteady=float(values["unsteady"]),
+            measured=None if measured is None else float(measured),
+        )
 
     def values(self) -> dict[str, Any]:
         """The table as values of JSON. Whether it is kept or was disturbed is not among them."""
