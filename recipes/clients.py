@@ -27,6 +27,7 @@ from outrider.bench.report import Findings, Table
 from outrider.bench.side_by_side.peers import usual_folder
 from outrider.core.inputs import InputError, unknown
 from recipes import options
+from recipes.client_programs.steps import ADMIN_KEY
 from recipes.client_runs import CLIENTS, Client, Outcome, tried
 
 QUICK = {"only": "curl"}
@@ -35,7 +36,7 @@ PROGRAMS = HERE / "client_programs"
 ADDRESS = re.compile(r"^serving .* at (http://\S+) ")
 SERVER = (
     *("serve", "--port", "0", "--dtype", "float32", "--served-model-name", "pair"),
-    *("--length", "fixed:3", "--no-probe"),
+    *("--length", "fixed:3", "--no-probe", "--admin-key", ADMIN_KEY),
     *("--chat-template", str(PROGRAMS / "chat_template.jinja")),
     *("--response-template", str(PROGRAMS / "response_template.json")),
 )
@@ -126,7 +127,7 @@ def main(
         Path, typer.Option(help="Folder of the clients' environments, several GB.", show_default=False)
     ] = usual_folder(),  # noqa: B008
     only: Annotated[str, typer.Option(help=f"Names with commas: {', '.join(CLIENTS)}.")] = ",".join(CLIENTS),
-    examples: Annotated[int, typer.Option(min=1, help="Requests that schemathesis makes for each route.")] = 40,
+    examples: Annotated[int, typer.Option(min=1, help="Random requests of schemathesis for each route.")] = 40,
     out: options.Out = None,
 ) -> None:
     """Try foreign clients against a server."""

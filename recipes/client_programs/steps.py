@@ -10,6 +10,8 @@ from typing import Any
 
 MODEL = "pair"
 """The name of the served model."""
+ADMIN_KEY = "admin"
+"""The key of the server's routes below `/v1/admin`."""
 CHAT = [{"role": "user", "content": "Tell me a story about a dog."}]
 PERSON = {
     "type": "object",
