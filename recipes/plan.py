@@ -205,7 +205,7 @@ def main(
     engine = assemble(replace(setup, drafter=completed(setup).drafter, length="fixed:4", probe=False))
     questions = [engine.encode(prompt) for _, _, prompt in read_prompts(prompts)][:num_prompts]
     fitted, held_out = questions[::2], questions[1::2]
-    name = str(completed(setup).drafter)
+    name = str(completed(setup).drafter).partition(":")[0]
     drafters = {name: engine.parts.drafter, "suffix": cast(Drafter, make("drafter", "suffix"))}
     predicted, runs = kept(out, settings)
     for temperature in options.numbers("--temperatures", temperatures):
