@@ -87,7 +87,7 @@ def test_a_speculative_config_of_the_user_replaces_ours(python):
         ({"verifier": "block"}, "needs Triton on a GPU, and this build has none; use --verifier token"),
         ({"length": "planned"}, "vLLM has no length policy 'planned'; it drafts a fixed number"),
         ({"drafter": "griffin:path=/a/head"}, "vLLM has no drafter like 'griffin'"),
-        ({"drafter": "domino:path=/a/head"}, "vLLM has no drafter like 'domino'; it has those of ngram, suffix, model, "),
+        ({"drafter": "domino:path=/a/head"}, "vLLM has no drafter like 'domino'; it has those of ngram, suffix"),
         ({"drafter": "dspark:path=/a/head"}, "vLLM drafts with dspark heads in its second model runner alone"),
         ({"drafter": "dflash2:path=/a/head"}, "and this build has none; use a head of another kind, such as dflash"),
         ({"drafter": "suffix"}, "vLLM's drafter suffix needs arctic-inference"),
