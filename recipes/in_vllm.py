@@ -35,6 +35,7 @@ from outrider.bench.side_by_side.peers import OUTSIDE, usual_folder
 from outrider.bench.turns import turns
 from outrider.bench.workload import PROMPTS, questions
 from outrider.core.types import InputError, Sampling
+from outrider.drafters.traits import exports_of
 from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
 from outrider.handoff.export import export
 from outrider.handoff.order import Order
@@ -123,6 +124,8 @@ LEARNERS: Mapping[str, Mapping[str, Any]] = {
     "eagle": {"unrolled": 3, "decay": 1.0, "noise": 0.0},
     "eagle3": {"unrolled": DEPTH},
     "dflash": {"layers": 2, "block_size": DEPTH + 1},
+    "jetspec": {"layers": 2, "block_size": DEPTH + 1},
+    "dflash2": {"layers": 2, "block_size": DEPTH + 1, "selector_rank": 32},
     "dspark": {"layers": 2, "block_size": DEPTH, "markov_rank": 32},
 }
 """What each head is told in training."""
@@ -351,7 +354,9 @@ def drafters_of(name: str, engine: Engine, wanted: Sequence[str]) -> list[Drafte
     found = [Drafter(engine=name, label=DRAFT_MODEL, head="model", mode=DRAFT_MODEL, shipped=EMBEDDED_DRAFT)]
     if engine.loads_heads:
         found.append(Drafter(engine=name, label=EMBEDDED, head="eagle", mode="eagle", shipped=EMBEDDED_HEAD))
-        found += [Drafter(engine=name, label=head, head=head, mode=head) for head in LEARNERS]
+        for head in LEARNERS:
+            method = exports_of(catalog.rows("drafter")[head].kind).method(engine.exports or name)
+            found.append(Drafter(engine=name, label=head, head=head, mode=str(method)))
     return [each for each in found if each.label in wanted]
 
 

@@ -21,6 +21,7 @@ class Exports:
         openvino: What OpenVINO GenAI calls it.
         transformers: `assistant_model`, or `custom_generate`: Outrider's own code, which transformers runs.
         draws: Whether vLLM can draw its drafts (`draft_sample_method` probabilistic); otherwise they are greedy.
+        newer_runner: Whether vLLM drafts so in its newer model runner alone, which needs a GPU.
         options: What vLLM's `speculative_config` needs beside the usual keys.
         has_files: Whether it has weights of its own to be written.
         instead: The drafter of the catalog that is most like it and that more engines run; None: a draft model.
@@ -37,6 +38,7 @@ class Exports:
     openvino: str | None = None
     transformers: str | None = "custom_generate"
     draws: bool = True
+    newer_runner: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
     has_files: bool = True
     instead: str | None = None

@@ -95,7 +95,8 @@ def handed_over(order: Order, source: Source, plan: PlanFile | None) -> Handed:
     if lengths and not any(lengths.values()):
         raise InputError(f"the plan {order.plan} advises not to speculate with {source.name}; leave out --plan")
     planned = next((length for length in lengths.values() if length), None)
-    length = order.num_speculative_tokens or planned or source.most or DEPTH
+    first_steps = None if order.to == "transformers" else source.first_steps
+    length = order.num_speculative_tokens or planned or source.most or first_steps or DEPTH
     if source.most is not None and length > source.most:
         raise InputError(
             f"the {source.name} head guesses {source.most} tokens, and --num-speculative-tokens is {length}; give at "
@@ -114,6 +115,7 @@ def handed_over(order: Order, source: Source, plan: PlanFile | None) -> Handed:
         lengths=lengths,
         most=source.most,
         fixed=_is_fixed(source.head),
+        first_steps=first_steps,
         has_files=source.exports.has_files,
         same_vocabulary=source.same_vocabulary,
     )
@@ -135,6 +137,12 @@ def _filled(order: Order, source: Source, handed: Handed, plan: PlanFile | None,
     engine = engine_of(order, source, folder, handed) if order.measure else None
     told = expected(order, handed, engine)
     losses = [*KNOWN[order.to].losses(handed), *(plan.costs() if plan else predicted(order, handed, engine))]
+    if handed.first_steps is not None:
+        losses.append(
+            f"{KNOWN[order.to].title} runs the first of {source.num_specialists} specialists alone, as a head of the "
+            f"kind {handed.method}. It learnt {handed.first_steps} draft step{'s' * (handed.first_steps > 1)}; longer "
+            "drafts work, and their later tokens are accepted less."
+        )
     losses += [f"{name} of the drafter has no counterpart there." for name in source.unused]
     command = list(KNOWN[order.to].launch(handed))
     found = Exported(order=order, handed=handed, command=command, losses=losses, expected=told)

@@ -24,6 +24,8 @@ class Handed:
         lengths: The same for numbers of requests that run at once, from a plan; empty without one.
         most: Most tokens that the head can guess; None: any number.
         fixed: Whether another length than `most` changes what the head computes.
+        first_steps: Of a head with specialists, the draft steps that the first one has learnt, if the engine runs that
+            one alone.
         has_files: Whether weights lie in the folder.
         same_vocabulary: Whether the draft model has as many tokens as the target.
     """
@@ -37,6 +39,7 @@ class Handed:
     lengths: Mapping[int, int]
     most: int | None = None
     fixed: bool = False
+    first_steps: int | None = None
     has_files: bool = True
     same_vocabulary: bool = True
 

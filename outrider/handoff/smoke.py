@@ -71,12 +71,17 @@ def expected(order: Order, handed: Handed, engine: Engine | None) -> dict[str, A
     prompts = prompts_of(order, engine)
     plain = engine.plain().generate(prompts, max_new_tokens=order.new_tokens, sampling=GREEDY, ignore_eos=True)
     engine.rest()
-    begun, count = [list(prompt) for prompt in prompts], order.new_tokens
+    begun, count, undrafted = [list(prompt) for prompt in prompts], order.new_tokens, 0
     if KNOWN[order.to].digests_first and count > 1:
-        begun = [[*prompt, out.tokens[0]] for prompt, out in zip(prompts, plain, strict=True)]
-        count -= 1
+        if engine.parts.drafter.taps:
+            # The first step of a drafter that reads hidden states has no draft, and emits that token.
+            undrafted = 1
+        else:
+            begun = [[*prompt, out.tokens[0]] for prompt, out in zip(prompts, plain, strict=True)]
+            count -= 1
     drafted = engine.generate(begun, max_new_tokens=count, sampling=GREEDY, ignore_eos=True)
-    steps, tokens = sum(out.num_steps for out in drafted), sum(len(out.tokens) for out in drafted)
+    steps = sum(out.num_steps - undrafted for out in drafted)
+    tokens = sum(len(out.tokens) - undrafted for out in drafted)
     accepted = sum(out.num_accepted_tokens for out in drafted)
     proposed = sum(out.num_draft_tokens for out in drafted)
     return {

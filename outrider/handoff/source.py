@@ -85,6 +85,16 @@ class Source:
         return found if slots is None else slots + 1
 
     @property
+    def num_specialists(self) -> int:
+        """How many specialists share the draft steps of the head (PosS); 1 of other drafters."""
+        return 1 + len(getattr(self.head, "specialists", ()))
+
+    @property
+    def first_steps(self) -> int | None:
+        """How many draft steps the first specialist has learnt, which other engines run alone; None without others."""
+        return int(getattr(self.head, "stride", 1)) if self.num_specialists > 1 else None
+
+    @property
     def same_vocabulary(self) -> bool:
         """Whether the draft model has as many tokens as the target; true of heads."""
         return self.draft is None or logit_width(self.draft) == logit_width(self.target)
@@ -126,6 +136,7 @@ def open_source(order: Order) -> Source:
     info = TargetInfo.of_model(target, tokenizer)
     if isinstance(drafter, TrainedHead):
         head = cast(HeadSpec, kind).head.load(drafter.checkpoint, info, drafter)
+        exports = head.engine_names(exports)
     elif exports.has_files and exports.transformers == "assistant_model":
         draft, own = _draft(order, str(path))
     return Source(
@@ -204,7 +215,8 @@ def _untrained(order: Order) -> Source:
         return _with(source, draft=_smaller(target), draft_tokenizer=tokenizer)
     depth = order.num_speculative_tokens or DEPTH
     context = HeadContext(target=target, tokenizer=tokenizer, depth=depth)
-    return _with(source, head=spec.head.new(options, context))
+    head = spec.head.new(options, context)
+    return _with(source, head=head, exports=head.engine_names(exports))
 
 
 def _with(source: Source, **more: Any) -> Source:

@@ -330,5 +330,5 @@ SPEC = HeadSpec(
     trained=TrainedBlocks,
     options=DFlash2Options,
     objective=DFlash2Objective,
-    exports=Exports(instead="dflash"),
+    exports=Exports(vllm="dflash", newer_runner=True, instead="dflash"),
 )

@@ -446,5 +446,5 @@ SPEC = HeadSpec(
     trained=TrainedBlocks,
     options=DSparkOptions,
     objective=BlockObjective,
-    exports=Exports(vllm="dspark", sglang="DSPARK", llama="draft-dspark", instead="dflash"),
+    exports=Exports(vllm="dspark", newer_runner=True, sglang="DSPARK", llama="draft-dspark", instead="dflash"),
 )

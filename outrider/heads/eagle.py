@@ -213,7 +213,9 @@ class EagleHead(FeatureHead):
     def exported(
         self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """vLLM's form has no bias behind the fusion, and SGLang's has one."""
+        """vLLM's form has no bias behind the fusion, and SGLang's has one. They run the first specialist alone."""
+        if self.specialists:
+            return self.first_specialist().exported(engine, target, dtype, name)
         config, tensors = self.record(target, dtype, name)
         biased = "fc.bias" in tensors
         if engine == "vllm" and biased:

@@ -268,10 +268,16 @@ class Eagle3Head(FeatureHead):
         }
         return config, self.state_dict() if self.ids is None else self.with_list(self.ids, target.vocab_size)
 
+    def engine_names(self, of_kind: Exports) -> Exports:
+        """A head of PosS on this trunk is an EAGLE-3 head elsewhere; its kind is named by the other trunk."""
+        return replace(of_kind, vllm="eagle3", sglang="EAGLE3") if self.specialists else of_kind
+
     def exported(
         self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """vLLM reads the layout of speculators, and others that of the authors."""
+        """vLLM reads the layout of speculators, and others that of the authors. They run the first specialist alone."""
+        if self.specialists:
+            return self.first_specialist().exported(engine, target, dtype, name)
         if engine == "vllm":
             return self.record(target, dtype, name)
         sizes = self.sizes

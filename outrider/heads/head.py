@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.core.types import InputError
+from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Drafter, check_longest
 from outrider.heads.doubt import Doubt
 from outrider.lm.head import HeadLM, head_lm
@@ -78,6 +79,14 @@ class Head(nn.Module):
             InputError: The engine does not know such a head.
         """
         return self.record(target, dtype, name)
+
+    def engine_names(self, of_kind: Exports) -> Exports:
+        """The names that other engines have for this head; by default those that they have for its kind.
+
+        Args:
+            of_kind: The spec's `exports`.
+        """
+        return of_kind
 
     @classmethod
     def init_from(cls, place: "TrainedHead", options: Any, context: "HeadContext") -> "Head":

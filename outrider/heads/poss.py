@@ -131,6 +131,8 @@ class PossHead(Head):
             config = {**config, "num_hidden_layers": 1}
         fused = any(name.endswith("layers.0.hidden_norm.weight") for name in shared)
         kind: type[FeatureHead] = Eagle3Head if fused else EagleHead
+        # The trunk keeps what its layers' config says, and an export of the first specialist is no head of PosS.
+        config = {key: value for key, value in config.items() if key not in (KIND, STRIDE)}
         head = cast(FeatureHead, kind.load(replace(checkpoint, own_config=config, own_tensors=shared), target, trained))
         head.specialise(1 + len(further), stride)
         places = {str(i): cast(nn.ModuleList, layers)[0] for i, layers in enumerate(head.specialists, start=1)}
@@ -434,5 +436,5 @@ SPEC = HeadSpec(
     trained=TrainedPoss,
     options=PossOptions,
     objective=PossObjective,
-    exports=Exports(instead="eagle"),
+    exports=Exports(vllm="eagle", sglang="EAGLE", instead="eagle"),
 )

@@ -1,6 +1,7 @@
 """`outrider learn`: answers of a server or of a log become new weights, which the server gets."""
 
 import json
+import shutil
 
 import httpx
 import pytest
@@ -10,7 +11,9 @@ import outrider
 from outrider.cli.learn_from import LearnSettings, LearnTask, SourceOptions, swapped
 from outrider.cli.serve import ServeOptions, renewal_of
 from outrider.core.inputs import InputError
-from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_TARGET
+from outrider.embedded import EMBEDDED_DRAFT, EMBEDDED_HEAD, EMBEDDED_TARGET
+from outrider.handoff.export import export
+from outrider.handoff.order import Order
 from outrider.serve.answers_log import line_of
 from outrider.serve.settings import Settings
 from outrider.serve.vllm.launch import Launch, Speculation
@@ -76,6 +79,26 @@ def test_a_vllm_by_itself_takes_weights_from_a_file(tmp_path):
             "finish_weight_update",
             "resume",
         ]
+
+
+def test_a_head_that_learnt_is_exported_before_vllm_gets_its_weights(tmp_path):
+    python = VllmPython.of(fake_python(tmp_path / "fake"))
+    launch = Launch(target="t", names=("mine",), updates_weights=True, speculation=Speculation(method="eagle"))
+    head = f"eagle:path={EMBEDDED_HEAD}"
+    shutil.copytree(EMBEDDED_HEAD, tmp_path / "learnt")
+    own = load_file(EMBEDDED_HEAD / "model.safetensors")
+    # Files of EAGLE's authors may hold the target's embedding, which vLLM's head shares with the target.
+    save_file(
+        own | {"embed_tokens.weight": load_file(EMBEDDED_TARGET / "model.safetensors")["model.embed_tokens.weight"]},
+        tmp_path / "learnt" / "model.safetensors",
+    )
+    made = export(Order(to="vllm", target=str(EMBEDDED_TARGET), drafter=head, out=tmp_path / "made", measure=False))
+    with VllmProcess(python, launch) as process:
+        assert swapped(task_of(process.remote.url, tmp_path / "learnt", head))
+        steps = process.remote.get("/seen")["steps"]
+    assert (made.handed.method, steps[2:4]) == ("eagle", ["start_draft_weight_update", "update_weights"])
+    assert steps[4] == (tmp_path / "made" / "model.safetensors").stat().st_size
+    assert steps[5:] == ["finish_weight_update", "resume"]
 
 
 def test_a_head_is_exported_on_its_way_to_vllm(tmp_path):

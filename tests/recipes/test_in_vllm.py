@@ -55,6 +55,12 @@ def test_tokens_and_acceptance_are_compared_and_a_refusal_is_told(tmp_path, monk
     assert (tmp_path / "out" / "heads" / "vllm" / "medusa" / "trained" / "model.safetensors").is_file()
 
 
+def test_heads_are_decoded_by_the_methods_that_vllm_has_for_them():
+    found = in_vllm.drafters_of("vllm", SCRIPTED, ("draft model", "eagle3", "jetspec", "dflash2"))
+    modes = {each.label: each.mode for each in found}
+    assert modes == {"draft model": "draft model", "eagle3": "eagle3", "jetspec": "dflash", "dflash2": "dflash"}
+
+
 def test_without_the_engine_one_sentence_says_why(tmp_path):
     class Missing(Environment):
         def made(self, folder: Path) -> Room:

@@ -7,8 +7,6 @@ from outrider.handoff.engines.engine import Engine
 from outrider.handoff.handed import Handed
 from outrider.plan.exports import batch_table
 
-V2_ONLY = ("dspark",)
-"""Methods that its newer model runner alone knows; that one needs a GPU."""
 V1_ONLY = ("medusa", "mlp_speculator")
 """Methods that its older model runner alone knows."""
 
@@ -34,8 +32,8 @@ def losses(handed: Handed) -> Sequence[str]:
             "Drafts are greedy there. Above temperature 0, fewer draft tokens are accepted than with Outrider's drawn "
             "drafts. The outputs keep their law."
         )
-    if handed.method in V2_ONLY:
-        found.append(f"{handed.method} needs vLLM's newer model runner, and so a GPU; its CPU build refuses it.")
+    if handed.exports.newer_runner:
+        found.append(f"{handed.name} needs vLLM's newer model runner, and so a GPU; its CPU build refuses it.")
     if handed.method in V1_ONLY or handed.exports.options:
         found.append(f"vLLM runs {handed.name} heads with its older model runner, which verifies by `standard` alone.")
     if handed.lengths:

@@ -1,20 +1,29 @@
 """The config files of heads that guess blocks, for other engines."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from outrider.core.types import InputError
-from outrider.heads.parts.block_formats import BlockConfig, Sight, speculators_config
+from outrider.heads.parts.block_formats import SPECULATORS, BlockConfig, Sight, speculators_config
 from outrider.heads.parts.layer_config import described
 from outrider.lm.hf.checkpoint import TargetShape
 
-NATIVE = {"dspark": "Qwen3DSparkModel"}
+NATIVE = {"dspark": "Qwen3DSparkModel", "dflash2": "DFlash2DraftModel"}
 """The architectures of the authors' layout; of all other heads it is that of DFlash."""
 DFLASH = "DFlashDraftModel"
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 VANILLA = "vanilla"
 """The one sequential head that vLLM and llama.cpp have."""
 
 
-def exported_config(config: BlockConfig, engine: str, target: TargetShape, name: str) -> dict[str, Any]:
+SCALE = "input_embedding_scale"
+"""The factor of the embeddings in `dflash_config`, which DFlash 2 has there."""
+
+
+def exported_config(
+    config: BlockConfig, engine: str, target: TargetShape, name: str, own: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
     """The config file that an engine reads.
 
     vLLM gets the layout of speculators where that can describe the head. There one key says whether windows are causal,
@@ -22,10 +31,16 @@ def exported_config(config: BlockConfig, engine: str, target: TargetShape, name:
 
     Args:
         name: Public name of the target.
+        own: What `dflash_config` says of the sizes that the kind of head has alone.
 
     Raises:
         InputError: The engine does not know such a head.
     """
+    if engine == "vllm" and config.method != "dspark" and config.from_anchor:
+        raise InputError(
+            f"vllm reads {config.method} heads whose first mask guesses the first token, and in this one the anchor's "
+            f"position does; train one: outrider train {config.method}"
+        )
     if config.method == "dspark" and config.markov != VANILLA and engine in ("vllm", "llama.cpp"):
         raise InputError(
             f"{engine} reads DSpark heads with the sequential head {VANILLA!r}, and this one is {config.markov!r}; "
@@ -41,20 +56,23 @@ def exported_config(config: BlockConfig, engine: str, target: TargetShape, name:
             f"{engine} reads {config.method} heads whose positions see all of the context and of their block, and this "
             f"one has windows or causal layers; vllm reads it, or train one: outrider train {config.method}"
         )
-    if engine == "vllm" and not any(sight.causal for sight in config.sights):
+    if engine == "vllm" and config.method in SPECULATORS and not any(sight.causal for sight in config.sights):
         return speculators_config(config, name)
     if engine == "llama.cpp" and config.method == "dspark":
         return speculators_config(config, name)
-    return native_layout(config, target)
+    return native_layout(config, target, own)
 
 
-def native_layout(config: BlockConfig, target: TargetShape) -> dict[str, Any]:
+def native_layout(config: BlockConfig, target: TargetShape, own: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
     """The config file in the layout of the authors.
+
+    Args:
+        own: As for `exported_config`.
 
     Raises:
         InputError: The layout cannot describe the head.
     """
-    if config.embedding_scale != 1:
+    if config.embedding_scale != 1 and SCALE not in own:
         raise InputError(f"no other engine scales the embeddings that a {config.method} head reads, and this one does")
     if not all(0 < tap < target.num_layers for tap in config.taps):
         raise InputError(
@@ -66,6 +84,7 @@ def native_layout(config: BlockConfig, target: TargetShape) -> dict[str, Any]:
         "target_layer_ids": [tap - 1 for tap in config.taps],
         "block_size": config.block_size,
         "num_target_layers": target.num_layers,
+        **own,
     }
     found = {
         **described(config.layers),

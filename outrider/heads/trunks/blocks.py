@@ -373,7 +373,7 @@ class BlockHead(Head):
     def exported(
         self, engine: str, target: TargetShape, dtype: torch.dtype, name: str
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        config = exported_config(self.config, engine, target, name)
+        config = exported_config(self.config, engine, target, name, self.own_record())
         return {**config, "torch_dtype": str(dtype).removeprefix("torch."), TARGET: target.record()}, self.state_dict()
 
     @property

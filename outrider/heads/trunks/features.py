@@ -149,6 +149,12 @@ class FeatureHead(Head):
         twin._modules = {**self._modules, "layers": self.specialists[number - 1]}
         return twin
 
+    def first_specialist(self) -> "FeatureHead":
+        """This head with its first specialist alone: a head without specialists, which shares all else with it."""
+        twin = copy.copy(self)
+        twin._modules = {**self._modules, "specialists": nn.ModuleList()}
+        return twin
+
     def target_logits(self, hidden: Float[Tensor, "*batch hidden"]) -> Float[Tensor, "*batch vocab"]:
         """Logits by the target's output layer, in the target's dtype."""
         return self.ends.logits(hidden)

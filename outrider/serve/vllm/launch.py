@@ -110,6 +110,7 @@ class Speculation:
         told = made.handed.speculative()
         return replace(
             self,
+            method=made.handed.method,
             model=str(folder),
             num_tokens=told["num_speculative_tokens"],
             draws=told["draft_sample_method"] == "probabilistic",
@@ -250,7 +251,7 @@ def speculation_of(wanted: Setup, given: Setup, python: VllmPython) -> Speculati
     verifier = str(wanted.verifier or "token")
     if verifier not in VERIFIERS:
         raise InputError(f"vLLM has no verifier {verifier!r}; it has {' and '.join(VERIFIERS)}: leave out --verifier")
-    if verifier == "block" and (python.is_cpu or "triton" not in python.has):
+    if verifier == "block" and not has_newer_runner(python):
         # The first model runner would run the standard rule without a word.
         raise InputError(
             "vLLM verifies blocks in its second model runner alone, which needs Triton on a GPU, and this build has "
@@ -287,8 +288,18 @@ def drafter_of(wanted: Setup, given: Setup, python: VllmPython) -> tuple[str, st
     if exports_of(catalog.rows("drafter")[name].kind).vllm is None:
         able = ", ".join(each for each, row in catalog.rows("drafter").items() if exports_of(row.kind).vllm)
         raise InputError(f"vLLM has no drafter like {name!r}; it has those of {able}")
+    if exports_of(catalog.rows("drafter")[name].kind).newer_runner and not has_newer_runner(python):
+        raise InputError(
+            f"vLLM drafts with {name} heads in its second model runner alone, which needs Triton on a GPU, and this "
+            "build has none; use a head of another kind, such as dflash or eagle3"
+        )
     path = getattr(made, "path", None)
     return name, None if path is None else _absolute(str(path))
+
+
+def has_newer_runner(python: VllmPython) -> bool:
+    """Whether vLLM's second model runner can run there."""
+    return not python.is_cpu and "triton" in python.has
 
 
 def flags_of(setup: Setup) -> tuple[str, ...]:

@@ -87,6 +87,9 @@ def test_a_speculative_config_of_the_user_replaces_ours(python):
         ({"verifier": "block"}, "needs Triton on a GPU, and this build has none; use --verifier token"),
         ({"length": "planned"}, "vLLM has no length policy 'planned'; it drafts a fixed number"),
         ({"drafter": "griffin:path=/a/head"}, "vLLM has no drafter like 'griffin'"),
+        ({"drafter": "domino:path=/a/head"}, "vLLM has no drafter like 'domino'; it has those of ngram, suffix"),
+        ({"drafter": "dspark:path=/a/head"}, "vLLM drafts with dspark heads in its second model runner alone"),
+        ({"drafter": "dflash2:path=/a/head"}, "and this build has none; use a head of another kind, such as dflash"),
         ({"drafter": "suffix"}, "vLLM's drafter suffix needs arctic-inference"),
         ({"reproducible": True}, "--engine vllm has nothing like --reproducible: vLLM has no verifier `coupled`"),
         ({"device_map": "auto"}, "--engine vllm has nothing like --device-map: vLLM places layers by its own flags"),
@@ -99,8 +102,9 @@ def test_what_vllm_has_no_form_for_is_refused_by_name(python, options, sentence)
     assert sentence in str(refused.value)
 
 
-def test_vllm_on_a_gpu_verifies_blocks(python):
+def test_vllm_on_a_gpu_verifies_blocks_and_has_heads_of_its_second_model_runner(python):
     gpu = replace(python, package="vllm", has=frozenset({"triton"}))
+    assert Launch.of(Setup(drafter="dflash2:path=/a/head"), gpu).method == "dflash"
     found = Launch.of(Setup(verifier="block"), gpu).speculation
     assert found is not None
     assert found.config["rejection_sample_method"] == "block"
