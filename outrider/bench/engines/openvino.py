@@ -43,22 +43,30 @@ class OpenvinoDriver(Driver):
         import openvino
 
         prompts = [openvino.Tensor(np.array([prompt], dtype=np.int64)) for prompt in asked.prompts]
-        made = self._pipeline.generate(prompts, [self._law(asked, i) for i in range(len(prompts))])
-        tokens = [list(each.m_generation_ids[0]) for each in made]
-        return Answer(tokens=tokens, counts=self._counts(tokens, made[0].extended_perf_metrics))
+        laws = [self._law(asked, i) for i in range(len(prompts))]
+        # The steps of a request are told only where it runs alone.
+        size = 1 if self._options.counts else max(1, len(prompts))
+        made: list[Any] = []
+        for first in range(0, len(prompts), size):
+            made += self._pipeline.generate(prompts[first : first + size], laws[first : first + size])
+            if self._options.counts:
+                self._count(made[-1])
+        return Answer(tokens=[list(each.m_generation_ids[0]) for each in made], counts=dict(self._sums))
 
-    def _counts(self, tokens: list[list[int]], metrics: Any) -> dict[str, int]:
-        """Drafts, draft tokens and accepted tokens since the start; every output has the sums of its run.
+    def _count(self, made: Any) -> None:
+        """Add the drafts of an output, and what was accepted of them.
 
-        A token that was not accepted came from the forward of a prompt, or from one that verified a draft.
+        The target's first forward reads the prompt and emits a token. Every other one verifies a draft, and emits the
+        accepted tokens and one more. OpenVINO's own count of accepted tokens leaves out the last draft of an output;
+        so does its count of draft tokens.
         """
-        if metrics is None or not hasattr(metrics, "get_num_draft_tokens"):
-            return {}
-        accepted = metrics.get_num_accepted_tokens()
-        self._sums["drafts"] += sum(len(each) - 1 for each in tokens) - accepted
+        metrics = made.extended_perf_metrics
+        if metrics is None or not hasattr(metrics, "main_model_metrics"):
+            return
+        steps = len(metrics.main_model_metrics.raw_metrics.m_durations) - 1
+        self._sums["drafts"] += steps
         self._sums["draft_tokens"] += metrics.get_num_draft_tokens()
-        self._sums["accepted_tokens"] += accepted
-        return dict(self._sums)
+        self._sums["accepted_tokens"] += len(made.m_generation_ids[0]) - 1 - steps
 
     def _law(self, asked: Asked, i: int) -> Any:
         """How the i-th prompt is decoded."""

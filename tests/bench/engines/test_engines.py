@@ -3,6 +3,7 @@
 import sys
 import zipfile
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from outrider.bench.engines.llama import compiler
 from outrider.bench.engines.process import Process, Refused, Stopped
 from outrider.bench.engines.vllm import requirements
 from outrider.embedded import EMBEDDED_DRAFT
+from outrider.handoff.checks.openvino import decode
 from outrider.lm.hf.open import open_model
 from tests.bench.engines import transformers_driver
 
@@ -111,6 +113,50 @@ def test_a_wheel_is_required_without_some_packages_and_extras(tmp_path):
     with zipfile.ZipFile(tmp_path / "x.whl", "w") as wheel:
         wheel.writestr("x-1.dist-info/METADATA", about)
     assert requirements(tmp_path / "x.whl", without=("torchaudio",)) == ["torch==2"]
+
+
+class Pipeline:
+    """OpenVINO's pipeline: each output takes a forward for its prompt, and three that emit four tokens each."""
+
+    def __init__(self, *_: object) -> None:
+        self.runs: list[int] = []
+
+    def generate(self, prompts: list[object], laws: list[SimpleNamespace]) -> list[SimpleNamespace]:
+        self.runs.append(len(prompts))
+        forwards = SimpleNamespace(raw_metrics=SimpleNamespace(m_durations=[0.1] * 4))
+        # Its own counts leave out the last draft.
+        told = SimpleNamespace(
+            main_model_metrics=forwards, get_num_draft_tokens=lambda: 6, get_num_accepted_tokens=lambda: 6
+        )
+        return [SimpleNamespace(m_generation_ids=[[7] * 13], extended_perf_metrics=told) for _ in prompts]
+
+
+def openvino_without_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules, as far as they are called."""
+    pieces = ("SchedulerConfig", "GenerationConfig")
+    genai = SimpleNamespace(
+        ContinuousBatchingPipeline=Pipeline, draft_model=lambda *_, **__: None, **dict.fromkeys(pieces, SimpleNamespace)
+    )
+    monkeypatch.setitem(sys.modules, "openvino", SimpleNamespace(Tensor=lambda tokens: tokens))
+    monkeypatch.setitem(sys.modules, "openvino_genai", genai)
+
+
+@pytest.mark.parametrize(
+    ("counts", "runs", "told"),
+    [(True, [1, 1], {"drafts": 6, "draft_tokens": 12, "accepted_tokens": 18}), (False, [2], {})],
+)
+def test_steps_of_openvino_are_forwards_of_its_target(monkeypatch, counts, runs, told):
+    openvino_without_models(monkeypatch)
+    driver = openvino.OpenvinoDriver()
+    driver.start(replace(options("draft model"), counts=counts))
+    answer = driver.ask(asked(PROMPTS))
+    assert (answer.tokens, answer.counts, driver._pipeline.runs) == ([[7] * 13] * 2, told, runs)
+
+
+def test_the_check_of_an_export_counts_the_same_steps(monkeypatch):
+    openvino_without_models(monkeypatch)
+    expected = {"dtype": "float32", "new_tokens": 13, "num_speculative_tokens": 3, "prompts": PROMPTS}
+    assert decode(expected, "target", None) == {"tokens": [[7] * 13] * 2, "steps": 6}
 
 
 def test_a_model_is_converted_once(tmp_path):
