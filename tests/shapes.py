@@ -60,24 +60,25 @@ def checked(given: Checked) -> Checked:
     return in_one_call
 
 
-_CHECKS: dict[tuple[object, ...], FunctionType | None] = {}
-"""What checks the arguments of functions within functions, by their code and annotations; None where nothing does."""
+_CHECKS: dict[CodeType, tuple[dict[str, object], FunctionType | None]] = {}
+"""Annotations of functions within functions by their code, and what checks their arguments; None where nothing does."""
 
 
 def _again(given: FunctionType) -> FunctionType:
     """What beartype makes of a function. A function within another is made at every call of that, and what checks its
     arguments is written once.
     """
-    key = given.__code__, *given.__annotations__.items()
-    if key not in _CHECKS:
+    annotations, model = _CHECKS.get(given.__code__, (None, None))
+    if annotations != given.__annotations__:
+        written = dict(given.__annotations__)
         # With empty cells, so that nothing that one of the functions has seen is kept.
         cells = tuple(CellType() for _ in given.__closure__ or ())
         hollow = FunctionType(given.__code__, given.__globals__, given.__name__, closure=cells)
         functools.update_wrapper(hollow, given)
         del hollow.__wrapped__
         strict = beartype(hollow, conf=CONFIGURATION)
-        _CHECKS[key] = None if strict is hollow else strict
-    model = _CHECKS[key]
+        model = None if strict is hollow else strict
+        _CHECKS[given.__code__] = written, model
     if model is None:
         return given
     made = FunctionType(model.__code__, model.__globals__, model.__name__, model.__defaults__, model.__closure__)
