@@ -54,7 +54,7 @@ def listening(app: FastAPI, service: Drained, limits: Limits | None = None) -> I
     async def run() -> None:
         most = limits or Limits()
         http = bounded(most.max_header_bytes, most.header_seconds)
-        server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="off", ws="none"))
+        server = uvicorn.Server(uvicorn.Config(app, port=0, http=http, log_level="error", ws="none"))
         service.start()
         try:
             serving = asyncio.ensure_future(server.serve())

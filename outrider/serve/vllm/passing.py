@@ -1,6 +1,7 @@
 """The app in front of a vLLM: keys, names and limits are ours, answers are vLLM's, as they come."""
 
 import asyncio
+import contextlib
 import logging
 import tempfile
 import time
@@ -93,8 +94,15 @@ class PassingService:
 
 def make_passing_app(service: PassingService, settings: Settings) -> FastAPI:
     """The app in front of a vLLM."""
-    app = FastAPI(title="Outrider", version=version("outrider"), docs_url=None, redoc_url=None, openapi_url=None)
     passing = Passing(service, settings)
+    app = FastAPI(
+        title="Outrider",
+        version=version("outrider"),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        lifespan=passing.connected,
+    )
     app.add_api_route("/health", passing.health, methods=["GET"])
     app.add_api_route("/ping", passing.health, methods=["GET", "POST"])
     app.add_api_route("/live", passing.live, methods=["GET"])
@@ -145,6 +153,12 @@ class Passing:
         Gauge("outrider:requests_in_flight", "Requests that vLLM has not answered.", registry=registry).set_function(
             lambda: float(service.in_flight)
         )
+
+    @contextlib.asynccontextmanager
+    async def connected(self, app: FastAPI) -> AsyncIterator[None]:
+        """The life of the app, at whose end the connections to vLLM are closed."""
+        async with self._client:
+            yield
 
     def answered(self, route: str, status: int, seconds: float) -> None:
         """Count an answer."""
