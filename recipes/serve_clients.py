@@ -4,10 +4,13 @@ They speak HTTP over plain sockets, because no library sends what is wrong.
 """
 
 import asyncio
+import contextlib
 import json
 import random
+import selectors
+import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,11 +77,7 @@ class Wire:
         Args:
             length: What its header says of the body's length, if that is not true.
         """
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
-            f"content-type: application/json\r\ncontent-length: {len(body) if length is None else length}\r\n\r\n"
-        )
-        self.writer.write(head.encode() + body)
+        self.writer.write(head_of(len(body) if length is None else length) + body)
         await self.writer.drain()
 
     async def begin(self) -> int:
@@ -119,6 +118,14 @@ class Wire:
             self.writer.close()
 
 
+def head_of(length: int) -> bytes:
+    """The head of a request whose body has so many bytes."""
+    return (
+        "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
+
+
 def body_of(asked: Mapping[str, Any]) -> bytes:
     """A request for a stream with token ids, and with its metrics at the end."""
     more = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
@@ -127,31 +134,40 @@ def body_of(asked: Mapping[str, Any]) -> bytes:
 
 async def complete(port: int, asked: Mapping[str, Any]) -> Answer:
     """Ask, and read to the end."""
-    began, first, last, steps = time.perf_counter(), None, None, None
-    tokens: list[int] = []
-    text, reason, error = "", None, None
+    began = time.perf_counter()
     wire = await Wire.open(port)
     try:
         await wire.ask(body_of(asked))
         status = await wire.begin()
         if status != 200:
             return Answer(status=status, error=str([block async for block in wire.blocks()])[:300] if status else None)
-        async for event in wire.events():
-            now = time.perf_counter() - began
-            if "error" in event:
-                error = str(event["error"])[:300]
-            if event.get("choices"):
-                first, last = now if first is None else first, now
-            steps = ((event.get("metrics") or {}).get("outrider") or {}).get("steps", steps)
-            for choice in event.get("choices", ()):
-                tokens += choice.get("token_ids") or ()
-                text += choice["text"]
-                reason = choice["finish_reason"] or reason
+        events = [(time.perf_counter() - began, event) async for event in wire.events()]
     finally:
         wire.close()
-    seconds = time.perf_counter() - began
+    return answer_of(events, time.perf_counter() - began)
+
+
+def answer_of(events: Sequence[tuple[float, Mapping[str, Any]]], seconds: float) -> Answer:
+    """The answer that some events make, each with the seconds after which it came.
+
+    Args:
+        seconds: Seconds to the end.
+    """
+    first, last, steps = None, None, None
+    tokens: list[int] = []
+    text, reason, error = "", None, None
+    for now, event in events:
+        if "error" in event:
+            error = str(event["error"])[:300]
+        if event.get("choices"):
+            first, last = now if first is None else first, now
+        steps = ((event.get("metrics") or {}).get("outrider") or {}).get("steps", steps)
+        for choice in event.get("choices", ()):
+            tokens += choice.get("token_ids") or ()
+            text += choice["text"]
+            reason = choice["finish_reason"] or reason
     return Answer(
-        status=status,
+        status=200,
         tokens=tuple(tokens),
         text=text,
         reason=reason,
@@ -161,6 +177,55 @@ async def complete(port: int, asked: Mapping[str, Any]) -> Answer:
         seconds=seconds,
         steps=steps,
     )
+
+
+def completed(port: int, asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
+    """Ask for several things at once, and read all answers to their ends. This process takes almost no time meanwhile:
+    it notes when bytes come, and reads them when all are there.
+    """
+    pieces: list[list[tuple[float, bytes]]] = [[] for _ in asked]
+    began = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        found = stack.enter_context(selectors.DefaultSelector())
+        for number, each in enumerate(asked):
+            wire = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+            body = body_of(each)
+            wire.sendall(head_of(len(body)) + body)
+            found.register(wire, selectors.EVENT_READ, number)
+        while found.get_map():
+            ready = found.select(PATIENCE)
+            if not ready:
+                raise RuntimeError(f"nothing came for {PATIENCE:g} seconds")
+            for key, _ in ready:
+                piece = key.fileobj.recv(2**16)  # type: ignore[union-attr]
+                pieces[key.data].append((time.perf_counter() - began, piece))
+                if not piece:
+                    found.unregister(key.fileobj)
+    return [_read(each) for each in pieces]
+
+
+def _read(pieces: Sequence[tuple[float, bytes]]) -> Answer:
+    """The answer whose bytes came in these pieces; the last one is empty."""
+    found: list[tuple[float, Mapping[str, Any]]] = []
+    status, wire, body = 0, b"", b""
+    for now, piece in pieces:
+        wire += piece
+        if not status and b"\r\n\r\n" in wire:
+            head, wire = wire.split(b"\r\n\r\n", 1)
+            status = int(head.split(b" ", 2)[1])
+        while status == 200 and b"\r\n" in wire:
+            size, rest = wire.split(b"\r\n", 1)
+            length = int(size, 16)
+            if len(rest) < length + 2:
+                break
+            body, wire = body + rest[:length], rest[length + 2 :]
+        *whole, body = body.split(b"\n\n")
+        found += [
+            (now, json.loads(each[6:])) for each in whole if each.startswith(b"data: ") and each != b"data: [DONE]"
+        ]
+    if status != 200:
+        return Answer(status=status, error=wire.decode(errors="replace")[:300])
+    return answer_of(found, pieces[-1][0])
 
 
 Wrong = Callable[[int, Mapping[str, Any], random.Random], Awaitable[str | None]]

@@ -14,10 +14,9 @@ Plain decoding emits one token a step, so its server writes most; `drafts` has c
 With `--vllm-python PATH` vLLM's own server decodes the same requests with the same weights on the same cores, at 1 and
 8 at once, beside `outrider serve` with its default settings; `--target DIR` names other models.
 
-The client shares the machine with the server. With `--threads 1` on two cores it has a core of its own.
+The client shares the machine with the server, so it only notes when bytes come, and reads them at the end.
 """
 
-import asyncio
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -38,9 +37,9 @@ from outrider.core.inputs import InputError
 from outrider.core.types import Sampling
 from outrider.engine.engine import Engine
 from recipes import options
-from recipes.serve_clients import Answer, complete
+from recipes.serve_clients import Answer, completed
 from recipes.serve_load import Level, Way, rate_row, requests_of
-from recipes.serve_process import VLLM_MODES, Served, served, vllm_served
+from recipes.serve_process import VLLM_MODES, served, vllm_served
 
 QUICK = {"ways": "plain", "batch": 2, "tokens": 12, "rounds": 1, "levels": "", "warm_up": 1}
 STEP_GOAL, FIRST_GOAL = 0.3, 10.0
@@ -102,15 +101,6 @@ def by_hand(engine: Engine, asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
                 )
     engine.rest()
     return [found[id] for id in ids]
-
-
-def over_http(server: Served, asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
-    """What a server makes of requests that come at once."""
-
-    async def run() -> list[Answer]:
-        return list(await asyncio.gather(*[complete(server.port, each) for each in asked]))
-
-    return asyncio.run(run())
 
 
 def step_milliseconds(answers: Sequence[Answer]) -> float:
@@ -224,7 +214,7 @@ def run(
             def answers(turn: Turn[Side, Job], asked: Sequence[Mapping[str, Any]]) -> list[Answer]:
                 if turn.way.name == "engine":
                     return by_hand(engines[turn.job.name], asked)
-                return over_http(servers[turn.job.name], asked)
+                return completed(servers[turn.job.name].port, asked)
 
             def step(turn: Turn[Side, Job]) -> Row:
                 made = answers(turn, asked_of(prompts, turn.round, tokens))

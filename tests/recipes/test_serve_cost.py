@@ -1,13 +1,15 @@
 """What the server costs: a step is timed between tokens, differences are of one round, and every part runs."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from outrider.core.inputs import InputError
 from recipes import serve_cost
-from recipes.serve_clients import Answer
+from recipes.serve_clients import Answer, complete, completed
 from recipes.serve_cost import asked_of, findings, step_milliseconds, summarise
+from tests.serve.served import loaded, serving
 
 
 def answer(first: float, last: float, steps: int) -> Answer:
@@ -34,6 +36,21 @@ def test_what_the_server_adds_is_taken_within_a_round() -> None:
     found = findings([entry], [entry], rates, batch=8)
     assert "adds 0.20 ms to a step of 8 requests (goal 0.3)" in found.text
     assert found.tables[2].lines == [[8, "outrider", "40.0 [40.0, 40.0]"]]
+
+
+def test_a_client_that_reads_at_the_end_reads_what_others_read() -> None:
+    asked = {"prompt": "One day", "temperature": 0, "max_tokens": 12}
+    with serving(loaded(max_slots=2, max_context=64)) as url:
+        port = int(url.rsplit(":", 1)[1])
+        alone = asyncio.run(complete(port, asked))
+        many = completed(port, [asked, asked, {**asked, "max_tokens": -1}])
+    assert [each.said for each in many[:2]] == [alone.said] * 2
+    assert len(alone.tokens) == 12
+    for each in many[:2]:
+        assert each.steps
+        assert 0 < each.first <= each.last <= each.seconds
+    assert many[2].status == 400
+    assert "max_tokens" in many[2].error
 
 
 def test_prompts_of_two_rounds_share_nothing() -> None:
