@@ -3,7 +3,7 @@ r"""DFlare: DFlash with a mixture of the target's layers for each of its own, an
 Tencent 2026, https://github.com/Tencent/AngelSlim
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.drafters.exports import Exports
-from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
+from outrider.heads.parts.block_formats import BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockHead, BlockObjective, BlockOptions, TrainedBlocks
 from outrider.learning.options import size
@@ -61,16 +61,11 @@ class DFlareHead(BlockHead):
         return [norm(mixed[..., i, :]) for i, norm in enumerate(self.fusion_norms)]
 
 
-def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is a DFlare head."""
-    return method_of(config) == DFlareHead.method
-
-
 SPEC = HeadSpec(
     name="dflare",
     head=DFlareHead,
     drafter=BlockDrafter,
-    published=published,
+    published=DFlareHead.published,
     trained=TrainedBlocks,
     options=DFlareOptions,
     objective=BlockObjective,

@@ -3,15 +3,15 @@ r"""DFlash: a head that guesses a whole block of tokens in one forward, from the
 DFlash 2026, https://arxiv.org/abs/2602.06036
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from outrider.drafters.exports import Exports
-from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
+from outrider.heads.parts.block_formats import BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockHead, BlockObjective, BlockOptions, TrainedBlocks
 from outrider.lm.hf.embedding_and_head import EmbeddingAndHead
@@ -42,16 +42,11 @@ class DFlashHead(BlockHead):
         return [self.hidden_norm(self.fc(features))] * len(self.layers)
 
 
-def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is a DFlash head."""
-    return method_of(config) == DFlashHead.method
-
-
 SPEC = HeadSpec(
     name="dflash",
     head=DFlashHead,
     drafter=BlockDrafter,
-    published=published,
+    published=DFlashHead.published,
     trained=TrainedBlocks,
     options=DFlashOptions,
     objective=BlockObjective,

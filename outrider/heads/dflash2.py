@@ -17,7 +17,7 @@ from outrider.core.inputs import InputError
 from outrider.drafters.exports import Exports
 from outrider.heads.dflash import DFlashHead
 from outrider.heads.dspark import DSparkDrafter, SequentialHead
-from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
+from outrider.heads.parts.block_formats import BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockLayer, BlockObjective, BlockOptions, LossOfRows, TrainedBlocks
 from outrider.learning.batch import Batch
@@ -317,16 +317,11 @@ class DFlash2Objective(BlockObjective):
         return self.of_rows(inner, self.head.base_logits, each) + self.options.selector_share * picked
 
 
-def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is a DFlash 2 head."""
-    return method_of(config) == DFlash2Head.method
-
-
 SPEC = HeadSpec(
     name="dflash2",
     head=DFlash2Head,
     drafter=DSparkDrafter,
-    published=published,
+    published=DFlash2Head.published,
     trained=TrainedBlocks,
     options=DFlash2Options,
     objective=DFlash2Objective,

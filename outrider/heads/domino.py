@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from outrider.drafters.exports import Exports
 from outrider.heads.dflash import DFlashHead
 from outrider.heads.dspark import DSparkDrafter, SequentialHead
-from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
+from outrider.heads.parts.block_formats import BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockObjective, BlockOptions, LossOfRows, TrainedBlocks
 from outrider.learning.batch import Batch
@@ -219,16 +219,11 @@ class DominoObjective(BlockObjective):
         return (1 - share) * self.of_rows(inner, self.head.informed_logits, each) + share * base
 
 
-def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is a Domino head."""
-    return method_of(config) == DominoHead.method
-
-
 SPEC = HeadSpec(
     name="domino",
     head=DominoHead,
     drafter=DSparkDrafter,
-    published=published,
+    published=DominoHead.published,
     trained=TrainedBlocks,
     options=DominoOptions,
     objective=DominoObjective,

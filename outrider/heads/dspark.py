@@ -3,7 +3,7 @@ r"""DSpark: DFlash with a small sequential head, which corrects each guess by th
 DeepSeek 2026, https://arxiv.org/abs/2607.05147
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
@@ -17,7 +17,7 @@ from outrider.core.types import Frontier, Guess, Running
 from outrider.drafters.exports import Exports
 from outrider.drafters.protocol import Rows
 from outrider.heads.dflash import DFlashHead
-from outrider.heads.parts.block_formats import BlockConfig, Method, method_of
+from outrider.heads.parts.block_formats import BlockConfig, Method
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOptions, BlockState, TrainedBlocks
 from outrider.learning.options import size
@@ -421,11 +421,6 @@ class DSparkDrafter(BlockDrafter[SparkState]):
         return self._head.corrected(base, before, tokens.to(base.device, non_blocking=True), hidden)
 
 
-def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is a DSpark head."""
-    return method_of(config) == DSparkHead.method
-
-
 def _given(hidden: Float[Tensor, "n hidden"] | None) -> Float[Tensor, "n hidden"]:
     if hidden is None:
         raise ValueError("this sequential head reads the trunk's output features")
@@ -442,7 +437,7 @@ SPEC = HeadSpec(
     name="dspark",
     head=DSparkHead,
     drafter=DSparkDrafter,
-    published=published,
+    published=DSparkHead.published,
     trained=TrainedBlocks,
     options=DSparkOptions,
     objective=BlockObjective,

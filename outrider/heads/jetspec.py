@@ -3,13 +3,12 @@ r"""JetSpec: a DFlash head whose blocks are causal, trained on the target's whol
 JetSpec 2026, https://arxiv.org/abs/2606.18394
 """
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from outrider.drafters.exports import Exports
 from outrider.heads.dflash import DFlashHead
-from outrider.heads.parts.block_formats import BlockConfig, Method, Sight, method_of
+from outrider.heads.parts.block_formats import BlockConfig, Method, Sight
 from outrider.heads.spec import HeadSpec
 from outrider.heads.trunks.blocks import BlockDrafter, BlockObjective, BlockOptions, TrainedBlocks
 from outrider.learning.options import loss, size
@@ -48,16 +47,11 @@ class JetSpecHead(DFlashHead):
         super().__init__(replace(config, sights=causal), ends, vocab_size)
 
 
-def published(config: Mapping[str, Any], names: Collection[str]) -> bool:
-    """Whether a checkpoint is a JetSpec head."""
-    return method_of(config) == JetSpecHead.method
-
-
 SPEC = HeadSpec(
     name="jetspec",
     head=JetSpecHead,
     drafter=BlockDrafter,
-    published=published,
+    published=JetSpecHead.published,
     trained=TrainedBlocks,
     options=JetSpecOptions,
     objective=BlockObjective,

@@ -34,6 +34,7 @@ from outrider.heads.parts.block_formats import (
     Sight,
     block_config,
     in_speculators,
+    method_of,
     native_config,
     speculators_config,
     with_tensors,
@@ -223,6 +224,16 @@ class BlockHead(Head):
             self.lm_head = nn.Linear(size, config.num_outputs, bias=False)
         if config.listed:
             self.register_buffer("d2t", torch.zeros(config.num_outputs or 0, dtype=torch.long))
+
+    @classmethod
+    def published(cls, config: Mapping[str, Any], names: Collection[str]) -> bool:
+        """Whether a checkpoint is a head of this method.
+
+        Args:
+            config: Its config file.
+            names: Its tensors.
+        """
+        return method_of(config) == cls.method
 
     def layer(self, config: BlockConfig, number: int) -> BlockLayer:
         """A decoder layer, with random weights."""
