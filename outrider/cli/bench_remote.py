@@ -16,6 +16,7 @@ from outrider.cli.request import RequestOptions
 from outrider.cli.request_body import body_of
 from outrider.core.inputs import InputError
 from outrider.serve.client.bench import RemotePlan, measure_remote, summary
+from outrider.serve.client.remote import Remote
 from outrider.setup import Setup
 
 LOCAL = ("configurations", "sweep", "optuna", "ray", "vllm_python", "openvino_python", "environments", "out", "export")
@@ -37,9 +38,25 @@ def bench_remote(
         if getattr(options, name):
             raise InputError(f"--{name.replace('_', '-')} is not for servers; leave it out with --url")
     found = remote.remote(setup)
-    card = remote.chosen(found)
-    plan = RemotePlan(
-        remote=found,
+    plan = plan_of(found, remote.chosen(found), request, options)
+    rows = measure_remote(plan)
+    figures = [summary(plan, [row for row in rows if row["load"] == load.name]) for load in plan.loads]
+    if as_json:
+        for each in figures:
+            print(json.dumps(each))
+    else:
+        print_figures(figures)
+    return 0
+
+
+def plan_of(remote: Remote, card: Mapping[str, object], request: RequestOptions, options: BenchOptions) -> RemotePlan:
+    """What is measured of a model that a server has.
+
+    Args:
+        card: What the server's list says of the model.
+    """
+    return RemotePlan(
+        remote=remote,
         model=str(card["id"]),
         max_context=_context(card),
         workload=options.workload,
@@ -52,14 +69,6 @@ def bench_remote(
         objectives=Objectives.parse(options.objective),
         fields={name: value for name, value in body_of(request).items() if name not in ("max_tokens", "seed")},
     )
-    rows = measure_remote(plan)
-    figures = [summary(plan, [row for row in rows if row["load"] == load.name]) for load in plan.loads]
-    if as_json:
-        for each in figures:
-            print(json.dumps(each))
-    else:
-        print_figures(figures)
-    return 0
 
 
 def _context(card: Mapping[str, object]) -> int:

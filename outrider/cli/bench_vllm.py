@@ -7,14 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.bench.side_by_side.metrics import Objectives
-from outrider.bench.workloads.formats import TraceUnits
-from outrider.cli.bench import MAX_NEW_TOKENS, BenchOptions
-from outrider.cli.bench_remote import LOCAL, print_figures
+from outrider.cli.bench import BenchOptions
+from outrider.cli.bench_remote import LOCAL, plan_of, print_figures
 from outrider.cli.request import RequestOptions
 from outrider.cli.request_body import body_of
 from outrider.core.inputs import InputError
-from outrider.serve.client.bench import RemotePlan, measure_remote, summary
+from outrider.serve.client.bench import measure_remote, summary
 from outrider.serve.vllm.counters import Acceptance
 from outrider.serve.vllm.launch import check_request
 from outrider.serve.vllm.options import EngineChoice
@@ -41,19 +39,16 @@ def bench_vllm(
             raise InputError(
                 f"--{name.replace('_', '-')} is about Outrider's own engine; leave it out with --engine vllm"
             )
-    fields = {name: value for name, value in body_of(request).items() if name not in ("max_tokens", "seed")}
     drafting = engine.process(setup, options.vllm_python)
     try:
-        return _measured(drafting, request, options, fields, as_json)
+        return _measured(drafting, request, options, as_json)
     finally:
         drafting.stop()
 
 
-def _measured(
-    drafting: VllmProcess, request: RequestOptions, options: BenchOptions, fields: dict[str, Any], as_json: bool
-) -> int:
+def _measured(drafting: VllmProcess, request: RequestOptions, options: BenchOptions, as_json: bool) -> int:
     """Measure with the launch of a process, whose folder may hold the drafter, and without its drafter."""
-    check_request(fields, drafting.launch.speculation is not None)
+    check_request(body_of(request), drafting.launch.speculation is not None)
     plain = replace(drafting.launch, speculation=None)
     ways = [("vllm, plain", plain)]
     if drafting.launch != plain:
@@ -62,7 +57,7 @@ def _measured(
     for title, launch in ways:
         # One after the other: two that run at once would take each other's cores and memory.
         with VllmProcess(drafting.python, launch, tell=drafting.tell) as process:
-            found += figures(title, process, request, options, fields)
+            found += figures(title, process, request, options)
     speeds = {each["load"]: each["output_throughput"] for each in found if each["engine"] == ways[0][0]}
     for each in found:
         each["speedup"] = each["output_throughput"] / speeds[each["load"]]
@@ -79,25 +74,9 @@ def _measured(
     return 0
 
 
-def figures(
-    title: str, process: VllmProcess, request: RequestOptions, options: BenchOptions, fields: dict[str, Any]
-) -> list[dict[str, Any]]:
+def figures(title: str, process: VllmProcess, request: RequestOptions, options: BenchOptions) -> list[dict[str, Any]]:
     """The figures of a vLLM at each load, with what its own counters say of the whole run."""
-    card = process.remote.models()[0]
-    plan = RemotePlan(
-        remote=process.remote,
-        model=str(card["id"]),
-        max_context=int(str(card["max_model_len"])),
-        workload=options.workload,
-        units=TraceUnits(seconds=options.trace_unit, block=options.trace_block),
-        num_prompts=options.num_prompts or None,
-        max_new_tokens=request.max_new_tokens or MAX_NEW_TOKENS,
-        loads=options.loads(request.seed or 0),
-        rounds=options.rounds,
-        seed=request.seed or 0,
-        objectives=Objectives.parse(options.objective),
-        fields=fields,
-    )
+    plan = plan_of(process.remote, process.remote.models()[0], request, options)
     rows = measure_remote(plan)
     told = Acceptance.of_metrics(process.remote.text("/metrics"))
     counted = None if told is None else vars(told)
