@@ -39,6 +39,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_runtest_setup() -> None:
+    """Shapes of the first calls in this test are checked."""
+    shapes.begin_test()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """The same for what a file of tests has imported, if all objects were looked through since the last time."""

@@ -1,8 +1,9 @@
-"""Shapes in signatures, checked while tests run: types by beartype, axes by jaxtyping, in every call of the package.
+"""Shapes in the package's signatures, checked while tests run: types by beartype, axes by jaxtyping. Functions that
+name no shape are left to mypy.
 
 jaxtyping has such a hook too. It reads the signature of every call anew and checks each argument twice, which made most
 of what the proofs took. This one checks each argument and each result once, axes with axes of the same call as there.
-It keeps what an annotation says of arrays of one shape.
+It keeps what an annotation says of arrays of one shape, and checks the first calls of each function in each test.
 """
 
 import ast
@@ -29,6 +30,8 @@ CONFIGURATION = BeartypeConf(is_pep484_tower=True)
 """Ints are welcome where floats are asked for."""
 NAME = "_checked_by_tests"
 """What `checked` is called within the package's modules; none of them may have a name like it."""
+MOST = 8
+"""Calls of each function that are checked in each test. A proof makes many thousands that are like the first ones."""
 ARRAYS: set[type] = {torch.Tensor, torch.nn.Parameter, np.ndarray}
 """Classes of which one array fits an annotation as well as another of the same shape and dtype."""
 
@@ -39,14 +42,53 @@ def checked(given: Checked) -> Checked:
         if dataclasses.is_dataclass(given) and "__init__" in vars(given):
             given.__init__ = checked(given.__init__)
         return given
-    strict = _again(given) if "<locals>" in given.__qualname__ else beartype(given, conf=CONFIGURATION)
     if not any(map(_has_axes, given.__annotations__.values())):
-        return strict
+        return given
+    if "<locals>" in given.__qualname__:
+        # It is made at every call of the function around it, so calls of all that are made count together.
+        counts = _COUNTS.setdefault(given.__code__, _Count())
+        return _in_one_call(_again(given)) if counts.more() else given
+    strict, counts = _in_one_call(beartype(given, conf=CONFIGURATION)), _Count()
+
+    @functools.wraps(strict)
+    def first_calls(*args: object, **named: object) -> object:
+        return strict(*args, **named) if counts.more() else given(*args, **named)
+
+    return first_calls
+
+
+class _Count:
+    """Calls of a function in a test."""
+
+    __slots__ = ("left", "test")
+
+    def __init__(self) -> None:
+        self.left, self.test = MOST, _TEST[0]
+
+    def more(self) -> bool:
+        """Whether one more call is checked."""
+        if self.test != _TEST[0]:
+            self.left, self.test = MOST, _TEST[0]
+        self.left -= 1
+        return self.left >= 0
+
+
+_TEST = [0]
+"""The number of the test that runs."""
+_COUNTS: dict[CodeType, _Count] = {}
+
+
+def begin_test() -> None:
+    """Check the first calls again."""
+    _TEST[0] += 1
+
+
+def _in_one_call(strict: Callable[..., object]) -> Callable[..., object]:
+    """A checked function whose calls have sizes of axes of their own."""
 
     @functools.wraps(strict)
     def in_one_call(*args: object, **named: object) -> object:
-        # Axes of one name have one size; calls within this call have sizes of their own. This is `push_shape_memo`,
-        # written out because it runs at every call.
+        # This is `push_shape_memo`, written out because it runs at every call.
         try:
             stack = _shape_storage.memo_stack
         except AttributeError:

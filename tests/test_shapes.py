@@ -1,4 +1,4 @@
-"""While tests run, shapes and types in the package's signatures are checked in every call."""
+"""While tests run, shapes in the package's signatures are checked, in the first calls of each test."""
 
 import gc
 import weakref
@@ -16,9 +16,14 @@ from outrider.core.sampling import pack
 from outrider.core.types import Ahead, Verdict
 from outrider.trees.protocol import Level
 from outrider.verifiers.protocol import residual
-from tests.shapes import checked
+from tests.shapes import MOST, begin_test, checked
 
 ROWS = torch.full((2, 3), 1 / 3)
+
+
+@checked
+def shorter(x: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> int:
+    return len(x)
 
 
 def test_arguments_whose_axes_differ_are_refused():
@@ -28,6 +33,22 @@ def test_arguments_whose_axes_differ_are_refused():
         residual(ROWS, ROWS[:1])
     with pytest.raises(BeartypeCallHintParamViolation, match="n vocab"):
         residual(ROWS, ROWS[:, :2])
+
+
+def test_the_first_calls_of_each_test_are_checked():
+    def adding():
+        @checked
+        def add(x: Float[Tensor, " n"], y: Float[Tensor, " n"]) -> int:
+            return len(x)
+
+        return add
+
+    for calls in (lambda: adding(), lambda: shorter):
+        begin_test()
+        for _ in range(MOST):
+            with pytest.raises(BeartypeCallHintParamViolation):
+                calls()(ROWS[0], ROWS[0, 1:])
+        assert calls()(ROWS[0], ROWS[0, 1:]) == 3, "one more call is not checked"
 
 
 def test_sizes_of_calls_within_a_call_are_their_own():
