@@ -4,7 +4,10 @@ import contextlib
 import io
 import json
 import os
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +28,7 @@ from outrider.engine.engine import Engine
 from outrider.lengths.fixed import FixedLength
 from outrider.lm.forwards.choice import at_hand
 from outrider.lm.forwards.package import GATHERED, Package
+from outrider.lm.forwards.runner import Runner
 from outrider.lm.head import head_lm
 from outrider.lm.model import LanguageModel
 from outrider.lm.protocol import Segment
@@ -232,6 +236,50 @@ def unprepared(model: LlamaForCausalLM, taps: tuple[int, ...]) -> dict[str, bool
     }
 
 
+def others_go_on(lm: LanguageModel) -> bool:
+    """Whether another thread of Python works while a library runs."""
+    ticks, ended, run, interval = [0], threading.Event(), Runner.run, sys.getswitchinterval()
+    worked = []
+
+    def tick() -> None:
+        while not ended.is_set():
+            ticks[0] += 1
+            time.sleep(0)
+
+    def watched(runner: Runner, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        before = ticks[0]
+        made = run(runner, inputs)
+        worked.append(ticks[0] > before)
+        return made
+
+    # Nobody loses the lock who does not give it away.
+    sys.setswitchinterval(60)
+    thread = threading.Thread(target=tick)
+    thread.start()
+    try:
+        with mock.patch.object(Runner, "run", watched):
+            for _ in range(1000):
+                said(lm, *CASES["a longer context"])
+                if any(worked):
+                    break
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    return any(worked)
+
+
+def failures(lm: LanguageModel) -> list[str]:
+    """What a library says that cannot be opened, or that gets too few tensors."""
+    found = []
+    for attempt in (lambda: Runner(lm.package.folder / "none.so"), lambda: lm.package.open().run([])):
+        try:
+            attempt()
+        except RuntimeError as error:
+            found.append(str(error))
+    return found
+
+
 def experts() -> dict[str, object]:
     """A mixture of experts: few tokens are compiled, many run eager. What the compiler cannot do is refused."""
     torch.manual_seed(0)
@@ -293,6 +341,8 @@ def main() -> None:
         after = compiled.num_forwards, compiled.num_compiled_forwards
         found[f"all forwards {name} are compiled"] = after[0] - before[0] == after[1] - before[1] > 0
     found["wide"] = wide(plain, model)
+    found["others go on"] = others_go_on(compiled)
+    found["failures"] = failures(compiled)
     found["heads"] = heads(llama(2))
     found["experts"] = experts()
     settings = {"drafter": "ngram:prompt_lookup_min=1", "length": "fixed:5", "max_slots": 2}

@@ -29,6 +29,10 @@ def test_compiled_forwards_say_what_plain_ones_say_and_their_libraries_are_kept(
     assert done.stderr.count("no library computes the forward of llama and outputs hidden states 0, 1") == 1
     assert found["wide"]["some"]
     assert max(found["wide"]["differences"].values()) < 1e-5
+    assert found["others go on"]
+    missing, few = found["failures"]
+    assert "none.so" in missing
+    assert few.endswith("tensors, got 0")
     experts = found["experts"]
     assert max(experts["differences"].values()) < 1e-5, experts
     assert experts["some"]

@@ -148,6 +148,7 @@ class PackagedHead:
         vocab_size: int,
     ) -> Outputs:
         columns: Any = inputs.columns if self._kind.logits else np.zeros(0, dtype=np.int64)
+        masks: Any = inputs.masks
         found = self._runner.run(
             [
                 tokens.contiguous(),
@@ -155,7 +156,7 @@ class PackagedHead:
                 inputs.positions,
                 inputs.window.places.view(inputs.positions.shape),
                 *(upload([columns], inputs.positions.device) if self._kind.logits else []),
-                inputs.masks,
+                masks,
                 *inputs.window.storages,
             ]
         )

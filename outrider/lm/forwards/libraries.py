@@ -10,9 +10,8 @@ Relied on in torch (read and run in 2.13):
   `max_autotune_gemm` with the backend `CPP` writes matrix products in C++, without trying which kernels are fastest.
   There are none for float64. In bfloat16 they use matrix units (AMX) but not the instructions of AVX-512; without the
   option products are oneDNN's, which use both;
-- `torch._C._aoti.AOTIModelContainerRunnerCpu(library, 1).run(tensors)` takes all inputs in one list, writes into those
-  that the function writes into, and returns the outputs in one list. It is private. It cannot call operators that
-  others have registered with torch; the compiler lists those that the function calls in a file `*.wrapper.json`.
+- a library cannot call operators that others have registered with torch; the compiler lists those that the function
+  calls in a file `*.wrapper.json`.
 """
 
 import ast
@@ -39,6 +38,7 @@ from torch import nn
 from outrider.core import files
 from outrider.core.types import InputError
 from outrider.host import remembered
+from outrider.lm.forwards.runner import Runner
 
 LIBRARY, KEY = "forward.so", "key.json"
 CALLED = ".wrapper.json"
@@ -125,27 +125,27 @@ class Library(ABC):
             warn_once("the compiled forward of %s is not used: %s", self.name, reason)
         return reason is None
 
-    def opened(self) -> Any | None:
+    def opened(self) -> Runner | None:
         """What runs the library; None if it is not usable. Nothing is compiled."""
         if not self.exists():
             return None
         with suppress(OSError):
             (self.folder / KEY).touch()
         try:
-            return _runner(self.folder)
+            return Runner(self.folder / LIBRARY)
         except RuntimeError as error:
             warn_once("the compiled forward of %s is not used: torch cannot open %s", self.name, self.folder)
             log.debug("%s", error)
             return None
 
-    def open(self) -> Any:
+    def open(self) -> Runner:
         """What runs the library, which is made first if it is not usable.
 
         Raises:
             InputError: It cannot be made.
         """
         found = self.opened()
-        return _runner(self.make()) if found is None else found
+        return Runner(self.make() / LIBRARY) if found is None else found
 
     def make(self) -> Path:
         """Make the library. It takes about a minute for a dozen layers. Returns its folder.
@@ -331,11 +331,6 @@ def _file(module: str) -> Path | None:
 
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def _runner(folder: Path) -> Any:
-    """What runs the library in a folder."""
-    return torch._C._aoti.AOTIModelContainerRunnerCpu(str(folder / LIBRARY), 1)
 
 
 @contextmanager

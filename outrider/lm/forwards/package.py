@@ -14,6 +14,7 @@ from outrider.lm.fingerprint import shape_of, weights_of
 from outrider.lm.forwards.grouped import group
 from outrider.lm.forwards.libraries import MANY, Library
 from outrider.lm.forwards.merged import merge
+from outrider.lm.forwards.runner import Runner
 from outrider.lm.forwards.twin import twin
 from outrider.lm.hf.anatomy import Anatomy
 from outrider.lm.hf.taps import attach
@@ -123,14 +124,17 @@ class PackagedForward:
     def __init__(self, package: Package) -> None:
         self.num_forwards = 0
         self._package = package
-        self._runners: dict[tuple[int, ...], Any] = {}
+        self._runners: dict[tuple[int, ...], Runner | None] = {}
 
     def __call__(self, inputs: Inputs, taps: Sequence[int]) -> Outputs:
         batch, wanted = inputs.batch, tuple(dict.fromkeys(taps))
         device = inputs.positions.device
         # The output layer computes one column at least.
         columns = inputs.columns if len(inputs.columns) else np.zeros(1, dtype=np.int64)
-        logits, *seen = self._runners[wanted].run(
+        runner = self._runners[wanted]
+        if runner is None:
+            raise RuntimeError(f"there is no library of taps {list(wanted)}; ask `has` before")
+        logits, *seen = runner.run(
             [
                 batch.tokens(device).contiguous(),
                 inputs.positions,

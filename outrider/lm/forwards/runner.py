@@ -1,0 +1,80 @@
+"""Runs a library that torch has compiled ahead of time, while other threads of Python go on.
+
+torch's own class for this (`torch._C._aoti.AOTIModelContainerRunnerCpu`) holds Python's lock through the whole forward,
+so a server could not read a request, or write a token, until it ended. Libraries have a C interface, which does the
+same; a call through `ctypes` gives the lock away.
+
+Relied on in torch (read and run in 2.13): `AOTInductorModelContainer...` of `aoti_runtime/interface.h`, and
+`unsafe_alloc_void_ptrs_from_tensors` and `alloc_tensors_by_stealing_from_void_ptrs` of `torch._C._aoti`.
+"""
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+Pointers = ctypes.Array[ctypes.c_void_p]
+_pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
+_pointer_of.restype, _pointer_of.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+_capsule_of = ctypes.pythonapi.PyCapsule_New
+_capsule_of.restype, _capsule_of.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+class Runner:
+    """A library that is open. One forward runs at a time; others wait.
+
+    Args:
+        library: Its file.
+
+    Raises:
+        RuntimeError: It cannot be opened.
+    """
+
+    def __init__(self, library: Path) -> None:
+        try:
+            self._library = ctypes.CDLL(str(library))
+            self._run = self._library.AOTInductorModelContainerRun
+            create = self._library.AOTInductorModelContainerCreateWithDevice
+            delete = self._library.AOTInductorModelContainerDelete
+        except (OSError, AttributeError) as error:
+            raise RuntimeError(str(error)) from error
+        self._handle, count = ctypes.c_void_p(), ctypes.c_size_t()
+        self._check(create(ctypes.byref(self._handle), ctypes.c_size_t(1), b"cpu", None))
+        weakref.finalize(self, delete, self._handle)
+        self._check(self._library.AOTInductorModelContainerGetNumOutputs(self._handle, ctypes.byref(count)))
+        self._num_outputs = count.value
+        self._check(self._library.AOTInductorModelContainerGetNumInputs(self._handle, ctypes.byref(count)))
+        self._num_inputs = count.value
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """The outputs. What the function writes into is written into.
+
+        Raises:
+            RuntimeError: The library says why.
+        """
+        if len(inputs) != self._num_inputs:
+            # The library would end the process.
+            raise RuntimeError(f"the library reads {self._num_inputs} tensors, got {len(inputs)}")
+        given = _pointers(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs))
+        made: Pointers = (ctypes.c_void_p * self._num_outputs)()
+        sizes = (ctypes.c_size_t(len(given)), ctypes.c_size_t(len(made)))
+        self._check(self._run(self._handle, given, sizes[0], made, sizes[1], None, None))
+        capsules = [_capsule_of(pointer, None, None) for pointer in made]
+        found: list[Tensor] = torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs(capsules)
+        return found
+
+    def _check(self, status: int) -> None:
+        """Raise RuntimeError for a call that failed."""
+        if status:
+            message, tell = ctypes.c_char_p(), getattr(self._library, "AOTInductorGetLastError", None)
+            if tell is not None:
+                tell(ctypes.byref(message))
+            raise RuntimeError((message.value or b"a compiled forward failed").decode(errors="replace"))
+
+
+def _pointers(capsules: Sequence[object]) -> Pointers:
+    """What some capsules point to."""
+    return (ctypes.c_void_p * len(capsules))(*[_pointer_of(capsule, None) for capsule in capsules])
