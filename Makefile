@@ -72,7 +72,7 @@ clients: $(TOOLS)
 
 # Every value and every limit of every field once (coverage), then 50 random requests for each of the 25 operations.
 schemathesis: $(TOOLS)
-	@echo "== Requests made from the server's OpenAPI description: all operations, about ten minutes on two cores =="
+	@echo "== Requests made from the server's OpenAPI description: all operations, a few minutes on two cores =="
 	$(BIN)/python -m recipes clients --only schemathesis --examples 50 $(if $(ENVIRONMENTS),--environments $(ENVIRONMENTS))
 
 audit: $(TOOLS)
