@@ -43,7 +43,8 @@ class Runner:
             raise RuntimeError(str(error)) from error
         self._handle, count = ctypes.c_void_p(), ctypes.c_size_t()
         self._check(create(ctypes.byref(self._handle), ctypes.c_size_t(1), b"cpu", None))
-        weakref.finalize(self, delete, self._handle)
+        # At the end of the process another thread may still run it.
+        weakref.finalize(self, delete, self._handle).atexit = False
         self._check(self._library.AOTInductorModelContainerGetNumOutputs(self._handle, ctypes.byref(count)))
         self._num_outputs = count.value
         self._check(self._library.AOTInductorModelContainerGetNumInputs(self._handle, ctypes.byref(count)))
