@@ -98,6 +98,8 @@ def _reason(message: str) -> str:
     """The line of a message that says what is wrong, without the place in rules that nobody wrote."""
     lines = message.strip().splitlines()
     error = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
+    if error.startswith("recursion limit exceeded"):
+        return "it is nested too deeply"
     return re.sub(r'^at 1\(8\): invalid regex ".*" \(in regex\): ', "", error)
 
 
