@@ -28,7 +28,7 @@ demo: $(PREPARED)
 	$(BIN)/outrider generate --compare --prompt "One day, a boy named Tim went to the park with his dog. They" --temperature 0 --max-new-tokens 128
 
 test: $(TOOLS)
-	@echo "== All tests (a few minutes on two cores) =="
+	@echo "== All tests (about twenty minutes on two cores) =="
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 # Libraries that quantise, and adapters, are in no extra that other tests install.

@@ -12,7 +12,7 @@ another one, with the same models, options and requests, in turns:
 Plain decoding emits one token a step, so its server writes most; `drafts` has chains of three.
 
 With `--vllm-python PATH` vLLM's own server decodes the same requests with the same weights on the same cores, at 1 and
-8 at once, beside `outrider serve` with its default settings; `--target DIR` names other models.
+8 at once, beside `outrider serve` with its default settings; `--target DIR` and `--drafter` name other models.
 
 The client shares the machine with the server, so it only notes when bytes come, and reads them at the end.
 """
@@ -180,6 +180,7 @@ def run(
     rounds: int = 9,
     vllm_python: Path | None = None,
     vllm_modes: str = "plain,ngram",
+    drafter: str | None = None,
     dtype: str = "auto",
     threads: int = 1,
 ) -> dict[str, Any]:
@@ -231,7 +232,8 @@ def run(
             engines.clear()
         rates: list[Row] = []
         if counts and vllm_python is not None:
-            rates = _rates(place, counts, rounds, requests, target, vllm_python, modes, dtype=dtype, threads=threads)
+            own = {} if drafter is None else {"drafter": drafter}
+            rates = _rates(place, counts, rounds, requests, target, own, vllm_python, modes, dtype, threads)
         found = findings(sums["steps"], sums["firsts"], rates, batch)
         place.finish(found)
     summary: dict[str, Any] = found.summary  # type: ignore[assignment]
@@ -244,18 +246,22 @@ def _rates(
     rounds: int,
     requests: int,
     target: str | None,
+    drafter: Mapping[str, str],
     python: Path,
     modes: Sequence[str],
-    *,
     dtype: str,
     threads: int,
 ) -> list[Row]:
-    """The rates of our server and of vLLM's, in turns; both are loaded, and one works at a time."""
+    """The rates of our server and of vLLM's, in turns; both are loaded, and one works at a time.
+
+    Args:
+        drafter: The option that names our drafter, if it is not the default one.
+    """
     from outrider.embedded import EMBEDDED_TARGET
 
     slots = max(level.concurrency for level in levels)
     asked = [{**each, "ignore_eos": True} for each in requests_of(Setting().prompts, requests)]
-    own = {"dtype": dtype, "max_slots": str(slots), **({} if target is None else {"target": target})}
+    own = {"dtype": dtype, "max_slots": str(slots), **({} if target is None else {"target": target}), **drafter}
     ways = [Way(name="outrider"), *(Way(name=f"vLLM, {mode}") for mode in modes)]
     with ExitStack() as stack:
         servers = {"outrider": stack.enter_context(served(_written(own), threads=threads))}
@@ -289,6 +295,7 @@ def main(
     rounds: options.Rounds = 9,
     vllm_python: Annotated[Path | None, typer.Option(help="A Python that has vLLM; without it, ours alone.")] = None,
     vllm_modes: Annotated[str, typer.Option(help="How vLLM decodes: plain, ngram.")] = "plain,ngram",
+    drafter: Annotated[str | None, typer.Option(help="Our drafter beside vLLM; by default that of serve.")] = None,
     dtype: options.Dtype = "auto",
     threads: options.Threads = 1,
 ) -> None:
