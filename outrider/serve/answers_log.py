@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.responses import FileResponse
+from starlette.responses import StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.core.inputs import InputError
@@ -23,6 +23,8 @@ ROUTE = "/v1/admin/answers"
 """Where the file is read, with the admin key."""
 MOST_BYTES = 64 * 2**20
 """Longest request and longest answer that are kept."""
+PIECE = 2**18
+"""Bytes of the file that are sent at once."""
 log = logging.getLogger("outrider.serve")
 
 
@@ -49,6 +51,7 @@ class AnswersLog:
 
     def __init__(self, app: ASGIApp, *, file: Path, admin_key: str | None) -> None:
         self._app, self._file, self._admin_key = app, file, admin_key
+        self._ending: set[asyncio.Future[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and keep what was said."""
@@ -61,6 +64,7 @@ class AnswersLog:
             return
         asked, answered = bytearray(), bytearray()
         status, kind = 0, ""
+        written = asyncio.get_running_loop().create_future()
 
         async def hear() -> Message:
             message = await receive()
@@ -74,14 +78,21 @@ class AnswersLog:
                 status, kind = message["status"], Headers(raw=message["headers"]).get("content-type", "")
             elif message["type"] == "http.response.body" and len(answered) <= MOST_BYTES:
                 answered.extend(message.get("body", b""))
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                # Whoever has the whole answer may ask for the file at once.
+                self._ending.add(written)
             await send(message)
 
-        await self._app(scope, hear, answer)
-        if status == 200 and max(len(asked), len(answered)) <= MOST_BYTES:
-            id = str(scope.get("state", {}).get("request_id", ""))
-            line = line_of(id, str(path), bytes(asked), bytes(answered), streamed="event-stream" in kind)
-            if line is not None:
-                await asyncio.to_thread(self._add, line)
+        try:
+            await self._app(scope, hear, answer)
+            if status == 200 and max(len(asked), len(answered)) <= MOST_BYTES:
+                id = str(scope.get("state", {}).get("request_id", ""))
+                line = line_of(id, str(path), bytes(asked), bytes(answered), streamed="event-stream" in kind)
+                if line is not None:
+                    await asyncio.to_thread(self._add, line)
+        finally:
+            self._ending.discard(written)
+            written.cancel()
 
     def _add(self, line: str) -> None:
         try:
@@ -97,7 +108,21 @@ class AnswersLog:
             wrong = ApiError(401, "this route needs the server's admin key", headers={"www-authenticate": "Bearer"})
             await wrong.response()(scope, receive, send)
             return
-        await FileResponse(self._file, media_type="application/jsonl")(scope, receive, send)
+        if self._ending:
+            await asyncio.wait(self._ending)
+        # Lines that come meanwhile are not sent: the length is told before.
+        length = (await asyncio.to_thread(self._file.stat)).st_size
+        headers = {"content-length": str(length)}
+        pieces = pieces_of(self._file, length)
+        await StreamingResponse(pieces, headers=headers, media_type="application/jsonl")(scope, receive, send)
+
+
+def pieces_of(file: Path, length: int) -> Iterator[bytes]:
+    """The first bytes of a file, in pieces."""
+    with file.open("rb") as content:
+        while length and (piece := content.read(min(length, PIECE))):
+            length -= len(piece)
+            yield piece
 
 
 def line_of(id: str, url: str, asked: bytes, answered: bytes, *, streamed: bool) -> str | None:
